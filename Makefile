@@ -1,0 +1,52 @@
+# `make check` is what CI runs. Every target prints its commands.
+# Another interpreter: `make test-gpu PYTHON=python3`; it is used as it is and nothing is installed.
+
+PYTHON ?= .venv/bin/python
+BASE_PYTHON ?= python3
+STAMP := .venv/.installed
+
+# A rank computes with one thread; two ranks with a pool of threads each fight for the cores.
+ONE_THREAD := OMP_NUM_THREADS=1
+
+ifeq ($(PYTHON),.venv/bin/python)
+INSTALLED := $(STAMP)
+endif
+
+.PHONY: setup demo test test-all test-gpu lint format type check bench
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x .venv/bin/python || $(BASE_PYTHON) -m venv .venv
+	.venv/bin/python -m pip install "$$(grep '^torch==' constraints.txt)"
+	.venv/bin/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(INSTALLED)
+	$(ONE_THREAD) $(PYTHON) examples/gpt/train.py fit --config examples/gpt/cpu.yaml
+
+test: $(INSTALLED)
+	$(ONE_THREAD) $(PYTHON) -m pytest -m "not slow and not gpu"
+
+test-all: $(INSTALLED)
+	$(ONE_THREAD) $(PYTHON) -m pytest -m "not gpu"
+
+test-gpu:
+	$(ONE_THREAD) $(PYTHON) -m pytest -m gpu
+
+lint: $(INSTALLED)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m codespell_lib $$(git ls-files)
+
+format: $(INSTALLED)
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+type: $(INSTALLED)
+	$(PYTHON) -m mypy --strict lightning_zero lightning_zero_ops
+
+check: lint type test
+
+bench: $(INSTALLED)
+	$(ONE_THREAD) $(PYTHON) -m benchmarks.run

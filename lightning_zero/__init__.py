@@ -1,0 +1,30 @@
+"""ZeRO stages 0 to 3 for PyTorch Lightning, as one strategy, and for plain PyTorch loops, as one engine.
+
+Importing the package registers the strategy names ``zero_0`` to ``zero_3`` with Lightning.
+"""
+
+from lightning_zero.callbacks import ZeroMonitor
+from lightning_zero.config import Communication, MixedPrecision, Sharding
+from lightning_zero.engine.engine import EngineStats, ZeroEngine, gathered
+from lightning_zero.errors import CollectiveError, ReleasedParameterError, ShardedGradientError
+from lightning_zero.layout import FlatLayout
+from lightning_zero.precision import LossScale
+from lightning_zero.strategy import ZeroStrategy, register_strategies
+
+__all__ = [
+    "CollectiveError",
+    "Communication",
+    "EngineStats",
+    "FlatLayout",
+    "LossScale",
+    "MixedPrecision",
+    "ReleasedParameterError",
+    "Sharding",
+    "ShardedGradientError",
+    "ZeroEngine",
+    "ZeroMonitor",
+    "ZeroStrategy",
+    "gathered",
+]
+
+register_strategies()

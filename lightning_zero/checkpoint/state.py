@@ -1,0 +1,286 @@
+"""The engine's model and optimizers as dictionaries under parameter names, and back.
+
+Saving yields ``Segment`` stand-ins over live storage; nothing is copied or gathered. Loading takes what any checkpoint
+holds under a name: a tensor in a directory that is not read yet, a whole tensor, or this rank's segment.
+
+Note [Stand-ins]
+    A module's own ``state_dict`` and ``load_state_dict`` run, with their hooks and overrides, but see a stand-in in
+    place of every parameter: it has the shape and no values. ``state_dict`` hands it through; when ``load_state_dict``
+    copies something into it, it records what. So renaming, dropping and adding of keys works as in any module at every
+    stage. Code that computes with parameter values in these methods is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zero.checkpoint.planner import METADATA_FUNCTIONS, Segment, StoredTensor, fill
+from lightning_zero.errors import ReleasedParameterError, nearest
+
+if TYPE_CHECKING:
+    from lightning_zero.engine.engine import ParameterRecord, ZeroEngine
+
+__all__ = ["load_model_state", "load_optimizer_state", "model_state", "optimizer_state"]
+
+
+# -- The model ---------------------------------------------------------------------------------------------------------
+
+
+def model_state(engine: ZeroEngine, module: nn.Module) -> dict[str, Any]:
+    """Return the module's ``state_dict`` with a ``Segment`` of the master for every parameter.
+
+    The names of a tied parameter hold the same ``Segment``. Buffers and extra state are as the module returns them.
+    """
+    with _stand_ins(engine.records(), module) as stand_ins:
+        values = module.state_dict()
+    segments = {id(stand_in): _master_segment(stand_in.record) for stand_in in stand_ins}
+    return {key: segments.get(id(value), value) for key, value in values.items()}
+
+
+def load_model_state(engine: ZeroEngine, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+    """Load a ``state_dict`` into the masters, buffers and extra state, and publish it.
+
+    Collective: all ranks, each with the same names; of what lies in a directory a rank reads only its own ranges.
+
+    Raises:
+        RuntimeError: Names are missing or unexpected and ``strict``, or shapes differ; in the words of ``nn.Module``.
+    """
+    with _stand_ins(engine.records(), module) as stand_ins:
+        module.load_state_dict(state_dict, strict=strict)
+    written = [stand_in for stand_in in stand_ins if stand_in.source is not None]
+    _copy_ranges([(one.record.name, one.source, _master_segment(one.record)) for one in written])
+    engine.publish()
+
+
+def _master_segment(record: ParameterRecord) -> Segment:
+    return Segment(record.master().detach(), record.own_range[0], torch.Size(record.shape), record.save_range)
+
+
+@contextlib.contextmanager
+def _stand_ins(records: Sequence[ParameterRecord], module: nn.Module) -> Iterator[list[_StandIn]]:
+    """Put stand-ins in place of the module's parameters."""
+    stand_ins = {id(record.parameter): _StandIn(record) for record in records}
+    places = [
+        (submodule._parameters, name, param)
+        for submodule in module.modules()
+        for name, param in submodule._parameters.items()
+        if param is not None and id(param) in stand_ins
+    ]
+    try:
+        for parameters, name, param in places:
+            parameters[name] = stand_ins[id(param)]
+        yield list(stand_ins.values())
+    finally:
+        for parameters, name, param in places:
+            parameters[name] = param
+
+
+class _StandIn(nn.Parameter):
+    """A parameter's shape and dtype for ``state_dict`` and ``load_state_dict``. See Note [Stand-ins]."""
+
+    record: ParameterRecord
+    source: Any  # what was copied into it
+
+    def __new__(cls, record: ParameterRecord) -> _StandIn:
+        """Make the stand-in of a parameter."""
+        values = torch.empty((), dtype=record.parameter.dtype).expand(record.shape)
+        stand_in: _StandIn = torch.Tensor._make_subclass(cls, values, False)
+        stand_in.record, stand_in.source = record, None
+        return stand_in
+
+    def __init__(self, record: ParameterRecord) -> None:
+        pass
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """ParameterRecord copies, hand itself through, answer questions about metadata, refuse the rest."""
+        if func is torch.Tensor.copy_ and type(args[0]) is _StandIn:
+            args[0].source = args[1]
+            return args[0]
+        if func is torch.Tensor.detach:
+            return args[0]
+        if func in METADATA_FUNCTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        name = next(arg.record.name for arg in args if type(arg) is _StandIn)
+        raise ReleasedParameterError(
+            f"`{getattr(func, '__name__', func)}` needs the values of parameter `{name}`, which `state_dict` and"
+            " `load_state_dict` do not have: they are sharded over the ranks. Rename, drop or add entries there, and"
+            " change values under `lightning_zero.gathered(param)`."
+        )
+
+
+def _copy_ranges(items: Sequence[tuple[str, Any, Segment]]) -> None:
+    """Copy this rank's range of every source, given with its name, into a segment."""
+    stored: list[tuple[StoredTensor, Segment]] = []
+    with torch.inference_mode(False), torch.no_grad():
+        for name, source, target in items:
+            if isinstance(source, StoredTensor):
+                stored.append((source, target))
+            elif not isinstance(source, Segment):
+                target.local.copy_(source.detach().reshape(-1)[target.start : target.stop])
+            elif (source.start, source.stop) == (target.start, target.stop):
+                target.local.copy_(source.local)
+            else:
+                raise ValueError(
+                    f"`{name}` is of an engine with another stage or number of ranks. Save it, and load the file."
+                )
+        fill(stored)
+
+
+# -- Optimizers --------------------------------------------------------------------------------------------------------
+
+# 0-dim states that count steps, also of a 0-dim parameter
+COUNTERS = frozenset({"step", "mu_product", "mu", "eta"})
+
+
+def optimizer_state(engine: ZeroEngine, optimizer: Optimizer) -> dict[str, Any]:
+    """Return ``{"state": {name: {slot: Segment or value}}, "param_groups": [{..., "params": [name, ...]}]}``."""
+    records = {id(record.parameter): record for record in engine.records()}
+    groups = [[records[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+    slots = {record.name: record.state(optimizer) for group in groups for record in group}
+    return {
+        "state": {
+            record.name: {slot: _slot_segment(record, slot, value) for slot, value in slots[record.name].items()}
+            for group in groups
+            for record in group
+            if slots[record.name]
+        },
+        "param_groups": [
+            {**options, "params": [record.name for record in group]}
+            for options, group in zip(optimizer.param_groups, groups, strict=True)
+        ],
+    }
+
+
+def _slot_segment(record: ParameterRecord, slot: str, value: Any) -> Any:
+    start, stop = record.own_range
+    if slot in COUNTERS or not isinstance(value, torch.Tensor):
+        return value
+    if value.shape == torch.Size(record.shape) or value.shape == (stop - start,):
+        return Segment(value.detach().view(-1), start, torch.Size(record.shape), record.save_range)
+    return value
+
+
+def load_optimizer_state(
+    engine: ZeroEngine, optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]
+) -> None:
+    """Load the states of all optimizers, by parameter name or, as torch saves them, by index.
+
+    Of what lies in a directory a rank reads only its own ranges.
+
+    Raises:
+        ValueError: The checkpoint has other optimizers, groups, parameters or shapes.
+    """
+    if len(optimizers) != len(states):
+        raise ValueError(
+            f"The checkpoint has the states of {len(states)} optimizers, and there are {len(optimizers)} now."
+            " `configure_optimizers` must return what it returned when the checkpoint was saved."
+        )
+    for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
+        _load_optimizer(engine, optimizer, state, f"optimizer {number}")
+
+
+def _load_optimizer(engine: ZeroEngine, optimizer: Optimizer, state: Mapping[str, Any], label: str) -> None:
+    records = {id(record.parameter): record for record in engine.records()}
+    groups = [[records[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+    slots = _slots_by_name(groups, state, label)
+    items: list[tuple[str, Any, Segment]] = []
+    loaded: dict[torch.Tensor, dict[str, Any]] = {}
+    for options, group in zip(state["param_groups"], groups, strict=True):
+        for record in group:
+            if slots.get(record.name):
+                loaded[record.parameter] = {
+                    slot: _new_slot(engine, record, slot, value, options, items)
+                    for slot, value in slots[record.name].items()
+                }
+    _copy_ranges(items)
+    for record in (record for group in groups for record in group):
+        optimizer.state.pop(record.parameter, None)
+    optimizer.state.update(loaded)
+    for mine, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        mine.update({key: copy.deepcopy(value) for key, value in saved.items() if key != "params"})
+    # Optimizers bring states and options of older versions up to date there.
+    optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+
+
+def _slots_by_name(
+    groups: Sequence[Sequence[ParameterRecord]], state: Mapping[str, Any], label: str
+) -> Mapping[str, Any]:
+    """Return the slots of every parameter under the name it has here, after checking that there are no others."""
+    saved_groups = state["param_groups"]
+    if len(saved_groups) != len(groups):
+        raise ValueError(
+            f"{label} has {len(groups)} parameter groups, and {len(saved_groups)} in the checkpoint."
+            " `configure_optimizers` must make the same groups."
+        )
+    saved_keys = [key for group in saved_groups for key in group["params"]]
+    if not all(isinstance(key, str) for key in saved_keys):
+        return _slots_by_position(groups, state, label)
+    names = {alias: record.name for group in groups for record in group for alias in (record.name, *record.aliases)}
+    unknown = next((key for key in saved_keys if key not in names), None)
+    if unknown is not None:
+        raise ValueError(
+            f"The checkpoint has the state of `{unknown}`, which {label} does not step.{nearest(unknown, names)}"
+        )
+    slots = {names[key]: state["state"].get(key) for key in saved_keys}
+    missing = next((record.name for group in groups for record in group if record.name not in slots), None)
+    if missing is not None:
+        raise ValueError(
+            f"{label} steps `{missing}`, of which the checkpoint has no state.{nearest(missing, saved_keys)}"
+        )
+    return slots
+
+
+def _slots_by_position(
+    groups: Sequence[Sequence[ParameterRecord]], state: Mapping[str, Any], label: str
+) -> Mapping[str, Any]:
+    slots: dict[str, Any] = {}
+    for number, (group, saved) in enumerate(zip(groups, state["param_groups"], strict=True)):
+        if len(group) != len(saved["params"]):
+            raise ValueError(
+                f"Group {number} of {label} has {len(group)} parameters, and {len(saved['params'])} in the checkpoint."
+            )
+        for record, index in zip(group, saved["params"], strict=True):
+            slots[record.name] = state["state"].get(index)
+    return slots
+
+
+def _new_slot(
+    engine: ZeroEngine,
+    record: ParameterRecord,
+    slot: str,
+    value: Any,
+    options: Mapping[str, Any],
+    items: list[tuple[str, Any, Segment]],
+) -> Any:
+    """Return what becomes a slot of the optimizer's state; values to be read are added to ``items``."""
+    if not isinstance(value, torch.Tensor | Segment):
+        return copy.deepcopy(value)
+    master = record.master()
+    if slot == "step":
+        on_device = options.get("capturable") or options.get("fused")
+        return value.to(torch.float32).to(master.device, copy=True) if on_device else value.clone()
+    dtype = master.dtype if value.dtype.is_floating_point else value.dtype
+    if slot in COUNTERS or (value.ndim == 0 and len(record.shape) > 0):
+        return value.to(dtype).to(master.device, copy=True)
+    if value.shape != torch.Size(record.shape):
+        raise ValueError(
+            f"`{slot}` of `{record.name}` has the shape {tuple(value.shape)} in the checkpoint, and the parameter has"
+            f" {tuple(record.shape)}."
+        )
+    start, stop = record.own_range
+    with torch.inference_mode(False):
+        local = torch.empty(stop - start, dtype=dtype, device=master.device)
+    items.append((f"{record.name}.{slot}", value, Segment(local, start, torch.Size(record.shape))))
+    is_sharded = engine.stage > 0 and engine.world_size > 1
+    return local if is_sharded else local.view(record.shape)

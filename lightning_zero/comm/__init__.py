@@ -1,0 +1,1 @@
+"""Communication of flat tensors between ranks."""

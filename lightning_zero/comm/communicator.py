@@ -1,0 +1,327 @@
+"""Collectives on flat tensors: what the engine may ask of the network, and what it cost.
+
+Note [One order of sums]
+    On gloo a reduction is an exchange of chunks between every pair of ranks, after which each owner adds the chunks in
+    rank order. So a sum does not depend on how parameters are cut into units, and the wire carries the ring's
+    ``(N - 1) / N`` of the bytes (gloo's own reduce-scatter puts a whole all-reduce on it). NCCL reduces by itself.
+
+Note [Own groups]
+    The engine never communicates on the default group: Lightning broadcasts on it in every batch. Gathers and
+    reductions have a group each, so their order relative to one another is free; host-side agreements travel over gloo.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_zero.config import Communication
+from lightning_zero.errors import CollectiveError
+
+__all__ = ["Communicator", "Pending"]
+
+_all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_flat: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Pending:
+    """A collective that may still be running.
+
+    ``wait`` is the only way to finish it. Until then it keeps the tensors alive that the transport reads and writes.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        what: str,
+        works: Sequence[Any] = (),
+        *,
+        keep: Sequence[torch.Tensor] = (),
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self._communicator = communicator
+        self._what = what
+        self._works = list(works)
+        self._keep = list(keep)
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Return when the result may be used; calling it again does nothing.
+
+        Raises:
+            CollectiveError: A peer failed or did not join in time. Names the rank, the operation and the unit.
+        """
+        works, finish = self._works, self._finish
+        self._works, self._finish = [], None
+        started = time.perf_counter()
+        for work in works:
+            try:
+                work.wait()
+            except (RuntimeError, ValueError) as error:
+                raise self._communicator.failure(self._what, error) from error
+        self._communicator.wait_s += time.perf_counter() - started
+        if finish is not None:
+            finish()
+        self._keep.clear()
+
+
+class Communicator:
+    """The collectives of one sharding group.
+
+    Call protocol (all ranks of the group, in the same order for each of the two groups):
+
+    1. ``all_gather`` on the gather group, ``reduce_scatter`` on the reduce group; each returns a ``Pending``.
+    2. ``broadcast``, ``all_reduce`` (blocking): set-up, buffers, norms.
+    3. ``agree`` (blocking, host values, gloo): order of gathers, used parameters, overflow.
+
+    Args:
+        config: Backend and timeout.
+        process_group: The ranks that share a model; the default group when None. Without an initialised process group
+            the world is one rank and nothing is sent.
+        device: Device of the tensors.
+    """
+
+    def __init__(
+        self, config: Communication, device: torch.device, process_group: dist.ProcessGroup | None = None
+    ) -> None:
+        # - Who takes part
+        self.world_size = 1
+        self.rank = 0
+        self.device = device
+        self._gather_group: Any = None
+        self._reduce_group: Any = None
+        self._control_group: Any = None
+        self._backend = ""
+        self._is_part = False  # other ranks exist, and need not know of this group
+        self._tags: Counter[int] = Counter()  # of a group: tells apart its point-to-point exchanges in flight
+        # - What it cost since the last reset
+        self.sent_bytes: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self.wait_s = 0.0
+        if dist.is_available() and dist.is_initialized():
+            self._make_groups(config, process_group)
+
+    def _make_groups(self, config: Communication, process_group: dist.ProcessGroup | None) -> None:
+        self.world_size = dist.get_world_size(process_group)
+        self.rank = dist.get_rank(process_group)
+        if self.world_size == 1:
+            return
+        ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        self._backend = config.backend or dist.get_backend(process_group)
+        timeout = timedelta(seconds=config.timeout_s)
+        self._is_part = len(ranks) < dist.get_world_size()
+
+        def group(backend: str) -> Any:
+            return dist.new_group(ranks, timeout, backend, use_local_synchronization=self._is_part)
+
+        self._gather_group = group(self._backend)
+        self._reduce_group = group(self._backend)
+        self._control_group = group("fake" if self._backend == "fake" else "gloo")
+
+    # -- Flat tensors ----------------------------------------------------------------------------------------------
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str) -> Pending:
+        """Fill ``full`` with the shards of all ranks.
+
+        Collective: all ranks. No copy when ``shard`` already is its place in ``full``.
+
+        Args:
+            full: (numel,) contiguous.
+            shard: (numel / world,) of the same dtype.
+            what: Named in errors.
+        """
+        lo = self.rank * shard.numel()
+        own = full[lo : lo + shard.numel()]
+        is_in_place = own.data_ptr() == shard.data_ptr()
+        if self.world_size > 1:
+            self._count("all_gather", shard.nbytes * (self.world_size - 1))
+        if self.world_size > 1 and self._backend == "gloo":
+            sent = dict.fromkeys(self._peers(), shard)
+            received = dict(zip(self._ranks(), full.chunk(self.world_size), strict=True))
+            pending = self._exchange(sent, received, self._gather_group, f"all-gather of {what}")
+            if not is_in_place:
+                own.copy_(shard)  # while the exchange runs
+            return pending
+        if not is_in_place:
+            own.copy_(shard)
+        if self.world_size == 1:
+            return Pending(self, what)
+        work = _all_gather_flat(full, own, group=self._gather_group, async_op=True)
+        return Pending(self, f"all-gather of {what}", [work], keep=[full])
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, what: str) -> Pending:
+        """Average ``full`` over the ranks and write this rank's part into ``shard``.
+
+        Collective: all ranks. 16-bit values are added in fp32 and rounded once (on gloo).
+
+        Args:
+            shard: (numel / world,); may be this rank's place in ``full``.
+            full: (numel,) of the same dtype; its content is used up.
+            what: Named in errors.
+        """
+        own = full.chunk(self.world_size)[self.rank]
+        if self.world_size == 1:
+            if own.data_ptr() != shard.data_ptr():
+                shard.copy_(own)
+            return Pending(self, what)
+        self._count("reduce_scatter", own.nbytes * (self.world_size - 1))
+        if self._backend == "gloo":
+            received = {peer: torch.empty_like(own) for peer in self._peers()}
+            chunks = dict(zip(self._ranks(), full.chunk(self.world_size), strict=True))
+            sent = {peer: chunks[peer] for peer in self._peers()}
+            return self._exchange(
+                sent,
+                received,
+                self._reduce_group,
+                f"reduce-scatter of {what}",
+                then=lambda: _average_in_rank_order(shard, {**received, self.rank: own}),
+            )
+        work = _reduce_scatter_flat(
+            shard, full, op=_average(full, self.world_size), group=self._reduce_group, async_op=True
+        )
+        return Pending(self, f"reduce-scatter of {what}", [work], keep=[full, shard])
+
+    def _exchange(
+        self,
+        sent: dict[int, torch.Tensor],
+        received: dict[int, torch.Tensor],
+        group: Any,
+        what: str,
+        then: Callable[[], None] | None = None,
+    ) -> Pending:
+        """Send a tensor to every peer and receive one from each (gloo)."""
+        self._tags[id(group)] += 1  # ranks agree on the order within a group only
+        tag = self._tags[id(group)] % 2**15
+        staged = self.device.type != "cpu"  # gloo's point-to-point calls take host memory only
+        outgoing = {tensor.data_ptr(): tensor.cpu() for tensor in sent.values()} if staged else {}
+        incoming = {peer: torch.empty(received[peer].shape, dtype=received[peer].dtype) for peer in sent if staged}
+        works = []
+        try:
+            for peer, tensor in sent.items():
+                host = outgoing.get(tensor.data_ptr(), tensor)
+                works.append(dist.isend(host, group=group, tag=tag, group_dst=peer))
+                works.append(dist.irecv(incoming.get(peer, received[peer]), group=group, tag=tag, group_src=peer))
+        except (RuntimeError, ValueError) as error:
+            raise self.failure(what, error) from error
+
+        def finish() -> None:
+            for peer, host in incoming.items():
+                received[peer].copy_(host)
+            if then is not None:
+                then()
+
+        keep = [*sent.values(), *received.values(), *outgoing.values(), *incoming.values()]
+        return Pending(self, what, works, keep=keep, finish=finish)
+
+    # -- Set-up, buffers, norms ------------------------------------------------------------------------------------
+
+    def broadcast(self, tensor: torch.Tensor, what: str, source: int = 0) -> None:
+        """Overwrite ``tensor`` with the values of rank ``source``. Collective: all ranks; returns when it is done."""
+        if self.world_size == 1:
+            return
+        self._count("broadcast", tensor.nbytes)
+        try:
+            dist.broadcast(tensor, group=self._reduce_group, group_src=source)
+        except (RuntimeError, ValueError) as error:
+            raise self.failure(f"broadcast of {what}", error) from error
+
+    def all_reduce(
+        self, tensor: torch.Tensor, what: str, op: Any = dist.ReduceOp.SUM, kind: str = "control"
+    ) -> torch.Tensor:
+        """Reduce ``tensor`` in place and return it; its bytes count as ``kind``. Collective: all ranks."""
+        if self.world_size == 1:
+            return tensor
+        self._count(kind, tensor.nbytes)
+        try:
+            dist.all_reduce(tensor, op=op, group=self._reduce_group)
+        except (RuntimeError, ValueError) as error:
+            raise self.failure(f"all-reduce of {what}", error) from error
+        return tensor
+
+    def agree(self, values: torch.Tensor, what: str, op: Any = dist.ReduceOp.MAX) -> torch.Tensor:
+        """Reduce host values over the ranks, in place. Collective: all ranks, over gloo whatever the backend."""
+        if self.world_size == 1:
+            return values
+        self._count("control", values.nbytes)
+        try:
+            dist.all_reduce(values, op=op, group=self._control_group)
+        except (RuntimeError, ValueError) as error:
+            raise self.failure(what, error) from error
+        return values
+
+    # -- Bookkeeping -----------------------------------------------------------------------------------------------
+
+    def failure(self, what: str, error: Exception) -> CollectiveError:
+        """Return the error to raise when ``what`` failed."""
+        return CollectiveError(
+            f"rank {self.rank} of {self.world_size}: the {what} failed: {error}. A peer has stopped, runs other code,"
+            " or was slower than `timeout`: the first error of the other ranks says which. Every rank must make the"
+            " same calls; code that only some ranks run belongs inside `lightning_zero.gathered(module)`."
+        )
+
+    @property
+    def control_group(self) -> Any:
+        """The gloo group for values in host memory, objects among them; None in a world of one rank."""
+        return self._control_group
+
+    def reset_stats(self) -> None:
+        """Start counting anew."""
+        self.sent_bytes.clear()
+        self.calls.clear()
+        self.wait_s = 0.0
+
+    def close(self) -> None:
+        """Give the groups back. No collective."""
+        # PyTorch names a group of a part of the ranks by how many there are, and must not use a name twice.
+        if self._backend == "gloo" and not self._is_part and dist.is_initialized():
+            for group in (self._gather_group, self._reduce_group, self._control_group):
+                dist.destroy_process_group(group)
+        self._gather_group = self._reduce_group = self._control_group = None
+
+    def _count(self, kind: str, sent_bytes: int) -> None:
+        self.sent_bytes[kind] += sent_bytes
+        self.calls[kind] += 1
+
+    def _ranks(self) -> range:
+        return range(self.world_size)
+
+    def _peers(self) -> list[int]:
+        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+
+def _average(full: torch.Tensor, world_size: int) -> Any:
+    if full.dtype == torch.float16:  # the sum of the ranks may overflow before it is divided
+        return dist._make_nccl_premul_sum(1.0 / world_size)  # type: ignore[attr-defined]
+    return dist.ReduceOp.AVG
+
+
+def _average_in_rank_order(out: torch.Tensor, chunks: dict[int, torch.Tensor]) -> None:
+    """Write ``(chunks[0] + chunks[1] + …) / N`` into ``out``, which may be one of the chunks.
+
+    The chunks of the ranks before ``out``'s own serve as the accumulator, so nothing is overwritten before it is read.
+    """
+    world_size = len(chunks)
+    if out.dtype.itemsize < 4:
+        total = chunks[0].float()
+        for rank in range(1, world_size):
+            total += chunks[rank]
+        out.copy_(total.div_(world_size))
+        return
+    aliased = next((rank for rank, chunk in chunks.items() if chunk.data_ptr() == out.data_ptr()), 0)
+    accumulator = chunks[0] if aliased > 0 else out
+    if aliased == 0 and out.data_ptr() != chunks[0].data_ptr():
+        torch.add(chunks[0], chunks[1], out=out)
+        first = 2
+    else:
+        first = 1
+    for rank in range(first, world_size):
+        target = out if rank >= aliased else accumulator
+        torch.add(accumulator, chunks[rank], out=target)
+        accumulator = target
+    out.div_(world_size)

@@ -1,0 +1,1 @@
+"""The partition engine: plain PyTorch, no Lightning."""

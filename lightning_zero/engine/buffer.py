@@ -1,0 +1,455 @@
+"""The parameters of one kind in one unit: a flat buffer, this rank's shard of it, its master and its gradients.
+
+Memory of a buffer of n padded elements on N ranks (stage 3 keeps ``full`` only while the unit is whole):
+
+============  =================  =========================================================================
+``full``      n compute dtype    what the parameters are views of; storage given back at stage 3
+``shard``     n/N compute dtype  this rank's part; a view of ``full`` below stage 3
+``master``    own range          what the optimizer steps; the shard itself when the dtypes agree
+``local``     n reduce dtype     sum of this rank's gradients; kept between steps at stages 0 and 1
+``reduced``   own range          average over the ranks; this rank's place in ``local`` at stages 0 and 1
+============  =================  =========================================================================
+
+The own range is the shard where optimizer states are sharded, else the whole buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lightning_zero.comm.communicator import Communicator, Pending
+from lightning_zero.config import Sharding
+from lightning_zero.engine.gradient import ShardedGradient, sharded_gradient_class
+from lightning_zero.engine.parameter import ReducedParameter, ReleasedParameter, raw_grad, set_raw_grad
+from lightning_zero.layout import FlatLayout
+from lightning_zero.storage.store import ShardStore
+
+__all__ = ["BufferKind", "FlatBuffer"]
+
+
+@dataclass(frozen=True)
+class BufferKind:
+    """What the parameters of one buffer have in common."""
+
+    original: torch.dtype
+    compute: torch.dtype
+    master: torch.dtype
+    reduce: torch.dtype
+    trained: bool
+
+
+class FlatBuffer:
+    """One flat buffer of a unit.
+
+    Args:
+        name: Named in errors.
+        params: The parameters, with their values on any device; they are bound to the buffer.
+        names: Their fully qualified names.
+        kind: The dtypes.
+        sharding: What is kept sharded.
+        communicator: Moves shards.
+        store: Where shards sleep.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        params: Sequence[nn.Parameter],
+        names: Sequence[str],
+        kind: BufferKind,
+        sharding: Sharding,
+        communicator: Communicator,
+        store: ShardStore,
+    ) -> None:
+        # - What lies where
+        self.name = name
+        self.params = list(params)
+        self.kind = kind
+        self.sharding = sharding
+        self.communicator = communicator
+        self.store = store
+        shapes = [(key, tuple(param.shape)) for key, param in zip(names, params, strict=True)]
+        self.layout = FlatLayout.build(shapes, communicator.world_size)
+        numel = self.layout.padded_numel
+        self.own_range = self.layout.shard_range(communicator.rank) if sharding.optim else (0, numel)
+        own = self.layout.segments(communicator.rank)
+        self._segments = [
+            (segment.start, segment.stop) if sharding.optim else (0, slot.numel)
+            for segment, slot in zip(own, self.layout.slots, strict=True)
+        ]
+        # - Values
+        self.full = store.create("gathered" if sharding.params else "parameters", numel, kind.compute)
+        self.views = [_view(self.full, slot.offset, slot.shape) for slot in self.layout.slots]
+        self.shard, self.master = self._fill()
+        self.is_whole = True
+        self._versions = [0] * len(self.params)  # of the parameters when they were bound; a write moves them
+        self._written = False  # the shard may differ from the rounded master
+        self._placeholders = [_placeholder(view) for view in self.views] if sharding.params else []
+        # - Gradients
+        self.gradient_class = sharded_gradient_class(communicator)
+        self.local: torch.Tensor | None = None
+        self.reduced: torch.Tensor | None = None
+        self.summed: set[int] = set()  # slots that hold a sum in ``local``
+        self.used: set[int] = set()  # slots with a gradient on this rank since the ranks last agreed
+        self.has_grad: set[int] = set()  # slots with a gradient on some rank, in ``reduced``
+        self._retained: torch.Tensor | None = None  # an earlier ``reduced`` whose place ``local`` needs
+        self._target: torch.Tensor | None = None  # where a running reduction writes
+        # - The step window
+        self._window_grad: torch.Tensor | None = None  # ``reduced`` in the master's dtype, while the window is open
+        self._shown: dict[int, torch.Tensor] = {}  # the gradients that parameters show
+        self.bind()
+
+    def _fill(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Copy the values in, take rank 0's, and return this rank's shard and master."""
+        kind, communicator = self.kind, self.communicator
+        exact = kind.trained and kind.master != kind.compute
+        values = torch.zeros_like(self.full, dtype=kind.master) if exact else self.full.zero_()
+        for slot, param in zip(self.layout.slots, self.params, strict=True):
+            values[slot.offset : slot.stop].copy_(param.detach().reshape(-1))
+        communicator.broadcast(values, f"parameters of unit `{self.name}`")
+        if exact:
+            self.full.copy_(values)
+        lo, hi = self.layout.shard_range(communicator.rank)
+        shard = self.full[lo:hi]
+        if self.sharding.params:
+            shard = self.store.create("parameters", hi - lo, kind.compute)
+            shard.copy_(self.full[lo:hi])
+        if not exact:
+            return shard, None
+        master = self.store.create("optimizer", self._own_numel, kind.master)
+        master.copy_(values[self.own_range[0] : self.own_range[1]])
+        return shard, master
+
+    # -- Values ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _own_numel(self) -> int:
+        return self.own_range[1] - self.own_range[0]
+
+    @property
+    def _own_values(self) -> torch.Tensor:
+        """The own range in the compute dtype."""
+        return self.shard if self.sharding.optim else self.full
+
+    @property
+    def stepped(self) -> torch.Tensor:
+        """What the optimizer steps: (own range,)."""
+        return self._own_values if self.master is None else self.master
+
+    def make_master(self) -> None:
+        """Make a master if there is none and the dtypes differ (a frozen buffer that is to be trained)."""
+        if self.master is None and self.kind.master != self.kind.compute:
+            self.master = self.store.create("optimizer", self._own_numel, self.kind.master)
+            self.master.copy_(self._own_values)
+
+    def gather(self) -> Pending:
+        """Start making the buffer whole. Collective: all ranks. ``bind`` when the result has been waited for."""
+        with torch.inference_mode(False), torch.no_grad():
+            self.full.untyped_storage().resize_(self.full.nbytes)
+            self.store.adopt("gathered", self.full.nbytes)
+            return self.communicator.all_gather(self.full, self.shard, f"unit `{self.name}`")
+
+    def serve(self) -> Pending:
+        """Take part in a gather whose result is not needed here. Collective: all ranks."""
+        with torch.inference_mode(False), torch.no_grad():
+            return self.communicator.all_gather(torch.empty_like(self.full), self.shard, f"unit `{self.name}`")
+
+    def bind(self) -> None:
+        """Make the parameters views of the whole buffer."""
+        for index, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
+            param.__class__ = nn.Parameter
+            param.data = view
+            self._versions[index] = param._version
+        self.is_whole = True
+        self._mark_reduced()
+
+    def release(self) -> None:
+        """Give the storage of the whole buffer back (stage 3)."""
+        self.collect_writes()
+        for param, placeholder in zip(self.params, self._placeholders, strict=True):
+            param.__class__ = nn.Parameter
+            param.data = placeholder
+            param.__class__ = ReleasedParameter
+        self.full.untyped_storage().resize_(0)
+        self.store.release("gathered", self.full.nbytes)
+        self.is_whole = False
+
+    def is_written(self) -> bool:
+        """Say whether somebody wrote into a parameter since it was bound."""
+        return any(
+            param._version != version or param.data_ptr() != address
+            for param, version, address in zip(self.params, self._versions, self._addresses(), strict=True)
+        )
+
+    def _addresses(self) -> list[int]:
+        base, size = self.full.data_ptr(), self.full.element_size()
+        return [base + slot.offset * size if slot.numel else 0 for slot in self.layout.slots]
+
+    def collect_writes(self) -> None:
+        """Take over what was written into whole parameters from outside (clamping, weight swaps)."""
+        written = False
+        for index, (param, address) in enumerate(zip(self.params, self._addresses(), strict=True)):
+            if param.data_ptr() != address:  # `.data` was pointed elsewhere
+                with torch.no_grad():
+                    self.views[index].copy_(param.detach())
+                param.data = self.views[index]
+                written = True
+            if param._version != self._versions[index]:
+                self._versions[index] = param._version
+                written = True
+        if written:
+            self.accept_writes()
+
+    def accept_writes(self) -> None:
+        """Make the values of the whole buffer the shard's."""
+        if self.sharding.params:
+            lo, hi = self.layout.shard_range(self.communicator.rank)
+            with torch.no_grad():
+                self.shard.copy_(self.full[lo:hi])
+        self._written = True
+
+    def refresh_master(self) -> None:
+        """Bring the master up to date where its rounded value is not what the parameters hold.
+
+        Below stage 3 the values themselves are compared, because a write through ``.data`` leaves no other trace.
+        """
+        if self.is_whole:
+            self.collect_writes()
+        if self.master is None or (self.sharding.params and not self._written):
+            return
+        self._written = False
+        with torch.inference_mode(False), torch.no_grad():
+            values = self._own_values
+            rounded = self.master.to(values.dtype)
+            if not torch.equal(rounded, values):
+                self.master.copy_(torch.where(rounded == values, self.master, values.to(self.master.dtype)))
+
+    def publish(self) -> Pending | None:
+        """Make stepped values the parameters': round them, and gather where parameters are whole.
+
+        Collective at stages 1 and 2: all ranks.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            if self.master is not None:
+                self._own_values.copy_(self.master)
+            if self.sharding.optim and not self.sharding.params:
+                return self.communicator.all_gather(self.full, self.shard, f"unit `{self.name}`")
+        return None
+
+    def published(self) -> None:
+        """Note that parameters and masters agree."""
+        self._written = False
+        for index, param in enumerate(self.params):
+            self._versions[index] = param._version
+
+    # -- Gradients -------------------------------------------------------------------------------------------------
+
+    def accumulate(self, index: int, grad: torch.Tensor) -> None:
+        """Cast and copy, or add, a parameter's gradient into the local sum."""
+        local = self._local_sums()
+        slot = self.layout.slots[index]
+        target = local[slot.offset : slot.stop].view(slot.shape)
+        dense = grad.to_dense() if grad.is_sparse else grad
+        if index in self.summed:
+            target.add_(dense)
+        else:
+            target.copy_(dense)
+            self.summed.add(index)
+        self.used.add(index)
+
+    def _local_sums(self) -> torch.Tensor:
+        if self.reduced is not None and not self.sharding.grads:
+            lo, hi = self.layout.shard_range(self.communicator.rank)
+            self._retained = (self.reduced if self.sharding.optim else self.reduced[lo:hi]).clone()
+            self.reduced = None
+        if self.local is None:
+            numel, dtype = self.layout.padded_numel, self.kind.reduce
+            with torch.inference_mode(False):
+                self.local = torch.empty(numel, dtype=dtype, device=self.full.device)
+            self.store.adopt("gradients", self.local.nbytes)
+            for lo, hi in self.layout.gaps():
+                self.local[lo:hi].zero_()
+        return self.local
+
+    def reduce(self) -> Pending:
+        """Start averaging the local sums over the ranks; ``finish_reduce`` when the result has been waited for.
+
+        Collective: all ranks, also those without a gradient here: what they miss counts as zero.
+        ZeRO (arXiv:1910.02054) section 5.2.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            local = self._local_sums()
+            for index, slot in enumerate(self.layout.slots):
+                if index not in self.summed:
+                    local[slot.offset : slot.stop].zero_()
+            lo, hi = self.layout.shard_range(self.communicator.rank)
+            if self.sharding.grads:
+                self._target = self.store.create("gradients", hi - lo, self.kind.reduce)
+            else:
+                self._target = local[lo:hi]
+            return self.communicator.reduce_scatter(self._target, local, f"gradients of unit `{self.name}`")
+
+    def finish_reduce(self) -> None:
+        """Add the average to what was reduced before. No collective; stage 0 still needs ``gather_reduced``."""
+        target, local = self._target, self.local
+        assert target is not None
+        assert local is not None
+        with torch.inference_mode(False), torch.no_grad():
+            if self._retained is not None:
+                target.add_(self._retained)
+                self._retained = None
+            elif self.sharding.grads and self.reduced is not None:
+                target.add_(self.reduced)
+                self.store.release("gradients", self.reduced.nbytes)
+        self.reduced, self._target = (target if self.sharding.optim else local), None
+        self.summed.clear()
+        if self.sharding.grads:
+            self.store.release("gradients", local.nbytes)
+            self.local = None
+
+    def gather_reduced(self) -> Pending | None:
+        """Start gathering the average where every rank steps everything (stage 0). Collective there: all ranks."""
+        if self.sharding.optim or self.reduced is None:
+            return None
+        lo, hi = self.layout.shard_range(self.communicator.rank)
+        with torch.inference_mode(False), torch.no_grad():
+            return self.communicator.all_gather(self.reduced, self.reduced[lo:hi], f"gradients of unit `{self.name}`")
+
+    def forget(self, indices: Iterable[int]) -> None:
+        """Drop the gradients of some parameters, reduced or not."""
+        gone = set(indices)
+        self.summed -= gone
+        self.used -= gone
+        dropped = self.has_grad & gone
+        self.has_grad -= gone
+        if self.has_grad:
+            for index in dropped:  # what comes next is added to it
+                self.segment(index, self.reduced).zero_()
+                if self._window_grad is not None:
+                    self.segment(index, self._window_grad).zero_()
+        elif self.reduced is not None or self._retained is not None:
+            if self.sharding.grads and self.reduced is not None:
+                self.store.release("gradients", self.reduced.nbytes)
+            self.reduced = self._retained = None
+        for index in gone:
+            if type(self.params[index]) is ReducedParameter:
+                self.params[index].__class__ = nn.Parameter
+
+    def _mark_reduced(self) -> None:
+        for index in self.has_grad:
+            if type(self.params[index]) is nn.Parameter:
+                self.params[index].__class__ = ReducedParameter
+
+    def mark_plain(self) -> None:
+        """Make parameters with a reduced gradient plain for the time of a forward (compilers look at the class)."""
+        for index in self.has_grad:
+            if type(self.params[index]) is ReducedParameter:
+                self.params[index].__class__ = nn.Parameter
+
+    def mark_reduced(self) -> None:
+        """Let reads of ``grad`` find the reduced gradients."""
+        self._mark_reduced()
+
+    # -- Segments and the step window ------------------------------------------------------------------------------
+
+    def own_segment(self, index: int) -> tuple[int, int]:
+        """Return which elements of a parameter are in the own range."""
+        return self._segments[index]
+
+    def segment(self, index: int, values: torch.Tensor | None = None) -> torch.Tensor:
+        """Return a parameter's piece of a tensor over the own range: 1-D, or whole and in shape at stage 0."""
+        values = self.stepped if values is None else values
+        slot = self.layout.slots[index]
+        start, stop = self._segments[index]
+        base = slot.offset - self.own_range[0]
+        piece = values[base + start : base + stop] if stop > start else values[:0]
+        return piece if self.sharding.optim else piece.view(slot.shape)
+
+    def window_grad(self) -> torch.Tensor | None:
+        """Return the reduced gradients in the dtype in which they are stepped: (own range,)."""
+        if self.reduced is None:
+            return None
+        if self.reduced.dtype == self.stepped.dtype:
+            return self.reduced
+        if self._window_grad is None:
+            self._window_grad = self.reduced.to(self.stepped.dtype)
+        return self._window_grad
+
+    def enter(self, index: int) -> None:
+        """Show a parameter as the optimizer steps it: ``data`` the master's segment, ``grad`` the reduced segment."""
+        param = self.params[index]
+        param.__class__ = nn.Parameter
+        segment = self.segment(index)
+        same = (segment.data_ptr(), segment.shape, segment.dtype) == (param.data_ptr(), param.shape, param.dtype)
+        if not same:
+            param.data = segment
+        values = self.window_grad()
+        if index not in self.has_grad or values is None:
+            set_raw_grad(param, None)
+            return
+        grad = self.segment(index, values)
+        if self.sharding.optim:
+            grad.__class__ = self.gradient_class
+        self._shown[index] = grad
+        set_raw_grad(param, grad)
+
+    def leave(self, index: int) -> None:
+        """Show a parameter as its module computes with it, and take over what was done to its ``grad``."""
+        param = self.params[index]
+        grad, shown = raw_grad(param), self._shown.pop(index, None)
+        set_raw_grad(param, None)
+        if shown is not None and grad is None:
+            self.forget([index])
+        elif shown is not None and grad is not shown:
+            self._replace_gradient(index, grad)
+        if self.is_whole:
+            param.data = self.views[index]
+            self._versions[index] = param._version
+            if index in self.has_grad:
+                param.__class__ = ReducedParameter
+        else:
+            param.data = self._placeholders[index]
+            param.__class__ = ReleasedParameter
+
+    def _replace_gradient(self, index: int, grad: torch.Tensor | None) -> None:
+        """Take over a tensor that was assigned to a parameter's ``grad``: this rank's segment, or the whole."""
+        values = self.window_grad()
+        assert values is not None
+        assert grad is not None
+        with torch.no_grad():
+            own = self.segment(index, values)
+            plain = grad.detach().as_subclass(torch.Tensor)
+            start, stop = self.own_segment(index)
+            own.copy_(plain if plain.shape == own.shape else plain.reshape(-1)[start:stop])
+
+    def close_window(self) -> None:
+        """Keep what was done to the gradients in the window, in the dtype in which they are kept."""
+        if self._window_grad is not None and self.reduced is not None:
+            with torch.no_grad():
+                self.reduced.copy_(self._window_grad)
+        if not self._shown:  # another optimizer's window may be open
+            self._window_grad = None
+
+    def strip(self, index: int) -> None:
+        """Make a parameter's gradient a plain tensor: optimizers have fast paths for exact classes only."""
+        grad = raw_grad(self.params[index])
+        if isinstance(grad, ShardedGradient):
+            grad.__class__ = torch.Tensor  # type: ignore[assignment]
+
+
+def _view(full: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a view with a version counter of its own: refilling the buffer never trips autograd's version check."""
+    with torch.inference_mode(False):
+        stride = torch.empty(shape, device="meta").stride()
+        return torch.empty(0, dtype=full.dtype, device=full.device).set_(full.untyped_storage(), offset, shape, stride)
+
+
+def _placeholder(view: torch.Tensor) -> torch.Tensor:
+    """Return one NaN element of the view's shape: nothing reads it in silence, and it needs no memory."""
+    value = float("nan") if view.is_floating_point() or view.is_complex() else 0
+    with torch.inference_mode(False):
+        return torch.full((), value, dtype=view.dtype, device=view.device).expand(view.shape)

@@ -1,0 +1,718 @@
+"""``ZeroEngine``: a module and its optimizers, sharded over the ranks; needs nothing but PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.config import Communication, MixedPrecision, Sharding
+from lightning_zero.engine.buffer import FlatBuffer
+from lightning_zero.engine.hooks import Hooks
+from lightning_zero.engine.optimizer import Place, ShardedOptimizer, gradient_norm
+from lightning_zero.engine.order import PassOrder
+from lightning_zero.engine.parameter import own
+from lightning_zero.engine.partition import Territory, build_unit, choose_territories
+from lightning_zero.engine.reduction import Reducer
+from lightning_zero.engine.unit import Unit, UnitState
+from lightning_zero.storage.store import DeviceStore, Kind
+
+__all__ = ["EngineStats", "ParameterRecord", "Write", "ZeroEngine", "gathered"]
+
+Write = Literal["rank0", "all"]
+
+_ENGINES: WeakSet[ZeroEngine] = WeakSet()
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What an engine holds and has sent.
+
+    Attributes:
+        stage: ZeRO stage.
+        world_size: Ranks that share the model.
+        num_units: Units with parameters.
+        memory: Bytes that are alive on this rank: ``parameters``, ``gradients``, ``optimizer`` (masters and states),
+            ``gathered`` (whole parameters at stage 3).
+        traffic: Bytes this rank has sent since ``reset_stats``: ``all_gather``, ``reduce_scatter``, ``broadcast``
+            (buffers), ``control``.
+        calls: Number of calls of each of these.
+        wait_s: Seconds this rank has waited for collectives.
+        peak_gathered: Most bytes of whole parameters that were alive at once.
+    """
+
+    stage: int
+    world_size: int
+    num_units: int
+    memory: dict[str, int]
+    traffic: dict[str, int]
+    calls: dict[str, int]
+    wait_s: float
+    peak_gathered: int
+
+
+@dataclass(frozen=True)
+class ParameterRecord:
+    """One parameter as checkpoints see it.
+
+    Attributes:
+        name: First fully qualified name.
+        aliases: All names of a tied parameter, ``name`` first.
+        shape: Shape of the whole parameter.
+        parameter: The user's object.
+        trained: Whether an optimizer steps it.
+        save_range: Elements of the flattened parameter that this rank should write. The ranges of all ranks tile the
+            parameter exactly once, at every stage.
+        own_range: Elements whose master and optimizer state this rank holds; all of them at stage 0.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    parameter: nn.Parameter
+    trained: bool
+    save_range: tuple[int, int]
+    own_range: tuple[int, int]
+    _buffer: FlatBuffer = field(repr=False)
+    _index: int = field(repr=False)
+
+    def master(self) -> torch.Tensor:
+        """Return the values that are stepped: 1-D over ``own_range``, live. ``publish`` after writing into it."""
+        return self._buffer.segment(self._index).reshape(-1)
+
+    def state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the live optimizer state: 1-D segments over ``own_range`` (whole tensors at stage 0)."""
+        state: dict[str, Any] = optimizer.state.get(self.parameter, {})
+        return state
+
+
+class _UnitOwner:
+    """Answers for the parameters of one unit."""
+
+    def __init__(self, engine: ZeroEngine, unit: Unit) -> None:
+        self._engine = engine
+        self._unit = unit
+
+    def param_name(self, param: nn.Parameter) -> str:
+        return self._engine.param_name(param)
+
+    def touch(self, param: nn.Parameter) -> bool:
+        return self._engine._touch(self._unit)
+
+    def show_gradient(self, param: nn.Parameter) -> None:
+        self._engine._show_gradient(param)
+
+    def forget_gradient(self, param: nn.Parameter) -> None:
+        buffer, index = self._engine._places[id(param)]
+        buffer.forget([index])
+
+
+class ZeroEngine:
+    """Shards a module's parameters, gradients and optimizer states over the ranks (ZeRO, arXiv:1910.02054).
+
+    Use::
+
+        engine = ZeroEngine(stage=3)
+        model = engine.shard(model)
+        optimizer = engine.attach(torch.optim.AdamW(model.parameters()))
+
+    and train as ever: ``loss.backward(); optimizer.step(); optimizer.zero_grad()``.
+
+    Args:
+        stage: 0 shards nothing, 1 optimizer states, 2 gradients too, 3 parameters too.
+        units: Classes, or names of classes, whose modules are gathered and reduced as one. By default repeated blocks,
+            embeddings and output heads.
+        communication: Dtype of reductions, prefetch, timeout.
+        precision: Compute and master dtypes.
+        device: Where the model goes; by default where its parameters are.
+        process_group: The ranks that share the model; all by default. Without an initialised process group the world is
+            one rank, and nothing is sharded or sent.
+
+    Raises:
+        ValueError: ``stage`` is not 0, 1, 2 or 3.
+    """
+
+    def __init__(
+        self,
+        stage: int = 3,
+        *,
+        units: Sequence[str | type[nn.Module]] | None = None,
+        communication: Communication | None = None,
+        precision: MixedPrecision | None = None,
+        device: torch.device | str | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.stage = stage
+        self._sharding = Sharding.from_stage(stage)
+        self._unit_classes = units
+        self._communication = communication or Communication()
+        self._precision = precision or MixedPrecision()
+        self._device = torch.device(device) if device is not None else None
+        self._process_group = process_group
+        # - Set by `shard`
+        self.module: nn.Module | None = None
+        self.units: list[Unit] = []
+        self._communicator: Communicator | None = None
+        self._store: DeviceStore
+        self._hooks: Hooks
+        self._order: PassOrder
+        self._places: dict[int, Place] = {}
+        self._names: dict[int, tuple[str, ...]] = {}
+        self._owners: list[_UnitOwner] = []
+        self._module_buffers: list[tuple[nn.Module, str]] = []
+        # - Set by `attach`
+        self._sharded_optimizers: list[ShardedOptimizer] = []
+        self._loose: list[Place] = []  # parameters of no optimizer whose gradient is shown
+
+    # -- Set-up ----------------------------------------------------------------------------------------------------
+
+    def shard(self, module: nn.Module) -> nn.Module:
+        """Partition ``module`` in place and return it; all ranks start from rank 0's values.
+
+        Collective: all ranks. Meta parameters are made real unit by unit, by their module's ``reset_parameters``, so no
+        rank ever holds the whole model at stage 3.
+
+        Raises:
+            ValueError: A name in ``units`` matches nothing; parameters on several devices and no ``device``.
+            RuntimeError: The engine holds another module.
+        """
+        if self.module is module:
+            return module
+        if self.module is not None:
+            raise RuntimeError("This engine holds another module. Make a new `ZeroEngine` for each module.")
+        territories = choose_territories(module, self._unit_classes)
+        device = self._device or _device_of(module)
+        self._communicator = Communicator(self._communication, device, self._process_group)
+        self._store = DeviceStore(device)
+        sharding = self._sharding if self.communicator.world_size > 1 else Sharding.from_stage(0)
+        for index, territory in enumerate(territories):
+            unit = build_unit(
+                territory,
+                index,
+                root=module,
+                sharding=sharding,
+                precision=self._precision,
+                communication=self._communication,
+                communicator=self.communicator,
+                store=self._store,
+            )
+            self._register(unit, territory)
+            unit.reshard()
+        self._adopt_module_buffers(module, device)
+        ahead = self._communication.prefetch
+        reducer = Reducer(self.units, self.communicator, min(ahead, 1))
+        self._order = PassOrder(self.units, self.communicator, reducer, ahead)
+        self._hooks = Hooks(
+            module,
+            self.units,
+            self._order,
+            reducer,
+            close_windows=self._close_windows,
+            broadcast_buffers=self._broadcast_buffers,
+            reduces_each_backward=sharding.grads,
+        )
+        self.module = module
+        self._broadcast_buffers()
+        self.reset_stats()
+        _ENGINES.add(self)
+        return module
+
+    def _register(self, unit: Unit, territory: Territory) -> None:
+        owner = _UnitOwner(self, unit)
+        self.units.append(unit)
+        self._owners.append(owner)
+        aliases = {id(param): tuple(names) for param, names in zip(territory.params, territory.names, strict=True)}
+        for buffer in unit.buffers:
+            for index, param in enumerate(buffer.params):
+                self._places[id(param)] = (buffer, index)
+                self._names[id(param)] = aliases[id(param)]
+                own(param, owner)
+
+    def _adopt_module_buffers(self, module: nn.Module, device: torch.device) -> None:
+        for child in module.modules():
+            for key, buffer in child._buffers.items():
+                if buffer is not None:
+                    child._buffers[key] = buffer.to(device)
+                    self._module_buffers.append((child, key))
+
+    def attach(self, *optimizers: Optimizer) -> Any:
+        """Make optimizers step this rank's segments; they replace those attached before.
+
+        The objects stay the same and keep the module's parameters in their groups.
+
+        Returns:
+            The optimizer, or a list of them if there are several.
+
+        Raises:
+            ValueError: An optimizer is not element-wise at stage 1 or above, or holds a parameter of another module.
+        """
+        self.detach()
+        for optimizer in optimizers:
+            self._sharded_optimizers.append(
+                ShardedOptimizer(optimizer, self._places, self.communicator, self._before_open)
+            )
+        return optimizers[0] if len(optimizers) == 1 else list(optimizers)
+
+    def detach(self) -> None:
+        """Let go of the optimizers and of all gradients."""
+        self._close_windows()
+        for sharded in self._sharded_optimizers:
+            sharded.detach()
+        self._sharded_optimizers.clear()
+        for buffer in self._buffers:
+            buffer.forget(range(len(buffer.params)))
+
+    def pause(self) -> None:
+        """Let the module compute as if it were not sharded, until ``resume``. No collective.
+
+        Gradients are dropped. Where parameters are released between uses (stage 3) the hooks stay: without them nothing
+        could compute.
+        """
+        self._close_windows()
+        for buffer in self._buffers:
+            buffer.forget(range(len(buffer.params)))
+        if not any(unit.is_sharded_between_uses for unit in self.units):
+            self._hooks.remove()
+
+    def resume(self) -> None:
+        """Go on after ``pause``; does nothing if the engine was not paused."""
+        assert self.module is not None
+        self._hooks.install(self.module)
+
+    def unshard(self) -> nn.Module:
+        """Return the module with whole parameters in their own dtype, and close the engine.
+
+        Collective: all ranks.
+        """
+        assert self.module is not None
+        module, places = self.module, self._places
+        self.detach()
+        values = {param: self.full_param(param).to(places[id(param)][0].kind.original) for param in module.parameters()}
+        self.close()
+        for param, value in values.items():
+            param.__class__ = nn.Parameter
+            param.data = value
+        return module
+
+    def close(self) -> None:
+        """Take the hooks out and give the process groups back. No collective.
+
+        Parameters stay readable at stages 0 to 2; at stage 3 gather what is needed before.
+        """
+        if self.module is None:
+            return
+        self._close_windows()
+        self._hooks.remove()
+        self.communicator.close()
+        self._store.close()
+        self.module = None
+        _ENGINES.discard(self)
+
+    # -- Steps -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Run a step (``training_step``, ``validation_step``, …) that may use any parameter of the module.
+
+        Collective: all ranks. A forward of the module itself needs no scope.
+        """
+        with self._hooks.scope(name):
+            yield
+
+    @contextmanager
+    def backward_scope(self) -> Iterator[None]:
+        """Run a backward in which every rank reduces, also one whose loss uses no parameter. Collective: all ranks."""
+        with self._hooks.backward_scope():
+            yield
+
+    @contextmanager
+    def microbatch(self, last: bool) -> Iterator[None]:
+        """Run a micro-batch; before the last one stages 0 and 1 keep their gradients to themselves (ADR 0008)."""
+        before = self._hooks.is_last_microbatch
+        self._hooks.is_last_microbatch = last
+        try:
+            yield
+        finally:
+            self._hooks.is_last_microbatch = before
+
+    def open_window(self, optimizer: Optimizer) -> None:
+        """Open the step window: each parameter shows its master's segment and the reduced gradient's."""
+        self._sharded(optimizer).open()
+
+    def close_window(self, optimizer: Optimizer) -> None:
+        """Close the step window without a step; gradients stay until ``zero_grad``."""
+        self._sharded(optimizer).close()
+
+    def grad_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> torch.Tensor:
+        """Return the norm of the reduced gradients of one optimizer, or of all parameters: () fp32.
+
+        Collective: all ranks, after backward.
+        """
+        places = self._places.values() if optimizer is None else self._sharded(optimizer).places
+        return gradient_norm(places, norm_type, self.communicator)
+
+    def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> torch.Tensor:
+        """Scale an optimizer's gradients so that their norm is at most ``max_norm``; return the norm before.
+
+        Collective: all ranks.
+        """
+        return self._sharded(optimizer).clip_grad_norm(max_norm)
+
+    def clip_grad_value(self, optimizer: Optimizer, clip_value: float) -> None:
+        """Clamp every element of an optimizer's gradients to ``[-clip_value, clip_value]``."""
+        self._sharded(optimizer).clip_grad_value(clip_value)
+
+    def unscale(self, optimizer: Optimizer, inv_scale: float) -> bool:
+        """Multiply an optimizer's gradients; return whether one was not finite on some rank. Collective: all ranks."""
+        return self._sharded(optimizer).unscale(inv_scale)
+
+    # -- Reading and writing ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def gathered(
+        self, params_or_module: nn.Module | nn.Parameter | Iterable[nn.Parameter], write: Write | None = None
+    ) -> Iterator[None]:
+        """Make parameters whole for a while. Collective on entry, and on exit with ``write="rank0"``: all ranks.
+
+        Inside, forwards of what is gathered do not communicate, so one rank alone may run them.
+
+        Args:
+            params_or_module: A module, a parameter, or several.
+            write: What happens to changes: ``"rank0"`` takes rank 0's on all ranks, ``"all"`` takes every rank's own
+                (they must agree), None means there are none.
+
+        Raises:
+            ValueError: ``write`` is not known.
+            RuntimeError: A parameter was changed although ``write`` is None.
+        """
+        if write not in (None, "rank0", "all"):
+            raise ValueError(f"`write={write!r}` is not known. Use None, 'rank0' or 'all'.")
+        units = self._units_of(params_or_module)
+        self._close_windows()
+        with self._hooks.boundary():
+            for unit in units:
+                unit.holds += 1
+                if not unit.holds > 1 and unit.state is UnitState.SHARDED:
+                    unit.unshard()
+                unit.wait()
+        all_held = all(unit.holds for unit in self.units)
+        self._order.is_suspended += all_held
+        for unit in units:
+            for buffer in unit.buffers:
+                buffer.collect_writes()
+        try:
+            yield
+            self._accept(units, write)
+        finally:
+            self._order.is_suspended -= all_held
+            for unit in units:
+                unit.holds -= 1
+                if not unit.is_busy:
+                    unit.reshard()
+
+    def _accept(self, units: list[Unit], write: Write | None) -> None:
+        for unit in units:
+            for buffer in unit.buffers:
+                if write is None:
+                    if buffer.is_written():
+                        raise RuntimeError(
+                            f"A parameter of unit `{unit.name}` was changed inside `gathered`. Say whose change counts:"
+                            " `gathered(…, write='rank0')` or `write='all'`."
+                        )
+                    continue
+                buffer.collect_writes()
+                if write == "rank0":
+                    self.communicator.broadcast(buffer.full, f"unit `{unit.name}`")
+                buffer.accept_writes()
+
+    def full_param(self, param: nn.Parameter) -> torch.Tensor:
+        """Return a copy of a parameter's values as they are stepped (fp32 masters), whole. Collective: all ranks."""
+        buffer, index = self._place(param)
+        self._close_windows()
+        buffer.refresh_master()
+        return self._whole(buffer, index, buffer.segment(index))
+
+    def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Return a copy of a parameter's reduced gradient, whole; None if it has none. Collective: all ranks."""
+        buffer, index = self._place(param)
+        values = buffer.window_grad()
+        if index not in buffer.has_grad or values is None:
+            return None
+        return self._whole(buffer, index, buffer.segment(index, values))
+
+    def _whole(self, buffer: FlatBuffer, index: int, piece: torch.Tensor) -> torch.Tensor:
+        slot = buffer.layout.slots[index]
+        if not buffer.sharding.optim:
+            return piece.detach().clone()
+        start, stop = buffer.own_segment(index)
+        with torch.inference_mode(False), torch.no_grad():
+            whole = torch.zeros(slot.numel, dtype=piece.dtype, device=piece.device)
+            whole[start:stop] = piece
+            return self.communicator.all_reduce(whole, f"parameter `{slot.name}`", kind="reads").view(slot.shape)
+
+    # -- Checkpoints -----------------------------------------------------------------------------------------------
+
+    def records(self) -> list[ParameterRecord]:
+        """Return one record per parameter, in the order of ``named_parameters``. No collective."""
+        self._close_windows()
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        trained = {id(param) for group in groups for param in group["params"]}
+        for buffer in self._buffers:
+            buffer.refresh_master()
+        assert self.module is not None
+        records = []
+        for param in self.module.parameters():
+            buffer, index = self._places[id(param)]
+            segment = buffer.layout.segment(index, self.communicator.rank)
+            names = self._names[id(param)]
+            records.append(
+                ParameterRecord(
+                    name=names[0],
+                    aliases=names,
+                    shape=buffer.layout.slots[index].shape,
+                    parameter=param,
+                    trained=id(param) in trained,
+                    save_range=(segment.start, segment.stop),
+                    own_range=buffer.own_segment(index),
+                    _buffer=buffer,
+                    _index=index,
+                )
+            )
+        return records
+
+    def publish(self) -> None:
+        """Make the masters the parameters' values. Collective: all ranks. Call after writing into ``master()``."""
+        for buffer in self._buffers:
+            pending = buffer.publish()
+            if pending is not None:
+                pending.wait()
+            buffer.published()
+
+    # -- What is going on ------------------------------------------------------------------------------------------
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The attached optimizers."""
+        return [sharded.optimizer for sharded in self._sharded_optimizers]
+
+    @property
+    def communicator(self) -> Communicator:
+        """What moves the shards.
+
+        Raises:
+            RuntimeError: There is no module yet.
+        """
+        self._require_module()
+        assert self._communicator is not None
+        return self._communicator
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that share the model."""
+        return self.communicator.world_size
+
+    @property
+    def rank(self) -> int:
+        """This rank among them."""
+        return self.communicator.rank
+
+    def param_name(self, param: nn.Parameter) -> str:
+        """Return the first fully qualified name of a parameter."""
+        return self._names[id(param)][0]
+
+    def stats(self) -> EngineStats:
+        """Return what the engine holds and has sent on this rank. No collective."""
+        self._require_module()
+        memory: dict[str, int] = {kind: self._store.live(kind) for kind in get_args(Kind)}
+        memory["optimizer"] += sum(_state_bytes(optimizer) for optimizer in self.optimizers)
+        traffic = dict.fromkeys(("all_gather", "reduce_scatter", "broadcast", "control"), 0)
+        return EngineStats(
+            stage=self.stage,
+            world_size=self.world_size,
+            num_units=sum(1 for unit in self.units if unit.buffers),
+            memory=memory,
+            traffic={**traffic, **self.communicator.sent_bytes},
+            calls={**traffic, **self.communicator.calls},
+            wait_s=self.communicator.wait_s,
+            peak_gathered=self._store.peak("gathered"),
+        )
+
+    def reset_stats(self) -> None:
+        """Start counting traffic and peaks anew."""
+        self.communicator.reset_stats()
+        self._store.reset_peak()
+
+    def plan(self) -> list[str]:
+        """Return about six lines that say what the engine is going to do."""
+        self._require_module()
+        buffers = self._buffers
+        trained = [buffer for buffer in buffers if buffer.kind.trained]
+        total = sum(buffer.layout.numel for buffer in buffers)
+        largest = max(self.units, key=lambda unit: unit.numel)
+        memory = self.stats().memory
+        grad_bytes = sum(_gradient_bytes(buffer) for buffer in trained)
+        share = self.world_size - 1
+        sent_params = sum(buffer.full.nbytes // self.world_size * share for buffer in buffers)
+        sent_trained = sum(buffer.full.nbytes // self.world_size * share for buffer in trained)
+        sent_grads = sum(buffer.layout.shard_numel * buffer.kind.reduce.itemsize * share for buffer in trained)
+        sent = sent_grads + {0: sent_grads, 3: 2 * sent_params}.get(self.stage, sent_trained)
+        dtypes = sorted({_short(buffer.kind.compute) for buffer in buffers})
+        reduce = sorted({_short(buffer.kind.reduce) for buffer in trained})
+        return [
+            f"ZeRO stage {self.stage} on {self.world_size} rank(s), {self.communicator.device.type}:"
+            f" {total:,} parameters, {sum(buffer.layout.numel for buffer in trained):,} trained",
+            f"units: {sum(1 for unit in self.units if unit.buffers)}, the largest `{largest.name}`"
+            f" with {largest.numel:,} parameters; prefetch {self._communication.prefetch}",
+            f"dtypes: compute {', '.join(dtypes)}; gradients {', '.join(reduce) or 'none'}",
+            f"memory per rank: parameters {_size(memory['parameters'])}, masters {_size(memory['optimizer'])},"
+            f" gradients {_size(grad_bytes)}"
+            + (f", gathered at most about {_size(self._gathered_estimate())}" if self.stage == 3 else ""),
+            f"sent per rank and step: {_size(sent)}"
+            f" (gradients {_size(sent_grads)}, parameters {_size(sent - sent_grads)})",
+        ]
+
+    def _gathered_estimate(self) -> int:
+        sizes = [sum(buffer.full.nbytes for buffer in unit.buffers) for unit in self.units]
+        root, others = sizes[0], sorted(sizes[1:], reverse=True)
+        return root + sum(others[: 1 + self._communication.prefetch]) if self.world_size > 1 else 0
+
+    # -- Inside ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _buffers(self) -> list[FlatBuffer]:
+        return [buffer for unit in self.units for buffer in unit.buffers]
+
+    def _place(self, param: nn.Parameter) -> Place:
+        self._require_module()
+        place = self._places.get(id(param))
+        if place is None:
+            raise ValueError(f"A tensor of shape {tuple(param.shape)} is not a parameter of the sharded module.")
+        return place
+
+    def _require_module(self) -> None:
+        if self._communicator is None:
+            raise RuntimeError("The engine holds no module yet. Call `engine.shard(module)` first.")
+
+    def _units_of(self, params_or_module: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[Unit]:
+        if isinstance(params_or_module, nn.Module):
+            params: Iterable[torch.Tensor] = params_or_module.parameters()
+        elif isinstance(params_or_module, torch.Tensor):
+            params = [params_or_module]
+        else:
+            params = params_or_module
+        buffers = {id(self._places[id(param)][0]) for param in params if id(param) in self._places}
+        units = [unit for unit in self.units if any(id(buffer) in buffers for buffer in unit.buffers)]
+        return self.units if params_or_module is self.module else units
+
+    def _sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
+        raw = getattr(optimizer, "_optimizer", optimizer)
+        for sharded in self._sharded_optimizers:
+            if sharded.optimizer is raw:
+                return sharded
+        raise RuntimeError(
+            f"`{type(raw).__name__}` is not attached to the engine. Call `engine.attach(optimizer)` first."
+        )
+
+    def _before_open(self, opening: ShardedOptimizer) -> None:
+        self._close_loose()
+        mine = set(opening._attached)
+        for sharded in self._sharded_optimizers:
+            if sharded is not opening and sharded.is_open and mine & set(sharded._attached):
+                sharded.close()
+
+    def _close_windows(self) -> None:
+        for sharded in self._sharded_optimizers:
+            sharded.close()
+        self._close_loose()
+
+    def _close_loose(self) -> None:
+        for buffer, index in self._loose:
+            buffer.leave(index)
+            buffer.close_window()
+        self._loose.clear()
+
+    def _touch(self, unit: Unit) -> bool:
+        return self._hooks.touch(unit)
+
+    def _show_gradient(self, param: nn.Parameter) -> None:
+        buffer, index = self._places[id(param)]
+        if index not in buffer.has_grad:
+            return
+        for sharded in self._sharded_optimizers:
+            if id(param) in sharded._attached:
+                sharded.open()
+                return
+        buffer.enter(index)
+        self._loose.append((buffer, index))
+
+    def _broadcast_buffers(self) -> None:
+        """Give all ranks rank 0's module buffers, in one message."""
+        if self.communicator.world_size == 1 or not self._module_buffers:
+            return
+        buffers = [buffer for child, key in self._module_buffers if (buffer := child._buffers.get(key)) is not None]
+        with torch.inference_mode(False), torch.no_grad():
+            message = torch.cat([buffer.reshape(-1).contiguous().view(torch.uint8) for buffer in buffers])
+            self.communicator.broadcast(message, "module buffers")
+            if self.rank == 0:
+                return
+            pieces = torch.split(message, [buffer.nbytes for buffer in buffers])
+            for buffer, piece in zip(buffers, pieces, strict=True):
+                buffer.copy_(piece.clone().view(buffer.dtype).view(buffer.shape))
+
+
+@contextmanager
+def gathered(
+    params_or_module: nn.Module | nn.Parameter | Iterable[nn.Parameter], write: Write | None = None
+) -> Iterator[None]:
+    """Make parameters whole for a while, whichever engine holds them; see ``ZeroEngine.gathered``.
+
+    Parameters that no engine holds are whole already.
+    """
+    if not isinstance(params_or_module, (nn.Module, torch.Tensor)):
+        params_or_module = list(params_or_module)
+    engines = [engine for engine in _ENGINES if engine._units_of(params_or_module)]
+    if len(engines) > 1:
+        raise ValueError("The parameters belong to several engines. Gather them engine by engine.")
+    if not engines:
+        yield
+        return
+    with engines[0].gathered(params_or_module, write):
+        yield
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    devices = {param.device for param in module.parameters() if not param.is_meta}
+    if len(devices) > 1:
+        found = ", ".join(sorted(str(device) for device in devices))
+        raise ValueError(f"The parameters are on several devices ({found}). Pass `device=`, or move the module to one.")
+    return devices.pop() if devices else torch.device("cpu")
+
+
+def _state_bytes(optimizer: Optimizer) -> int:
+    tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _gradient_bytes(buffer: FlatBuffer) -> int:
+    numel = buffer.layout.shard_numel if buffer.sharding.grads else buffer.layout.padded_numel
+    return numel * buffer.kind.reduce.itemsize
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024 or unit == "GiB":
+            return f"{nbytes:.1f} {unit}" if unit != "B" else f"{nbytes:.0f} B"
+        nbytes /= 1024
+    raise AssertionError

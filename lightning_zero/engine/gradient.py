@@ -1,0 +1,121 @@
+"""The gradient of a parameter in the step window: this rank's segment, which never passes for the whole.
+
+Element-wise operations act on the segment, norms are finished over the ranks, everything else raises an error that
+names ``full_grad``. So ``torch.nn.utils.clip_grad_norm_`` and Lightning's ``grad_norm`` are right without knowing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.errors import ShardedGradientError
+
+__all__ = ["ShardedGradient", "norm_over_ranks", "sharded_gradient_class"]
+
+_ELEMENTWISE = frozenset([
+    "clone", "detach", "detach_", "copy_", "zero_", "fill_", "to", "float", "double", "half", "bfloat16", "type",
+    "cpu", "cuda", "contiguous", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
+    "requires_grad_", "masked_fill", "masked_fill_", "type_as", "bernoulli_", "normal_", "uniform_", "numel",
+    "nelement", "dim", "size", "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous",
+    "get_device", "data_ptr", "__hash__", "__repr__", "is_inference", "untyped_storage", "record_stream", "clip",
+    "clip_", "nan_to_num", "nan_to_num_",
+])  # fmt: skip
+_NORMS = frozenset(["vector_norm", "linalg_vector_norm", "linalg_norm", "norm", "_foreach_norm"])
+_EXTREMA = frozenset(["max", "min"])  # element-wise with a second tensor only
+_OPERATORS = {"truediv": "div", "floordiv": "div", "or": "bitwise_or", "and": "bitwise_and"}
+
+
+class ShardedGradient(torch.Tensor):
+    """This rank's segment of a reduced gradient: (segment numel,), 1-D."""
+
+    communicator: ClassVar[Communicator]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run element-wise operations, finish norms over the ranks, refuse the rest."""
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", str(func))
+        if name in _NORMS:
+            return cls._norm(name, args, kwargs)
+        is_reduction = name in _EXTREMA and not (len(args) > 1 and torch.is_tensor(args[1]))
+        if name in ("__get__", "__set__", "__delete__") or (_is_elementwise(name) and not is_reduction):
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        raise ShardedGradientError(
+            f"`{name}` needs a whole gradient, but this rank holds one segment of it. Use `strategy.full_grad(param)`"
+            " (`engine.full_grad(param)`) on every rank; element-wise operations and norms work on the segment."
+        )
+
+    @classmethod
+    def _norm(cls, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = ("input", "self", "x", "A", "tensors")
+        tensors = args[0] if args else next(kwargs[key] for key in names if key in kwargs)
+        order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2.0))
+        if len(args) > 2 or kwargs.get("dim") is not None or kwargs.get("keepdim"):
+            raise ShardedGradientError(
+                f"`{name}` over a dimension needs a whole gradient. Use `strategy.full_grad(param)` on every rank."
+            )
+        order = 2.0 if order in (None, "fro") else float(order)
+        if name == "_foreach_norm":
+            return [_finished(tensor, order, cls.communicator) for tensor in tensors]
+        return _finished(tensors, order, cls.communicator)
+
+
+def sharded_gradient_class(communicator: Communicator) -> type[ShardedGradient]:
+    """Return a gradient class whose norms are finished over ``communicator``."""
+    return type("ShardedGradient", (ShardedGradient,), {"communicator": communicator})
+
+
+def norm_over_ranks(segments: Sequence[torch.Tensor], order: float, communicator: Communicator | None) -> torch.Tensor:
+    """Return the norm of the vector whose pieces are ``segments`` on every rank: () float64.
+
+    Collective: all ranks, unless ``communicator`` is None because this rank holds everything. Sums are float64, so that
+    how a vector is cut does not show after rounding.
+    """
+
+    def over_ranks(total: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+        return total if communicator is None else communicator.all_reduce(total, "a norm", op)
+
+    norms = [torch.linalg.vector_norm(segment, order, dtype=torch.float64) for segment in segments if segment.numel()]
+    device = communicator.device if communicator is not None else None
+    local = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)
+    if math.isinf(order) and order > 0:
+        return over_ranks(local.max(), dist.ReduceOp.MAX)
+    if math.isinf(order):
+        return over_ranks(local.min() if norms else torch.full_like(local[0], math.inf), dist.ReduceOp.MIN)
+    if order == 0:
+        return over_ranks(local.sum())
+    return over_ranks(local.pow(order).sum()).pow(1.0 / order)
+
+
+def _finished(gradient: torch.Tensor, order: float, communicator: Communicator) -> torch.Tensor:
+    segment = gradient.detach().as_subclass(torch.Tensor)
+    return norm_over_ranks([segment], order, communicator).to(gradient.dtype)
+
+
+@cache
+def _is_elementwise(name: str) -> bool:
+    if name in _ELEMENTWISE:
+        return True
+    operator = re.fullmatch(r"__(i|r)?(\w+?)__", name)
+    if operator is not None:
+        base = _OPERATORS.get(operator[2], operator[2])
+        name = base + "_" if operator[1] == "i" else base
+    name = name.removeprefix("_foreach_")
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None:
+        return False
+    return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())

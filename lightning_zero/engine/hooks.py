@@ -1,0 +1,479 @@
+"""Module and autograd hooks that turn what PyTorch does into unit verbs; the only file that registers hooks.
+
+Note [Gathering again in backward]
+    Two mechanisms together. A hook on the gradients of a unit's outputs gathers the unit before its backward starts.
+    And while a scope runs, tensors that autograd saves and that lie in a unit's buffer are replaced by handles, which
+    gather the unit when backward unpacks them: so a loss that leaves by a side attribute, a parameter used outside its
+    module and a unit that was given back early are all right. Inside activation checkpointing the checkpoint's own
+    hooks are on top; it recomputes the forward, which gathers.
+
+Note [Giving back in backward]
+    A unit is given back when all its gradients have arrived. A frozen parameter brings no gradient, so a unit with one
+    also waits for the gradients of its inputs. What is left goes at the end of backward. A forward that ends while a
+    backward runs is a recomputation: its unit is needed right away, and is not given back.
+
+Note [Backward that builds a graph]
+    With ``create_graph`` the new graph needs the parameters again, so units stay whole and nothing is reduced; the next
+    backward without it cleans up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
+
+from lightning_zero.engine.order import PassOrder
+from lightning_zero.engine.parameter import raw_grad, set_raw_grad
+from lightning_zero.engine.reduction import Reducer
+from lightning_zero.engine.unit import Unit
+
+__all__ = ["Hooks"]
+
+
+class _ModuleHook:
+    """A hook that a copy of the module does not take along."""
+
+    def __init__(self, call: Callable[..., Any] | None) -> None:
+        self._call = call
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs) if self._call is not None else None
+
+    def __deepcopy__(self, memo: Any) -> _ModuleHook:
+        return _ModuleHook(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ModuleHook, (None,)
+
+
+class _Handle:
+    """Where a saved tensor lies in a unit's buffer."""
+
+    __slots__ = ("full", "offset", "shape", "stride", "unit")
+
+    def __init__(self, unit: Unit, full: torch.Tensor, tensor: torch.Tensor) -> None:
+        self.unit = unit
+        self.full = full
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+
+
+class _Outer(NamedTuple):
+    """A tensor that hooks around the scope packed."""
+
+    packed: Any
+    unpack: Callable[[Any], torch.Tensor]
+
+
+class Hooks:
+    """Drives the units of one module.
+
+    Args:
+        module: The root.
+        units: All units; the first is the root's.
+        order: Makes units whole, and starts their reductions, in one order on all ranks.
+        reducer: Finishes the reductions.
+        close_windows: Called when a forward or backward begins.
+        broadcast_buffers: Called when a scope of the root begins. Collective.
+        reduces_each_backward: Whether gradients are reduced in every backward (stages 2 and 3).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[Unit],
+        order: PassOrder,
+        reducer: Reducer,
+        *,
+        close_windows: Callable[[], None],
+        broadcast_buffers: Callable[[], None],
+        reduces_each_backward: bool,
+    ) -> None:
+        self._units = list(units)
+        self._root = units[0]
+        self._order = order
+        self._reducer = reducer
+        self._close_windows = close_windows
+        self._broadcast_buffers = broadcast_buffers
+        self._reduces_each_backward = reduces_each_backward
+        self._shards = any(unit.is_sharded_between_uses for unit in units)
+        self._by_storage = {
+            buffer.full.untyped_storage()._cdata: (unit, buffer.full)
+            for unit in units
+            if unit.is_sharded_between_uses
+            for buffer in unit.buffers
+        }
+        # - Scopes and passes
+        self._depth = 0
+        self._scope = ""
+        self._ordinal = 0  # of the pass in its step
+        self._net: AbstractContextManager[Any] | None = None
+        self._outer_hooks: Any = None  # the saved-tensor hooks around the scope, e.g. of a checkpoint
+        # - The backward that is running
+        self._armed = False
+        self._explicit = False  # `backward_scope` ends it, not autograd
+        self._took_gradient = False
+        self._keeps_units = False
+        # - Set by the engine
+        self.is_last_microbatch = True
+        self._open_calls: list[tuple[Unit, bool]] = []
+        self._handles: list[Any] = []
+        self.install(module)
+
+    # -- Installation ----------------------------------------------------------------------------------------------
+
+    def install(self, module: nn.Module) -> None:
+        """Put the hooks in, unless they are."""
+        self._handles = self._handles or self._hooks_of(module)
+
+    def _hooks_of(self, module: nn.Module) -> list[Any]:
+        handles: list[Any] = []
+
+        def hook(target: nn.Module, unit: Unit) -> None:
+            before = _ModuleHook(lambda _, args, kwargs, unit=unit: self._before_forward(unit, args, kwargs))
+            after = _ModuleHook(lambda _, args, kwargs, output, unit=unit: self._after_forward(unit, output))
+            handles.append(target.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            handles.append(target.register_forward_hook(after, with_kwargs=True, always_call=True))
+
+        hook(module, self._root)
+        for unit in self._units[1:]:
+            hook(unit.module, unit)
+        for unit in self._units:
+            for place, buffer in enumerate(unit.buffers):
+                for index, param in enumerate(buffer.params):
+                    handles.append(_on_accumulated(param, self._taker(unit, place, index)))
+        for child in module.modules():
+            if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and self._computes_lower(child.weight):
+                handles.append(child.register_forward_hook(_ModuleHook(_to_fp32)))
+        return handles
+
+    def _computes_lower(self, param: torch.Tensor) -> bool:
+        return any(
+            param is candidate and buffer.kind.compute != buffer.kind.original
+            for unit in self._units
+            for buffer in unit.buffers
+            for candidate in buffer.params
+        )
+
+    def _taker(self, unit: Unit, place: int, index: int) -> Callable[[nn.Parameter], None]:
+        hooks, number = weakref.ref(self), unit.index  # the hook lives in C++, where cycles are not collected
+
+        def take(param: nn.Parameter) -> None:
+            alive = hooks()
+            if alive is not None:
+                alive._take_gradient(alive._units[number], place, index, param)
+
+        return take
+
+    def remove(self) -> None:
+        """Take all hooks out."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # -- Scopes ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Run a step of the program: the root unit is whole, and what lies between is one pass per direction."""
+        self._enter_scope(name, with_root=True)
+        try:
+            yield
+        except BaseException:
+            self._abandon()
+            raise
+        self._leave_scope(with_root=True)
+
+    @contextmanager
+    def boundary(self) -> Iterator[None]:
+        """Run something that every rank reaches, between two passes. Collective inside a scope."""
+        was_in_pass = self._order.in_pass
+        self._order.finish()
+        yield
+        if was_in_pass:
+            self._begin_pass("forward")
+
+    @property
+    def in_scope(self) -> bool:
+        """Whether parameters may be gathered on demand."""
+        return self._depth > 0 or _in_backward()
+
+    def _enter_scope(self, name: str, *, with_root: bool) -> None:
+        self._close_windows()
+        self._depth += 1
+        if self._depth == 1:
+            self._scope = f"{name}:{'train' if torch.is_grad_enabled() else 'eval'}"
+            self._ordinal = 0
+            if with_root and not self._order.is_suspended:
+                self._broadcast_buffers()
+            self._begin_pass("forward")
+            if self._shards and torch.is_grad_enabled():
+                self._outer_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+                self._net = saved_tensors_hooks(self._pack, self._unpack)
+                self._net.__enter__()
+        if with_root:
+            self._use(self._root)
+
+    def _leave_scope(self, *, with_root: bool) -> None:
+        if with_root:
+            self._unuse(self._root)
+        self._depth -= 1
+        if self._depth > 0:
+            return
+        self._cast_net_off()
+        for unit in self._units:
+            if unit.is_touched:
+                unit.is_touched = False
+                self._give_back(unit)
+        self._order.finish()
+
+    def _abandon(self) -> None:
+        """Put an interrupted step aside. No collective: the other ranks may be elsewhere."""
+        self._cast_net_off()
+        self._depth = 0
+        self._open_calls.clear()
+        self._armed = self._explicit = self._took_gradient = self._keeps_units = False
+        self._order.abandon()
+        self._reducer.abandon()
+        for unit in self._units:
+            unit.uses = unit.calls = 0
+            unit.is_touched = False
+
+    def _cast_net_off(self) -> None:
+        if self._net is not None:
+            self._net.__exit__(None, None, None)
+            self._net = None
+
+    def _begin_pass(self, direction: str) -> None:
+        if direction == "forward" and (self._order.is_suspended or not self._shards):
+            return
+        self._order.begin((self._scope, self._ordinal, direction))
+        self._ordinal += 1
+
+    # -- Forward ---------------------------------------------------------------------------------------------------
+
+    def _before_forward(self, unit: Unit, args: Any, kwargs: Any) -> None:
+        opens_scope = self._depth == 0 and not _in_backward()
+        self._open_calls.append((unit, opens_scope))
+        if opens_scope:
+            self._enter_scope(unit.name, with_root=unit is self._root)
+        elif not _in_backward():
+            self._close_windows()
+        self._use(unit)
+        for buffer in unit.buffers:
+            buffer.mark_plain()
+        if torch.is_grad_enabled() and not _in_backward():
+            unit.ran_forward = True
+            if self._shards and _has_frozen(unit):
+                self._watch_inputs(unit, (args, kwargs))
+
+    def _after_forward(self, unit: Unit, output: Any) -> None:
+        if not self._open_calls:  # an error came before
+            return
+        unit, opened_scope = self._open_calls.pop()
+        is_raising = output is None and sys.exc_info()[0] is not None
+        if is_raising and opened_scope:
+            self._abandon()
+            return
+        for buffer in unit.buffers:
+            buffer.mark_reduced()
+        self._unuse(unit)
+        if is_raising:
+            return
+        if self._shards and torch.is_grad_enabled():
+            self._watch_outputs(unit, output)
+        if opened_scope:
+            self._leave_scope(with_root=unit is self._root)
+
+    def _use(self, unit: Unit) -> None:
+        unit.uses += 1
+        self._make_whole(unit)
+
+    def _unuse(self, unit: Unit) -> None:
+        unit.uses -= 1
+        if not _in_backward():
+            self._give_back(unit)
+
+    def _give_back(self, unit: Unit) -> None:
+        if not unit.is_busy and not self._keeps_units:
+            unit.reshard()
+
+    def _make_whole(self, unit: Unit) -> None:
+        if not unit.is_sharded_between_uses:
+            return
+        if _in_backward():
+            self.arm()
+        self._order.request(unit)
+
+    def touch(self, unit: Unit) -> bool:
+        """Gather a unit of which a released parameter is used, if a step is running; say whether it is whole."""
+        if not self.in_scope:
+            return False
+        unit.is_touched = True
+        self._make_whole(unit)
+        return True
+
+    # -- Saved tensors ---------------------------------------------------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if tensor.layout is torch.strided:
+            found = self._by_storage.get(tensor.untyped_storage()._cdata)
+            if found is not None:
+                return _Handle(found[0], found[1], tensor)
+        outer = self._outer_hooks
+        return tensor if outer is None else _Outer(outer[0](tensor), outer[1])
+
+    def _unpack(self, saved: Any) -> torch.Tensor:
+        if isinstance(saved, _Handle):
+            self._note_graph()
+            self._make_whole(saved.unit)
+            return torch.as_strided(saved.full, saved.shape, saved.stride, saved.offset)
+        result: torch.Tensor = saved.unpack(saved.packed) if isinstance(saved, _Outer) else saved
+        return result
+
+    # -- Backward --------------------------------------------------------------------------------------------------
+
+    def _watch_outputs(self, unit: Unit, output: Any) -> None:
+        outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        if not outputs or not unit.is_sharded_between_uses:
+            return
+
+        def begins(_: Any) -> None:
+            self._note_graph()
+            self._make_whole(unit)
+
+        register_multi_grad_hook(outputs, begins, mode="any")
+
+    def _watch_inputs(self, unit: Unit, inputs: Any) -> None:
+        tensors = [tensor for tensor in _tensors(inputs) if tensor.requires_grad]
+        if not tensors:
+            return
+        unit.calls += 1
+
+        def passed(_: Any) -> None:
+            unit.calls = max(unit.calls - 1, 0)
+            self._give_back_if_done(unit)
+
+        register_multi_grad_hook(tensors, passed, mode="all")
+
+    @contextmanager
+    def backward_scope(self) -> Iterator[None]:
+        """Run a backward whose reductions every rank makes, also one that has nothing to reduce."""
+        self._explicit = True
+        self.arm()
+        try:
+            yield
+        except BaseException:
+            self._abandon()
+            raise
+        self._end_backward()
+
+    def arm(self) -> None:
+        """Begin a backward, once."""
+        if self._armed:
+            return
+        self._armed = True
+        self._close_windows()
+        self._order.finish()
+        if self._is_reducing:
+            self._reducer.begin()
+            self._begin_pass("backward")
+        if not self._explicit:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    @property
+    def _is_reducing(self) -> bool:
+        return self._reduces_each_backward or self.is_last_microbatch
+
+    def _note_graph(self) -> None:
+        if torch.is_grad_enabled():  # inside a backward: it builds a graph
+            self._keeps_units = True
+
+    def _take_gradient(self, unit: Unit, place: int, index: int, param: nn.Parameter) -> None:
+        self._note_graph()
+        if self._keeps_units:
+            return
+        self.arm()
+        grad = raw_grad(param)
+        if grad is None:
+            return
+        self._took_gradient = True
+        self._reducer.before_gradient(unit)
+        unit.accumulate(place, index, grad)
+        set_raw_grad(param, None)
+        if self._is_reducing:
+            self._give_back_if_done(unit)
+            if unit.is_complete:
+                self._order.completed(unit)
+
+    def _give_back_if_done(self, unit: Unit) -> None:
+        if unit.is_complete and unit.calls == 0 and self._armed and not unit.uses and not unit.holds:
+            self._give_back(unit)
+
+    def _end_backward(self) -> None:
+        if not self._armed:
+            return
+        if not self._keeps_units:
+            for unit in self._units:
+                unit.calls = 0
+                if not unit.uses:
+                    unit.is_touched = unit.is_touched and self._depth > 0
+                    self._give_back(unit)
+        reduces = self._is_reducing and (self._took_gradient or self._explicit) and not self._keeps_units
+        self._order.finish(reduces=reduces)
+        if reduces:
+            self._reducer.finish()
+        self._armed = self._explicit = self._took_gradient = self._keeps_units = False
+        if self._depth > 0:
+            self._begin_pass("forward")
+
+
+def _to_fp32(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    """Give an embedding's output the dtype it has under autocast, where the weight is fp32."""
+    return output.float()
+
+
+def _on_accumulated(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> Any:
+    requires_grad = param.requires_grad
+    param.requires_grad = True
+    handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    param.requires_grad = requires_grad
+    return handle
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _has_frozen(unit: Unit) -> bool:
+    return any(not param.requires_grad for buffer in unit.buffers for param in buffer.params)
+
+
+def _tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """Yield the tensors in anything a forward may take or return."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth > 6 or value is None or isinstance(value, (int, float, str, bool, nn.Module)):
+        return
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item, depth + 1)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from _tensors(item, depth + 1)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for item in dataclasses.fields(value):
+            yield from _tensors(getattr(value, item.name, None), depth + 1)
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        for item in list(vars(value).values()):
+            yield from _tensors(item, depth + 1)

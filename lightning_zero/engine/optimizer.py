@@ -1,0 +1,298 @@
+"""Torch optimizers on segments: the step window, norms, clipping, and which optimizers are right on segments.
+
+The user's optimizer keeps the module's own parameters in its groups. In the *step window* (ADR 0011) each of them shows
+this rank's segment of the master as ``data`` and of the reduced gradient as ``grad``; outside of it, whole or released
+values and no gradient. The window opens at the first of: end of the automatic closure, clipping, a read of ``p.grad``
+after a backward, ``step``; it closes after ``step`` and at the next forward or backward.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.engine.buffer import FlatBuffer
+from lightning_zero.engine.gradient import norm_over_ranks
+
+__all__ = ["Place", "ShardedOptimizer", "gradient_norm", "is_elementwise"]
+
+Place = tuple[FlatBuffer, int]
+"""A parameter as (buffer, slot)."""
+
+
+class ShardedOptimizer:
+    """Steps one torch optimizer on this rank's segments.
+
+    Args:
+        optimizer: The user's object; its class becomes a subclass that also drops gradients in ``zero_grad``.
+        places: Where every parameter of the module lies, by ``id``.
+        communicator: For norms.
+        before_open: Called before the window opens (other windows of the same parameters must close).
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        places: dict[int, Place],
+        communicator: Communicator,
+        before_open: Callable[[ShardedOptimizer], None],
+    ) -> None:
+        self.optimizer = optimizer
+        self.is_open = False
+        self._places = places
+        self._communicator = communicator
+        self._before_open = before_open
+        self._original_class = type(optimizer)
+        self._attached: dict[int, Place] = {}
+        self._refuse_unless_elementwise()
+        for group in optimizer.param_groups:
+            self._attach_params(group["params"])
+        optimizer.__class__ = _subclass(self)
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def detach(self) -> None:
+        """Give the optimizer back as it was; its state stays."""
+        self.close()
+        for hook in self._hooks:
+            hook.remove()
+        self.optimizer.__class__ = self._original_class
+
+    # -- Parameters ------------------------------------------------------------------------------------------------
+
+    @property
+    def places(self) -> Iterable[Place]:
+        """Where the optimizer's parameters lie."""
+        return self._attached.values()
+
+    @property
+    def buffers(self) -> list[FlatBuffer]:
+        """The buffers with a parameter of this optimizer."""
+        return list({id(buffer): buffer for buffer, _ in self.places}.values())
+
+    def _attach_params(self, params: Iterable[nn.Parameter]) -> None:
+        for param in params:
+            place = self._places.get(id(param))
+            if place is None:
+                raise ValueError(
+                    f"`{self._original_class.__name__}` has a parameter of shape {tuple(param.shape)} that is not in"
+                    " the sharded module. Make the optimizer from the module's parameters after `engine.shard(module)`"
+                    " (in Lightning: in `configure_optimizers`, from `self.parameters()`)."
+                )
+            self._attached[id(param)] = place
+            place[0].make_master()
+            self._cut_state(param, place)
+
+    def _cut_state(self, param: nn.Parameter, place: Place) -> None:
+        """Cut state that the optimizer made in its constructor to this rank's segment."""
+        buffer, index = place
+        start, stop = buffer.own_segment(index)
+        state = self.optimizer.state.get(param, {})
+        for key, value in state.items():
+            if torch.is_tensor(value) and key != "step" and value.shape == param.shape and buffer.sharding.optim:
+                state[key] = value.reshape(-1)[start:stop].to(buffer.stepped.dtype).clone()
+
+    def _refuse_unless_elementwise(self) -> None:
+        sharded = any(buffer.sharding.optim for buffer, _ in self._places.values())
+        if sharded and not is_elementwise(self.optimizer):
+            raise ValueError(
+                f"`{self._original_class.__name__}` is not element-wise: it gives other numbers on the shards of a"
+                " parameter than on the parameter. Use stage 0, or an element-wise optimizer such as AdamW, SGD,"
+                " Adagrad, RMSprop or Lion."
+            )
+
+    # -- The step window -------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Open the step window; does nothing while it is open."""
+        if self.is_open:
+            return
+        self._before_open(self)
+        for buffer in self.buffers:
+            buffer.refresh_master()
+        with torch.inference_mode(False):
+            for buffer, index in self.places:
+                buffer.enter(index)
+        self.is_open = True
+
+    def close(self) -> None:
+        """Close the step window; does nothing while it is closed."""
+        if not self.is_open:
+            return
+        for buffer, index in self.places:
+            buffer.leave(index)
+        for buffer in self.buffers:
+            buffer.close_window()
+        self.is_open = False
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self.open()
+        self._strip()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            return args, kwargs
+
+        def evaluate() -> Any:
+            self._publish()
+            self.close()
+            with torch.enable_grad():
+                loss = closure()
+            self.open()
+            self._strip()
+            return loss
+
+        if len(args) > 1:
+            return (args[0], evaluate, *args[2:]), kwargs
+        return args, {**kwargs, "closure": evaluate}
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._publish()
+        self.close()
+
+    def _strip(self) -> None:
+        for buffer, index in self.places:
+            buffer.strip(index)
+
+    def _publish(self) -> None:
+        stepped = [
+            buffer for buffer in self.buffers if buffer.has_grad or any(param.requires_grad for param in buffer.params)
+        ]
+        for pending in [buffer.publish() for buffer in stepped]:
+            if pending is not None:
+                pending.wait()
+
+    def forget_gradients(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, or set them to zero."""
+        self.close()
+        for buffer in self.buffers:
+            indices = [index for owner, index in self.places if owner is buffer]
+            if set_to_none:
+                buffer.forget(indices)
+                continue
+            for index in buffer.has_grad.intersection(indices):
+                buffer.segment(index, buffer.reduced).zero_()
+
+    # -- Gradients as a whole --------------------------------------------------------------------------------------
+
+    def grad_norm(self, order: float = 2.0) -> torch.Tensor:
+        """Return the norm of all gradients: () fp32. Collective: all ranks."""
+        return gradient_norm(self.places, order, self._communicator)
+
+    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradients so that their norm is at most ``max_norm``; return the norm before. Collective."""
+        norm = self.grad_norm()
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for grad in self._grads():
+            grad.mul_(factor.to(grad.dtype))
+        return norm
+
+    def clip_grad_value(self, clip_value: float) -> None:
+        """Clamp every gradient element to ``[-clip_value, clip_value]``."""
+        for grad in self._grads():
+            grad.clamp_(-clip_value, clip_value)
+
+    def unscale(self, factor: float) -> bool:
+        """Multiply the gradients; say whether one was not finite on some rank. Collective: all ranks."""
+        grads = self._grads()
+        finite = all(bool(torch.isfinite(grad).all()) for grad in grads)
+        for grad in grads:
+            grad.mul_(factor)
+        flag = torch.tensor([not finite], dtype=torch.uint8)
+        return bool(self._communicator.agree(flag, "agreement on overflow").item())
+
+    def _grads(self) -> list[torch.Tensor]:
+        return list(_gradient_pieces(self.places))
+
+
+def gradient_norm(places: Iterable[Place], order: float, communicator: Communicator) -> torch.Tensor:
+    """Return the norm of the reduced gradients at ``places``: () fp32. Collective: all ranks."""
+    places = list(places)
+    is_sharded = any(buffer.sharding.optim for buffer, _ in places)
+    return norm_over_ranks(list(_gradient_pieces(places)), order, communicator if is_sharded else None).float()
+
+
+def _gradient_pieces(places: Iterable[Place]) -> Iterator[torch.Tensor]:
+    """Yield the gradients as few tensors as possible: whole buffers where all gradients of a buffer are meant."""
+    wanted: dict[int, tuple[FlatBuffer, set[int]]] = {}
+    for buffer, index in places:
+        wanted.setdefault(id(buffer), (buffer, set()))[1].add(index)
+    for buffer, indices in wanted.values():
+        values = buffer.window_grad()
+        if values is None or not buffer.has_grad:
+            continue
+        if buffer.has_grad <= indices:
+            yield values
+        else:
+            for index in sorted(buffer.has_grad & indices):
+                yield buffer.segment(index, values)
+
+
+def _subclass(sharded: ShardedOptimizer) -> type[Optimizer]:
+    """Return a subclass of the optimizer's class, under the same name, that knows of the engine's gradients."""
+    base = type(sharded.optimizer)
+
+    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        sharded.forget_gradients(set_to_none)
+
+    def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
+        sharded.close()
+        base.add_param_group(self, param_group)
+        sharded._attach_params(self.param_groups[-1]["params"])
+
+    methods = {"zero_grad": zero_grad, "add_param_group": add_param_group, "__module__": base.__module__}
+    return type(base.__name__, (base,), methods)
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Say whether an optimizer gives the same bits on the pieces of a parameter as on the whole, by trying.
+
+    A copy steps a small matrix whole, another its two halves one after the other, as 1-D parameters.
+    """
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(4, 6, generator=generator)
+    grads = [torch.randn(4, 6, generator=generator) for _ in range(3)]
+    try:
+        whole = _trial(optimizer, [start.clone()], [[grad] for grad in grads])
+        halves = _trial(
+            optimizer, list(start.reshape(-1).clone().chunk(2)), [list(grad.reshape(-1).chunk(2)) for grad in grads]
+        )
+    except Exception:  # whatever an unknown optimizer raises on a plain step, it is not one that segments can use
+        return False
+    return torch.equal(whole[0].reshape(-1), torch.cat(halves))
+
+
+def _is_filled(state: dict[str, Any]) -> bool:
+    return all(value.numel() for value in state.values() if torch.is_tensor(value))
+
+
+def _trial(optimizer: Optimizer, values: list[torch.Tensor], grads: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    probes = []
+    options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    options = {key: torch.tensor(0.1) if torch.is_tensor(value) else value for key, value in options.items()}
+    params = [nn.Parameter(value.clone()) for value in values]
+    for param in params:
+        probe = copy.copy(optimizer)
+        probe.__dict__ = {key: value for key, value in vars(optimizer).items() if key != "step"}
+        probe.param_groups = [{**options, "params": [param]}]
+        probe.state = defaultdict(dict)
+        initial = next((state for param, state in optimizer.state.items() if param.dim() and _is_filled(state)), None)
+        if initial is not None:  # made in the constructor
+            probe.state[param] = {
+                key: torch.zeros_like(param) + value.reshape(-1)[0] if torch.is_tensor(value) and value.dim() else
+                copy.deepcopy(value) for key, value in initial.items()
+            }  # fmt: skip
+        probes.append(probe)
+    for step in grads:
+        for probe, param, grad in zip(probes, params, step, strict=True):
+            param.grad = grad.clone()
+            type(optimizer).step(probe)
+    return [param.detach() for param in params]

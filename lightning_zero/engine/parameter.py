@@ -1,0 +1,198 @@
+"""What a parameter is while the engine owns it: classes that are swapped in and out of the user's own objects.
+
+The user's ``nn.Parameter`` stays the same object from ``shard`` to ``close``; its ``data`` and, for a moment, its class
+change (ADR 0011):
+
+``nn.Parameter``       whole (inside forward and backward, always below stage 3), or stepping (data is a segment).
+``ReducedParameter``   whole, and the engine holds a reduced gradient: reading ``grad`` opens the step window.
+``ReleasedParameter``  sharded: metadata is true, values are not there.
+
+Swapping class and data costs a few microseconds per parameter and nothing per operation.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_zero.errors import ReleasedParameterError
+
+__all__ = ["Owner", "ReducedParameter", "ReleasedParameter", "own", "owner_of", "raw_grad", "set_raw_grad"]
+
+
+class Owner(Protocol):
+    """Who answers for a parameter (its flat buffer)."""
+
+    def param_name(self, param: nn.Parameter) -> str:
+        """Return the fully qualified name."""
+        ...
+
+    def touch(self, param: nn.Parameter) -> bool:
+        """Make the values of a released parameter present if that is allowed now; say whether they are."""
+        ...
+
+    def show_gradient(self, param: nn.Parameter) -> None:
+        """Bring the reduced gradient of ``param``, if there is one, into its ``grad``."""
+        ...
+
+    def forget_gradient(self, param: nn.Parameter) -> None:
+        """Drop the reduced gradient of ``param``."""
+        ...
+
+
+# A buffer holds its parameters strongly, so an id in this table is never that of another object.
+_OWNERS: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()
+
+
+def own(param: nn.Parameter, owner: Owner) -> None:
+    """Record who answers for ``param``."""
+    _OWNERS[id(param)] = owner
+
+
+def owner_of(param: torch.Tensor) -> Owner | None:
+    """Return who answers for ``param``, or None for a parameter that no engine owns."""
+    return _OWNERS.get(id(param))
+
+
+_Tensor: Any = torch.Tensor
+_get_grad = _Tensor.grad.__get__
+_set_grad = _Tensor.grad.__set__
+
+
+def raw_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """Return what autograd sees as ``param.grad``, without opening a step window."""
+    with torch._C.DisableTorchFunctionSubclass():
+        grad: torch.Tensor | None = _get_grad(param)
+    return grad
+
+
+def set_raw_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
+    """Set what autograd sees as ``param.grad``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _set_grad(param, grad)
+
+
+def _read_grad(param: nn.Parameter) -> torch.Tensor | None:
+    owner = owner_of(param)
+    if owner is not None:
+        owner.show_gradient(param)
+    return raw_grad(param)
+
+
+def _write_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
+    owner = owner_of(param)
+    if owner is not None:
+        if grad is None:
+            owner.forget_gradient(param)
+        else:
+            owner.show_gradient(param)
+    set_raw_grad(param, grad)
+
+
+class ReducedParameter(nn.Parameter):
+    """A whole parameter whose reduced gradient is held by the engine."""
+
+    grad = property(_read_grad, _write_grad, lambda param: _write_grad(param, None))
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(_Tensor, name).__get__ for name in names if hasattr(_Tensor, name)}
+
+
+def _functions(namespace: Any, names: str) -> set[Any]:
+    return {getattr(namespace, name) for name in names.split() if hasattr(namespace, name)}
+
+
+_METADATA: set[Any] = _getters(
+    "shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim", "grad_fn", "layout", "is_sparse", "is_cuda",
+    "is_cpu", "is_meta", "is_quantized", "is_nested", "itemsize", "_backward_hooks", "_version", "names", "is_mkldnn",
+    "is_xla", "is_mps", "nbytes", "output_nr", "retains_grad", "_post_accumulate_grad_hooks",
+) | _functions(
+    _Tensor, "numel nelement dim size stride element_size is_floating_point is_complex is_contiguous __hash__ __len__"
+    " requires_grad_ register_post_accumulate_grad_hook register_hook is_inference get_device storage_offset is_shared"
+    " is_pinned has_names"
+) | _functions(torch, "is_floating_point is_complex is_inference numel is_same_size") | {
+    _Tensor.requires_grad.__set__, _Tensor.grad.__set__, _Tensor.grad.__delete__, _Tensor._backward_hooks.__set__,
+}  # fmt: skip
+
+_FILL: dict[Any, Callable[..., float]] = {
+    torch.zeros_like: lambda *_, **__: 0.0,
+    torch.ones_like: lambda *_, **__: 1.0,
+    torch.empty_like: lambda *_, **__: float("nan"),
+    torch.full_like: lambda _, fill_value, **__: fill_value,
+}
+
+
+class ReleasedParameter(nn.Parameter):
+    """A parameter whose values are sharded over the ranks.
+
+    Its shape, number of elements, dtype, device and ``requires_grad`` are those of the whole parameter. Inside a step
+    an operation on it gathers its unit; anywhere else it raises ``ReleasedParameterError``.
+    """
+
+    grad = property(_read_grad, _write_grad, lambda param: _write_grad(param, None))
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Answer questions about metadata; gather, or refuse, everything else."""
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _FILL:
+            return _constant_like(args[0], _FILL[func](*args, **kwargs), **kwargs)
+        for leaf in tree_leaves((args, kwargs)):
+            if type(leaf) is ReleasedParameter:
+                owner = owner_of(leaf)
+                if owner is None or not owner.touch(leaf):
+                    raise ReleasedParameterError(_refusal(leaf, getattr(func, "__name__", str(func))))
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Say what the parameter is, without its values."""
+        return (
+            f"ReleasedParameter({_name(self)!r}, shape={tuple(self.shape)}, dtype={self.dtype},"
+            f" requires_grad={self.requires_grad}; its values are sharded over the ranks)"
+        )
+
+    def __format__(self, format_spec: str) -> str:
+        """Say whatever ``repr`` says."""
+        return format(repr(self), format_spec)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Refuse: there are no values to copy."""
+        raise ReleasedParameterError(_refusal(self, "deepcopy"))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse: there are no values to pickle."""
+        raise ReleasedParameterError(_refusal(self, "pickle"))
+
+
+def _name(param: nn.Parameter) -> str:
+    owner = owner_of(param)
+    return owner.param_name(param) if owner is not None else "?"
+
+
+def _refusal(param: nn.Parameter, operation: str) -> str:
+    return (
+        f"`{operation}` needs the values of parameter `{_name(param)}`, which are sharded over the ranks."
+        " Use `with lightning_zero.gathered(param_or_module):` on every rank (add `write='rank0'` or `write='all'` to"
+        " change them), or `strategy.full_param(param)` for a copy."
+    )
+
+
+def _constant_like(param: torch.Tensor, value: float, **options: Any) -> torch.Tensor:
+    """Return a tensor of the parameter's shape that holds one element: optimizers may size their state by it."""
+    dtype, device = options.get("dtype") or param.dtype, options.get("device") or param.device
+    return torch.full((), value, dtype=dtype, device=device).expand(param.shape)

@@ -1,0 +1,263 @@
+"""Choose the units of a module, make meta parameters real unit by unit, and put every parameter into a flat buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.config import Communication, MixedPrecision, Sharding
+from lightning_zero.engine.buffer import BufferKind, FlatBuffer
+from lightning_zero.engine.unit import Unit
+from lightning_zero.errors import nearest
+from lightning_zero.storage.store import ShardStore
+
+__all__ = ["ROOT", "Territory", "build_unit", "choose_territories", "computes_in_16_bits"]
+
+ROOT = "(root)"
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_NORMS = (
+    nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.modules.batchnorm._NormBase,
+)  # fmt: skip
+
+
+_NOT_LOWERED = (nn.RNNBase, nn.RNNCellBase, nn.Bilinear)  # autocast runs them in fp32
+
+
+@dataclass
+class Territory:
+    """What becomes one unit: a module and the parameters below it that no inner unit holds.
+
+    ``names`` holds every name of a parameter, the first one first; ``owners`` the module of the first name. ``modules``
+    are those that are initialised when the territory is made real: the outermost that one of their parameters is in.
+    """
+
+    name: str
+    module: nn.Module
+    params: list[nn.Parameter] = field(default_factory=list)
+    names: list[list[str]] = field(default_factory=list)
+    owners: list[nn.Module] = field(default_factory=list)
+    modules: list[tuple[str, nn.Module]] = field(default_factory=list)
+
+
+def choose_territories(module: nn.Module, units: Sequence[str | type[nn.Module]] | None) -> list[Territory]:
+    """Cut a module into units; the first one is the root, which takes what is left.
+
+    Without ``units``: the repeated blocks of every container (several children of one class), and large leaf modules
+    outside of them, such as embeddings and output heads. A parameter that several units use belongs to the innermost
+    unit around all of them.
+
+    Raises:
+        ValueError: A name in ``units`` matches no module.
+    """
+    roots = {id(module): Territory(ROOT, module)}
+    for name, unit in _named_units(module, units):
+        roots.setdefault(id(unit), Territory(name, unit))
+    chains: dict[int, list[list[Territory]]] = {}  # of every parameter: the units around each of its uses
+    names: dict[int, list[str]] = {}
+    params: dict[int, tuple[nn.Parameter, nn.Module]] = {}  # with the first module that has it
+    visits: list[tuple[str, nn.Module, list[Territory]]] = []
+
+    def walk(current: nn.Module, prefix: str, around: list[Territory]) -> None:
+        around = [*around, roots[id(current)]] if id(current) in roots else around
+        visits.append((prefix, current, around))
+        for key, param in current._parameters.items():
+            if param is not None:
+                params.setdefault(id(param), (param, current))
+                names.setdefault(id(param), []).append(f"{prefix}{key}")
+                chains.setdefault(id(param), []).append(around)
+        for key, child in current._modules.items():
+            if child is not None:
+                walk(child, f"{prefix}{key}.", around)
+
+    walk(module, "", [])
+    holders = {key: _innermost_common(chain) for key, chain in chains.items()}
+    for key, (param, module_of) in params.items():
+        holders[key].params.append(param)
+        holders[key].names.append(names[key])
+        holders[key].owners.append(module_of)
+    for prefix, current, around in visits:
+        needed = {id(holders[id(param)]) for param in current._parameters.values() if param is not None}
+        kept = [territory for territory in around[1:] if territory.params]
+        place = next((territory for territory in around if id(territory) in needed), [around[0], *kept][-1])
+        if not any(current is seen for _, seen in place.modules):
+            place.modules.append((prefix, current))
+    depths = {id(around[-1]): len(around) for _, _, around in visits}
+    outer_first = sorted(roots.values(), key=lambda territory: depths[id(territory)])
+    return [outer_first[0], *(territory for territory in outer_first[1:] if territory.params)]
+
+
+def _innermost_common(chains: list[list[Territory]]) -> Territory:
+    common = chains[0]
+    for chain in chains[1:]:
+        shared = [one for one, other in zip(common, chain, strict=False) if one is other]
+        common = common[: len(shared)]
+    return common[-1]
+
+
+def _named_units(module: nn.Module, units: Sequence[str | type[nn.Module]] | None) -> Iterator[tuple[str, nn.Module]]:
+    if units is None:
+        yield from _automatic_units(module)
+        return
+    if isinstance(units, (str, type)):
+        units = [units]
+    classes = {type(_inner(child)).__name__ for child in module.modules()}
+    for wanted in units:
+        found = False
+        for name, child in _hookable_modules(module):
+            if child is not module and _matches(_inner(child), wanted):
+                found = True
+                yield name, child
+        if not found:
+            label = wanted if isinstance(wanted, str) else wanted.__name__
+            raise ValueError(
+                f"`units` names `{label}`, but no module of `{type(module).__name__}` has that class."
+                f"{nearest(label, classes)} The classes are: {', '.join(sorted(classes))}."
+            )
+
+
+def _matches(module: nn.Module, wanted: str | type[nn.Module]) -> bool:
+    if isinstance(wanted, str):
+        return any(wanted in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}") for cls in type(module).__mro__)
+    return isinstance(module, wanted)
+
+
+def _inner(module: nn.Module) -> nn.Module:
+    """Return the user's module behind a compiled one."""
+    inner = module._modules.get("_orig_mod")
+    return inner if inner is not None else module
+
+
+def _hookable_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules outermost first, compiled ones in the place of what they wrap."""
+    yield prefix.rstrip("."), module
+    for key, child in _inner(module)._modules.items():
+        if child is not None:
+            yield from _hookable_modules(child, f"{prefix}{key}.")
+
+
+def _automatic_units(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    blocks = dict(_repeated_blocks(module, ""))
+    inside = {id(child) for block in blocks.values() for child in block.modules()}
+    sizes = [_numel(block.parameters()) for block in blocks.values()]
+    threshold = max(sizes) / 4 if sizes else _numel(module.parameters()) / 16
+    yield from blocks.items()
+    for name, child in _hookable_modules(module):
+        is_leaf = not any(True for _ in child.children())
+        if child is not module and is_leaf and id(child) not in inside:
+            numel = _numel(child.parameters())
+            if numel and numel >= threshold:
+                yield name, child
+
+
+def _repeated_blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    children = {key: child for key, child in _inner(module)._modules.items() if child is not None}
+    repeated: set[str] = set()
+    if isinstance(_inner(module), _CONTAINERS):
+        by_class: dict[type, list[str]] = {}
+        for key, child in children.items():
+            if _numel(child.parameters()):
+                by_class.setdefault(type(_inner(child)), []).append(key)
+        repeated = {key for keys in by_class.values() if len(keys) > 1 for key in keys}
+    for key, child in children.items():
+        if key in repeated:
+            yield f"{prefix}{key}", child
+        else:
+            yield from _repeated_blocks(child, f"{prefix}{key}.")
+
+
+def _numel(params: Iterable[nn.Parameter]) -> int:
+    return sum(param.numel() for param in params)
+
+
+def computes_in_16_bits(module: nn.Module, param: nn.Parameter) -> bool:
+    """Say whether mixed precision gives a parameter a 16-bit compute copy (ADR 0014).
+
+    Matrices do, outside normalisation layers and of layers that autocast leaves alone (recurrent ones, ``Bilinear``).
+    """
+    if param.ndim < 2 or param.dtype != torch.float32:
+        return False
+    return not isinstance(module, (*_NORMS, *_NOT_LOWERED)) and "norm" not in type(module).__name__.lower()
+
+
+def build_unit(
+    territory: Territory,
+    index: int,
+    *,
+    root: nn.Module,
+    sharding: Sharding,
+    precision: MixedPrecision,
+    communication: Communication,
+    communicator: Communicator,
+    store: ShardStore,
+) -> Unit:
+    """Make a territory's parameters real, put them into flat buffers and give up the copies. Collective: all ranks."""
+    _materialize(territory, root, store.device)
+    kinds: dict[BufferKind, tuple[list[nn.Parameter], list[str]]] = {}
+    for param, names, owner in zip(territory.params, territory.names, territory.owners, strict=True):
+        compute = param.dtype
+        if precision.compute_dtype is not None and computes_in_16_bits(owner, param):
+            compute = precision.compute_dtype
+        kind = BufferKind(
+            original=param.dtype,
+            compute=compute,
+            master=precision.master_dtype(param.dtype, compute),
+            reduce=communication.gradient_dtype(compute),
+            trained=param.requires_grad,
+        )
+        params, param_names = kinds.setdefault(kind, ([], []))
+        params.append(param)
+        param_names.append(names[0])
+    buffers = [
+        FlatBuffer(territory.name, params, names, kind, sharding, communicator, store)
+        for kind, (params, names) in kinds.items()
+    ]
+    return Unit(territory.name, index, territory.module, buffers)
+
+
+def _materialize(territory: Territory, root: nn.Module, device: torch.device) -> None:
+    """Give meta parameters and buffers of a territory memory and their initial values."""
+    fresh: set[int] = set()
+    for position, param in enumerate(territory.params):
+        if param.is_meta:
+            territory.params[position] = _with_memory(param, root, device)
+            fresh.add(id(territory.params[position]))
+    for prefix, module in territory.modules:
+        for other in module._parameters.values():  # those of an inner unit too: modules are initialised in one go
+            if other is not None and other.is_meta:
+                fresh.add(id(_with_memory(other, root, device)))
+        meta_buffers = [key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        for key in meta_buffers:
+            module._buffers[key] = torch.empty_like(module._buffers[key], device=device)  # type: ignore[arg-type]
+        if meta_buffers or any(id(param) in fresh for param in module._parameters.values()):
+            _initialize(module, prefix.rstrip(".") or ROOT)
+
+
+def _with_memory(param: nn.Parameter, root: nn.Module, device: torch.device) -> nn.Parameter:
+    """Return the parameter with memory: the same object where PyTorch can swap its content, else put in its place."""
+    real = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+    try:
+        torch.utils.swap_tensors(param, real)  # type: ignore[no-untyped-call]
+    except RuntimeError:  # somebody holds a weak reference, as recurrent layers do
+        for module in root.modules():
+            for key, value in list(module._parameters.items()):
+                if value is param:
+                    setattr(module, key, real)
+        return real
+    return param
+
+
+def _initialize(module: nn.Module, name: str) -> None:
+    for method in ("reset_parameters", "_reset_parameters"):
+        initialize = getattr(module, method, None)
+        if callable(initialize):
+            with torch.no_grad():
+                initialize()
+            return
+    raise ValueError(
+        f"`{name}` ({type(module).__name__}) was built on the meta device and has no `reset_parameters` method, so its"
+        " own parameters and buffers cannot be given values. Add the method, or build this module on a real device."
+    )

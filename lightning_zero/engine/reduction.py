@@ -1,0 +1,105 @@
+"""Reductions: started unit by unit, finished behind the backward, and who had gradients at all.
+
+After the reductions of a backward the ranks agree, in one small message, which parameters had a gradient anywhere: one
+that is unused on some ranks counts as zero there; one that is unused on all keeps ``grad`` None, and the optimizer
+leaves it alone. A gradient that arrives after its unit was reduced (reentrant checkpointing of a shared parameter, a
+rank that was overtaken) is reduced once more, on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from lightning_zero.comm.communicator import Communicator, Pending
+from lightning_zero.engine.buffer import FlatBuffer
+from lightning_zero.engine.unit import Unit
+
+__all__ = ["Reducer"]
+
+
+class Reducer:
+    """Reduces units; the caller sees to the order.
+
+    Args:
+        units: All units.
+        communicator: Over which ranks agree.
+        in_flight: How many buffers may be reducing while backward goes on.
+    """
+
+    def __init__(self, units: Sequence[Unit], communicator: Communicator, in_flight: int) -> None:
+        self._units = list(units)
+        self._communicator = communicator
+        self._max_in_flight = in_flight
+        self._in_flight: list[tuple[FlatBuffer, Pending]] = []
+        self._late: set[Unit] = set()  # got a gradient after their reduction had started
+
+    def begin(self) -> None:
+        """Begin a backward."""
+        for unit in self._units:
+            unit.begin_backward()
+
+    def before_gradient(self, unit: Unit) -> None:
+        """Make room for a gradient that comes after its unit's reduction has started."""
+        if unit.is_reduced:
+            self._late.add(unit)
+            self._drain(0)
+
+    def start(self, unit: Unit) -> None:
+        """Start reducing what a unit has, zeros where it has nothing. Collective: all ranks."""
+        if unit.is_reduced:
+            return
+        unit.is_reduced = True
+        for buffer in unit.reducing_buffers:
+            self._drain(max(self._max_in_flight - 1, 0))
+            self._in_flight.append((buffer, buffer.reduce()))
+            if self._max_in_flight == 0:
+                self._drain(0)
+
+    def finish(self) -> None:
+        """Finish all reductions and agree on who had gradients. Collective: all ranks."""
+        self._drain(0)
+        self._settle()
+        for unit in self._units:
+            unit.ran_forward = unit.is_reduced = False
+
+    def abandon(self) -> None:
+        """Forget the backward after an error. No collective."""
+        self._in_flight.clear()
+        self._late.clear()
+
+    def _drain(self, keep: int) -> None:
+        while len(self._in_flight) > keep:
+            buffer, pending = self._in_flight.pop(0)
+            pending.wait()
+            buffer.finish_reduce()
+
+    def _settle(self) -> None:
+        buffers = [buffer for unit in self._units for buffer in unit.reducing_buffers]
+        flags = [unit in self._late for unit in self._units]
+        for buffer in buffers:
+            flags += [index in buffer.used for index in range(len(buffer.params))]
+        agreed = self._communicator.agree(
+            torch.tensor(flags, dtype=torch.uint8), "agreement on used parameters", dist.ReduceOp.MAX
+        ).tolist()
+        late = [unit for unit, flag in zip(self._units, agreed[: len(self._units)], strict=True) if flag]
+        position = len(self._units)
+        for buffer in buffers:
+            used = agreed[position : position + len(buffer.params)]
+            position += len(buffer.params)
+            buffer.has_grad.update(index for index, flag in enumerate(used) if flag)
+            buffer.used.clear()
+        for unit in late:
+            unit.is_reduced = False
+            self.start(unit)
+        self._drain(0)
+        self._late.clear()
+        for pending in [buffer.gather_reduced() for buffer in buffers]:
+            if pending is not None:
+                pending.wait()
+        for buffer in buffers:
+            if not buffer.has_grad:
+                buffer.forget(range(len(buffer.params)))
+            buffer.mark_reduced()

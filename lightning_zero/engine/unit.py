@@ -1,0 +1,128 @@
+"""A unit: parameters that are gathered and reduced together, usually one transformer block."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+from torch import nn
+
+from lightning_zero.comm.communicator import Pending
+from lightning_zero.engine.buffer import FlatBuffer
+
+__all__ = ["Unit", "UnitState"]
+
+
+class UnitState(Enum):
+    """What of a unit is in memory.
+
+    SHARDED:    the shards. Parameters are placeholders.
+    UNSHARDING: shards and whole buffers; the all-gathers may still be running. ``wait`` before use.
+    UNSHARDED:  shards and whole buffers. Parameters are views of them. Always so below stage 3.
+    """
+
+    SHARDED = 0
+    UNSHARDING = 1
+    UNSHARDED = 2
+
+
+class Unit:
+    """The buffers of one unit and who is using them.
+
+    It knows nothing of other units, of order, of optimizers.
+
+    Args:
+        name: Fully qualified name of the unit's module; ``(root)`` for what no other unit holds.
+        index: Position among the units; the same on every rank.
+        module: The module whose forward needs the unit.
+        buffers: One per kind of parameter.
+    """
+
+    def __init__(self, name: str, index: int, module: nn.Module, buffers: list[FlatBuffer]) -> None:
+        # - What it is
+        self.name = name
+        self.index = index
+        self.module = module
+        self.buffers = buffers
+        self.is_sharded_between_uses = any(buffer.sharding.params for buffer in buffers)
+        # - Who needs it whole
+        self.state = UnitState.UNSHARDED
+        self.uses = 0  # forwards that are running
+        self.holds = 0  # `gathered` contexts
+        self.is_touched = False  # used outside its module: stays until the scope ends
+        self._pending: list[Pending] = []
+        # - The backward that is running
+        self.expected: set[tuple[int, int]] = set()  # (buffer, slot) that may get a gradient
+        self.arrived: set[tuple[int, int]] = set()
+        self.calls = 0  # forwards whose inputs still wait for their gradient
+        self.has_frozen = False
+        self.ran_forward = False  # with gradients, since the last backward
+        self.is_reduced = False  # its reduction of this backward was started
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(buffer.layout.numel for buffer in self.buffers)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether somebody needs the unit whole."""
+        return self.uses > 0 or self.holds > 0 or self.is_touched
+
+    def unshard(self) -> None:
+        """Start gathering. Collective: all ranks. ``wait`` before use."""
+        assert self.state is UnitState.SHARDED
+        self._pending = [buffer.gather() for buffer in self.buffers]
+        self.state = UnitState.UNSHARDING
+
+    def wait(self) -> None:
+        """Return when the parameters are whole."""
+        if self.state is not UnitState.UNSHARDING:
+            return
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
+        for buffer in self.buffers:
+            buffer.bind()
+        self.state = UnitState.UNSHARDED
+
+    def reshard(self) -> None:
+        """Give the whole buffers back. No collective; does nothing below stage 3."""
+        if not self.is_sharded_between_uses or self.state is UnitState.SHARDED:
+            return
+        self.wait()
+        for buffer in self.buffers:
+            buffer.release()
+        self.state = UnitState.SHARDED
+
+    def serve(self) -> None:
+        """Take part in a gather of this unit that only other ranks need. Collective: all ranks."""
+        for pending in [buffer.serve() for buffer in self.buffers]:
+            pending.wait()
+
+    def begin_backward(self) -> None:
+        """Forget the last backward and find out which gradients this one may bring."""
+        self.arrived.clear()
+        self.is_reduced = False
+        self.expected = {
+            (place, index)
+            for place, buffer in enumerate(self.buffers)
+            for index, param in enumerate(buffer.params)
+            if param.requires_grad
+        }
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every gradient of this backward has arrived."""
+        return len(self.arrived) == len(self.expected)
+
+    @property
+    def reducing_buffers(self) -> list[FlatBuffer]:
+        """The buffers with a parameter that requires a gradient."""
+        places = sorted({place for place, _ in self.expected})
+        return [self.buffers[place] for place in places]
+
+    def accumulate(self, place: int, index: int, grad: torch.Tensor) -> None:
+        """Take over the gradient of one parameter."""
+        self.buffers[place].accumulate(index, grad)
+        self.arrived.add((place, index))

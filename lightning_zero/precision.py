@@ -1,0 +1,374 @@
+"""Precision plugins of the strategy: loss scaling, clipping over shards and the order of a step.
+
+Note [Four classes]
+    Lightning hands over its stock plugin and later asks ``isinstance`` (``ThroughputMonitor`` derives peak FLOPs from
+    the class, a checkpoint keeps the plugin's state under its name). So each class is the stock one with ``ZeroStep``
+    in front; which parameters compute in 16 bits is decided by the engine, not here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Literal, cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_zero.config import MixedPrecision as PrecisionConfig
+from lightning_zero.engine.engine import ZeroEngine
+
+__all__ = [
+    "LossScale",
+    "LossScaler",
+    "ZeroDoublePrecision",
+    "ZeroHalfPrecision",
+    "ZeroMixedPrecision",
+    "ZeroPrecision",
+    "adopt",
+    "engine_precision",
+]
+
+log = logging.getLogger(__name__)
+
+_SCALER_STATES = ("MixedPrecision", "FSDPPrecision")  # where other strategies' checkpoints keep a loss scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScale:
+    """How the loss is scaled so that small fp16 gradients do not vanish.
+
+    Args:
+        init_scale: Factor of the first step.
+        window: The factor doubles after ``window + 1`` steps without overflow, then after every further ``window``.
+        hysteresis: Overflows that are forgiven before the factor is halved: the ``hysteresis``-th halves it. They are
+            refilled when the factor doubles.
+        consecutive_hysteresis: Refill the forgiven overflows at every step without overflow.
+        min_scale: The factor is never lower; an overflow there ends the run.
+        static: Use this factor always. Steps that overflow are still skipped.
+    """
+
+    init_scale: float = 65536.0
+    window: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    min_scale: float = 1.0
+    static: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.min_scale > 0:
+            raise ValueError(f"`min_scale={self.min_scale!r}` must be positive.")
+        if self.init_scale < self.min_scale:
+            raise ValueError(f"`init_scale={self.init_scale!r}` must be at least `min_scale={self.min_scale!r}`.")
+        for option in ("window", "hysteresis"):
+            value = getattr(self, option)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"`{option}={value!r}` must be a whole number of steps, 1 or more.")
+        if self.static is not None and not self.static > 0:
+            raise ValueError(f"`static={self.static!r}` must be positive, or None for a dynamic scale.")
+
+
+class LossScaler:
+    """The factor of a dynamic loss scale, step by step (DeepSpeed's rule).
+
+    ``update`` is called once per optimizer step with the same argument on every rank, so the factor is the same on
+    every rank without communication.
+    """
+
+    def __init__(self, config: LossScale | None = None) -> None:
+        self.config = config or LossScale()
+        self.scale: float = self.config.init_scale if self.config.static is None else self.config.static
+        self.hysteresis = self.config.hysteresis  # overflows left, the last of which halves the scale
+        self.steps = 0  # calls of `update`
+        self.last_overflow = -1  # the step of the last overflow
+        self.skipped = 0  # overflows so far
+
+    def get_scale(self) -> float:
+        """Return the factor (as ``torch.amp.GradScaler`` does)."""
+        return self.scale
+
+    def update(self, overflow: bool) -> None:
+        """Account for one step.
+
+        Raises:
+            RuntimeError: overflow at the lowest scale.
+        """
+        if overflow:
+            self.skipped += 1
+        if self.config.static is None:
+            self._after_overflow() if overflow else self._after_good_step()
+        self.steps += 1
+
+    def _after_overflow(self) -> None:
+        self.last_overflow = self.steps
+        if self.hysteresis > 1:
+            self.hysteresis -= 1
+            return
+        if self.scale <= self.config.min_scale:
+            raise RuntimeError(
+                f"Gradients overflow although the loss scale is at its floor (`min_scale={self.config.min_scale}`)."
+                " The loss diverges or does not fit fp16: lower the learning rate, or use precision='bf16-mixed'."
+            )
+        self.scale = max(self.scale / 2, self.config.min_scale)
+
+    def _after_good_step(self) -> None:
+        if self.config.consecutive_hysteresis:
+            self.hysteresis = self.config.hysteresis
+        good_steps = self.steps - self.last_overflow - 1
+        if good_steps > 0 and good_steps % self.config.window == 0:
+            self.scale *= 2
+            self.hysteresis = self.config.hysteresis
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs to go on."""
+        return {
+            "scale": self.scale,
+            "hysteresis": self.hysteresis,
+            "steps": self.steps,
+            "last_overflow": self.last_overflow,
+            "skipped": self.skipped,
+            "config": asdict(self.config),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state_dict`` of this class, or from the factor that a ``GradScaler`` has saved."""
+        if self.config.static is not None:
+            return
+        self.scale = max(float(state["scale"]), self.config.min_scale)
+        self.hysteresis = int(state.get("hysteresis", self.config.hysteresis))
+        self.steps = int(state.get("steps", 0))
+        self.last_overflow = int(state.get("last_overflow", -1))
+        self.skipped = int(state.get("skipped", 0))
+
+
+class ZeroStep(Precision):
+    """The order of an optimizer step over shards. Mixed into each plugin below.
+
+    Call protocol:
+        1. The strategy sets ``engine`` when it has sharded the module, and ``scaler`` if the loss is scaled.
+        2. ``pre_backward`` scales the loss.
+        3. ``optimizer_step`` runs the closure, opens the engine's step window (gradients become this rank's segments
+           of the reduced ones), unscales once, runs the hooks and the clipping, steps, and updates the scale.
+        4. ``clip_gradients`` may come before 3 (manual optimization): it opens the window by itself.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.engine: ZeroEngine | None = None
+        self.scaler: LossScaler | None = None
+        self.grad_norm: Tensor | None = None  # norm that the last clipping has computed
+        self._overflows: dict[Optimizer, bool] = {}  # optimizers unscaled since their last step, and what was found
+
+    def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
+        """Scale the loss and call ``on_before_backward``."""
+        if self.scaler is not None:
+            tensor = tensor * self.scaler.scale
+        return Precision.pre_backward(self, tensor, module)
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Run the closure, the hooks, the clipping and the step, in this order.
+
+        Collective: all ranks.
+        """
+        engine = self._require_engine()
+        if _needs_closure(optimizer):
+            return self._step_with_closure(optimizer, model, closure, **kwargs)
+        closure_result = closure()
+        engine.open_window(optimizer)
+        overflow = self._unscale(optimizer)
+        self._after_closure(model, optimizer)
+        is_scaled = self.scaler is not None and _has_gradients(optimizer)
+        self._overflows.pop(optimizer, None)
+        if overflow:
+            engine.close_window(optimizer)
+        else:
+            optimizer.step(**kwargs)
+        if is_scaled:
+            self._update_scale(overflow)
+        return closure_result
+
+    def _step_with_closure(
+        self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Let an optimizer evaluate the closure as often as it likes (LBFGS, stage 0 only)."""
+        if self.scaler is not None:
+            raise ValueError(f"`{type(optimizer).__name__}` cannot be used with a scaled loss. Use another precision.")
+        return optimizer.step(closure=partial(self._wrap_closure, model, optimizer, closure), **kwargs)
+
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: pl.LightningModule, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> None:
+        """Run ``LightningModule.backward``; every rank's reductions happen in it.
+
+        Collective: all ranks.
+        """
+        with self._require_engine().backward_scope():
+            Precision.backward(self, tensor, model, optimizer, *args, **kwargs)
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clip the gradients of one optimizer, in automatic and in manual optimization.
+
+        Collective for the norm: all ranks.
+        """
+        if clip_val <= 0:
+            return
+        engine = self._require_engine()
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        engine.open_window(optimizer)
+        self._unscale(optimizer)
+        if GradClipAlgorithmType(gradient_clip_algorithm) == GradClipAlgorithmType.VALUE:
+            engine.clip_grad_value(optimizer, float(clip_val))
+        else:
+            self.grad_norm = engine.clip_grad_norm(optimizer, float(clip_val))
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on with the loss scale of a checkpoint that another strategy has written."""
+        if self.scaler is None or type(self).__qualname__ in checkpoint:
+            return
+        for name in _SCALER_STATES:
+            if checkpoint.get(name, {}).get("scale") is not None:
+                self.scaler.load_state_dict(checkpoint[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the loss scale."""
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the state of the loss scale."""
+        if self.scaler is not None and state_dict:
+            self.scaler.load_state_dict(state_dict)
+
+    def get_scale(self) -> float:
+        """Return the factor of the loss; 1 where it is not scaled."""
+        return 1.0 if self.scaler is None else self.scaler.scale
+
+    def _require_engine(self) -> ZeroEngine:
+        if self.engine is None:
+            raise RuntimeError("The optimizer is stepped before the strategy has sharded the module.")
+        return self.engine
+
+    def _unscale(self, optimizer: Optimizer) -> bool:
+        """Divide the gradients by the scale once per step; return whether some rank's gradients overflowed."""
+        if self.scaler is None:
+            return False
+        if optimizer not in self._overflows:
+            self._overflows[optimizer] = self._require_engine().unscale(optimizer, 1.0 / self.scaler.scale)
+        return self._overflows[optimizer]
+
+    def _update_scale(self, overflow: bool) -> None:
+        assert self.scaler is not None
+        before = self.scaler.scale
+        self.scaler.update(overflow)
+        if overflow:
+            log.info("Skipped an optimizer step: gradients overflowed at loss scale %g.", before)
+
+
+class ZeroPrecision(ZeroStep, Precision):
+    """``32-true``."""
+
+
+class ZeroMixedPrecision(ZeroStep, MixedPrecision):  # type: ignore[misc]
+    """``bf16-mixed`` and ``16-mixed``.
+
+    Args:
+        precision: ``"16-mixed"`` scales the loss, ``"bf16-mixed"`` does not.
+        device: Device type of ``torch.autocast``. The strategy sets it to the type of its root device.
+        loss_scale: How ``"16-mixed"`` scales the loss.
+    """
+
+    def __init__(
+        self, precision: Literal["16-mixed", "bf16-mixed"], device: str = "cuda", loss_scale: LossScale | None = None
+    ) -> None:
+        if precision not in ("16-mixed", "bf16-mixed"):
+            raise ValueError(f"`precision={precision!r}` must be '16-mixed' or 'bf16-mixed'.")
+        if precision == "bf16-mixed" and loss_scale is not None:
+            raise ValueError("`loss_scale` has no effect with 'bf16-mixed': bf16 has the range of fp32. Leave it out.")
+        super().__init__("bf16-mixed", device)  # with "16-mixed" the base makes a scaler that nothing would use
+        self.precision = precision
+        if precision == "16-mixed":
+            self.scaler = LossScaler(loss_scale)
+
+
+class ZeroHalfPrecision(ZeroStep, HalfPrecision):
+    """``bf16-true`` and ``16-true``: the module computes in 16 bits, the optimizer steps fp32 masters.
+
+    Args:
+        precision: ``"16-true"`` scales the loss, ``"bf16-true"`` does not.
+    """
+
+    def __init__(self, precision: Literal["bf16-true", "16-true"] = "16-true") -> None:
+        super().__init__(precision)
+        if precision == "16-true":
+            self.scaler = LossScaler()
+
+
+class ZeroDoublePrecision(ZeroStep, DoublePrecision):
+    """``64-true``."""
+
+
+def adopt(plugin: Precision) -> ZeroStep:
+    """Return the plugin of this package that does what a stock plugin of Lightning does.
+
+    Raises:
+        TypeError: the plugin is none of the four that can work on shards.
+    """
+    if isinstance(plugin, ZeroStep):
+        return plugin
+    if type(plugin) is Precision:
+        return ZeroPrecision()
+    if type(plugin) is HalfPrecision:
+        return ZeroHalfPrecision(plugin.precision)
+    if type(plugin) is DoublePrecision:
+        return ZeroDoublePrecision()
+    if type(plugin) is MixedPrecision:
+        loss_scale = None if plugin.scaler is None else _loss_scale_of(plugin.scaler)
+        return ZeroMixedPrecision(cast(Literal["16-mixed", "bf16-mixed"], plugin.precision), plugin.device, loss_scale)
+    raise TypeError(
+        f"`{type(plugin).__name__}` cannot work with sharded parameters. Use precision='32-true', 'bf16-mixed',"
+        " '16-mixed', 'bf16-true', '16-true' or '64-true', or a subclass of ZeroPrecision, ZeroMixedPrecision,"
+        " ZeroHalfPrecision or ZeroDoublePrecision."
+    )
+
+
+def engine_precision(plugin: Precision, *, masters: bool) -> PrecisionConfig:
+    """Return in which dtype the engine lets parameters compute under ``plugin``."""
+    compute_dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(str(plugin.precision))
+    return PrecisionConfig(compute_dtype=compute_dtype, masters=masters)
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(param.grad is not None for group in optimizer.param_groups for param in group["params"])
+
+
+def _loss_scale_of(scaler: torch.amp.GradScaler) -> LossScale:
+    """Translate a ``GradScaler`` that the user gave; one with the defaults becomes our defaults."""
+    if not scaler.is_enabled():
+        return LossScale()
+    given = (scaler._init_scale, scaler._growth_interval, scaler._growth_factor, scaler._backoff_factor)
+    if given == (2.0**16, 2000, 2.0, 0.5):
+        return LossScale()
+    if given[2:] != (2.0, 0.5):
+        raise ValueError(
+            f"A GradScaler with `growth_factor={given[2]}` and `backoff_factor={given[3]}` cannot be honoured: the"
+            " scale doubles and halves. Use `ZeroStrategy(loss_scale=LossScale(...))`."
+        )
+    return LossScale(init_scale=given[0], window=given[1], hysteresis=1)

@@ -1,0 +1,121 @@
+"""Where a shard sleeps, and how many bytes of which kind are alive.
+
+Call protocol of a ``ShardStore`` (every call on the rank that owns the shard; no collectives):
+
+1. ``create`` makes a shard and accounts it under its kind.
+2. ``adopt`` and ``release`` account storages that the engine allocates itself (gathered parameters, full gradients).
+3. ``live`` and ``peak`` answer how many bytes are, or were at most, alive.
+4. ``close`` forgets everything.
+
+``DeviceStore`` keeps shards in the memory of the device, where they may be used directly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections import Counter
+from typing import Literal, Protocol
+
+import torch
+
+__all__ = ["DeviceStore", "Kind", "ShardStore"]
+
+Kind = Literal["parameters", "gradients", "optimizer", "gathered"]
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+_KEPT_BYTES = 2**30
+
+
+class ShardStore(Protocol):
+    """What the engine needs of a place for shards; see the module's call protocol."""
+
+    device: torch.device
+
+    def create(self, kind: Kind, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a (numel,) tensor of any content, accounted under ``kind``."""
+        ...
+
+    def adopt(self, kind: Kind, nbytes: int) -> None:
+        """Account bytes that were allocated elsewhere."""
+        ...
+
+    def release(self, kind: Kind, nbytes: int) -> None:
+        """Account that bytes are no longer alive."""
+        ...
+
+    def live(self, kind: Kind) -> int:
+        """Return the bytes that are alive."""
+        ...
+
+    def peak(self, kind: Kind) -> int:
+        """Return the most bytes that were alive at once."""
+        ...
+
+    def reset_peak(self) -> None:
+        """Start measuring peaks anew."""
+        ...
+
+    def close(self) -> None:
+        """Forget everything."""
+        ...
+
+
+class DeviceStore:
+    """Shards in device memory.
+
+    Args:
+        device: Where tensors are made.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type == "cpu":
+            _keep_freed_memory()
+        self.device = device
+        self._live: Counter[Kind] = Counter()
+        self._peak: Counter[Kind] = Counter()
+
+    def create(self, kind: Kind, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a (numel,) tensor of any content, accounted under ``kind`` until ``release``."""
+        with torch.inference_mode(False):
+            tensor = torch.empty(numel, dtype=dtype, device=self.device)
+        self.adopt(kind, tensor.nbytes)
+        return tensor
+
+    def adopt(self, kind: Kind, nbytes: int) -> None:
+        """Account ``nbytes`` that were allocated elsewhere."""
+        self._live[kind] += nbytes
+        self._peak[kind] = max(self._peak[kind], self._live[kind])
+
+    def release(self, kind: Kind, nbytes: int) -> None:
+        """Account that ``nbytes`` are no longer alive."""
+        self._live[kind] -= nbytes
+
+    def live(self, kind: Kind) -> int:
+        """Bytes of ``kind`` that are alive."""
+        return self._live[kind]
+
+    def peak(self, kind: Kind) -> int:
+        """Most bytes of ``kind`` that were alive at once since ``reset_peak``."""
+        return self._peak[kind]
+
+    def reset_peak(self) -> None:
+        """Start measuring peaks anew."""
+        self._peak = Counter(self._live)
+
+    def close(self) -> None:
+        """Forget all accounts."""
+        self._live.clear()
+        self._peak.clear()
+
+
+def _keep_freed_memory() -> None:
+    """Let the C library keep up to 1 GiB of freed memory for the next allocation (ADR 0017).
+
+    Units are gathered into memory that was given back a moment ago. By default glibc returns large blocks to the
+    system, which hands them out again page by page, zero-filled. Without glibc this does nothing.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)

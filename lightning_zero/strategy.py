@@ -1,0 +1,575 @@
+"""The strategy: in which order Lightning's hooks reach the engine. Tensors are touched elsewhere."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Optional, TypeVar, Union
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed import ReduceOp
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_zero.checkpoint import directory, state
+from lightning_zero.config import Communication, Sharding
+from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.precision import LossScale, LossScaler, ZeroPrecision, ZeroStep, adopt, engine_precision
+
+__all__ = ["ZeroStrategy", "register_strategies"]
+
+T = TypeVar("T")
+
+PEERS_TIMEOUT_S = 20.0  # how long a rank that saves after an error waits for the others
+
+
+class ZeroStrategy(ParallelStrategy):
+    """Train with the redundancy of data parallelism removed (ZeRO, arXiv:1910.02054).
+
+    Args:
+        stage: What is kept sharded over the ranks. 0: nothing; 1: optimizer states; 2: gradients as well;
+            3: parameters as well.
+        units: Modules whose parameters are gathered and reduced together, by class or class name, usually the
+            repeated block: ``["Block"]``. By default they are found in the module.
+        communication: How ranks exchange parameters and gradients; a dict of the fields of ``Communication`` is taken
+            too.
+        masters: Keep fp32 masters of parameters that compute in 16 bits.
+        loss_scale: How the loss is scaled with fp16; a dict of the fields of ``LossScale`` is taken too.
+        state_dict_type: ``"full"``: a checkpoint is one file, as with other strategies. ``"sharded"``: a directory
+            that all ranks write. The default is ``"full"`` below stage 3 and ``"sharded"`` at stage 3.
+        weights_only: Passed to ``torch.load`` when the Trainer does not say.
+        start_method: How processes are started: ``"popen"`` runs the script again, the others start functions.
+        process_group_backend: Backend of the default process group; by default that of the device.
+        timeout: Seconds (or a ``timedelta``) after which a collective that its peers do not join fails. The default
+            is ``communication.timeout_s``.
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer.
+        cluster_environment: Set by the Trainer.
+        checkpoint_io: Reads and writes single files.
+        precision_plugin: Set by the Trainer; stock plugins are translated.
+    """
+
+    strategy_name = "zero"
+
+    def __init__(
+        self,
+        stage: Literal[0, 1, 2, 3] = 3,
+        units: Optional[list[Union[str, type[nn.Module]]]] = None,
+        communication: Union[Communication, dict[str, Any], None] = None,
+        masters: bool = True,
+        loss_scale: Union[LossScale, dict[str, Any], None] = None,
+        state_dict_type: Optional[Literal["sharded", "full"]] = None,
+        weights_only: Optional[bool] = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        process_group_backend: Optional[str] = None,
+        timeout: Union[timedelta, float, None] = None,
+        accelerator: Optional[Accelerator] = None,
+        parallel_devices: Optional[list[torch.device]] = None,
+        cluster_environment: Optional[ClusterEnvironment] = None,
+        checkpoint_io: Optional[CheckpointIO] = None,
+        precision_plugin: Optional[Precision] = None,
+    ) -> None:
+        # - What the user asked for
+        self.stage = Sharding.from_stage(stage).stage
+        if state_dict_type not in (None, "sharded", "full"):
+            raise ValueError(f"`state_dict_type={state_dict_type!r}` is not known. Use 'sharded', 'full' or None.")
+        self.state_dict_type = state_dict_type or ("sharded" if self.stage == 3 else "full")
+        self.units = units
+        self.masters = masters
+        self.loss_scale = LossScale(**loss_scale) if isinstance(loss_scale, dict) else loss_scale
+        self.communication, self.timeout = _timeouts(communication, timeout)
+        self.weights_only = weights_only
+        self._start_method = start_method
+        self._process_group_backend = process_group_backend
+        # - What Lightning sets
+        self.num_nodes = 1
+        # - What `setup` makes
+        self._engine: ZeroEngine | None = None
+        self._announced: ZeroEngine | None = None  # whose plan was printed last
+        self._warned_of_none = False
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+
+    # -- The engine ------------------------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> ZeroEngine:
+        """The engine that shards the module.
+
+        Raises:
+            RuntimeError: the module is not sharded yet.
+        """
+        if self._engine is None:
+            raise RuntimeError("The module is not sharded before `Trainer.fit`, `validate`, `test` or `predict` runs.")
+        return self._engine
+
+    def gathered(
+        self, params_or_module: Any, write: Literal["rank0", "all"] | None = None
+    ) -> AbstractContextManager[None]:
+        """See ``ZeroEngine.gathered``. Collective: all ranks."""
+        return self.engine.gathered(params_or_module, write=write)
+
+    def full_param(self, parameter: nn.Parameter) -> Tensor:
+        """See ``ZeroEngine.full_param``. Collective: all ranks."""
+        return self.engine.full_param(parameter)
+
+    def full_grad(self, parameter: nn.Parameter) -> Tensor | None:
+        """See ``ZeroEngine.full_grad``. Collective: all ranks."""
+        return self.engine.full_grad(parameter)
+
+    def grad_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
+        """See ``ZeroEngine.grad_norm``. Collective: all ranks."""
+        return self.engine.grad_norm(None if optimizer is None else _raw(optimizer), norm_type=norm_type)
+
+    # -- Processes and devices -------------------------------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning gives every rank its own slice of the data and reduces logged values."""
+        return True
+
+    @property
+    def root_device(self) -> torch.device:
+        """Device of this rank."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """Backend of the default process group."""
+        return self._process_group_backend
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which slice of the data this rank sees."""
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment and the rank-zero decorators who this process is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        setattr(rank_zero_only, "rank", self.global_rank)  # noqa: B010 (its type knows no attribute)
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self._start_method == "popen":
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        else:
+            self._launcher = _Launcher(self, start_method=self._start_method)
+
+    def setup_environment(self) -> None:
+        """Start the default process group. Collective: all ranks."""
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        self._process_group_backend = self._process_group_backend or _get_default_process_group_backend_for_device(
+            self.root_device
+        )
+        assert self.cluster_environment is not None
+        _init_dist_connection(
+            self.cluster_environment,
+            self._process_group_backend,
+            timeout=self.timeout,
+            device_id=self.root_device if self.root_device.type != "cpu" else None,
+        )
+
+    # -- Set-up ----------------------------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The precision plugin, always one of this package."""
+        return self._precision_plugin if self._precision_plugin is not None else ZeroPrecision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        plugin = None if precision_plugin is None else adopt(precision_plugin)
+        if plugin is not None and self.loss_scale is not None and plugin.precision in ("16-mixed", "16-true"):
+            plugin.scaler = LossScaler(self.loss_scale)
+        self._precision_plugin = plugin
+
+    def connect(self, model: pl.LightningModule) -> None:
+        """Take the module of the next run; an engine that shards another one is left to it."""
+        super().connect(model)
+        if self._engine is not None and self._engine.module is not model:
+            self._engine = None
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Shard the module, then make the optimizers and let them step shards.
+
+        Collective: all ranks.
+        """
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self._check(trainer)
+        self._shard(self.lightning_module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            self._show_values_to_finetuning(trainer)
+        self.setup_precision_plugin()
+        self.model_to_device()
+        self._announce()
+
+    def _check(self, trainer: pl.Trainer) -> None:
+        """Refuse what would not do what its name says."""
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if self.stage == 3 and isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+                raise ValueError(
+                    f"`{type(callback).__name__}` averages whole parameters, which no rank has at stage 3."
+                    " Use `ZeroStrategy(stage=2)`, or remove the callback."
+                )
+        if self.state_dict_type == "sharded" and not self._has_plain_checkpoint_io:
+            raise ValueError(
+                f"`{type(self.checkpoint_io).__name__}` writes single files, and `state_dict_type='sharded'` writes a"
+                " directory from all ranks. Use `ZeroStrategy(state_dict_type='full')`, or leave the plugin out."
+            )
+        if self.loss_scale is not None and self._step_plugin.scaler is None:
+            raise ValueError(
+                f"`loss_scale` has no effect with precision={self.precision_plugin.precision!r}."
+                " Use precision='16-mixed' (on a GPU) or '16-true', or leave `loss_scale` out."
+            )
+
+    def _shard(self, module: pl.LightningModule) -> None:
+        recipe = self._recipe()
+        made_for = (self.precision_plugin.precision, recipe)
+        engine = next((engine for engine in _made_for if engine.module is module), None)
+        if engine is not None and _made_for[engine] != made_for:
+            engine.unshard()
+            engine = None
+        if engine is None:
+            if self._layer_sync is not None:
+                self._layer_sync.apply(module)
+            self.precision_plugin.convert_module(module)
+            engine = ZeroEngine(**recipe)
+            engine.shard(module)
+            _made_for[engine] = made_for
+        engine.resume()
+        self._engine = self._step_plugin.engine = engine
+
+    def _recipe(self) -> dict[str, Any]:
+        """Arguments of the engine."""
+        return {
+            "stage": self.stage,
+            "units": self.units,
+            "communication": self.communication,
+            "precision": engine_precision(self.precision_plugin, masters=self.masters),
+            "device": self.root_device,
+        }
+
+    @property
+    def _step_plugin(self) -> ZeroStep:
+        plugin = self.precision_plugin
+        if self._precision_plugin is None:
+            self._precision_plugin = plugin
+        assert isinstance(plugin, ZeroStep)
+        return plugin
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Let the module make its optimizers and bind them to this rank's segments."""
+        self._reset_optimizers_and_schedulers()
+        self.engine.detach()
+        super().setup_optimizers(trainer)
+        self.engine.attach(*self.optimizers)
+        self.optimizers = self.optimizers  # Lightning's wrappers take over the classes that `attach` has set
+
+    def _show_values_to_finetuning(self, trainer: pl.Trainer) -> None:
+        """Gather the parameters while a finetuning callback chooses among them: it compares their values."""
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, BaseFinetuning):
+                vars(callback)["finetune_function"] = partial(self._finetune, callback)
+
+    def _finetune(self, callback: BaseFinetuning, *args: Any) -> None:
+        with self.gathered(self._sharded_module, write="all"):
+            type(callback).finetune_function(callback, *args)
+
+    def model_to_device(self) -> None:
+        """Move what the engine does not hold: metrics and the module's idea of its device."""
+        assert self.lightning_module is not None
+        _update_properties(self.lightning_module, device=self.root_device)
+        metrics = [module for module in self.lightning_module.modules() if isinstance(module, Metric)]
+        params = [param for metric in metrics for param in metric.parameters()]
+        with self.gathered(params, write="all") if params else nullcontext():
+            for metric in metrics:
+                metric.to(self.root_device)
+
+    def _announce(self) -> None:
+        if self._announced is not self._engine:
+            self._announced = self._engine
+            rank_zero_info("\n".join(self.engine.plan()))
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Create tensors on the meta device (``empty_init``), on the CPU (stage 3) or on the root device."""
+        if empty_init:
+            device: AbstractContextManager[Any] = torch.device("meta")
+        else:
+            device = nullcontext() if self.stage == 3 else self.root_device
+        with device, self.precision_plugin.tensor_init_context():
+            yield
+
+    @property
+    def _sharded_module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    def _whole_state_dict(self) -> dict[str, Any]:
+        """Return the module's ``state_dict`` with whole values in host memory, on every rank. Collective: all ranks."""
+        engine = self.engine
+        whole = {
+            alias: engine.full_param(record.parameter).cpu() for record in engine.records() for alias in record.aliases
+        }
+        return {key: whole.get(key, value) for key, value in self.lightning_module_state_dict().items()}
+
+    # -- Steps -----------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Run ``LightningModule.training_step`` with the parameters it needs."""
+        with self.engine.scope("training_step"):
+            output = super().training_step(*args, **kwargs)
+        assert self.lightning_module is not None
+        if output is None and self.world_size > 1 and self.lightning_module.automatic_optimization:
+            return self._loss_of_nothing()
+        return output
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Run ``LightningModule.validation_step`` with the parameters it needs."""
+        with self.engine.scope("validation_step"):
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Run ``LightningModule.test_step`` with the parameters it needs."""
+        with self.engine.scope("test_step"):
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``LightningModule.predict_step`` with the parameters it needs."""
+        with self.engine.scope("predict_step"):
+            return super().predict_step(*args, **kwargs)
+
+    def _loss_of_nothing(self) -> Tensor:
+        """Return a loss without parameters, so that this rank still joins the reductions of the others."""
+        if not self._warned_of_none:
+            self._warned_of_none = True
+            rank_zero_warn(
+                "`training_step` returned None: this rank adds nothing to the average of the gradients. Where all"
+                " ranks return None the step changes nothing."
+            )
+        return torch.zeros((), device=self.root_device, requires_grad=True)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Run a micro-batch that is not the last before the step."""
+        with self.engine.microbatch(last=False):
+            yield
+
+    # -- Collectives for users -------------------------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if not _is_initialized():
+            return
+        if dist.get_backend() == "nccl":
+            dist.barrier(device_ids=[self.root_device.index])
+        else:
+            dist.barrier()
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Return the object of rank ``src``."""
+        if not _is_initialized():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    def reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Tensor | Any:
+        """Reduce a tensor over the ranks; anything else is returned as it is."""
+        if isinstance(tensor, Tensor):
+            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        return tensor
+
+    # -- Checkpoints -----------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Every rank reads what it holds, so the module is sharded first."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Lightning calls ``load_optimizer_state_dict``."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return this rank's segments of the parameters and everything else the module keeps."""
+        if self._engine is None:
+            return super().lightning_module_state_dict()
+        return state.model_state(self._engine, self._sharded_module)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return this rank's segments of the optimizer's state, by parameter name."""
+        if self._engine is None:
+            return super().optimizer_state(optimizer)
+        return state.optimizer_state(self._engine, _raw(optimizer))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Write a checkpoint. Collective: all ranks."""
+        if self._engine is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if not self._peers_are_alive():
+            return
+        filepath = self.broadcast(filepath)
+        is_full = self.state_dict_type == "full"
+        if is_full and (storage_options is not None or not self._has_plain_checkpoint_io):
+            whole = directory.gather_full(self._engine, checkpoint)
+            super().save_checkpoint(whole, filepath, storage_options)
+        elif storage_options is None:
+            directory.save(self._engine, checkpoint, filepath, full=is_full)
+        else:
+            raise ValueError("`storage_options` needs a single file. Use `ZeroStrategy(state_dict_type='full')`.")
+
+    @property
+    def _has_plain_checkpoint_io(self) -> bool:
+        return type(self.checkpoint_io) is TorchCheckpointIO
+
+    def _peers_are_alive(self) -> bool:
+        """Say whether all ranks have come to save; only after an error one may be missing. Collective: who is there."""
+        assert self._engine is not None
+        trainer = self._sharded_module._trainer
+        if trainer is None or not trainer.interrupted or self.world_size == 1:
+            return True
+        try:
+            wait = timedelta(seconds=min(PEERS_TIMEOUT_S, self.communication.timeout_s))
+            dist.monitored_barrier(self._engine.communicator.control_group, wait)
+        except RuntimeError:
+            warnings.warn(
+                "No checkpoint is saved after the error, because not all ranks have come to save.", stacklevel=2
+            )
+            return False
+        return True
+
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint of any stage, number of ranks or strategy. Collective: all ranks."""
+        weights_only = self.weights_only if weights_only is None else weights_only
+        checkpoint_path = self.broadcast(checkpoint_path)
+        if not self._has_plain_checkpoint_io and not Path(checkpoint_path).is_dir():
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        return directory.load(self._engine, checkpoint_path, weights_only=weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load ``checkpoint["state_dict"]`` as it is now. Collective: all ranks."""
+        state.load_model_state(self.engine, self._sharded_module, checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the states of all optimizers. Collective: all ranks."""
+        state.load_optimizer_state(self.engine, self.optimizers, checkpoint["optimizer_states"])
+
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        """Remove a checkpoint file, directory or link."""
+        if not self.is_global_zero:
+            return
+        if self._has_plain_checkpoint_io or Path(filepath).is_dir():
+            directory.remove(filepath)
+        else:
+            self.checkpoint_io.remove_checkpoint(filepath)
+
+    # -- The end ---------------------------------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        """Release what belongs to the run. No collectives; the module stays sharded, so it can still be saved."""
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        if self._engine is not None:
+            self._engine.pause()
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_engine": None, "_announced": None}
+
+
+class _Launcher(_MultiProcessingLauncher):
+    """Starts functions in processes and hands the whole trained parameters back to the calling process."""
+
+    def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> Any:
+        strategy, module = trainer.strategy, trainer.lightning_module
+        assert isinstance(strategy, ZeroStrategy)
+        state_dict = strategy._whole_state_dict()
+        vars(module)["state_dict"] = lambda: state_dict
+        try:
+            return super()._collect_rank_zero_results(trainer, results)
+        finally:
+            del vars(module)["state_dict"]
+
+
+# Precision and options that the strategies' engines were made for: a module may go from one Trainer to the next.
+_made_for: weakref.WeakKeyDictionary[ZeroEngine, tuple[str, dict[str, Any]]] = weakref.WeakKeyDictionary()
+
+
+# -- Helpers -----------------------------------------------------------------------------------------------------------
+
+
+def _raw(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer behind Lightning's wrapper."""
+    return getattr(optimizer, "_optimizer", optimizer)
+
+
+def _is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _timeouts(
+    communication: Communication | dict[str, Any] | None, timeout: timedelta | float | None
+) -> tuple[Communication, timedelta]:
+    """Return the engine's communication options and the timeout of the default process group."""
+    if isinstance(timeout, timedelta):
+        timeout = timeout.total_seconds()
+    if isinstance(communication, dict):
+        communication = Communication(**communication)
+    if communication is None:
+        communication = Communication() if timeout is None else replace(Communication(), timeout_s=timeout)
+    return communication, timedelta(seconds=communication.timeout_s if timeout is None else timeout)
+
+
+def register_strategies() -> None:
+    """Make ``Trainer(strategy="zero_0")`` … ``"zero_3"`` known to Lightning."""
+    for stage in (0, 1, 2, 3):
+        StrategyRegistry.register(
+            f"zero_{stage}", ZeroStrategy, description=f"ZeRO stage {stage}", override=True, stage=stage
+        )
+    DDPStrategy.register(ZeroStrategy)  # Lightning takes compiled modules for subclasses of three strategies only

@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero.checkpoint import directory, state
+from lightning_zero.checkpoint.planner import Segment
+from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.errors import ReleasedParameterError
+from tests import worlds
+from tests.checkpoint import programs
+
+# -- The model ---------------------------------------------------------------------------------------------------------
+
+
+def _names(rank: int, world: int, stage: int) -> tuple[list[str], list[type]]:
+    engine, model, _ = programs.make(stage, 0)
+    values = state.model_state(engine, model)
+    assert values["head.weight"] is values["embedding.weight"]
+    assert all(param is engine.records()[index].parameter for index, param in enumerate(model.parameters()))
+    return list(values), [type(value) for value in values.values()]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_state_has_the_names_of_the_module_in_its_order(stage: int) -> None:
+    names, types = worlds.run(_names, 2, stage)[1]
+    plain = programs.Model().state_dict()
+    assert names == list(plain)
+    parameters = dict(programs.Model().named_parameters(remove_duplicate=False))
+    assert types == [Segment if name in parameters else type(plain[name]) for name in names]
+
+
+class Renamed(programs.Model):
+    """Saves one name less, and reads an older name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_pre_hook(self._rename)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {key: value for key, value in super().state_dict(*args, **kwargs).items() if key != "unused"}
+
+    def _rename(self, module: nn.Module, values: dict[str, Any], *args: Any) -> None:
+        if "old_scale" in values:
+            values["scale"] = values.pop("old_scale")
+
+
+def _rename(rank: int, world: int, path: str) -> None:
+    worlds.seed()
+    model = Renamed()
+    engine = ZeroEngine(3)
+    engine.shard(model)
+    values = state.model_state(engine, model)
+    assert "unused" not in values
+    values["old_scale"] = values.pop("scale")
+    directory.save(engine, {"state_dict": values}, path, full=False)
+    loaded = directory.load(engine, path)["state_dict"]
+    loaded["old_scale"] = torch.tensor(9.0)
+    with pytest.raises(RuntimeError, match='Missing key.*"unused"'):
+        state.load_model_state(engine, model, loaded)
+    loaded["unused"] = loaded["unknown"] = torch.full((7,), 4.0)
+    with pytest.raises(RuntimeError, match='Unexpected key.*"unknown"'):
+        state.load_model_state(engine, model, loaded)
+    state.load_model_state(engine, model, loaded, strict=False)
+    assert engine.full_param(model.scale) == 9.0
+    assert torch.equal(engine.full_param(model.unused), loaded["unused"])
+    assert model.note == "new"
+
+
+def test_hooks_and_overrides_of_the_module_choose_the_names(tmp_path: Path) -> None:
+    worlds.run(_rename, 2, str(tmp_path / "saved"))
+
+
+def _misfit(rank: int, world: int) -> None:
+    engine, model, _ = programs.make(3, 0)
+    params = list(model.parameters())
+    values = state.model_state(engine, model)
+    values["blocks.0.linear.weight"] = torch.zeros(6, 5)
+    with pytest.raises(RuntimeError, match=r"size mismatch for blocks.0.linear.weight.*\[6, 5\].*\[6, 6\]"):
+        state.load_model_state(engine, model, values)
+    assert all(mine is param for mine, param in zip(model.parameters(), params, strict=True))
+
+
+def test_another_shape_is_refused_as_by_any_module() -> None:
+    worlds.run(_misfit, 2)
+
+
+class Halved(programs.Model):
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {key: value.half() for key, value in super().state_dict(*args, **kwargs).items()}
+
+
+def _halve(rank: int, world: int) -> None:
+    model = Halved()
+    engine = ZeroEngine(3)
+    engine.shard(model)
+    with pytest.raises(ReleasedParameterError, match="`half` needs the values of parameter `scale`"):
+        state.model_state(engine, model)
+
+
+def test_state_dict_code_that_computes_is_refused_by_name() -> None:
+    worlds.run(_halve, 2)
+
+
+# -- Optimizers --------------------------------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adagrad": lambda params: torch.optim.Adagrad(params),
+    "nadam": lambda params: torch.optim.NAdam(params),
+    "amsgrad": lambda params: torch.optim.Adam(params, amsgrad=True, foreach=True),
+    "fused": lambda params: torch.optim.AdamW(params, fused=True),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, centered=True),
+    "rprop": lambda params: torch.optim.Rprop(params),
+}
+
+
+def _make(stage: int, name: str, seed: int) -> tuple[ZeroEngine, programs.Model, torch.optim.Optimizer]:
+    engine, model, _ = programs.make(stage, seed)
+    return engine, model, engine.attach(OPTIMIZERS[name]([p for p in model.parameters() if p.requires_grad]))
+
+
+def _continue(rank: int, world: int, name: str, path: str, full: bool) -> None:
+    engine, model, optimizer = _make(2, name, 0)
+    for number in range(2):
+        programs.step(engine, model, optimizer, number)
+    directory.save(engine, programs.snapshot(engine, model, optimizer), path, full=full)
+    other, copy, resumed = _make(3, name, 1)
+    programs.restore(other, copy, resumed, path)
+    for number in range(2, 4):
+        programs.step(engine, model, optimizer, number)
+        programs.step(other, copy, resumed, number)
+    for mine, theirs in zip(engine.records(), other.records(), strict=True):
+        assert torch.equal(mine.master(), theirs.master()), mine.name
+        expected, actual = mine.state(optimizer), theirs.state(resumed)
+        assert expected.keys() == actual.keys()
+        for slot, value in expected.items():
+            assert not isinstance(value, torch.Tensor) or torch.equal(value, actual[slot]), (mine.name, slot)
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["directory", "file"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_as_if_it_had_not_stopped(name: str, full: bool, tmp_path: Path) -> None:
+    worlds.run(_continue, 2, name, str(tmp_path / "saved"), full)
+
+
+def _change(checkpoint: dict[str, Any], what: str) -> None:
+    optimizer = checkpoint["optimizer_states"][0]
+    first, second = optimizer["param_groups"]
+    if what == "count":
+        checkpoint["optimizer_states"].append(optimizer)
+    elif what == "groups":
+        optimizer["param_groups"] = [first]
+    elif what == "missing":
+        second["params"].remove("scale")
+    elif what == "unknown":
+        second["params"].append("blocks.0.linear.bia")
+    elif what == "shape":
+        optimizer["state"]["scale"]["exp_avg"] = torch.zeros(4)
+
+
+def _refuse(rank: int, world: int, path: str, what: str, message: str) -> None:
+    engine, model, optimizer = programs.make(1, 0)
+    programs.step(engine, model, optimizer, 0)
+    directory.save(engine, programs.snapshot(engine, model, optimizer), path, full=False)
+    checkpoint = directory.load(engine, path)
+    _change(checkpoint, what)
+    with pytest.raises(ValueError, match=message):
+        state.load_optimizer_state(engine, [optimizer], checkpoint["optimizer_states"])
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("count", "the states of 2 optimizers, and there are 1 now"),
+        ("groups", "optimizer 0 has 2 parameter groups, and 1 in the checkpoint"),
+        ("missing", "optimizer 0 steps `scale`, of which the checkpoint has no state"),
+        ("unknown", "has the state of `blocks.0.linear.bia`.* Did you mean `blocks.0.linear.bias`"),
+        ("shape", r"`exp_avg` of `scale` has the shape \(4,\) in the checkpoint, and the parameter has \(\)"),
+    ],
+)
+def test_another_program_is_refused_by_name(what: str, message: str, tmp_path: Path) -> None:
+    worlds.run(_refuse, 2, str(tmp_path / "saved"), what, message)
+
+
+def _copied(rank: int, world: int) -> None:
+    engine, model, optimizer = programs.make(2, 0)
+    programs.step(engine, model, optimizer, 0)
+    values = state.model_state(engine, model)
+    kept = {
+        key: Segment(v.local.clone(), v.start, v.shape) if isinstance(v, Segment) else v for key, v in values.items()
+    }
+    before = engine.full_param(model.scale)
+    programs.step(engine, model, optimizer, 1)
+    assert engine.full_param(model.scale) != before
+    state.load_model_state(engine, model, kept)
+    assert engine.full_param(model.scale) == before
+    whole, other, _ = programs.make(0, 1)
+    with pytest.raises(ValueError, match="is of an engine with another stage"):
+        state.load_model_state(whole, other, kept)
+
+
+def test_segments_in_memory_are_taken_back_by_their_engine() -> None:
+    worlds.run(_copied, 2)

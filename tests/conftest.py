@@ -1,0 +1,37 @@
+"""Marks, seeds and poisoned memory for all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests import worlds
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = sum("needs a GPU" in str(report.longrepr) for report in terminalreporter.getreports("skipped"))
+    if skipped:
+        terminalreporter.write_line(f"{skipped} tests were skipped for want of a GPU")
+
+
+def pytest_sessionfinish() -> None:
+    worlds.close()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_randomness() -> None:
+    worlds.seed()
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    with worlds.poisoned_memory():
+        yield

@@ -1,0 +1,258 @@
+"""What users do wrong is refused with a message that helps, and the engine works on afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero.config import Communication, MixedPrecision
+from lightning_zero.errors import ReleasedParameterError, ShardedGradientError
+from tests import worlds
+from tests.references import Sharded, TinyGPT, difference, outcome, token_loss, train, train_zero
+
+# -- Options -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [4, -1, True, "3", None, 1.5])
+def test_unknown_stage_is_refused(stage: Any) -> None:
+    from lightning_zero.engine.engine import ZeroEngine
+
+    with pytest.raises(ValueError, match="is not a ZeRO stage. Use 0, 1, 2 or 3"):
+        ZeroEngine(stage)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reduce_dtype": "float32"}, "`reduce_dtype='float32'` is not known. Use 'fp32'"),
+        ({"prefetch": -1}, "`prefetch=-1` must be a number of units"),
+        ({"prefetch": True}, "`prefetch=True` must be a number of units"),
+        ({"timeout_s": 0}, "`timeout_s=0` must be a positive number"),
+    ],
+)
+def test_bad_communication_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Communication(**options)
+
+
+def test_compute_dtype_that_is_not_16_bit_is_refused() -> None:
+    with pytest.raises(ValueError, match="`compute_dtype=torch.float64` must be torch.bfloat16, torch.float16 or None"):
+        MixedPrecision(compute_dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("units", "messages"),
+    [
+        (("Blok",), ["`Blok`", "Did you mean `Block`"]),
+        (("blocks",), ["`blocks`", "LayerNorm"]),
+        ((nn.Conv2d,), ["Conv2d"]),
+    ],
+    ids=["class-name", "path", "class"],
+)
+def test_unit_that_matches_no_module_is_refused_with_the_nearest_names(units: Any, messages: list[str]) -> None:
+    from lightning_zero.engine.engine import ZeroEngine
+
+    with pytest.raises(ValueError, match=".") as caught:
+        ZeroEngine(3, units=units).shard(TinyGPT())
+    for message in messages:
+        assert message in str(caught.value)
+
+
+# -- At run time -------------------------------------------------------------------------------------------------------
+
+
+class _Whitening(torch.optim.Optimizer):
+    """Needs the whole gradient of a matrix."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad / parameter.grad.norm())
+
+
+def _matrices(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.ndim == 2]
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "LBFGS": lambda module: torch.optim.LBFGS(module.parameters()),
+    "Adafactor": lambda module: torch.optim.Adafactor(module.parameters()),
+    "Muon": lambda module: torch.optim.Muon(_matrices(module)),
+    "_Whitening": lambda module: _Whitening(module.parameters()),
+}
+
+
+def _sharded(rank: int, world: int, stage: int = 3) -> Sharded:
+    worlds.seed()
+    return Sharded(TinyGPT(), rank, world, stage=stage, units=("Block",))
+
+
+def _unchanged(trainer: Sharded) -> str:
+    """Train on and compare with a run that made no mistake. Collective."""
+    clean = train_zero(
+        TinyGPT, lambda t: train(t, loss=token_loss), trainer.rank, trainer.world, stage=3, units=("Block",)
+    )
+    trainer.losses.clear()
+    train(trainer, loss=token_loss)
+    return difference(outcome(trainer), clean)
+
+
+def _attach(rank: int, world: int, name: str) -> list[str]:
+    messages = []
+    for stage in (1, 2, 3):
+        trainer = _sharded(rank, world, stage)
+        with pytest.raises((ValueError, TypeError), match=name) as caught:
+            trainer.attach(OPTIMIZERS[name](trainer.module))
+        messages.append(str(caught.value))
+        assert not _unchanged(trainer)
+        trainer.engine.close()
+    return messages
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_optimizer_that_needs_whole_matrices_is_refused_by_name(name: str) -> None:
+    worlds.run(_attach, 2, name)
+
+
+def _matrix_optimizer_at_stage_0(rank: int, world: int) -> str:
+    trainer = _sharded(rank, world, 0)
+    train(trainer, loss=token_loss, optimizer=OPTIMIZERS["Adafactor"])
+    return ""
+
+
+def test_matrix_optimizers_work_where_nothing_is_sharded() -> None:
+    assert worlds.run(_matrix_optimizer_at_stage_0, 2) == ["", ""]
+
+
+VALUES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "add": lambda p: p + 1,
+    "item": lambda p: p[0, 0].item(),
+    "linear": lambda p: nn.functional.linear(torch.ones(p.shape[1]), p),
+    "sum": lambda p: p.sum(),
+    "in-place": lambda p: p.detach().mul_(2),
+    "numpy": lambda p: p.detach().numpy(),
+    "tolist": lambda p: p.tolist(),
+    "clone": lambda p: p.clone(),
+    "bool": lambda p: bool((p > 0).any()),
+    "copy": lambda p: p.data.copy_(torch.ones(p.shape)),
+}
+
+
+def _touch(rank: int, world: int, name: str) -> str:
+    trainer = _sharded(rank, world)
+    parameter = trainer.module.blocks[1].up.weight
+    with pytest.raises(ReleasedParameterError, match="blocks.1.up.weight") as caught, torch.no_grad():
+        VALUES[name](parameter)
+    assert "gathered" in str(caught.value)
+    wrong = _unchanged(trainer)
+    trainer.engine.close()
+    return wrong
+
+
+@pytest.mark.parametrize("name", list(VALUES))
+def test_values_of_a_released_parameter_are_refused_with_its_name_and_the_remedy(name: str) -> None:
+    assert worlds.run(_touch, 2, name) == ["", ""]
+
+
+def _look(rank: int, world: int) -> str:
+    trainer = _sharded(rank, world)
+    parameter = trainer.module.blocks[1].up.weight
+    assert parameter.shape == (12, 6)
+    assert (parameter.ndim, parameter.numel(), parameter.dtype) == (2, 72, torch.float32)
+    assert (parameter.requires_grad, parameter.is_leaf, parameter.device.type) == (True, True, "cpu")
+    assert isinstance(parameter, nn.Parameter)
+    assert parameter.grad is None
+    assert parameter.size(0) == len(parameter) == 12
+    assert parameter.element_size() * parameter.nelement() == 288
+    assert parameter in {parameter}
+    assert "blocks.1.up.weight" in repr(parameter) or "released" in repr(parameter).lower()
+    assert str(parameter)
+    assert repr(trainer.module)
+    assert format(parameter)
+    assert sum(p.numel() for p in trainer.module.parameters()) == sum(p.numel() for p in TinyGPT().parameters())
+    assert [name for name, _ in trainer.module.named_parameters()] == [n for n, _ in TinyGPT().named_parameters()]
+    return _unchanged(trainer)
+
+
+def test_metadata_of_a_released_parameter_are_true_and_printing_works() -> None:
+    assert worlds.run(_look, 2) == ["", ""]
+
+
+GRADIENTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "mean": lambda g: g.mean(),
+    "sum": lambda g: g.sum(),
+    "max": lambda g: g.max(),
+    "min-over-a-dimension": lambda g: torch.min(g, 0),
+    "std": lambda g: g.std(),
+    "index": lambda g: g[0],
+    "reshape": lambda g: g.view(12, 6),
+    "matmul": lambda g: g @ g,
+    "argmax": lambda g: g.abs().argmax(),
+    "histogram": lambda g: torch.histc(g),
+}
+
+
+def _reduce(rank: int, world: int, name: str) -> str:
+    for stage in (1, 2, 3):
+        trainer = _sharded(rank, world, stage)
+        trainer.attach(torch.optim.SGD(trainer.module.parameters(), lr=0.0))
+        with trainer.scope():
+            loss = token_loss(trainer.module, rank, 0)
+        trainer.backward(loss)
+        gradient = trainer.module.blocks[1].up.weight.grad
+        with pytest.raises(ShardedGradientError, match="full_grad"):
+            GRADIENTS[name](gradient)
+        trainer.engine.optimizers[0].step()
+        trainer.engine.optimizers[0].zero_grad()
+        wrong = _unchanged(trainer)
+        trainer.engine.close()
+        if wrong:
+            return f"stage {stage}: {wrong}"
+    return ""
+
+
+@pytest.mark.parametrize("name", list(GRADIENTS))
+def test_reductions_of_a_sharded_gradient_other_than_norms_are_refused(name: str) -> None:
+    assert worlds.run(_reduce, 2, name) == ["", ""]
+
+
+def _use_before_shard(rank: int, world: int) -> list[str]:
+    from lightning_zero.engine.engine import ZeroEngine
+
+    messages = []
+    module = TinyGPT()
+    for call in (
+        lambda engine: engine.attach(torch.optim.SGD(module.parameters(), lr=0.1)),
+        lambda engine: engine.full_param(module.head.weight),
+    ):
+        with pytest.raises((RuntimeError, ValueError), match=".") as caught:
+            call(ZeroEngine(3))
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_calls_before_shard_are_refused() -> None:
+    for messages in worlds.run(_use_before_shard, 2):
+        assert all("shard" in message for message in messages)
+
+
+def _foreign_parameter(rank: int, world: int) -> str:
+    trainer = _sharded(rank, world)
+    with pytest.raises(ValueError, match=".") as caught:
+        trainer.attach(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
+    wrong = _unchanged(trainer)
+    trainer.engine.close()
+    return wrong or ("" if "parameter" in str(caught.value) else str(caught.value))
+
+
+def test_optimizer_over_parameters_of_another_module_is_refused() -> None:
+    assert worlds.run(_foreign_parameter, 2) == ["", ""]

@@ -1,0 +1,184 @@
+"""The documents are true: what they name exists, what they show runs, what they list is complete."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import lightning_zero
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("lightning_zero", "lightning_zero_ops")
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+
+# What the README calls the reader's own.
+YOURS = """
+import torch
+from torch import nn
+import lightning as L
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+module, loader = Module(), torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=4)
+model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1))
+batches = [(torch.ones(2, 4), torch.ones(2, 1))] * 2
+x = torch.ones(2, 4)
+"""
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def _blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def _section(path: Path, title: str) -> str:
+    return re.split(r"^## ", path.read_text().split(f"\n## {title}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+# -- README ------------------------------------------------------------------------------------------------------------
+
+
+def test_python_of_the_readme_runs_on_one_rank(tmp_path: Path) -> None:
+    program = tmp_path / "readme.py"
+    program.write_text(YOURS + "\n".join(_blocks(ROOT / "README.md", "python")))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, program],
+        cwd=tmp_path,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "ZeRO stage 3 on 1 rank" in done.stdout
+
+
+def test_yaml_of_the_readme_makes_a_strategy() -> None:
+    (text,) = _blocks(ROOT / "README.md", "yaml")
+    trainer = yaml.safe_load(text)["trainer"]
+    for item in (trainer["strategy"], *trainer["callbacks"]):
+        module, _, name = item["class_path"].rpartition(".")
+        assert module == "lightning_zero"
+        getattr(lightning_zero, name)(**item.get("init_args", {}))
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, ROOT / "CONVENTIONS.md"], ids=_name)
+def test_make_targets_in_documents_exist(path: Path) -> None:
+    code = " ".join([*re.findall(r"`([^`\n]+)`", path.read_text()), *_blocks(path, "bash")])
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z-]+)", code)) <= targets
+
+
+def test_tests_that_the_readme_names_exist() -> None:
+    commands = re.findall(r"`pytest ([\w/.]+)(?: -k (\w+))?`", (ROOT / "README.md").read_text())
+    assert len(commands) > 5
+    for file, keyword in commands:
+        names = re.findall(r"^def test_(\w+)", (ROOT / file).read_text(), flags=re.MULTILINE)
+        assert any(keyword in name for name in names), (file, keyword)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(#[^)\s]*)?\)", path.read_text()):
+        file = path.parent / target if target else path
+        assert file.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(), flags=re.MULTILINE)
+            assert anchor[1:] in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+# -- docs --------------------------------------------------------------------------------------------------------------
+
+
+def test_every_file_is_in_the_table_of_the_architecture_once() -> None:
+    rows = re.findall(r"^\| \d \| `([^`]+)` \|", _section(ROOT / "docs" / "architecture.md", "Files"), re.MULTILINE)
+    rooms = {"lightning_zero/__init__.py", "lightning_zero_ops/__init__.py"}
+    files = {_name(path) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+    assert Counter(rows) == Counter({name: 1 for name in files if name in rooms or not name.endswith("__init__.py")})
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
+def test_files_that_documents_name_exist(path: Path) -> None:
+    named = re.findall(
+        r"`((?:lightning_zero|lightning_zero_ops|tests|docs|examples|benchmarks)/[\w/.]+)`", path.read_text()
+    )
+    assert [file for file in named if not (ROOT / file).exists()] == []
+
+
+OPTIONS: dict[str, Any] = {
+    name: getattr(lightning_zero, name)
+    for name in ("ZeroStrategy", "Communication", "LossScale", "ZeroMonitor", "ZeroEngine", "MixedPrecision")
+}
+
+
+@pytest.mark.parametrize("name", list(OPTIONS))
+def test_every_option_is_listed_with_its_default(name: str) -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", _section(ROOT / "docs" / "options.md", name), re.MULTILINE))
+    parameters = inspect.signature(OPTIONS[name]).parameters.values()
+    expected = {parameter.name: parameter.default for parameter in parameters}
+    assert list(rows) == list(expected)
+    assert {option: repr(default).replace("'", '"') for option, default in expected.items()} == rows
+    if dataclasses.is_dataclass(OPTIONS[name]):
+        assert {field.name for field in dataclasses.fields(OPTIONS[name])} == set(rows)
+
+
+def test_public_names_are_in_the_changelog() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert [name for name in lightning_zero.__all__ if f"`{name}`" not in text] == []
+
+
+# -- Decisions ---------------------------------------------------------------------------------------------------------
+
+
+def test_numbers_of_decisions_are_unique() -> None:
+    assert Counter(path.name[:4] for path in DECISIONS).most_common(1)[0][1] == 1
+
+
+@pytest.mark.parametrize("path", DECISIONS, ids=lambda path: path.stem)
+def test_a_decision_says_why_in_one_page(path: Path) -> None:
+    text = path.read_text()
+    assert text.startswith(f"# {path.name[:4]} ")
+    assert re.search(r"^Date: \d{4}-\d{2}-\d{2}$", text, flags=re.MULTILINE)
+    assert re.findall(r"^## (.*)$", text, flags=re.MULTILINE) == ["Context", "Choice", "Rejected", "Consequence"]
+    assert len(text.splitlines()) <= 60
+
+
+def test_decisions_that_code_and_documents_refer_to_exist() -> None:
+    files = [*DOCUMENTS, *(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))]
+    named = {number for path in files for number in re.findall(r"\bADR (\d{4})", path.read_text())}
+    assert named <= {path.name[:4] for path in DECISIONS}
+
+
+# -- Words -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
+def test_documents_speak_of_the_project_alone(path: Path) -> None:
+    foreign = r"(?<![\w.])/(?:work|tmp|home|root)\b|\b(?:session|helper)s?\b"
+    assert re.findall(foreign, path.read_text(), flags=re.IGNORECASE) == []

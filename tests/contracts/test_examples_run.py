@@ -1,0 +1,82 @@
+"""The examples run, at toy size."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+ROOT = Path(__file__).parents[2]
+GPT = ROOT / "examples" / "gpt"
+
+TOY = {
+    "--trainer.max_steps": "4",
+    "--trainer.val_check_interval": "2",
+    "--trainer.limit_val_batches": "2",
+    "--trainer.log_every_n_steps": "2",
+    "--trainer.enable_progress_bar": "false",
+    "--model.size.width": "16",
+    "--model.size.depth": "2",
+    "--model.size.heads": "2",
+    "--data.max_bytes": "60000",
+    "--data.context": "16",
+    "--data.batch_size": "2",
+    "--sample_bytes": "8",
+}
+
+
+def start(*command: str | Path, cwd: Path) -> str:
+    """Run a program of this interpreter to its end and return what it printed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=cwd,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def losses(output: str) -> list[float]:
+    return [float(value) for value in re.findall(r"loss (\d+\.\d+)", output)]
+
+
+@pytest.mark.world(2)
+def test_minimal_example_learns_alone_and_on_two_ranks(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "minimal.py"
+    alone = losses(start(script, cwd=tmp_path))
+    two = losses(start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, cwd=tmp_path))
+    assert alone[-1] < 0.5 * alone[0]
+    assert two[-1] < 0.5 * two[0]
+
+
+@pytest.mark.world(2)
+def test_gpt_example_trains_saves_and_shows_what_it_learned(tmp_path: Path) -> None:
+    toy = [f"{option}={value}" for option, value in TOY.items()]
+    output = start(GPT / "train.py", "fit", "--config", GPT / "cpu.yaml", *toy, cwd=tmp_path)
+    for line in ("validation loss", "bigram entropy", "unigram entropy", "precision:"):
+        assert line in output
+    run = tmp_path / "runs" / "gpt-cpu" / "version_0"
+    assert list((run / "checkpoints").iterdir())
+    assert b"val/perplexity" in b"".join(events.read_bytes() for events in run.glob("events.*"))
+
+
+@pytest.mark.parametrize(("name", "billions"), [("cpu", 0.001), ("gpu_125m", 0.127), ("gpu_1b", 1.0), ("gpu_8b", 8.05)])
+def test_gpt_yaml_has_the_size_it_says(name: str, billions: float) -> None:
+    model_file = runpy.run_path(str(GPT / "model.py"))
+    config = yaml.safe_load((GPT / f"{name}.yaml").read_text())
+    with torch.device("meta"):
+        model = model_file["GPT"](model_file["GPTConfig"](**config["model"]["size"]))
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.06)

@@ -1,0 +1,224 @@
+"""What a gradient of which a rank holds one segment allows, and that its norms are those of the whole."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.config import Communication
+from lightning_zero.engine.gradient import ShardedGradient, norm_over_ranks, sharded_gradient_class
+from lightning_zero.errors import ShardedGradientError
+from tests import worlds
+
+CPU = torch.device("cpu")
+ORDERS = [1.0, 2.0, 3.0, 0.0, math.inf, -math.inf]
+
+
+def _shown(values: Tensor, communicator: Communicator) -> Tensor:
+    gradient = values.clone()
+    gradient.__class__ = sharded_gradient_class(communicator)
+    return gradient
+
+
+@pytest.fixture
+def gradient() -> Tensor:
+    return _shown(torch.linspace(-2, 3, 7), Communicator(Communication(), CPU))
+
+
+ELEMENTWISE: dict[str, Callable[[Tensor], Any]] = {
+    "add": lambda g: g + 1,
+    "sub": lambda g: 1 - g,
+    "mul": lambda g: g * g,
+    "div": lambda g: g / 2,
+    "floordiv": lambda g: g // 2,
+    "pow": lambda g: g**2,
+    "neg": lambda g: -g,
+    "abs": lambda g: abs(g),
+    "compare": lambda g: g > 0,
+    "in-place": lambda g: g.mul_(2).add_(1).clamp_(-1, 1),
+    "augmented": lambda g: g.__imul__(0.5),
+    "clamp": lambda g: torch.clamp(g, min=0),
+    "clip": lambda g: torch.clip(g, -1, 1),
+    "nan_to_num": lambda g: torch.nan_to_num(g, nan=0.0),
+    "where": lambda g: torch.where(g > 0, g, torch.zeros(7)),
+    "max-of-two": lambda g: torch.max(g, torch.zeros(7)),
+    "minimum": lambda g: torch.minimum(g, torch.zeros(7)),
+    "isfinite": lambda g: torch.isfinite(g),
+    "to": lambda g: g.to(torch.float64),
+    "half": lambda g: g.bfloat16(),
+    "clone": lambda g: g.clone(),
+    "detach": lambda g: g.detach(),
+    "data": lambda g: g.data.mul_(3),
+    "masked_fill": lambda g: g.masked_fill(torch.zeros(7, dtype=torch.bool), 0.0),
+    "addcmul": lambda g: torch.addcmul(g, g, g),
+    "lerp": lambda g: torch.lerp(g, torch.ones(7), 0.5),
+    "foreach": lambda g: torch._foreach_mul([g], 2.0)[0],
+    "zeros_like": lambda g: torch.zeros_like(g),
+    "copy_": lambda g: g.copy_(torch.ones(7)),
+    "sigmoid": lambda g: g.sigmoid(),
+}
+
+
+@pytest.mark.parametrize("name", list(ELEMENTWISE))
+def test_elementwise_operations_act_on_the_segment(name: str, gradient: Tensor) -> None:
+    plain = torch.linspace(-2, 3, 7)
+    result, expected = ELEMENTWISE[name](gradient), ELEMENTWISE[name](plain)
+    assert result.dtype == expected.dtype
+    assert torch.equal(result.as_subclass(Tensor), expected)
+    assert torch.equal(gradient.as_subclass(Tensor), plain)  # what was written in place
+
+
+def test_metadata_are_those_of_the_segment(gradient: Tensor) -> None:
+    assert (gradient.shape, gradient.numel(), gradient.dtype, gradient.device) == ((7,), 7, torch.float32, CPU)
+    assert gradient.is_floating_point()
+    assert gradient in {gradient}
+    assert isinstance(gradient, ShardedGradient)
+    assert not gradient.requires_grad
+
+
+REFUSED: dict[str, Callable[[Tensor], Any]] = {
+    "sum": lambda g: g.sum(),
+    "mean": lambda g: torch.mean(g),
+    "var": lambda g: g.var(),
+    "std": lambda g: torch.std(g),
+    "prod": lambda g: g.prod(),
+    "max": lambda g: g.max(),
+    "min": lambda g: torch.min(g),
+    "max-over-dimension": lambda g: torch.max(g, 0),
+    "amax": lambda g: g.amax(),
+    "aminmax": lambda g: g.aminmax(),
+    "argmax": lambda g: g.argmax(),
+    "median": lambda g: g.median(),
+    "quantile": lambda g: g.quantile(0.5),
+    "topk": lambda g: g.topk(2),
+    "sort": lambda g: g.sort(),
+    "cumsum": lambda g: g.cumsum(0),
+    "any": lambda g: g.any(),
+    "all": lambda g: torch.all(g),
+    "histc": lambda g: torch.histc(g),
+    "index": lambda g: g[0],
+    "index-assignment": lambda g: g.__setitem__(0, 1.0),
+    "iteration": lambda g: list(g),
+    "view": lambda g: g.view(7, 1),
+    "reshape": lambda g: g.reshape(-1),
+    "flatten": lambda g: g.flatten(),
+    "t": lambda g: g.t(),
+    "unsqueeze": lambda g: g[None],
+    "matmul": lambda g: g @ g,
+    "dot": lambda g: torch.dot(g, g),
+    "cat": lambda g: torch.cat([g, g]),
+    "stack": lambda g: torch.stack([g, g]),
+    "softmax": lambda g: g.softmax(0),
+    "layer_norm": lambda g: torch.nn.functional.layer_norm(g, (7,)),
+    "cosine": lambda g: torch.cosine_similarity(g, g, dim=0),
+    "dist": lambda g: torch.dist(g, g),
+    "item": lambda g: g.item(),
+    "tolist": lambda g: g.tolist(),
+    "numpy": lambda g: g.numpy(),
+    "bool": lambda g: bool(g),
+    "svd": lambda g: torch.linalg.svdvals(g),
+    "len": lambda g: len(g),
+    "parameters_to_vector": lambda g: torch.nn.utils.parameters_to_vector([g]),
+    "norm-over-dimension": lambda g: g.norm(dim=0),
+    "norm-that-keeps-dimensions": lambda g: torch.linalg.vector_norm(g, 2.0, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_whatever_needs_the_whole_gradient_is_refused(name: str, gradient: Tensor) -> None:
+    with pytest.raises(ShardedGradientError, match=r"needs a whole gradient.*full_grad"):
+        REFUSED[name](gradient)
+
+
+NORMS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "vector_norm": torch.linalg.vector_norm,
+    "keyword": lambda g, order: torch.linalg.vector_norm(g, ord=order),
+    "linalg.norm": torch.linalg.norm,
+    "torch.norm": torch.norm,
+    "method": lambda g, order: g.norm(order),
+    "p": lambda g, order: g.norm(p=order),
+    "data": lambda g, order: g.data.norm(order),
+    "detached": lambda g, order: g.detach().norm(order),
+    "foreach": lambda g, order: torch._foreach_norm([g], order)[0],
+}
+
+
+def _norms(rank: int, world: int) -> list[str]:
+    communicator = Communicator(Communication(), CPU)
+    whole = torch.randn(20 * world - 7, generator=torch.Generator().manual_seed(1))
+    whole[3] = 0.0
+    segment = whole[rank * 20 : (rank + 1) * 20]
+    wrong = []
+    for name, norm in NORMS.items():
+        for order in ORDERS:
+            found, expected = norm(_shown(segment, communicator), order), torch.linalg.vector_norm(whole, order)
+            if type(found) is not Tensor or not torch.allclose(found, expected, rtol=1e-6):
+                wrong.append(f"{name} of order {order}: {found} instead of {expected}")
+    for norm in (lambda g: g.norm(), torch.linalg.vector_norm, torch.linalg.norm, lambda g: g.norm("fro")):
+        if not torch.allclose(norm(_shown(segment, communicator)), whole.norm(), rtol=1e-6):
+            wrong.append(f"{norm} without an order")
+    communicator.close()
+    return wrong
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_norms_of_every_order_are_those_of_the_whole_vector(world: int) -> None:
+    assert worlds.run(_norms, world) == [[]] * world
+
+
+def _cuts(rank: int, world: int) -> list[str]:
+    communicator = Communicator(Communication(), CPU)
+    whole = torch.randn(90, generator=torch.Generator().manual_seed(1))
+    cuts = [[whole[30 * rank : 30 * rank + 30]], list(whole[30 * rank : 30 * rank + 30].split(7))]
+    cuts += [[whole, whole[:0]] if rank == 1 else [], [whole[:0]] if rank else [whole]]
+    wrong = []
+    for order in ORDERS:
+        found = [norm_over_ranks(cut, order, communicator).float().item() for cut in cuts]
+        if len(set(found)) > 1 or not math.isclose(
+            found[0], torch.linalg.vector_norm(whole, order).item(), rel_tol=1e-6
+        ):
+            wrong.append(f"order {order}: {found}")
+    communicator.close()
+    return wrong
+
+
+def test_how_a_vector_is_cut_does_not_show_in_its_norm() -> None:
+    assert worlds.run(_cuts, 3) == [[]] * 3
+
+
+def test_the_norm_of_what_this_rank_has_alone_needs_no_ranks() -> None:
+    assert norm_over_ranks([torch.tensor([3.0, 4.0])], 2.0, None).item() == 5.0
+    assert norm_over_ranks([], 2.0, None).item() == 0.0
+
+
+def _clip(rank: int, world: int) -> None:
+    """The library's functions are right without knowing."""
+    communicator = Communicator(Communication(), CPU)
+    whole = torch.randn(30, generator=torch.Generator().manual_seed(1))
+    param = torch.nn.Parameter(torch.zeros(10))
+    param.grad = _shown(whole[10 * rank : 10 * rank + 10], communicator)
+    for foreach in (True, False):
+        norm = torch.nn.utils.clip_grad_norm_([param], 1e9, foreach=foreach)
+        assert torch.allclose(norm, whole.norm())
+    torch.nn.utils.clip_grad_norm_([param], 0.5)
+    expected = (whole * (0.5 / (whole.norm() + 1e-6)))[10 * rank : 10 * rank + 10]
+    assert torch.allclose(param.grad.as_subclass(Tensor), expected, rtol=1e-5)
+    torch.nn.utils.clip_grad_value_([param], 0.01)
+    assert param.grad.as_subclass(Tensor).abs().max() <= 0.01
+    communicator.close()
+
+
+def test_clipping_of_the_library_sees_the_whole_norm() -> None:
+    worlds.run(_clip, 3)
+
+
+def test_a_copy_of_a_gradient_is_plain_data(gradient: Tensor) -> None:
+    with pytest.raises(ShardedGradientError):
+        copy.deepcopy(gradient).sum()

@@ -1,0 +1,362 @@
+"""Hooks turn what PyTorch does into gathers and reductions, and leave nothing behind."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from lightning_zero.config import Communication, MixedPrecision
+from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.engine.hooks import _ModuleHook, _tensors
+from lightning_zero.engine.parameter import ReleasedParameter
+from lightning_zero.engine.unit import UnitState
+from lightning_zero.errors import ReleasedParameterError
+from tests import worlds
+from tests.references import Block, TinyGPT, token_loss
+
+# -- Tensors of an output ----------------------------------------------------------------------------------------------
+
+x, y = torch.ones(1), torch.zeros(2)
+
+
+@dataclass
+class _Output:
+    logits: Tensor
+    more: Any = None
+
+
+class _Named(NamedTuple):
+    first: Tensor
+    second: Any
+
+
+OUTPUTS: dict[str, tuple[Any, list[Tensor]]] = {
+    "tensor": (x, [x]),
+    "tuple": ((x, (y,)), [x, y]),
+    "list": ([x, None, [y]], [x, y]),
+    "dict": ({"a": x, "b": {"c": y}}, [x, y]),
+    "named-tuple": (_Named(x, {"k": y}), [x, y]),
+    "dataclass": (_Output(x, [y]), [x, y]),
+    "object": (SimpleNamespace(a=x, b=SimpleNamespace(c=y)), [x, y]),
+    "nothing": ((None, 1, 2.0, "text", True), []),
+    "type": (_Output, []),
+    "module": (nn.Linear(1, 1), []),
+}
+
+
+@pytest.mark.parametrize("name", list(OUTPUTS))
+def test_tensors_are_found_in_whatever_a_forward_returns(name: str) -> None:
+    value, expected = OUTPUTS[name]
+    found = list(_tensors(value))
+    assert [id(tensor) for tensor in found] == [id(tensor) for tensor in expected]
+
+
+def test_an_object_that_holds_itself_ends() -> None:
+    loop = SimpleNamespace(x=x)
+    loop.itself = loop
+    assert x is next(_tensors(loop))
+    assert len(list(_tensors(loop))) < 10
+
+
+def test_a_copy_of_a_hook_does_nothing() -> None:
+    calls: list[int] = []
+    hook = _ModuleHook(lambda: calls.append(1))
+    hook()
+    copy.deepcopy(hook)()
+    pickle.loads(pickle.dumps(hook))()
+    assert calls == [1]
+
+
+# -- Gathers -----------------------------------------------------------------------------------------------------------
+
+
+def _engine(module: nn.Module, stage: int = 3, **options: Any) -> ZeroEngine:
+    engine = ZeroEngine(stage, units=options.pop("units", ["Block"]), **options)
+    engine.shard(module)
+    return engine
+
+
+def _states(engine: ZeroEngine) -> set[UnitState]:
+    return {unit.state for unit in engine.units}
+
+
+def _given_back(rank: int, world: int, prefetch: int) -> None:
+    module = TinyGPT()
+    engine = _engine(module, communication=Communication(prefetch=prefetch))
+    for step in range(3):
+        assert _states(engine) == {UnitState.SHARDED}
+        with engine.scope("training_step"):
+            loss = token_loss(module, rank, step)
+            assert engine.units[0].state is UnitState.UNSHARDED
+            assert {unit.state for unit in engine.units[1:]} == {UnitState.SHARDED}
+        assert _states(engine) == {UnitState.SHARDED}
+        loss.backward()
+        assert _states(engine) == {UnitState.SHARDED}
+        assert engine.stats().memory["gathered"] == 0
+        with torch.no_grad():
+            module(torch.zeros(1, 2, dtype=torch.long))
+        assert _states(engine) == {UnitState.SHARDED}
+    engine.close()
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_every_unit_is_given_back_after_forward_and_backward(prefetch: int) -> None:
+    worlds.run(_given_back, 2, prefetch)
+
+
+def _touched(rank: int, world: int) -> None:
+    module = TinyGPT()
+    engine = _engine(module)
+    with engine.scope("training_step"):
+        norm = module.blocks[1].up.weight.norm()
+        assert type(module.blocks[1].up.weight) is nn.Parameter
+        assert type(module.blocks[0].up.weight) is ReleasedParameter
+        (norm + module.blocks[1].up.bias.sum()).backward()
+    assert _states(engine) == {UnitState.SHARDED}
+    weight = engine.full_param(module.blocks[1].up.weight)
+    assert torch.allclose(engine.full_grad(module.blocks[1].up.weight), weight / weight.norm())
+    with pytest.raises(ReleasedParameterError, match="blocks.1.up.weight"):
+        module.blocks[1].up.weight.norm()
+    engine.close()
+
+
+def test_a_parameter_used_outside_its_module_is_gathered_inside_a_scope_only() -> None:
+    worlds.run(_touched, 2)
+
+
+def _other_module(rank: int, world: int) -> None:
+    """A child of the root is called without the root."""
+    module = TinyGPT()
+    engine = _engine(module)
+    out = module.blocks[0](torch.ones(1, 6))
+    assert _states(engine) == {UnitState.SHARDED}
+    out.sum().backward()
+    assert engine.full_grad(module.blocks[0].up.weight) is not None
+    assert engine.full_grad(module.blocks[1].up.weight) is None
+    engine.close()
+
+
+def test_a_unit_may_be_called_by_itself() -> None:
+    worlds.run(_other_module, 2)
+
+
+class _Remembers(Block):
+    """Its loss leaves by a side attribute."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.penalty = self.up.weight.square().sum() + (self.inner(x) ** 2).sum()
+        return x
+
+
+def _side(rank: int, world: int) -> None:
+    module = TinyGPT(blocks=[_Remembers(), _Remembers()])
+    engine = _engine(module)
+    with engine.scope("training_step"):
+        module(torch.zeros(1, 2, dtype=torch.long))
+        loss = module.blocks[0].penalty + module.blocks[1].penalty
+    loss.backward()
+    plain = TinyGPT(blocks=[_Remembers(), _Remembers()])
+    with torch.no_grad():
+        for mine, theirs in zip(plain.parameters(), module.parameters(), strict=True):
+            mine.copy_(engine.full_param(theirs))
+    plain(torch.zeros(1, 2, dtype=torch.long))
+    (plain.blocks[0].penalty + plain.blocks[1].penalty).backward()
+    for mine, theirs in zip(plain.parameters(), module.parameters(), strict=True):
+        found = engine.full_grad(theirs)
+        assert (found is None) == (mine.grad is None)
+        assert found is None or torch.equal(found, mine.grad)
+    engine.close()
+
+
+def test_a_loss_that_leaves_by_a_side_attribute_gathers_again_in_backward() -> None:
+    worlds.run(_side, 2)
+
+
+class _Fails(Block):
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise KeyError("out of luck")
+        return super().forward(x)
+
+
+def _failure(rank: int, world: int, stage: int, in_scope: bool) -> None:
+    """An error on all ranks at the same place leaves an engine that trains on."""
+    module = TinyGPT(blocks=[Block(), _Fails(), Block()])
+    engine = _engine(module, stage)
+    optimizer = engine.attach(torch.optim.SGD(module.parameters(), lr=0.1))
+
+    def loss(step: int) -> Tensor:
+        if not in_scope:
+            return token_loss(module, rank, step)
+        with engine.scope("training_step"):
+            return token_loss(module, rank, step)
+
+    for step in range(4):
+        module.blocks[1].fails = step in (0, 2)
+        if module.blocks[1].fails:
+            with pytest.raises(KeyError, match="out of luck"):
+                loss(step)
+            continue
+        loss(step).backward()
+        assert engine.grad_norm() > 0
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(unit.uses == 0 for unit in engine.units)
+    engine.close()
+
+
+@pytest.mark.parametrize("in_scope", [False, True], ids=["bare", "scope"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_training_goes_on_after_an_error_in_a_forward(stage: int, in_scope: bool) -> None:
+    worlds.run(_failure, 2, stage, in_scope)
+
+
+def _graph(rank: int, world: int, stage: int) -> None:
+    """A gradient penalty: the first backward builds a graph and reduces nothing."""
+    module = nn.Sequential(Block(), Block())
+    engine = _engine(module, stage)
+    inputs = torch.ones(2, 6, requires_grad=True)
+    with engine.scope("training_step"):
+        out = module(inputs)
+        (grad,) = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
+        loss = grad.square().sum()
+    loss.backward()
+    assert engine.grad_norm() > 0
+    calls = engine.stats().calls["reduce_scatter"]
+    assert calls == sum(1 for unit in engine.units if unit.buffers)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_backward_that_builds_a_graph_reduces_nothing(stage: int) -> None:
+    worlds.run(_graph, 2, stage)
+
+
+def _checkpointed(rank: int, world: int, reentrant: bool) -> None:
+    def run(checkpoints: bool) -> list[Tensor | None]:
+        worlds.seed()
+
+        def body(self: TinyGPT, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant)
+            return x
+
+        module = TinyGPT()
+        if checkpoints:
+            module.body = body.__get__(module)  # type: ignore[method-assign]
+        engine = _engine(module)
+        token_loss(module, rank, 0).backward()
+        grads = [engine.full_grad(param) for param in module.parameters()]
+        assert _states(engine) == {UnitState.SHARDED}
+        engine.close()
+        return grads
+
+    plain, checkpointed = run(False), run(True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, checkpointed, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputed_forward_gathers_again(reentrant: bool) -> None:
+    worlds.run(_checkpointed, 2, reentrant)
+
+
+def _frozen(rank: int, world: int) -> None:
+    """A unit without any gradient of its own passes gradients on, and is given back."""
+    module = TinyGPT()
+    module.blocks[1].requires_grad_(False)
+    module.blocks[2].up.requires_grad_(False)
+    engine = _engine(module)
+    for step in range(2):
+        token_loss(module, rank, step).backward()
+        assert _states(engine) == {UnitState.SHARDED}
+    assert engine.full_grad(module.blocks[1].up.weight) is None
+    assert engine.full_grad(module.blocks[2].down.weight) is not None
+    assert engine.full_grad(module.embedding.weight) is not None
+    engine.close()
+
+
+def test_units_with_frozen_parameters_pass_gradients_on() -> None:
+    worlds.run(_frozen, 2)
+
+
+# -- Installation ------------------------------------------------------------------------------------------------------
+
+
+def _hooks_of(module: nn.Module) -> int:
+    count = sum(len(child._forward_hooks) + len(child._forward_pre_hooks) for child in module.modules())
+    return count + sum(len(param._post_accumulate_grad_hooks or ()) for param in module.parameters())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_closed_engine_takes_its_hooks_along(stage: int) -> None:
+    module = TinyGPT()
+    engine = _engine(module, stage)
+    assert _hooks_of(module) > 0
+    engine.close()
+    assert _hooks_of(module) == 0
+    engine.close()
+    token_loss(module, 0, 0).backward()
+    assert all(param.grad is not None for param in module.parameters())
+
+
+def test_a_paused_engine_leaves_the_module_alone() -> None:
+    module = TinyGPT()
+    engine = _engine(module, 1)
+    engine.pause()
+    token_loss(module, 0, 0).backward()
+    assert module.head.weight.grad is not None
+    module.zero_grad()
+    engine.resume()
+    engine.resume()
+    token_loss(module, 0, 0).backward()
+    assert engine.grad_norm() > 0
+    engine.close()
+
+
+def test_an_embedding_that_computes_lower_gives_fp32() -> None:
+    seen: list[torch.dtype] = []
+    module = TinyGPT()
+    engine = _engine(module, 2, precision=MixedPrecision(compute_dtype=torch.bfloat16))
+    module.blocks[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        module(torch.zeros(1, 2, dtype=torch.long))
+    assert module.embedding.weight.dtype == torch.bfloat16
+    assert seen == [torch.float32]
+    engine.close()
+
+
+def _outer_hooks(rank: int, world: int) -> int:
+    """Saved-tensor hooks of somebody else go on working around a scope."""
+    packed = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor.shape)
+        return tensor.clone()
+
+    module = TinyGPT()
+    engine = _engine(module)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), engine.scope("training_step"):
+        loss = token_loss(module, rank, 0)
+    loss.backward()
+    mine = [engine.full_grad(param) for param in module.parameters()]
+    engine.detach()
+    with engine.scope("training_step"):
+        loss = token_loss(module, rank, 0)
+    loss.backward()
+    assert all(torch.equal(a, engine.full_grad(param)) for a, param in zip(mine, module.parameters(), strict=True))
+    engine.close()
+    return len(packed)
+
+
+def test_saved_tensor_hooks_around_a_step_are_called() -> None:
+    assert min(worlds.run(_outer_hooks, 2)) > 0

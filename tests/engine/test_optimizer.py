@@ -1,0 +1,369 @@
+"""Torch optimizers on segments: which are right, what the window shows, what their subclass does."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.config import MixedPrecision
+from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.engine.gradient import ShardedGradient
+from lightning_zero.engine.optimizer import is_elementwise
+from lightning_zero.engine.parameter import raw_grad
+from tests import worlds
+from tests.references import TinyGPT, token_loss
+
+STAGES = (0, 1, 2, 3)
+stages = pytest.mark.parametrize("stage", STAGES)
+
+
+class _SignSgd(Optimizer):
+    """Somebody's own, right on segments."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad.sign(), alpha=0.1)
+
+
+class _Whitened(_SignSgd):
+    """Somebody's own, which needs the whole gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            param.sub_(param.grad / param.grad.norm())
+
+
+RIGHT: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "Adam": lambda params: torch.optim.Adam(params, amsgrad=True),
+    "AdamW": lambda params: torch.optim.AdamW(params, weight_decay=0.1),
+    "AdamW-fused": lambda params: torch.optim.AdamW(params, fused=True),
+    "AdamW-foreach": lambda params: torch.optim.AdamW(params, foreach=True),
+    "AdamW-capturable": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.01)),
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "Adamax": torch.optim.Adamax,
+    "Adagrad": lambda params: torch.optim.Adagrad(params, initial_accumulator_value=0.1),
+    "Adadelta": torch.optim.Adadelta,
+    "RMSprop": lambda params: torch.optim.RMSprop(params, centered=True, momentum=0.9),
+    "Rprop": torch.optim.Rprop,
+    "ASGD": torch.optim.ASGD,
+    "own": _SignSgd,
+}
+WRONG: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
+    "LBFGS": torch.optim.LBFGS,
+    "Adafactor": torch.optim.Adafactor,
+    "Muon": torch.optim.Muon,
+    "SparseAdam": torch.optim.SparseAdam,
+    "own": _Whitened,
+}
+
+
+@pytest.mark.parametrize("name", list(RIGHT))
+def test_elementwise_optimizers_are_recognised(name: str) -> None:
+    assert is_elementwise(RIGHT[name]([nn.Parameter(torch.ones(4, 3))]))
+
+
+@pytest.mark.parametrize("name", list(WRONG))
+def test_optimizers_that_need_whole_matrices_are_recognised(name: str) -> None:
+    assert not is_elementwise(WRONG[name]([nn.Parameter(torch.ones(4, 3))]))
+
+
+def test_the_trial_leaves_the_optimizer_as_it_was() -> None:
+    param = nn.Parameter(torch.ones(4, 3))
+    optimizer = torch.optim.Adagrad([param], lr=0.5)
+    before = copy.deepcopy(optimizer.state_dict())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert is_elementwise(optimizer)
+    assert torch.equal(param, torch.ones(4, 3))
+    after = optimizer.state_dict()
+    assert before["param_groups"][0]["lr"] == after["param_groups"][0]["lr"]
+    assert torch.equal(before["state"][0]["sum"], after["state"][0]["sum"])
+    assert before["state"][0]["step"] == after["state"][0]["step"]
+    assert scheduler.last_epoch == 0
+
+
+# -- The attached object -----------------------------------------------------------------------------------------------
+
+
+def _engine(stage: int, **options: Any) -> tuple[ZeroEngine, nn.Module]:
+    worlds.seed()
+    engine = ZeroEngine(stage, units=["Block"], **options)
+    return engine, engine.shard(TinyGPT())
+
+
+def _backward(engine: ZeroEngine, module: nn.Module, rank: int, step: int = 0) -> None:
+    token_loss(module, rank, step).backward()
+
+
+def _object(rank: int, world: int, stage: int) -> None:
+    engine, module = _engine(stage)
+    params = list(module.parameters())
+    optimizer = torch.optim.AdamW(params, lr=0.1)
+    assert engine.attach(optimizer) is optimizer
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert type(optimizer).__name__ == "AdamW"
+    assert type(optimizer).__module__ == torch.optim.AdamW.__module__
+    assert all(mine is theirs for mine, theirs in zip(optimizer.param_groups[0]["params"], params, strict=True))
+    second = torch.optim.SGD(params, lr=0.1)
+    assert engine.attach(optimizer, second) == [optimizer, second]
+    assert engine.optimizers == [optimizer, second]
+    assert engine.attach(second) is second
+    assert type(optimizer) is torch.optim.AdamW
+    engine.detach()
+    assert type(second) is torch.optim.SGD
+    assert not second._optimizer_step_pre_hooks
+    assert engine.optimizers == []
+    pickle.dumps(optimizer.state_dict())
+    engine.close()
+
+
+@stages
+def test_an_attached_optimizer_stays_the_same_object(stage: int) -> None:
+    worlds.run(_object, 2, stage)
+
+
+def _window(rank: int, world: int, stage: int) -> None:
+    engine, module = _engine(stage, precision=MixedPrecision(compute_dtype=torch.bfloat16))
+    optimizer = engine.attach(torch.optim.SGD(module.parameters(), lr=0.1))
+    shapes = [param.shape for param in module.parameters()]
+    with torch.autocast("cpu", torch.bfloat16):
+        _backward(engine, module, rank)
+    assert all(raw_grad(param) is None for param in module.parameters())
+    engine.open_window(optimizer)
+    engine.open_window(optimizer)
+    counts = []
+    for param in module.parameters():
+        assert (param.dtype, param.grad.dtype) == (torch.float32, torch.float32)
+        assert param.shape == param.grad.shape
+        assert isinstance(param.grad, ShardedGradient) == (stage > 0)
+        counts.append(param.numel())
+    engine.close_window(optimizer)
+    engine.close_window(optimizer)
+    assert [param.shape for param in module.parameters()] == shapes
+    total = torch.tensor(counts)
+    if stage:
+        torch.distributed.all_reduce(total)
+    assert total.tolist() == [shape.numel() for shape in shapes]
+    engine.close()
+
+
+@stages
+def test_the_window_shows_each_rank_its_part_and_nothing_twice(stage: int) -> None:
+    worlds.run(_window, 2, stage)
+
+
+def _zero_grad(rank: int, world: int, stage: int) -> None:
+    engine, module = _engine(stage)
+    halves = list(module.parameters())[:4], list(module.parameters())[4:]
+    first, second = engine.attach(*[torch.optim.SGD(half, lr=0.1) for half in halves])
+    _backward(engine, module, rank)
+    norms = [engine.grad_norm(optimizer) for optimizer in (first, second)]
+    assert min(norms) > 0
+    assert torch.allclose(torch.stack(norms).norm(), engine.grad_norm())
+    first.zero_grad()
+    assert engine.grad_norm(first) == 0
+    assert engine.full_grad(halves[0][0]) is None
+    assert torch.equal(engine.grad_norm(second), norms[1])
+    second.zero_grad(set_to_none=False)
+    assert engine.grad_norm() == 0
+    assert torch.equal(engine.full_grad(halves[1][0]), torch.zeros(halves[1][0].shape))
+    before = [engine.full_param(param) for param in module.parameters()]
+    first.step()
+    second.step()
+    assert all(torch.equal(engine.full_param(p), value) for p, value in zip(module.parameters(), before, strict=True))
+    engine.close()
+
+
+@stages
+def test_zero_grad_drops_the_gradients_of_one_optimizer(stage: int) -> None:
+    worlds.run(_zero_grad, 2, stage)
+
+
+def _accumulate(rank: int, world: int, stage: int) -> None:
+    """Without zero_grad gradients add up, as in torch."""
+    engine, module = _engine(stage)
+    optimizer = engine.attach(torch.optim.SGD(module.parameters(), lr=0.0))
+    weight = module.head.weight
+    for step in range(2):
+        _backward(engine, module, rank, step)
+        optimizer.step()
+    both = engine.full_grad(weight)
+    parts = []
+    for step in range(2):
+        optimizer.zero_grad()
+        _backward(engine, module, rank, step)
+        parts.append(engine.full_grad(weight))
+    assert torch.equal(both, parts[0] + parts[1])
+    engine.close()
+
+
+@stages
+def test_gradients_stay_over_a_step_without_zero_grad(stage: int) -> None:
+    worlds.run(_accumulate, 2, stage)
+
+
+def _groups(rank: int, world: int, stage: int) -> None:
+    engine, module = _engine(stage)
+    optimizer = engine.attach(torch.optim.AdamW(module.head.parameters(), lr=0.1))
+    optimizer.add_param_group({"params": module.embedding.parameters(), "lr": 0.0})
+    before = {name: engine.full_param(param) for name, param in module.named_parameters()}
+    _backward(engine, module, rank)
+    optimizer.step()
+    moved = {name for name, p in module.named_parameters() if not torch.equal(engine.full_param(p), before[name])}
+    assert moved == {"head.weight"}
+    optimizer.param_groups[1]["lr"] = 0.1
+    optimizer.zero_grad()
+    _backward(engine, module, rank)
+    optimizer.step()
+    assert not torch.equal(engine.full_param(module.embedding.weight), before["embedding.weight"])
+    with pytest.raises(ValueError, match="not in the sharded module"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    engine.close()
+
+
+@stages
+def test_a_group_that_is_added_later_is_stepped(stage: int) -> None:
+    worlds.run(_groups, 2, stage)
+
+
+def _state(rank: int, world: int, stage: int) -> int:
+    engine, module = _engine(stage)
+    optimizer = engine.attach(torch.optim.Adagrad(module.parameters(), lr=0.1, initial_accumulator_value=0.5))
+    for record in engine.records():
+        start, stop = record.own_range
+        state = record.state(optimizer)
+        assert state["sum"].numel() == stop - start
+        assert record.master().numel() == stop - start
+        assert bool((state["sum"] == 0.5).all())
+    _backward(engine, module, rank)
+    optimizer.step()
+    nbytes = engine.stats().memory["optimizer"]
+    engine.close()
+    return nbytes
+
+
+@stages
+def test_state_made_in_the_constructor_is_cut_to_segments(stage: int) -> None:
+    whole = sum(param.numel() for param in TinyGPT().parameters()) * 4
+    for nbytes in worlds.run(_state, 2, stage):
+        assert whole / (2 if stage else 1) * 0.7 < nbytes < whole / (2 if stage else 1) * 1.6
+
+
+def _closure(rank: int, world: int, stage: int) -> list[Tensor]:
+    """Step with a closure, which some optimizers call themselves."""
+    engine, module = _engine(stage)
+    optimizer = engine.attach(torch.optim.SGD(module.parameters(), lr=0.1))
+    losses = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = token_loss(module, rank, 0)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        losses.append(optimizer.step(closure).detach())
+        losses.append(optimizer.step(closure=closure).detach())
+    weight = engine.full_param(module.head.weight)
+    engine.close()
+    return [*losses, weight]
+
+
+def test_a_closure_computes_on_whole_parameters_at_every_stage() -> None:
+    expected = worlds.run(_closure, 2, 0)
+    assert all(losses[0] > losses[5] for losses in expected)
+    for stage in (1, 2, 3):
+        for found, wanted in zip(worlds.run(_closure, 2, stage), expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def _clip(rank: int, world: int, stage: int) -> None:
+    engine, module = _engine(stage)
+    optimizer = engine.attach(torch.optim.SGD(module.parameters(), lr=0.1))
+    _backward(engine, module, rank)
+    grads = [engine.full_grad(param) for param in module.parameters()]
+    whole = torch.cat([grad.reshape(-1) for grad in grads])
+    for order in (1.0, 2.0, 3.0, float("inf")):
+        assert torch.allclose(engine.grad_norm(norm_type=order), torch.linalg.vector_norm(whole, order), rtol=1e-6)
+    norm = engine.clip_grad_norm(optimizer, 0.1)
+    assert torch.allclose(norm, whole.norm(), rtol=1e-6)
+    assert torch.allclose(engine.grad_norm(), torch.tensor(0.1), rtol=1e-4)
+    assert torch.allclose(engine.full_grad(module.head.weight), grads[-1] * 0.1 / whole.norm(), rtol=1e-4)
+    engine.clip_grad_value(optimizer, 1e-3)
+    assert engine.grad_norm(norm_type=float("inf")) <= 1e-3
+    engine.close()
+
+
+@stages
+def test_norms_and_clipping_see_the_whole_gradient(stage: int) -> None:
+    worlds.run(_clip, 2, stage)
+
+
+def _unscale(rank: int, world: int, stage: int) -> list[bool]:
+    engine, module = _engine(stage)
+    optimizer = engine.attach(torch.optim.SGD(module.parameters(), lr=0.1))
+    found = []
+    for step in range(2):
+        loss = token_loss(module, rank, step) * 8
+        (loss * float("inf") if step == 1 and rank == 1 else loss).backward()
+        before = engine.grad_norm()
+        found.append(engine.unscale(optimizer, 0.125))
+        if step == 0:
+            assert torch.allclose(engine.grad_norm(), before / 8)
+        optimizer.zero_grad()
+    engine.close()
+    return found
+
+
+@stages
+def test_an_overflow_on_one_rank_is_known_to_all(stage: int) -> None:
+    assert worlds.run(_unscale, 2, stage) == [[False, True]] * 2
+
+
+def _order_of_windows(rank: int, world: int, stage: int) -> None:
+    """Two optimizers over the same parameters: one window closes the other."""
+    engine, module = _engine(stage)
+    first, second = engine.attach(*[torch.optim.SGD(module.parameters(), lr=0.1) for _ in range(2)])
+    _backward(engine, module, rank)
+    before = engine.full_param(module.head.weight)
+    grad = engine.full_grad(module.head.weight)
+    engine.open_window(first)
+    engine.open_window(second)
+    first.step()
+    second.step()
+    assert torch.allclose(engine.full_param(module.head.weight), before - 0.2 * grad, atol=1e-7)
+    assert module.head.weight.shape == (11, 6)
+    engine.close()
+
+
+@stages
+def test_optimizers_may_share_parameters(stage: int) -> None:
+    worlds.run(_order_of_windows, 2, stage)
+
+
+def _unattached(rank: int, world: int) -> None:
+    engine, module = _engine(2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for call in (engine.open_window, engine.close_window, engine.grad_norm):
+        with pytest.raises(RuntimeError, match=r"`SGD` is not attached to the engine. Call `engine.attach"):
+            call(optimizer)
+    engine.close()
+
+
+def test_an_optimizer_that_was_not_attached_is_refused() -> None:
+    worlds.run(_unattached, 2)

@@ -1,0 +1,93 @@
+"""The worlds that the other tests stand on."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import worlds
+
+
+def _sum(rank: int, world: int, scale: float) -> tuple[int, torch.Tensor, float]:
+    value = torch.full((3,), scale * (rank + 1))
+    dist.all_reduce(value)
+    return os.getpid(), value, torch.rand(()).item()
+
+
+def _fail_on_one(rank: int, world: int) -> None:
+    if rank == 1:
+        raise KeyError("on purpose")
+    dist.barrier()
+
+
+def _die(rank: int, world: int) -> None:
+    if rank == 1:
+        os._exit(7)
+    dist.barrier()
+
+
+def _hang(rank: int, world: int) -> None:
+    if rank == 0:
+        time.sleep(100)
+
+
+def _poison(rank: int, world: int) -> tuple[bool, bool]:
+    fresh = torch.empty(100)
+    storage = torch.ones(4)
+    storage.untyped_storage().resize_(0)
+    storage.untyped_storage().resize_(16)
+    return bool(fresh.isnan().all()), bool(storage.isnan().all())
+
+
+def _ledger(rank: int, world: int) -> dict[str, int]:
+    with worlds.slow_collectives(0.001), worlds.count_collectives() as ledger:
+        dist.all_gather_into_tensor(torch.empty(4 * world), torch.ones(4))
+        dist.all_reduce(torch.ones(2))
+        if rank == 0:
+            dist.send(torch.ones(5), dst=1)
+        elif rank == 1:
+            dist.recv(torch.ones(5), src=0)
+    dist.all_reduce(torch.ones(2))
+    return dict(ledger.sent)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_ranks_share_a_group_and_seeds(world: int) -> None:
+    first, second = worlds.run(_sum, world, 2.0), worlds.run(_sum, world, 2.0)
+    assert [answer[0] for answer in first] == [answer[0] for answer in second]  # the processes are reused
+    for _, value, random in first + second:
+        assert torch.equal(value, torch.full((3,), world * (world + 1.0)))
+        assert random == first[0][2]
+
+
+def test_error_of_a_rank_is_raised_with_its_traceback() -> None:
+    with pytest.raises(KeyError, match="on purpose") as caught:
+        worlds.run(_fail_on_one, 2)
+    assert "--- rank 1 ---" in caught.value.__notes__[0]
+    assert "_fail_on_one" in caught.value.__notes__[0]
+    assert len(worlds.run(_sum, 2, 1.0)) == 2
+
+
+def test_dead_rank_is_reported() -> None:
+    with pytest.raises(worlds.RankError, match="exit code 7"):
+        worlds.run(_die, 2)
+    assert len(worlds.run(_sum, 2, 1.0)) == 2
+
+
+def test_hanging_rank_is_shown_where_it_is() -> None:
+    with pytest.raises(worlds.RankError, match="_hang"):
+        worlds.run(_hang, 2, timeout_s=1.0)
+    assert len(worlds.run(_sum, 2, 1.0)) == 2
+
+
+def test_uninitialised_memory_is_nan() -> None:
+    assert worlds.run(_poison, 1) == [(True, True)]
+
+
+def test_collectives_are_counted_in_bytes_sent() -> None:
+    answers = worlds.run(_ledger, 2)
+    assert answers == [{"all_gather": 16, "all_reduce": 8, "send": 20}, {"all_gather": 16, "all_reduce": 8}]
