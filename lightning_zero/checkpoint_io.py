@@ -9,7 +9,7 @@ from typing import Any
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from lightning_zero.checkpoint import directory
+from lightning_zero.checkpoint import directory, paths
 
 __all__ = ["ZeroCheckpointIO"]
 
@@ -41,4 +41,4 @@ class ZeroCheckpointIO(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: _PATH) -> None:
         """Remove a directory, a file or a link."""
-        directory.remove(path)
+        paths.remove(path)

@@ -37,7 +37,7 @@ from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_zero.checkpoint import directory, state
+from lightning_zero.checkpoint import directory, paths, state
 from lightning_zero.config import Communication, Sharding
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.precision import LossScale, LossScaler, ZeroPrecision, ZeroStep, adopt, engine_precision
@@ -502,7 +502,7 @@ class ZeroStrategy(ParallelStrategy):
         if not self.is_global_zero:
             return
         if self._has_plain_checkpoint_io or Path(filepath).is_dir():
-            directory.remove(filepath)
+            paths.remove(filepath)
         else:
             self.checkpoint_io.remove_checkpoint(filepath)
 

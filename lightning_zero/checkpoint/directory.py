@@ -9,28 +9,17 @@ A directory (format version 1) holds
 ``meta.pt``                  everything else in the dictionary, by ``torch.save``
 ``format.json``              version of the format, and who wrote it
 ``checksums``                a CRC-32 per MiB of every other file
-
-Note [Atomic]
-    All ranks write to ``<path>.tmp-<token>``. When all have succeeded rank 0 exchanges it with what is at the path, by
-    one rename. What was at the path before is whole until then, and removed afterwards. A directory ``*.tmp-*`` is what
-    a killed run left: nothing reads it, and it can be deleted. Ranks agree on rank 0's path and on errors.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import errno
 import io
 import json
 import os
 import pickle
-import secrets
-import shutil
-import sys
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -43,6 +32,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_zero.checkpoint.checksums import block_sums, write_sums
+from lightning_zero.checkpoint.paths import beside, delete, local_path, new_token, put_in_place
 from lightning_zero.checkpoint.planner import (
     METADATA,
     KeyPath,
@@ -51,11 +41,12 @@ from lightning_zero.checkpoint.planner import (
     SegmentWriter,
     StoredTensors,
 )
+from lightning_zero.checkpoint.ranks import CheckpointError, Ranks, describe
 
 if TYPE_CHECKING:
     from lightning_zero.engine.engine import ParameterRecord, ZeroEngine
 
-__all__ = ["FORMAT_VERSION", "CheckpointError", "by_number", "gather_full", "load", "remove", "save"]
+__all__ = ["FORMAT_VERSION", "CheckpointError", "by_number", "gather_full", "load", "save", "write_file"]
 
 FORMAT_VERSION = 1
 FORMAT = "format.json"
@@ -74,73 +65,24 @@ def save(engine: ZeroEngine, checkpoint: Mapping[str, Any], path: str | os.PathL
     Raises:
         CheckpointError: Writing failed on another rank. What was at the path is untouched.
     """
-    ranks = _Ranks(engine)
-    target = _local_path(ranks.from_first(os.fspath(path)))
-    temporary = target.with_name(f"{target.name}.tmp-{ranks.from_first(secrets.token_hex(4))}")
+    ranks = Ranks(engine)
+    target = local_path(ranks.from_first(os.fspath(path)))
+    temporary = beside(target, ranks.from_first(new_token()))
     try:
         if full:
             whole = gather_full(engine, checkpoint)
             with ranks.agree(f"Saving `{target}`"):
                 if ranks.rank == 0:
                     target.parent.mkdir(parents=True, exist_ok=True)
-                    _write_file(temporary, whole)
+                    write_file(temporary, whole)
         else:
             _write_directory(engine, ranks, checkpoint, target, temporary)
         with ranks.agree(f"Saving `{target}`"):
             if ranks.rank == 0:
-                _put_in_place(temporary, target)
+                put_in_place(temporary, target)
     finally:
         if ranks.rank == 0:
-            _delete(temporary)
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read on another rank."""
-
-
-class _Ranks:
-    """What the ranks tell one another while they save or load; over gloo on the host."""
-
-    def __init__(self, engine: ZeroEngine) -> None:
-        self.rank = engine.communicator.rank
-        self.world_size = engine.communicator.world_size
-        self.group = engine.communicator.control_group
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks."""
-        if self.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    def from_first(self, value: Any) -> Any:
-        """Return the value of rank 0."""
-        return self.gather(value if self.rank == 0 else None)[0]
-
-    @contextlib.contextmanager
-    def agree(self, what: str) -> Iterator[None]:
-        """End on every rank with an error, if it does on some rank. No collective inside."""
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as caught:
-            error = caught
-        failed = {rank: text for rank, text in enumerate(self.gather(error and _describe(error))) if text is not None}
-        if error is not None:
-            raise error
-        if failed:
-            raise CheckpointError(f"{what} failed on " + "; ".join(f"rank {rank}: {failed[rank]}" for rank in failed))
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _local_path(path: str) -> Path:
-    if "://" in path:
-        raise ValueError(f"`{path}` is not a path of a file system that all ranks see; only those can be saved to.")
-    return Path(path)
+            delete(temporary)
 
 
 # -- The dictionary and its flat form ----------------------------------------------------------------------------------
@@ -234,14 +176,14 @@ def _writes_first(record: ParameterRecord, rank: int) -> bool:
 
 
 def _write_directory(
-    engine: ZeroEngine, ranks: _Ranks, checkpoint: Mapping[str, Any], target: Path, temporary: Path
+    engine: ZeroEngine, ranks: Ranks, checkpoint: Mapping[str, Any], target: Path, temporary: Path
 ) -> None:
     what = f"Saving `{target}`"
     with ranks.agree(what):
         flat = _Flat(engine, checkpoint)
         if ranks.rank == 0:
             temporary.mkdir(parents=True)
-            _write_file(temporary / META, flat.meta)
+            write_file(temporary / META, flat.meta)
             note = {"format": "lightning_zero", "version": FORMAT_VERSION, "world_size": ranks.world_size}
             (temporary / FORMAT).write_text(json.dumps({**note, "stage": engine.stage}))
     _write_tensors(ranks, flat, temporary, what)
@@ -255,7 +197,7 @@ def _write_directory(
             write_sums(temporary, {name: one for sums in collected for name, one in sums.items()})
 
 
-def _write_tensors(ranks: _Ranks, flat: _Flat, temporary: Path, what: str) -> None:
+def _write_tensors(ranks: Ranks, flat: _Flat, temporary: Path, what: str) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -267,11 +209,12 @@ def _write_tensors(ranks: _Ranks, flat: _Flat, temporary: Path, what: str) -> No
                 no_dist=ranks.world_size == 1,
             )
     except CheckpointException as error:  # on every rank
-        details = "; ".join(f"rank {rank}: {_describe(failure[0])}" for rank, failure in error.failures.items())
+        details = "; ".join(f"rank {rank}: {describe(failure[0])}" for rank, failure in error.failures.items())
         raise CheckpointError(f"{what} failed on {details}") from error
 
 
-def _write_file(path: Path, content: Any) -> None:
+def write_file(path: Path, content: Any) -> None:
+    """Save with ``torch.save`` and wait for the disk."""
     with path.open("wb") as file:
         torch.save(content, file)
         file.flush()
@@ -287,7 +230,7 @@ def gather_full(engine: ZeroEngine, checkpoint: Mapping[str, Any]) -> dict[str, 
     Tensors are whole and in host memory, gathered one after the other; the states of optimizers are under the numbers
     that torch gives to parameters. Collective: all ranks.
     """
-    ranks = _Ranks(engine)
+    ranks = Ranks(engine)
     with ranks.agree("Gathering a checkpoint"):
         flat = _Flat(engine, checkpoint)
         table = {key: _Piece.of(value, ranks.rank) for key, value in flat.values.items()}
@@ -330,7 +273,7 @@ def _on_host(value: Any) -> Any:
     return value.detach().to("cpu", copy=True).contiguous() if isinstance(value, torch.Tensor) else value
 
 
-def _gather_whole(ranks: _Ranks, pieces: Sequence[_Piece | None], mine: Any) -> Any:
+def _gather_whole(ranks: Ranks, pieces: Sequence[_Piece | None], mine: Any) -> Any:
     """Return a whole value on rank 0. Collective: the ranks that have a piece of it, and rank 0."""
     known = next(piece for piece in pieces if piece is not None)
     if known.shape is None or known.dtype is None:
@@ -383,9 +326,9 @@ def load(engine: ZeroEngine | None, path: str | os.PathLike[str], weights_only: 
         ValueError: It is damaged, or of a newer format.
     """
     if engine is None:
-        return _read(_local_path(os.fspath(path)), weights_only)
-    ranks = _Ranks(engine)
-    source = _local_path(ranks.from_first(os.fspath(path)))
+        return _read(local_path(os.fspath(path)), weights_only)
+    ranks = Ranks(engine)
+    source = local_path(ranks.from_first(os.fspath(path)))
     with ranks.agree(f"Loading `{source}`"):
         return _read(source, weights_only)
 
@@ -448,57 +391,3 @@ def _with_tensors(item: Any, values: Mapping[str, Any]) -> Any:
             return item
         return elements if isinstance(item, list) else tuple(elements)
     return item
-
-
-# -- Names in the file system ------------------------------------------------------------------------------------------
-
-
-def remove(path: str | os.PathLike[str]) -> None:
-    """Remove a checkpoint: a file, a directory or a link. A directory loses its name first: none is read half gone."""
-    target = _local_path(os.fspath(path))
-    if target.is_dir() and not target.is_symlink():
-        doomed = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
-        target.rename(doomed)
-        target = doomed
-    _delete(target)
-
-
-def _delete(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _put_in_place(temporary: Path, target: Path) -> None:
-    """Make ``temporary`` the checkpoint at ``target``; what was there is then at ``temporary``, or gone."""
-    if not os.path.lexists(target) or (temporary.is_file() and not _is_real_directory(target)):
-        temporary.replace(target)
-    elif not _exchange(temporary, target):
-        old = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
-        target.rename(old)
-        temporary.rename(target)
-        _delete(old)
-    directory = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
-def _is_real_directory(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
-
-
-def _exchange(first: Path, second: Path) -> bool:
-    """Exchange two names in one step, where the system and the file system can."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
-    if renameat2 is None:
-        return False
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    if renameat2(here, os.fsencode(first), here, os.fsencode(second), exchange) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
-        return False
-    raise OSError(code, os.strerror(code), str(second))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from lightning_zero.checkpoint import directory, state
+from lightning_zero.checkpoint import directory, paths, state
 from lightning_zero.checkpoint.directory import CheckpointError
 from lightning_zero.checkpoint.planner import Segment, SegmentSavePlanner
 from tests import worlds
@@ -174,7 +174,7 @@ def test_what_was_at_the_path_is_replaced(
 
 def _save_without_exchange(rank: int, world: int, path: str, full: bool) -> programs.Whole:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(directory, "_exchange", lambda first, second: False)
+        patch.setattr(paths, "_exchange", lambda first, second: False)
         return _save(rank, world, path, full)
 
 
@@ -194,7 +194,7 @@ def _fail(rank: int, world: int, path: str, full: bool, where: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("full", "where"), [(False, "resolve_data"), (False, "block_sums"), (False, "_Flat"), (True, "_write_file")]
+    ("full", "where"), [(False, "resolve_data"), (False, "block_sums"), (False, "_Flat"), (True, "write_file")]
 )
 def test_an_error_on_one_rank_is_an_error_on_all_and_keeps_the_old(full: bool, where: str, tmp_path: Path) -> None:
     path = tmp_path / "saved.ckpt"
@@ -209,7 +209,7 @@ def _die(rank: int, world: int, path: str, full: bool) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(directory, "_put_in_place" if full else "block_sums", die)
+        patch.setattr(directory, "put_in_place" if full else "block_sums", die)
         _save(rank, world, path, full, seed=1)
 
 
@@ -247,7 +247,7 @@ def test_remove_takes_the_checkpoint_and_nothing_else(kind: str, tmp_path: Path)
         path.write_bytes(b"")
     else:
         _occupy_with_link(path)
-    directory.remove(path)
+    paths.remove(path)
     assert os.listdir(tmp_path) == (["best"] if kind == "link" else [])
 
 

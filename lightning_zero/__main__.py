@@ -1,0 +1,30 @@
+"""The command line, ``python -m lightning_zero COMMAND``: a command is a function, its signature the options."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from jsonargparse import auto_cli
+
+from lightning_zero.checkpoint.consolidate import consolidate
+
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS: dict[str, Any] = {"consolidate": consolidate}
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run a command and return the exit status: 0, 1 after an error, 2 (by ``SystemExit``) for arguments not known."""
+    try:
+        auto_cli(COMMANDS, args=None if args is None else list(args), prog="python -m lightning_zero")
+    except (OSError, ValueError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
+        print("\n".join([f"error: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

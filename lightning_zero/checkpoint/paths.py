@@ -1,0 +1,92 @@
+"""Names in the file system: what is written appears by one rename, and disappears by one.
+
+Note [Atomic]
+    All ranks write to ``<path>.tmp-<token>``. When all have succeeded rank 0 exchanges it with what is at the path, by
+    one rename. What was at the path before is whole until then, and removed afterwards. A directory ``*.tmp-*`` is what
+    a killed run left: nothing reads it, and it can be deleted. Ranks agree on rank 0's path and on errors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+import shutil
+import sys
+from pathlib import Path
+
+__all__ = ["beside", "delete", "local_path", "new_token", "put_in_place", "remove"]
+
+
+def local_path(path: str) -> Path:
+    """Return a path of a local file system.
+
+    Raises:
+        ValueError: The path has a protocol.
+    """
+    if "://" in path:
+        raise ValueError(f"`{path}` is not a path of a file system that all ranks see; only those can be saved to.")
+    return Path(path)
+
+
+def new_token() -> str:
+    """Return what tells the temporary names of two runs apart."""
+    return secrets.token_hex(4)
+
+
+def beside(target: Path, token: str) -> Path:
+    """Return the temporary name under which something for ``target`` is written."""
+    return target.with_name(f"{target.name}.tmp-{token}")
+
+
+def remove(path: str | os.PathLike[str]) -> None:
+    """Remove a checkpoint: a file, a directory or a link. A directory loses its name first: none is read half gone."""
+    target = local_path(os.fspath(path))
+    if target.is_dir() and not target.is_symlink():
+        doomed = beside(target, new_token())
+        target.rename(doomed)
+        target = doomed
+    delete(target)
+
+
+def delete(path: Path) -> None:
+    """Delete a file, a directory or a link; nothing happens where there is none."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def put_in_place(temporary: Path, target: Path) -> None:
+    """Make ``temporary`` the checkpoint at ``target``; what was there is then at ``temporary``, or gone."""
+    if not os.path.lexists(target) or (temporary.is_file() and not _is_real_directory(target)):
+        temporary.replace(target)
+    elif not _exchange(temporary, target):
+        old = beside(target, new_token())
+        target.rename(old)
+        temporary.rename(target)
+        delete(old)
+    directory = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _is_real_directory(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two names in one step, where the system and the file system can."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
+    if renameat2 is None:
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if renameat2(here, os.fsencode(first), here, os.fsencode(second), exchange) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(second))
