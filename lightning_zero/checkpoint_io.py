@@ -10,6 +10,7 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_zero.checkpoint import directory, paths
+from lightning_zero.checkpoint.flat import by_number
 
 __all__ = ["ZeroCheckpointIO"]
 
@@ -36,7 +37,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
             return super().load_checkpoint(path, map_location, weights_only)
         checkpoint = directory.load(None, path, weights_only)
         if "optimizer_states" in checkpoint:
-            checkpoint["optimizer_states"] = [directory.by_number(state) for state in checkpoint["optimizer_states"]]
+            checkpoint["optimizer_states"] = [by_number(state) for state in checkpoint["optimizer_states"]]
         return checkpoint
 
     def remove_checkpoint(self, path: _PATH) -> None:

@@ -38,6 +38,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_zero.checkpoint import directory, paths, state
+from lightning_zero.checkpoint.asynchronous import AsyncSaver
 from lightning_zero.config import Communication, Sharding
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.precision import LossScale, LossScaler, ZeroPrecision, ZeroStep, adopt, engine_precision
@@ -63,6 +64,8 @@ class ZeroStrategy(ParallelStrategy):
         loss_scale: How the loss is scaled with fp16; a dict of the fields of ``LossScale`` is taken too.
         state_dict_type: ``"full"``: a checkpoint is one file, as with other strategies. ``"sharded"``: a directory
             that all ranks write. The default is ``"full"`` below stage 3 and ``"sharded"`` at stage 3.
+        async_save: Write checkpoints in the background: saving returns when this rank's part of the state is copied
+            into host memory. ``wait_for_save`` returns when it is on the disk.
         weights_only: Passed to ``torch.load`` when the Trainer does not say.
         start_method: How processes are started: ``"popen"`` runs the script again, the others start functions.
         process_group_backend: Backend of the default process group; by default that of the device.
@@ -85,6 +88,7 @@ class ZeroStrategy(ParallelStrategy):
         masters: bool = True,
         loss_scale: Union[LossScale, dict[str, Any], None] = None,
         state_dict_type: Optional[Literal["sharded", "full"]] = None,
+        async_save: bool = False,
         weights_only: Optional[bool] = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         process_group_backend: Optional[str] = None,
@@ -104,6 +108,7 @@ class ZeroStrategy(ParallelStrategy):
         self.masters = masters
         self.loss_scale = LossScale(**loss_scale) if isinstance(loss_scale, dict) else loss_scale
         self.communication, self.timeout = _timeouts(communication, timeout)
+        self.async_save = async_save
         self.weights_only = weights_only
         self._start_method = start_method
         self._process_group_backend = process_group_backend
@@ -111,6 +116,7 @@ class ZeroStrategy(ParallelStrategy):
         self.num_nodes = 1
         # - What `setup` makes
         self._engine: ZeroEngine | None = None
+        self._saver: AsyncSaver | None = None  # from the first asynchronous save to teardown
         self._announced: ZeroEngine | None = None  # whose plan was printed last
         self._warned_of_none = False
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
@@ -254,11 +260,27 @@ class ZeroStrategy(ParallelStrategy):
                 f"`{type(self.checkpoint_io).__name__}` writes single files, and `state_dict_type='sharded'` writes a"
                 " directory from all ranks. Use `ZeroStrategy(state_dict_type='full')`, or leave the plugin out."
             )
+        self._check_async(trainer)
         if self.loss_scale is not None and self._step_plugin.scaler is None:
             raise ValueError(
                 f"`loss_scale` has no effect with precision={self.precision_plugin.precision!r}."
                 " Use precision='16-mixed' (on a GPU) or '16-true', or leave `loss_scale` out."
             )
+
+    def _check_async(self, trainer: pl.Trainer) -> None:
+        if not self.async_save:
+            return
+        if not self._has_plain_checkpoint_io:
+            raise ValueError(
+                f"`async_save=True` writes checkpoints itself, and `{type(self.checkpoint_io).__name__}` would not be"
+                " asked. Leave one of the two out."
+            )
+        for callback in trainer.checkpoint_callbacks:
+            if getattr(callback, "save_last", None) == "link":
+                raise ValueError(
+                    "`save_last='link'` links to a checkpoint that `async_save=True` is still writing: after a crash"
+                    " the link would lead nowhere. Use `ModelCheckpoint(save_last=True)`."
+                )
 
     def _shard(self, module: pl.LightningModule) -> None:
         recipe = self._recipe()
@@ -456,10 +478,29 @@ class ZeroStrategy(ParallelStrategy):
         if is_full and (storage_options is not None or not self._has_plain_checkpoint_io):
             whole = directory.gather_full(self._engine, checkpoint)
             super().save_checkpoint(whole, filepath, storage_options)
-        elif storage_options is None:
-            directory.save(self._engine, checkpoint, filepath, full=is_full)
-        else:
+        elif storage_options is not None:
             raise ValueError("`storage_options` needs a single file. Use `ZeroStrategy(state_dict_type='full')`.")
+        elif self.async_save:
+            self._saver_of(self._engine).save(checkpoint, filepath, full=is_full)
+        else:
+            directory.save(self._engine, checkpoint, filepath, full=is_full)
+
+    def _saver_of(self, engine: ZeroEngine) -> AsyncSaver:
+        if self._saver is not None and self._saver.engine is not engine:
+            self._saver.close()
+            self._saver = None
+        if self._saver is None:
+            self._saver = AsyncSaver(engine)
+        return self._saver
+
+    def wait_for_save(self) -> None:
+        """Return when every checkpoint saved with ``async_save=True`` is on the disk.
+
+        Raises:
+            CheckpointError, OSError: The last save failed.
+        """
+        if self._saver is not None:
+            self._saver.wait()
 
     @property
     def _has_plain_checkpoint_io(self) -> bool:
@@ -483,6 +524,7 @@ class ZeroStrategy(ParallelStrategy):
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint of any stage, number of ranks or strategy. Collective: all ranks."""
+        self.wait_for_save()
         weights_only = self.weights_only if weights_only is None else weights_only
         checkpoint_path = self.broadcast(checkpoint_path)
         if not self._has_plain_checkpoint_io and not Path(checkpoint_path).is_dir():
@@ -501,7 +543,9 @@ class ZeroStrategy(ParallelStrategy):
         """Remove a checkpoint file, directory or link."""
         if not self.is_global_zero:
             return
-        if self._has_plain_checkpoint_io or Path(filepath).is_dir():
+        if self._saver is not None:
+            self._saver.remove(filepath)
+        elif self._has_plain_checkpoint_io or Path(filepath).is_dir():
             paths.remove(filepath)
         else:
             self.checkpoint_io.remove_checkpoint(filepath)
@@ -509,9 +553,14 @@ class ZeroStrategy(ParallelStrategy):
     # -- The end ---------------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
-        """Release what belongs to the run. No collectives; the module stays sharded, so it can still be saved."""
+        """Release what belongs to the run. No collectives; the module stays sharded, so it can still be saved.
+
+        Raises:
+            CheckpointError, OSError: The last asynchronous save failed, and nothing else has.
+        """
         assert self.cluster_environment is not None
         assert self.accelerator is not None
+        self._finish_saving()
         if self._engine is not None:
             self._engine.pause()
         self.cluster_environment.teardown()
@@ -519,8 +568,20 @@ class ZeroStrategy(ParallelStrategy):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
+    def _finish_saving(self) -> None:
+        saver, self._saver = self._saver, None
+        if saver is None:
+            return
+        trainer = self._sharded_module._trainer
+        try:
+            saver.close()
+        except Exception as error:
+            if trainer is None or not trainer.interrupted:
+                raise
+            warnings.warn(f"The last checkpoint is not complete: {error}", stacklevel=2)
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_engine": None, "_announced": None}
+        return {**super().__getstate__(), "_engine": None, "_saver": None, "_announced": None}
 
 
 class _Launcher(_MultiProcessingLauncher):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_zero.checkpoint import directory
+from lightning_zero.checkpoint.flat import by_number
 
 __all__ = ["consolidate"]
 
@@ -26,5 +27,5 @@ def consolidate(checkpoint: str, out: str, *, format: Literal["ckpt"] = "ckpt") 
         raise FileExistsError(f"`{out}` exists. Remove it, or choose another name.")
     content = directory.load(None, checkpoint)
     if "optimizer_states" in content:
-        content["optimizer_states"] = [directory.by_number(state) for state in content["optimizer_states"]]
+        content["optimizer_states"] = [by_number(state) for state in content["optimizer_states"]]
     directory.write_file(Path(out), content)

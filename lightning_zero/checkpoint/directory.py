@@ -13,40 +13,33 @@ A directory (format version 1) holds
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import os
 import pickle
 import warnings
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_zero.checkpoint.checksums import block_sums, write_sums
+from lightning_zero.checkpoint.flat import FlatCheckpoint, by_number, rebuild
 from lightning_zero.checkpoint.paths import beside, delete, local_path, new_token, put_in_place
-from lightning_zero.checkpoint.planner import (
-    METADATA,
-    KeyPath,
-    Segment,
-    SegmentSavePlanner,
-    SegmentWriter,
-    StoredTensors,
-)
+from lightning_zero.checkpoint.planner import METADATA, Segment, SegmentSavePlanner, SegmentWriter, StoredTensors
 from lightning_zero.checkpoint.ranks import CheckpointError, Ranks, describe
 
 if TYPE_CHECKING:
-    from lightning_zero.engine.engine import ParameterRecord, ZeroEngine
+    from lightning_zero.engine.engine import ZeroEngine
 
-__all__ = ["FORMAT_VERSION", "CheckpointError", "by_number", "gather_full", "load", "save", "write_file"]
+__all__ = ["FORMAT_VERSION", "Prepared", "gather_full", "load", "prepare", "save", "write", "write_file"]
 
 FORMAT_VERSION = 1
 FORMAT = "format.json"
@@ -65,18 +58,61 @@ def save(engine: ZeroEngine, checkpoint: Mapping[str, Any], path: str | os.PathL
     Raises:
         CheckpointError: Writing failed on another rank. What was at the path is untouched.
     """
+    write(prepare(engine, checkpoint, path, full), Ranks(engine))
+
+
+@dataclass
+class Prepared:
+    """What a rank writes of a checkpoint. The values of a directory are the live ones until they are detached.
+
+    Attributes:
+        target: The path, the same on all ranks.
+        temporary: Where it is written until it is whole.
+        stage: ZeRO stage, for the note in the directory.
+        flat: The rank's part of a directory, or None for a file.
+        whole: The content of the file, on rank 0; made of copies in host memory.
+    """
+
+    target: Path
+    temporary: Path
+    stage: int
+    flat: FlatCheckpoint | None
+    whole: dict[str, Any]
+
+    def detach(self, to_host: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]) -> None:
+        """Make it independent of the training that goes on.
+
+        Args:
+            to_host: Returns copies of 1-D tensors in host memory.
+        """
+        if self.flat is not None:
+            self.flat.detach(to_host)
+
+
+def prepare(engine: ZeroEngine, checkpoint: Mapping[str, Any], path: str | os.PathLike[str], full: bool) -> Prepared:
+    """Take what this rank will write; see ``save``. Collective: all ranks."""
     ranks = Ranks(engine)
-    target = local_path(ranks.from_first(os.fspath(path)))
-    temporary = beside(target, ranks.from_first(new_token()))
+    with ranks.agree("Saving"):
+        target = local_path(os.fspath(path))
+    target, token = ranks.from_first((target, new_token()))
+    if full:
+        return Prepared(target, beside(target, token), engine.stage, None, gather_full(engine, checkpoint))
+    with ranks.agree(f"Saving `{target}`"):
+        flat = FlatCheckpoint(engine, checkpoint)
+    return Prepared(target, beside(target, token), engine.stage, flat, {})
+
+
+def write(prepared: Prepared, ranks: Ranks) -> None:
+    """Write what was prepared, and give it its name at the end. Collective: all ranks."""
+    target, temporary = prepared.target, prepared.temporary
     try:
-        if full:
-            whole = gather_full(engine, checkpoint)
+        if prepared.flat is None:
             with ranks.agree(f"Saving `{target}`"):
                 if ranks.rank == 0:
                     target.parent.mkdir(parents=True, exist_ok=True)
-                    write_file(temporary, whole)
+                    write_file(temporary, prepared.whole)
         else:
-            _write_directory(engine, ranks, checkpoint, target, temporary)
+            _write_directory(ranks, prepared.flat, target, temporary, prepared.stage)
         with ranks.agree(f"Saving `{target}`"):
             if ranks.rank == 0:
                 put_in_place(temporary, target)
@@ -85,107 +121,17 @@ def save(engine: ZeroEngine, checkpoint: Mapping[str, Any], path: str | os.PathL
             delete(temporary)
 
 
-# -- The dictionary and its flat form ----------------------------------------------------------------------------------
-
-
-class _Flat:
-    """A checkpoint dictionary, cut into what ``.distcp`` files hold and what ``meta.pt`` holds.
-
-    Attributes:
-        values: Segments of every rank; tensors and objects of the rank that writes them.
-        aliases: Further name of a segment -> its name in ``values``.
-        paths: For every name its place in the nested dictionary, those of aliases included.
-        meta: What is left, with a ``_Reference`` in place of each segment.
-    """
-
-    def __init__(self, engine: ZeroEngine, checkpoint: Mapping[str, Any]) -> None:
-        self.values: dict[str, Any] = {}
-        self.aliases: dict[str, str] = {}
-        self.paths: dict[str, KeyPath] = {}
-        self._rank = engine.communicator.rank
-        self._names: dict[int, str] = {}  # of segments, by identity
-        # Ranks that hold the first element write what is not sharded of an optimizer's state: only they surely have it.
-        self._writes = {record.name for record in engine.records() if _writes_first(record, self._rank)}
-        self.meta = {key: self._take(key, value) for key, value in checkpoint.items()}
-        self.meta = {key: value for key, value in self.meta.items() if value is not _TAKEN}
-
-    def _take(self, key: str, value: Any) -> Any:
-        if key == "state_dict":
-            for name, item in value.items():
-                self._add(("model", name), item, writes=self._rank == 0)
-            return _TAKEN
-        if key == "optimizer_states" and value and all(_is_named(state) for state in value):
-            for number, state in enumerate(value):
-                self._take_optimizer(f"optimizer_{number}", state)
-            return _TAKEN
-        return self._without_segments((key,), value)
-
-    def _take_optimizer(self, key: str, state: Mapping[str, Any]) -> None:
-        for name, slots in state["state"].items():
-            for slot, item in slots.items():
-                self._add((key, "state", name, slot), item, writes=name in self._writes)
-        for part, item in state.items():
-            if part != "state":
-                self._add((key, part), item, writes=self._rank == 0)
-
-    def _add(self, path: KeyPath, item: Any, *, writes: bool) -> str:
-        key = ".".join(str(part) for part in path)
-        if isinstance(item, Segment):
-            name = self._names.setdefault(id(item), key)
-            if name != key:
-                self.aliases[key] = name
-            else:
-                self.values[key] = item
-            self.paths[key] = path
-        elif writes:
-            self.values[key] = item
-            self.paths[key] = path
-        return key
-
-    def _without_segments(self, path: KeyPath, value: Any) -> Any:
-        if isinstance(value, Segment):
-            return {_REFERENCE: self._add(("extra", *path), value, writes=True)}
-        if isinstance(value, dict):
-            items = {key: self._without_segments((*path, str(key)), item) for key, item in value.items()}
-            return value if all(items[key] is item for key, item in value.items()) else items
-        if isinstance(value, list | tuple):
-            parts = [self._without_segments((*path, str(index)), item) for index, item in enumerate(value)]
-            unchanged = all(part is item for part, item in zip(parts, value, strict=True))
-            return value if unchanged else (parts if isinstance(value, list) else tuple(parts))
-        return value
-
-
-_TAKEN = object()
-_REFERENCE = "lightning_zero.tensor"  # the key of a dictionary in ``meta.pt`` that stands for a tensor
-
-
-def _is_named(state: Any) -> bool:
-    return (
-        isinstance(state, Mapping)
-        and "state" in state
-        and all(isinstance(name, str) and isinstance(slots, Mapping) for name, slots in state["state"].items())
-    )
-
-
-def _writes_first(record: ParameterRecord, rank: int) -> bool:
-    start, stop = record.save_range
-    return (start == 0 and stop > 0) or (rank == 0 and prod(record.shape) == 0)
-
-
 # -- A directory -------------------------------------------------------------------------------------------------------
 
 
-def _write_directory(
-    engine: ZeroEngine, ranks: Ranks, checkpoint: Mapping[str, Any], target: Path, temporary: Path
-) -> None:
+def _write_directory(ranks: Ranks, flat: FlatCheckpoint, target: Path, temporary: Path, stage: int) -> None:
     what = f"Saving `{target}`"
     with ranks.agree(what):
-        flat = _Flat(engine, checkpoint)
         if ranks.rank == 0:
             temporary.mkdir(parents=True)
             write_file(temporary / META, flat.meta)
             note = {"format": "lightning_zero", "version": FORMAT_VERSION, "world_size": ranks.world_size}
-            (temporary / FORMAT).write_text(json.dumps({**note, "stage": engine.stage}))
+            (temporary / FORMAT).write_text(json.dumps({**note, "stage": stage}))
     _write_tensors(ranks, flat, temporary, what)
     with ranks.agree(what):
         sums = {path.name: block_sums(path) for path in temporary.glob(f"__{ranks.rank}_*.distcp")}
@@ -197,7 +143,7 @@ def _write_directory(
             write_sums(temporary, {name: one for sums in collected for name, one in sums.items()})
 
 
-def _write_tensors(ranks: Ranks, flat: _Flat, temporary: Path, what: str) -> None:
+def _write_tensors(ranks: Ranks, flat: FlatCheckpoint, temporary: Path, what: str) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -227,12 +173,12 @@ def write_file(path: Path, content: Any) -> None:
 def gather_full(engine: ZeroEngine, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Return the dictionary as single-device training saves it, on rank 0; elsewhere an empty one.
 
-    Tensors are whole and in host memory, gathered one after the other; the states of optimizers are under the numbers
-    that torch gives to parameters. Collective: all ranks.
+    Everything in it is a copy. Tensors are whole and in host memory, gathered one after the other; the states of
+    optimizers are under the numbers that torch gives to parameters. Collective: all ranks.
     """
     ranks = Ranks(engine)
     with ranks.agree("Gathering a checkpoint"):
-        flat = _Flat(engine, checkpoint)
+        flat = FlatCheckpoint(engine, checkpoint)
         table = {key: _Piece.of(value, ranks.rank) for key, value in flat.values.items()}
     tables = ranks.gather((table, flat.paths))
     wholes = {
@@ -243,7 +189,7 @@ def gather_full(engine: ZeroEngine, checkpoint: Mapping[str, Any]) -> dict[str, 
         return {}
     paths = {key: path for _, paths in tables for key, path in paths.items()}
     values = {key: wholes[flat.aliases.get(key, key)] for key in paths}
-    whole = _rebuild(flat.meta, paths, values)
+    whole = rebuild(copy.deepcopy(flat.meta), paths, values)
     if any(str(path[0]).startswith("optimizer_") for path in paths.values()):
         whole["optimizer_states"] = [by_number(state) for state in whole["optimizer_states"]]
     return whole
@@ -269,8 +215,8 @@ class _Piece:
 
 
 def _on_host(value: Any) -> Any:
-    """Return a tensor as a copy in host memory with a storage of its own, and other values as they are."""
-    return value.detach().to("cpu", copy=True).contiguous() if isinstance(value, torch.Tensor) else value
+    """Return a copy; of a tensor in host memory, with a storage of its own."""
+    return value.detach().to("cpu", copy=True).contiguous() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def _gather_whole(ranks: Ranks, pieces: Sequence[_Piece | None], mine: Any) -> Any:
@@ -295,16 +241,6 @@ def _gather_whole(ranks: Ranks, pieces: Sequence[_Piece | None], mine: Any) -> A
             else:
                 dist.recv(target, group=ranks.group, group_src=rank)
     return whole
-
-
-def by_number(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state as torch saves it: parameters are counted through the groups."""
-    numbers = {
-        name: number for number, name in enumerate(name for group in state["param_groups"] for name in group["params"])
-    }
-    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
-    slots = {numbers[name]: state["state"][name] for name in numbers if name in state["state"]}
-    return {**state, "state": slots, "param_groups": groups}
 
 
 # -- Reading -----------------------------------------------------------------------------------------------------------
@@ -362,32 +298,4 @@ def _read_directory(path: Path, weights_only: bool | None) -> dict[str, Any]:
         meta = torch.load(content, map_location="cpu", weights_only=weights_only)
     keys = list(stored.keys())
     values = {key: stored.open(key, weights_only=weights_only) for key in keys}
-    return _rebuild(meta, {key: stored.path(key) for key in keys}, values)
-
-
-def _rebuild(meta: Mapping[str, Any], paths: Mapping[str, KeyPath], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the dictionary that was saved. The inverse of ``_Flat``."""
-    nested: dict[str, Any] = {}
-    for key, path in paths.items():
-        set_element(nested, path, values[key])
-    checkpoint = {key: _with_tensors(item, values) for key, item in meta.items()}
-    checkpoint["state_dict"] = nested.get("model", {})
-    optimizers = [nested[f"optimizer_{number}"] for number in range(len(nested)) if f"optimizer_{number}" in nested]
-    if optimizers:
-        checkpoint["optimizer_states"] = [{**state, "state": state.get("state", {})} for state in optimizers]
-    return checkpoint
-
-
-def _with_tensors(item: Any, values: Mapping[str, Any]) -> Any:
-    """Put tensors in place of the references to them."""
-    if isinstance(item, dict):
-        if item.keys() == {_REFERENCE}:
-            return values[item[_REFERENCE]]
-        parts = {key: _with_tensors(part, values) for key, part in item.items()}
-        return item if all(parts[key] is part for key, part in item.items()) else parts
-    if isinstance(item, list | tuple):
-        elements = [_with_tensors(part, values) for part in item]
-        if all(element is part for element, part in zip(elements, item, strict=True)):
-            return item
-        return elements if isinstance(item, list) else tuple(elements)
-    return item
+    return rebuild(meta, {key: stored.path(key) for key in keys}, values)

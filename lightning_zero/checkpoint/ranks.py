@@ -19,13 +19,20 @@ class CheckpointError(RuntimeError):
 
 
 class Ranks:
-    """What the ranks tell one another while they save or load; over gloo on the host."""
+    """What the ranks tell one another while they save or load; over gloo on the host.
 
-    def __init__(self, engine: ZeroEngine | None) -> None:
+    Every method is collective: all ranks, in one order on a group.
+
+    Args:
+        engine: Whose ranks; without one the world is one rank.
+        group: A group of their own, for a thread; by default the engine's for the host.
+    """
+
+    def __init__(self, engine: ZeroEngine | None, group: Any = None) -> None:
         communicator = None if engine is None else engine.communicator
         self.rank = 0 if communicator is None else communicator.rank
         self.world_size = 1 if communicator is None else communicator.world_size
-        self.group = None if communicator is None else communicator.control_group
+        self.group = group if group is not None or communicator is None else communicator.control_group
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks."""

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,6 +98,7 @@ class Communicator:
         self._gather_group: Any = None
         self._reduce_group: Any = None
         self._control_group: Any = None
+        self._new_group: Callable[[str], Any]
         self._backend = ""
         self._is_part = False  # other ranks exist, and need not know of this group
         self._tags: Counter[int] = Counter()  # of a group: tells apart its point-to-point exchanges in flight
@@ -114,15 +116,13 @@ class Communicator:
             return
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         self._backend = config.backend or dist.get_backend(process_group)
-        timeout = timedelta(seconds=config.timeout_s)
         self._is_part = len(ranks) < dist.get_world_size()
-
-        def group(backend: str) -> Any:
-            return dist.new_group(ranks, timeout, backend, use_local_synchronization=self._is_part)
-
-        self._gather_group = group(self._backend)
-        self._reduce_group = group(self._backend)
-        self._control_group = group("fake" if self._backend == "fake" else "gloo")
+        self._new_group = partial(
+            dist.new_group, ranks, timedelta(seconds=config.timeout_s), use_local_synchronization=self._is_part
+        )
+        self._gather_group = self._new_group(self._backend)
+        self._reduce_group = self._new_group(self._backend)
+        self._control_group = self._new_group("fake" if self._backend == "fake" else "gloo")
 
     # -- Flat tensors ----------------------------------------------------------------------------------------------
 
@@ -269,6 +269,13 @@ class Communicator:
     def control_group(self) -> Any:
         """The gloo group for values in host memory, objects among them; None in a world of one rank."""
         return self._control_group
+
+    def new_host_group(self) -> Any:
+        """Return a further gloo group of the same ranks, for a thread of its own; None in a world of one rank.
+
+        Collective: all ranks.
+        """
+        return self._new_group("fake" if self._backend == "fake" else "gloo") if self.world_size > 1 else None
 
     def reset_stats(self) -> None:
         """Start counting anew."""

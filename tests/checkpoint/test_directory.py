@@ -15,8 +15,8 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_zero.checkpoint import directory, paths, state
-from lightning_zero.checkpoint.directory import CheckpointError
 from lightning_zero.checkpoint.planner import Segment, SegmentSavePlanner
+from lightning_zero.checkpoint.ranks import CheckpointError
 from tests import worlds
 from tests.checkpoint import programs
 
@@ -194,7 +194,8 @@ def _fail(rank: int, world: int, path: str, full: bool, where: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("full", "where"), [(False, "resolve_data"), (False, "block_sums"), (False, "_Flat"), (True, "write_file")]
+    ("full", "where"),
+    [(False, "resolve_data"), (False, "block_sums"), (False, "FlatCheckpoint"), (True, "write_file")],
 )
 def test_an_error_on_one_rank_is_an_error_on_all_and_keeps_the_old(full: bool, where: str, tmp_path: Path) -> None:
     path = tmp_path / "saved.ckpt"

@@ -1,0 +1,124 @@
+"""Checkpoints that are written while training goes on.
+
+Note [What a caller waits for]
+    For the previous save, if it still runs, and for one copy of this rank's part of the state into host memory that is
+    kept from save to save. Files, sums and agreements are the business of a thread with a process group of its own.
+    Removals are queued behind the save: an old checkpoint goes when the new one is whole, and stays if that failed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_zero.checkpoint import directory
+from lightning_zero.checkpoint.paths import remove
+from lightning_zero.checkpoint.ranks import Ranks
+
+if TYPE_CHECKING:
+    from lightning_zero.engine.engine import ZeroEngine
+
+__all__ = ["AsyncSaver", "StagingBuffer"]
+
+_ALIGNMENT = 64  # bytes; a multiple of every dtype's size
+
+
+class AsyncSaver:
+    """Writes checkpoints of one engine in the background, one after the other.
+
+    Every rank makes one, and calls ``save`` in the same order. Nothing is lost at the end of the interpreter: it waits
+    for the thread.
+
+    Args:
+        engine: Whose state is saved. Its ranks make a group for the thread. Collective: all ranks.
+    """
+
+    def __init__(self, engine: ZeroEngine) -> None:
+        self.engine = engine
+        self._ranks = Ranks(engine, engine.communicator.new_host_group())
+        self._staging = StagingBuffer(pinned=engine.communicator.device.type == "cuda")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero-save")
+        self._running: Future[None] | None = None  # the last save; its error is not raised yet
+
+    def save(self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str], full: bool) -> None:
+        """Take the state as it is now, and return; see ``directory.save``. Collective: all ranks.
+
+        Raises:
+            CheckpointError, OSError: The previous save failed, or this one could not begin.
+        """
+        self.wait()
+        prepared = directory.prepare(self.engine, checkpoint, path, full)
+        with Ranks(self.engine).agree(f"Saving `{prepared.target}`"):
+            prepared.detach(self._staging.copy)
+        self._running = self._thread.submit(directory.write, prepared, self._ranks)
+
+    def remove(self, path: str | os.PathLike[str]) -> None:
+        """Remove a checkpoint when the running save has succeeded."""
+        running = self._running
+        if running is None:
+            remove(path)
+            return
+
+        def remove_after() -> None:
+            if running.exception() is None:
+                remove(path)
+
+        self._thread.submit(remove_after)
+
+    def wait(self) -> None:
+        """Return when everything is on the disk.
+
+        Raises:
+            CheckpointError, OSError: The last save failed. It is raised once.
+        """
+        running, self._running = self._running, None
+        self._thread.submit(_nothing).result()
+        if running is not None:
+            running.result()
+
+    def close(self) -> None:
+        """Wait, and give thread and memory back; see ``wait``."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            self._staging = StagingBuffer(pinned=False)
+
+
+def _nothing() -> None:
+    pass
+
+
+class StagingBuffer:
+    """Host memory that takes copies of tensors, as large as the largest set of them so far.
+
+    Args:
+        pinned: Page-lock it, so that copies from a CUDA device run at the speed of the bus.
+    """
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return copies of 1-D tensors, valid until the next call."""
+        starts, nbytes = [], 0
+        for tensor in tensors:
+            starts.append(nbytes)
+            nbytes += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if nbytes > self._memory.nbytes:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # two of them would not be bounded
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+        copies = [
+            self._memory[start : start + tensor.nbytes].view(tensor.dtype)
+            for start, tensor in zip(starts, tensors, strict=True)
+        ]
+        for copied, tensor in zip(copies, tensors, strict=True):
+            copied.copy_(tensor, non_blocking=self._pinned)
+        if self._pinned:
+            torch.cuda.current_stream().synchronize()
+        return copies

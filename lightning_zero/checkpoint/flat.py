@@ -1,0 +1,155 @@
+"""A checkpoint dictionary as named tensors and what is left, and back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+
+from lightning_zero.checkpoint.planner import KeyPath, Segment
+
+if TYPE_CHECKING:
+    from lightning_zero.engine.engine import ParameterRecord, ZeroEngine
+
+__all__ = ["FlatCheckpoint", "by_number", "rebuild"]
+
+
+class FlatCheckpoint:
+    """A checkpoint dictionary, cut into what ``.distcp`` files hold and what ``meta.pt`` holds.
+
+    Attributes:
+        values: Segments of every rank; tensors and objects of the rank that writes them.
+        aliases: Further name of a segment -> its name in ``values``.
+        paths: For every name its place in the nested dictionary, those of aliases included.
+        meta: What is left, with a ``_Reference`` in place of each segment.
+    """
+
+    def __init__(self, engine: ZeroEngine, checkpoint: Mapping[str, Any]) -> None:
+        self.values: dict[str, Any] = {}
+        self.aliases: dict[str, str] = {}
+        self.paths: dict[str, KeyPath] = {}
+        self._rank = engine.communicator.rank
+        self._names: dict[int, str] = {}  # of segments, by identity
+        # Ranks that hold the first element write what is not sharded of an optimizer's state: only they surely have it.
+        self._writes = {record.name for record in engine.records() if _writes_first(record, self._rank)}
+        self.meta = {key: self._take(key, value) for key, value in checkpoint.items()}
+        self.meta = {key: value for key, value in self.meta.items() if value is not _TAKEN}
+
+    def detach(self, to_host: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]) -> None:
+        """Put copies in place of all values, so that training may go on. ``to_host`` copies 1-D tensors."""
+        segments = {key: value.to_save() for key, value in self.values.items() if isinstance(value, Segment)}
+        copies = to_host([segment.local for segment in segments.values()])
+        staged = {
+            key: Segment(local, segment.start, segment.shape)
+            for (key, segment), local in zip(segments.items(), copies, strict=True)
+        }
+        self.values = {key: staged[key] if key in staged else _copy(value) for key, value in self.values.items()}
+        self.meta = copy.deepcopy(self.meta)
+
+    def _take(self, key: str, value: Any) -> Any:
+        if key == "state_dict":
+            for name, item in value.items():
+                self._add(("model", name), item, writes=self._rank == 0)
+            return _TAKEN
+        if key == "optimizer_states" and value and all(_is_named(state) for state in value):
+            for number, state in enumerate(value):
+                self._take_optimizer(f"optimizer_{number}", state)
+            return _TAKEN
+        return self._without_segments((key,), value)
+
+    def _take_optimizer(self, key: str, state: Mapping[str, Any]) -> None:
+        for name, slots in state["state"].items():
+            for slot, item in slots.items():
+                self._add((key, "state", name, slot), item, writes=name in self._writes)
+        for part, item in state.items():
+            if part != "state":
+                self._add((key, part), item, writes=self._rank == 0)
+
+    def _add(self, path: KeyPath, item: Any, *, writes: bool) -> str:
+        key = ".".join(str(part) for part in path)
+        if isinstance(item, Segment):
+            name = self._names.setdefault(id(item), key)
+            if name != key:
+                self.aliases[key] = name
+            else:
+                self.values[key] = item
+            self.paths[key] = path
+        elif writes:
+            self.values[key] = item
+            self.paths[key] = path
+        return key
+
+    def _without_segments(self, path: KeyPath, value: Any) -> Any:
+        if isinstance(value, Segment):
+            return {_REFERENCE: self._add(("extra", *path), value, writes=True)}
+        if isinstance(value, dict):
+            items = {key: self._without_segments((*path, str(key)), item) for key, item in value.items()}
+            return value if all(items[key] is item for key, item in value.items()) else items
+        if isinstance(value, list | tuple):
+            parts = [self._without_segments((*path, str(index)), item) for index, item in enumerate(value)]
+            unchanged = all(part is item for part, item in zip(parts, value, strict=True))
+            return value if unchanged else (parts if isinstance(value, list) else tuple(parts))
+        return value
+
+
+_TAKEN = object()
+_REFERENCE = "lightning_zero.tensor"  # the key of a dictionary in ``meta.pt`` that stands for a tensor
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _is_named(state: Any) -> bool:
+    return (
+        isinstance(state, Mapping)
+        and "state" in state
+        and all(isinstance(name, str) and isinstance(slots, Mapping) for name, slots in state["state"].items())
+    )
+
+
+def _writes_first(record: ParameterRecord, rank: int) -> bool:
+    start, stop = record.save_range
+    return (start == 0 and stop > 0) or (rank == 0 and prod(record.shape) == 0)
+
+
+def rebuild(meta: Mapping[str, Any], paths: Mapping[str, KeyPath], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the dictionary that was saved. The inverse of ``FlatCheckpoint``."""
+    nested: dict[str, Any] = {}
+    for key, path in paths.items():
+        set_element(nested, path, values[key])
+    checkpoint = {key: _with_tensors(item, values) for key, item in meta.items()}
+    checkpoint["state_dict"] = nested.get("model", {})
+    optimizers = [nested[f"optimizer_{number}"] for number in range(len(nested)) if f"optimizer_{number}" in nested]
+    if optimizers:
+        checkpoint["optimizer_states"] = [{**state, "state": state.get("state", {})} for state in optimizers]
+    return checkpoint
+
+
+def _with_tensors(item: Any, values: Mapping[str, Any]) -> Any:
+    """Put tensors in place of the references to them."""
+    if isinstance(item, dict):
+        if item.keys() == {_REFERENCE}:
+            return values[item[_REFERENCE]]
+        parts = {key: _with_tensors(part, values) for key, part in item.items()}
+        return item if all(parts[key] is part for key, part in item.items()) else parts
+    if isinstance(item, list | tuple):
+        elements = [_with_tensors(part, values) for part in item]
+        if all(element is part for element, part in zip(elements, item, strict=True)):
+            return item
+        return elements if isinstance(item, list) else tuple(elements)
+    return item
+
+
+def by_number(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state as torch saves it: parameters are counted through the groups."""
+    numbers = {
+        name: number for number, name in enumerate(name for group in state["param_groups"] for name in group["params"])
+    }
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
+    slots = {numbers[name]: state["state"][name] for name in numbers if name in state["state"]}
+    return {**state, "state": slots, "param_groups": groups}
