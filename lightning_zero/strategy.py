@@ -39,6 +39,7 @@ from torchmetrics import Metric
 
 from lightning_zero.checkpoint import directory, paths, state
 from lightning_zero.checkpoint.asynchronous import AsyncSaver
+from lightning_zero.checkpoint.random_state import RANDOM_STATES, gather_random_states, restore_random_state
 from lightning_zero.config import Communication, Sharding
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.precision import LossScale, LossScaler, ZeroPrecision, ZeroStep, adopt, engine_precision
@@ -119,6 +120,8 @@ class ZeroStrategy(ParallelStrategy):
         self._saver: AsyncSaver | None = None  # from the first asynchronous save to teardown
         self._announced: ZeroEngine | None = None  # whose plan was printed last
         self._warned_of_none = False
+        # - What a checkpoint leaves for the start of training
+        self._random_states: list[dict[str, Any]] | None = None
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
 
     # -- The engine ------------------------------------------------------------------------------------------------
@@ -474,6 +477,8 @@ class ZeroStrategy(ParallelStrategy):
         if not self._peers_are_alive():
             return
         filepath = self.broadcast(filepath)
+        if "loops" in checkpoint:  # more than weights
+            checkpoint = {**checkpoint, RANDOM_STATES: gather_random_states(self._engine)}
         is_full = self.state_dict_type == "full"
         if is_full and (storage_options is not None or not self._has_plain_checkpoint_io):
             whole = directory.gather_full(self._engine, checkpoint)
@@ -537,7 +542,19 @@ class ZeroStrategy(ParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of all optimizers. Collective: all ranks."""
+        self._random_states = checkpoint.get(RANDOM_STATES)
         state.load_optimizer_state(self.engine, self.optimizers, checkpoint["optimizer_states"])
+
+    def on_train_start(self) -> None:
+        """Set the random number generators as they were at the checkpoint that is resumed."""
+        states, self._random_states = self._random_states, None
+        if states is None:
+            return
+        message = restore_random_state(self.engine, states)
+        if message is None:
+            _begin_epoch_as_uninterrupted(self._sharded_module.trainer)
+        else:
+            rank_zero_warn(message)
 
     def remove_checkpoint(self, filepath: _PATH) -> None:
         """Remove a checkpoint file, directory or link."""
@@ -608,6 +625,20 @@ _made_for: weakref.WeakKeyDictionary[ZeroEngine, tuple[str, dict[str, Any]]] = w
 def _raw(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer behind Lightning's wrapper."""
     return getattr(optimizer, "_optimizer", optimizer)
+
+
+def _begin_epoch_as_uninterrupted(trainer: pl.Trainer) -> None:
+    """Draw for the iterator of the next epoch's data what an uninterrupted run draws, if the last epoch was complete.
+
+    Lightning has made that iterator before the generators were set, and making one draws numbers.
+    """
+    fit_loop = trainer.fit_loop
+    if not fit_loop.epoch_loop.batch_progress.is_last_batch:
+        return
+    if fit_loop.epoch_loop.restarted_on_train_batch_end and fit_loop._data_fetcher is not None:
+        iter(fit_loop._data_fetcher)
+    else:
+        fit_loop._resuming_from_checkpoint = False  # Lightning makes it again, after the hooks of the epoch's start
 
 
 def _is_initialized() -> bool:

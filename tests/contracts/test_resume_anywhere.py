@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import random
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset, default_collate
 
 from lightning_zero.checkpoint import directory
 from lightning_zero.checkpoint_io import ZeroCheckpointIO
@@ -16,7 +22,8 @@ from lightning_zero.config import MixedPrecision
 from lightning_zero.strategy import ZeroStrategy
 from tests import worlds
 from tests.checkpoint import programs
-from tests.contracts.test_lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
+from tests.contracts.test_lightning_programs import Net, assert_equal, data, loader, seeded, trainer, weights
+from tests.sampling import sample
 
 STAGES = (0, 1, 2, 3)
 WORLDS = (1, 2, 3)
@@ -267,3 +274,121 @@ def _average(rank: int, world: int, folder: str, kind: Any) -> None:
 @pytest.mark.parametrize("kind", [1, (2, "sharded")], ids=str)
 def test_averaged_weights_resume(kind: Any, tmp_path: Path) -> None:
     worlds.run(_average, 2, str(tmp_path), kind)
+
+
+# -- Randomness --------------------------------------------------------------------------------------------------------
+
+
+class Loader:
+    """Shuffles anew in every epoch, and goes on in the middle of one."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.mine = Subset(data(48), range(rank, 48, world))
+        self.epoch, self.given, self.goes_on = 0, 0, False
+
+    def __len__(self) -> int:
+        return len(self.mine) // 2
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.goes_on:
+            self.epoch, self.given = self.epoch + 1, 0
+        self.goes_on = False
+        order = torch.randperm(len(self.mine), generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        while self.given < len(self):
+            self.given += 1
+            yield default_collate([self.mine[index] for index in order[2 * self.given - 2 : 2 * self.given]])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.given = state["epoch"], state["given"]
+        self.goes_on = self.given < len(self)
+
+
+def shuffling(rank: int, world: int) -> DataLoader[Any]:
+    """Torch's own loader draws when it is iterated; it cannot go on in the middle of an epoch."""
+    return DataLoader(Subset(data(48), range(rank, 48, world)), batch_size=2, shuffle=True)
+
+
+class Noisy(Tied):
+    """Draws from every generator in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(F.dropout(x, 0.2, self.training)), 0.2, self.training)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch) * (1 + 0.1 * random.random() + 0.1 * np.random.random())
+        self.losses.append(loss.item())
+        return loss
+
+
+class NoisyStart(Noisy):
+    """Draws when an epoch starts, too."""
+
+    def on_train_epoch_start(self) -> None:
+        torch.rand(())
+
+
+def _noisy(
+    rank: int, world: int, kind: Any, folder: str, make_loader: Any, every: int | None, resume: str | None = None
+) -> Any:
+    seed = rank + 10 * (resume is not None)  # as ranks and runs differ when nobody seeds
+    worlds.seed(seed)
+    np.random.seed(seed)
+    callback = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=every)
+    options = {"enable_checkpointing": True, "max_epochs": 3, "accumulate_grad_batches": 2}
+    fitted = trainer(rank, world, _strategy(kind), callbacks=[callback], **options)
+    # Lightning leaves out the hooks between epochs after a resume from a last batch.
+    module = Noisy() if every else NoisyStart()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fitted.fit(module, make_loader(rank, world), ckpt_path=resume)
+    said = [str(warning.message) for warning in caught if "random number" in str(warning.message)]
+    return module.losses, weights(fitted), said
+
+
+def _go_on_noisily(
+    rank: int, world: int, folder: str, kind: Any, make_loader: Any, every: int | None, steps: tuple[int, ...]
+) -> None:
+    losses, expected, _ = _noisy(rank, world, kind, f"{folder}/whole", make_loader, every)
+    assert len(losses) == 36
+    for step in steps:
+        path = f"{folder}/whole/step={step}.ckpt"
+        rest, actual, said = _noisy(rank, world, kind, f"{folder}/{step}", make_loader, every, path)
+        assert rest == losses[2 * step :]
+        assert said == []
+        assert_equal(actual, expected)
+
+
+KINDS = [1, 2, 3, (0, "sharded"), (1, "sharded"), (3, "full")]
+
+
+@pytest.mark.parametrize("kind", sample(KINDS, 2, 3), ids=str)
+def test_losses_after_a_resume_in_the_middle_of_an_epoch_are_those_of_an_uninterrupted_run(
+    kind: Any, tmp_path: Path
+) -> None:
+    worlds.run(_go_on_noisily, 2, str(tmp_path), kind, Loader, 4, (4, 8))
+
+
+@pytest.mark.parametrize("kind", sample(KINDS, 1), ids=str)
+@pytest.mark.parametrize(("every", "step"), [(None, 6), (6, 6), (None, 12)], ids=["epoch-end", "last-batch", "second"])
+def test_losses_after_a_resume_between_epochs_are_those_of_an_uninterrupted_run(
+    every: int | None, step: int, kind: Any, tmp_path: Path
+) -> None:
+    worlds.run(_go_on_noisily, 2, str(tmp_path), kind, shuffling, every, (step,))
+
+
+def _say(rank: int, world: int, path: str) -> list[str]:
+    return _noisy(rank, world, 2, f"{path}-other", Loader, None, path)[2]
+
+
+def test_random_states_of_another_world_are_left_out_and_it_is_said_once(tmp_path: Path) -> None:
+    worlds.run(_noisy, 2, 3, str(tmp_path), Loader, None)
+    said = worlds.run(_say, 1, str(tmp_path / "step=6.ckpt"))
+    assert [len(lines) for lines in said] == [1]
+    assert said[0][0].startswith("The checkpoint was saved on 2 ranks and is resumed on 1")
