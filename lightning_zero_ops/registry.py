@@ -1,0 +1,127 @@
+"""The op library ``lightning_zero``: how an op is defined, and which implementation runs where.
+
+Note [What an op is]
+    ``define`` takes a schema and three functions. The *reference* is plain PyTorch and runs on CPUs; the *launcher*
+    starts a Triton kernel and runs on CUDA devices; the *fake* says shapes and dtypes, so ``torch.compile`` sees one
+    node. ``Library.define`` and ``Library.impl`` make ops whose calls cost less than ``torch.library.custom_op``'s (ADR
+    0007).
+
+Note [Without Triton]
+    Triton exists on Linux only. Elsewhere kernels stay plain functions that nobody calls, and the reference runs on
+    CUDA devices too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = tl = None
+
+__all__ = ["LIBRARY", "cdiv", "check_flat", "define", "jit", "on_device_of", "tl"]
+
+LIBRARY: Any = Library("lightning_zero", "DEF")  # type: ignore[no-untyped-call]
+
+_Function = Callable[..., Any]
+
+
+def define(
+    schema: str,
+    *,
+    reference: _Function,
+    launcher: _Function,
+    fake: _Function,
+    backward: _Function | None = None,
+    setup_context: _Function | None = None,
+) -> Any:
+    """Define the op ``lightning_zero::<name>`` and return it (an ``OpOverload``).
+
+    Args:
+        schema: Name, arguments and results; tensors that are written carry ``(a!)``.
+        reference: Plain PyTorch implementation for CPUs.
+        launcher: Starts the Triton kernel; for CUDA devices.
+        fake: Returns empty results of the right shapes and dtypes; must not read values.
+        backward: As in ``torch.library.register_autograd``.
+        setup_context: As in ``torch.library.register_autograd``.
+    """
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+    LIBRARY.impl(name, reference, "CPU")
+    LIBRARY.impl(name, reference if triton is None else launcher, "CUDA")
+    torch.library.register_fake(f"lightning_zero::{name}", fake, lib=LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(f"lightning_zero::{name}", backward, setup_context=setup_context, lib=LIBRARY)
+    op = getattr(torch.ops.lightning_zero, name).default
+    if op._schema.is_mutable:
+        LIBRARY.impl(name, _count_writes(op), "ADInplaceOrView", with_keyset=True)
+    return op
+
+
+def _count_writes(op: Any) -> _Function:
+    """Return a kernel that moves the version counters of the written arguments, which Triton leaves alone."""
+    arguments = op._schema.arguments
+    written = [
+        (position, argument.name)
+        for position, argument in enumerate(arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+    def count(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        for position, name in written:
+            value = args[position] if position < len(args) else kwargs.get(name)
+            tensors = [value] if isinstance(value, Tensor) else value or ()
+            torch.autograd.graph.increment_version(tensors)
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
+
+    return count
+
+
+def jit(kernel: _Function) -> Any:
+    """Make a Triton kernel; without Triton, leave it as it is."""
+    return kernel if triton is None else triton.jit(kernel)
+
+
+def cdiv(numerator: int, denominator: int) -> int:
+    """Return the quotient, rounded up."""
+    return -(-numerator // denominator)
+
+
+def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Make the tensor's device current: Triton launches on the current one."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def check_flat(op: str, dtypes: Sequence[torch.dtype], **tensors: Tensor | None) -> None:
+    """Refuse tensors that are not flat, contiguous, of one length and device, and of one of ``dtypes``; None passes.
+
+    Raises:
+        ValueError: Names the op, the argument and what it got.
+        TypeError: A dtype is not among ``dtypes``.
+    """
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    first = next(iter(given))
+    numel, device = given[first].numel(), given[first].device
+    for name, tensor in given.items():
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            raise ValueError(
+                f"`{op}` takes flat contiguous tensors, but `{name}` has shape {tuple(tensor.shape)} and strides"
+                f" {tensor.stride()}. Pass `{name}.view(-1)` of a contiguous tensor."
+            )
+        if tensor.numel() != numel or tensor.device != device:
+            raise ValueError(
+                f"`{op}` takes tensors of one length on one device, but `{name}` has {tensor.numel()} elements on"
+                f" {tensor.device} and `{first}` has {numel} on {device}."
+            )
+        if tensor.dtype not in dtypes:
+            allowed = ", ".join(str(dtype) for dtype in dtypes)
+            raise TypeError(f"`{op}` takes {allowed}, but `{name}` is {tensor.dtype}. Convert it first.")

@@ -1,0 +1,56 @@
+"""How exact an op must be against float64: the bounds, and tensors that are new in every run."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+__all__ = ["SIZES", "assert_close", "fresh", "ulp"]
+
+SIZES = (1, 63, 1000, 4097, 1_000_000)
+NORM_WISE = 1e-6
+TIMES_PLAIN = 2.0  # how much larger than plain PyTorch's own error the largest element-wise error may be
+
+
+def fresh() -> torch.Generator:
+    """Return a generator with a new seed, which a failing test prints."""
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    return torch.Generator().manual_seed(seed)
+
+
+def ulp(values: Tensor) -> Tensor:
+    """Return the distance of 16-bit or fp32 values to the next one away from zero, in float64."""
+    magnitude = values.abs()
+    bits = {2: torch.int16, 4: torch.int32}[values.itemsize]
+    return (magnitude.view(bits) + 1).view(values.dtype).double() - magnitude.double()
+
+
+def assert_close(actual: Tensor, exact: Tensor, plain: Tensor, *, is_reduction: bool = False) -> None:
+    """Assert the bounds of exactness.
+
+    fp32: norm-wise relative error at most 1e-6; largest error at most twice that of ``plain``, or one unit of an
+    element. 16 bits: one unit in the last place, and what fp32 loses where terms cancel; where ``is_reduction``, twice
+    the largest error of ``plain``.
+
+    Args:
+        actual: What the op returned.
+        exact: Float64, from the same input.
+        plain: What PyTorch gives in the dtype of ``actual``.
+        is_reduction: The op adds over elements or multiplies matrices.
+    """
+    assert actual.dtype == plain.dtype
+    assert exact.dtype == torch.float64
+    assert torch.isfinite(actual).all(), "not every output was written"
+    error = (actual.double() - exact).abs()
+    one = ulp(exact.to(actual.dtype))
+    if actual.dtype == torch.float32:
+        assert error.norm() <= NORM_WISE * exact.norm(), (error.norm() / exact.norm()).item()
+    elif not is_reduction:
+        cancelled = torch.finfo(torch.float32).eps * exact.abs().max()
+        assert (error <= one + cancelled).all(), (error / one).max().item()
+        return
+    bound = TIMES_PLAIN * (plain.double() - exact).abs().max()
+    assert ((error <= bound) | (error <= one)).all(), (error.max() / bound).item()
