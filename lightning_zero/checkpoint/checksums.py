@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = ["CHECKSUMS", "BlockReader", "block_sums", "write_sums"]
+__all__ = ["CHECKSUMS", "EARLIER", "BlockReader", "block_sums", "write_sums"]
 
 CHECKSUMS = "checksums"
 BLOCK_BYTES = 1 << 20
+EARLIER = "Load an earlier checkpoint."
 
 
 def block_sums(path: Path) -> list[int]:
@@ -28,26 +30,52 @@ def write_sums(directory: Path, sums: dict[str, list[int]]) -> None:
         sums: What ``block_sums`` returned, by the file's name in the checkpoint.
     """
     files = {name: {"nbytes": (directory / name).stat().st_size, "crc32": sums[name]} for name in sorted(sums)}
+    table = {"block_bytes": BLOCK_BYTES, "files": files}
     with (directory / CHECKSUMS).open("w") as file:
-        json.dump({"block_bytes": BLOCK_BYTES, "files": files}, file)
+        json.dump({**table, "crc32": _sum_of_table(table)}, file)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _sum_of_table(table: dict[str, Any]) -> int:
+    """Return the sum of the table itself, so that a changed name or key does not end the checking in silence."""
+    return zlib.crc32(json.dumps(table).encode())
+
+
+def _read_table(directory: Path) -> dict[str, Any] | None:
+    path = directory / CHECKSUMS
+    if not path.is_file():
+        return None
+    try:
+        table: dict[str, Any] = json.loads(path.read_bytes())
+        expected = table.pop("crc32")
+        is_whole = _sum_of_table(table) == expected
+    except (ValueError, KeyError, AttributeError, TypeError):
+        is_whole = False
+    if not is_whole:
+        raise ValueError(f"`{path}` is damaged: its bytes are not those that were written. {EARLIER}")
+    missing = sorted(set(table["files"]) - set(os.listdir(directory)))
+    if missing:
+        raise FileNotFoundError(f"`{directory / missing[0]}` is missing, so the checkpoint is not whole. {EARLIER}")
+    return table
 
 
 class BlockReader:
     """Reads byte ranges of a checkpoint's files and checks the blocks that it touches, each once.
 
     A checkpoint without ``checksums`` (one that another tool wrote) is read unchecked.
+
+    Raises:
+        ValueError: ``checksums`` is damaged.
+        FileNotFoundError: A file is missing.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        path = directory / CHECKSUMS
-        table: dict[str, Any] = (
-            json.loads(path.read_text()) if path.is_file() else {"block_bytes": BLOCK_BYTES, "files": {}}
-        )
-        self._block_bytes: int = table["block_bytes"]
-        self._files: dict[str, dict[str, Any]] = table["files"]
+        table = _read_table(directory)
+        self._block_bytes: int = BLOCK_BYTES if table is None else table["block_bytes"]
+        # None: nothing is checked
+        self._files: dict[str, dict[str, Any]] | None = None if table is None else table["files"]
         self._checked: set[tuple[str, int]] = set()
 
     def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytearray:
@@ -55,20 +83,30 @@ class BlockReader:
 
         Raises:
             ValueError: The bytes are not those that were written.
+            FileNotFoundError: The file is missing.
         """
         path = self.directory / name
+        if not path.is_file():
+            raise FileNotFoundError(f"`{path}` is missing, so the checkpoint is not whole. {EARLIER}")
+        expected = self._entry(name)
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             stop = size if nbytes is None else offset + nbytes
-            expected = self._files.get(name)
             if stop > size or (expected is not None and expected["nbytes"] != size):
-                raise ValueError(f"`{path}` is damaged: it has {size} bytes, which is not what was written.")
+                raise ValueError(f"`{path}` is damaged: it has {size} bytes, which is not what was written. {EARLIER}")
             if expected is None:
                 file.seek(offset)
                 return bytearray(file.read(stop - offset))
-            return self._read_checked(file, name, offset, stop)
+            return self._read_checked(file, name, expected["crc32"], offset, stop)
 
-    def _read_checked(self, file: BinaryIO, name: str, offset: int, stop: int) -> bytearray:
+    def _entry(self, name: str) -> dict[str, Any] | None:
+        if self._files is None:
+            return None
+        if name not in self._files:
+            raise ValueError(f"`{self.directory / name}` is of another checkpoint: it is not listed in `{CHECKSUMS}`.")
+        return self._files[name]
+
+    def _read_checked(self, file: BinaryIO, name: str, sums: Sequence[int], offset: int, stop: int) -> bytearray:
         out = bytearray(stop - offset)
         for index in range(offset // self._block_bytes, -(-stop // self._block_bytes)):
             base = index * self._block_bytes
@@ -79,14 +117,14 @@ class BlockReader:
             else:
                 file.seek(base)
                 block = file.read(self._block_bytes)
-                self._check(name, index, block)
+                self._check(name, index, block, sums)
                 out[lo - offset : hi - offset] = memoryview(block)[lo - base : hi - base]
         return out
 
-    def _check(self, name: str, index: int, block: bytes) -> None:
-        if zlib.crc32(block) != self._files[name]["crc32"][index]:
+    def _check(self, name: str, index: int, block: bytes, sums: Sequence[int]) -> None:
+        if zlib.crc32(block) != sums[index]:
             raise ValueError(
                 f"`{self.directory / name}` is damaged: the bytes from {index * self._block_bytes} on are not those"
-                " that were written. Load an earlier checkpoint."
+                f" that were written. {EARLIER}"
             )
         self._checked.add((name, index))

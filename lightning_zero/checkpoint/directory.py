@@ -8,7 +8,7 @@ A directory (format version 1) holds
                              same bytes. Tensors sharded over ranks elsewhere in the dictionary: ``extra.<path>``
 ``meta.pt``                  everything else in the dictionary, by ``torch.save``
 ``format.json``              version of the format, and who wrote it
-``checksums``                a CRC-32 per MiB of every other file
+``checksums``                a CRC-32 per MiB of every other file, and one of itself
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lightning_zero.checkpoint.checksums import block_sums, write_sums
+from lightning_zero.checkpoint.checksums import CHECKSUMS, EARLIER, BlockReader, block_sums, write_sums
 from lightning_zero.checkpoint.flat import FlatCheckpoint, by_number, rebuild
 from lightning_zero.checkpoint.paths import beside, delete, local_path, new_token, put_in_place
 from lightning_zero.checkpoint.planner import METADATA, Segment, SegmentSavePlanner, SegmentWriter, StoredTensors
@@ -284,18 +284,28 @@ def _read(path: Path, weights_only: bool | None) -> dict[str, Any]:
 def _read_directory(path: Path, weights_only: bool | None) -> dict[str, Any]:
     if not (path / METADATA).is_file():
         raise FileNotFoundError(f"`{path}` is not a checkpoint: it has no `{METADATA}`.")
-    stored = StoredTensors(path)
-    if (path / FORMAT).is_file():
-        version = json.loads(stored.reader.read(FORMAT))["version"]
-        if version > FORMAT_VERSION:
-            raise ValueError(
-                f"`{path}` has the format version {version}, and this release reads versions up to {FORMAT_VERSION}."
-                " Update lightning-zero."
-            )
+    reader = _open(path)
+    stored = StoredTensors(path, reader, weights_only)
     meta: dict[str, Any] = {}
     if (path / META).is_file():
-        content = io.BytesIO(stored.reader.read(META))
+        content = io.BytesIO(reader.read(META))
         meta = torch.load(content, map_location="cpu", weights_only=weights_only)
     keys = list(stored.keys())
     values = {key: stored.open(key, weights_only=weights_only) for key in keys}
     return rebuild(meta, {key: stored.path(key) for key in keys}, values)
+
+
+def _open(path: Path) -> BlockReader:
+    """Return the reader of a directory, after checking that this release knows its format."""
+    reader = BlockReader(path)
+    if not (path / FORMAT).is_file():
+        return reader  # another tool's
+    version = json.loads(reader.read(FORMAT))["version"]
+    if version > FORMAT_VERSION:
+        raise ValueError(
+            f"`{path}` has the format version {version}, and this release reads versions up to {FORMAT_VERSION}."
+            " Update lightning-zero."
+        )
+    if not (path / CHECKSUMS).is_file():
+        raise FileNotFoundError(f"`{path / CHECKSUMS}` is missing, so `{path}` is not whole. {EARLIER}")
+    return reader

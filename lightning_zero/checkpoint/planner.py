@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -32,6 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zero.checkpoint.checksums import BlockReader
+from lightning_zero.checkpoint.unpickling import read_index
 
 __all__ = [
     "METADATA_FUNCTIONS",
@@ -261,12 +261,18 @@ class SegmentWriter(FileSystemWriter):
 
 
 class StoredTensors:
-    """The tensors and objects in the ``.distcp`` files of a directory. Every rank opens and reads it on its own."""
+    """The tensors and objects in the ``.distcp`` files of a directory. Every rank opens and reads it on its own.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        directory: The checkpoint.
+        reader: Reads its files.
+        weights_only: As for ``torch.load``: whether to refuse an index that could run code.
+    """
+
+    def __init__(self, directory: Path, reader: BlockReader | None = None, weights_only: bool | None = None) -> None:
         self.directory = directory
-        self.reader = BlockReader(directory)
-        self.metadata: Metadata = pickle.loads(self.reader.read(METADATA))
+        self.reader = reader or BlockReader(directory)
+        self.metadata: Metadata = read_index(self.reader.read(METADATA), directory / METADATA, weights_only)
         # chunk of a tensor, or object -> file and byte range
         self._places: dict[MetadataIndex, Any] = self.metadata.storage_data
 
@@ -319,7 +325,10 @@ class StoredTensors:
         return place.relative_path, place.offset, place.length
 
     def _load(self, index: MetadataIndex, *, weights_only: bool | None) -> Any:
-        content = io.BytesIO(self.reader.read(*self._range(index)))
+        try:
+            content = io.BytesIO(self.reader.read(*self._range(index)))
+        except (ValueError, OSError) as error:
+            raise type(error)(f"{error} It holds `{index.fqn}`.") from error
         return torch.load(content, map_location="cpu", weights_only=weights_only)
 
 

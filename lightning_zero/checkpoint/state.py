@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.planner import METADATA_FUNCTIONS, Segment, StoredTensor, fill
+from lightning_zero.checkpoint.ranks import Ranks
 from lightning_zero.errors import ReleasedParameterError, nearest
 
 if TYPE_CHECKING:
@@ -51,12 +52,30 @@ def load_model_state(engine: ZeroEngine, module: nn.Module, state_dict: Mapping[
 
     Raises:
         RuntimeError: Names are missing or unexpected and ``strict``, or shapes differ; in the words of ``nn.Module``.
+        ValueError, FileNotFoundError: What is read is damaged or missing.
+        CheckpointError: Another rank had an error.
     """
-    with _stand_ins(engine.records(), module) as stand_ins:
-        module.load_state_dict(state_dict, strict=strict)
-    written = [stand_in for stand_in in stand_ins if stand_in.source is not None]
-    _copy_ranges([(one.record.name, one.source, _master_segment(one.record)) for one in written])
+    with Ranks(engine).agree("Loading the model"), _names_the_file(state_dict):
+        with _stand_ins(engine.records(), module) as stand_ins:
+            module.load_state_dict(state_dict, strict=strict)
+        written = [stand_in for stand_in in stand_ins if stand_in.source is not None]
+        _copy_ranges([(one.record.name, one.source, _master_segment(one.record)) for one in written])
     engine.publish()
+
+
+@contextlib.contextmanager
+def _names_the_file(state_dict: Mapping[str, Any]) -> Iterator[None]:
+    """Add the checkpoint's path to an error that a module raises about names or shapes."""
+    try:
+        yield
+    except RuntimeError as error:
+        stored = next((value for value in state_dict.values() if isinstance(value, StoredTensor)), None)
+        if stored is not None:
+            error.add_note(
+                f"The checkpoint is `{stored.source.directory}`. If it is of another model on purpose, set"
+                " `strict_loading = False` on the module, or change the names in `on_load_checkpoint`."
+            )
+        raise
 
 
 def _master_segment(record: ParameterRecord) -> Segment:
@@ -176,11 +195,17 @@ def load_optimizer_state(
 ) -> None:
     """Load the states of all optimizers, by parameter name or, as torch saves them, by index.
 
-    Of what lies in a directory a rank reads only its own ranges.
+    Collective: all ranks; of what lies in a directory a rank reads only its own ranges.
 
     Raises:
-        ValueError: The checkpoint has other optimizers, groups, parameters or shapes.
+        ValueError: The checkpoint has other optimizers, groups, parameters or shapes, or is damaged.
+        CheckpointError: Another rank had an error.
     """
+    with Ranks(engine).agree("Loading the optimizers"):
+        _load_optimizers(engine, optimizers, states)
+
+
+def _load_optimizers(engine: ZeroEngine, optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
     if len(optimizers) != len(states):
         raise ValueError(
             f"The checkpoint has the states of {len(states)} optimizers, and there are {len(optimizers)} now."

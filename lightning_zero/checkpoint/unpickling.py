@@ -1,0 +1,65 @@
+"""Pickles that are read without running code: only names on a list are looked up."""
+
+from __future__ import annotations
+
+import collections
+import io
+import pathlib
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.metadata import Metadata
+
+__all__ = ["read_index"]
+
+
+def read_index(content: bytes | bytearray, path: Path, weights_only: bool | None) -> Metadata:
+    """Return the index of a ``torch.distributed.checkpoint`` directory.
+
+    Args:
+        content: The bytes of ``.metadata``.
+        path: Its path, for the errors.
+        weights_only: As for ``torch.load``. False runs code that the file contains.
+
+    Raises:
+        pickle.UnpicklingError: It names something that an index does not need.
+        ValueError: It is no index.
+    """
+    try:
+        unpickler = pickle.Unpickler if weights_only is False else _IndexUnpickler
+        index = unpickler(io.BytesIO(content)).load()
+    except pickle.UnpicklingError as error:
+        raise pickle.UnpicklingError(f"`{path}`: {error}") from error
+    except Exception as error:  # a damaged pickle raises anything
+        raise ValueError(f"`{path}` is damaged or no index: {type(error).__name__}: {error}") from error
+    if not isinstance(index, Metadata):
+        raise ValueError(f"`{path}` is no index of a checkpoint: it holds a `{type(index).__name__}`.")
+    return index
+
+
+_INDEX_NAMES: dict[tuple[str, str], Any] = {
+    **{("torch.distributed.checkpoint.metadata", name): getattr(metadata, name) for name in metadata.__all__},
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): metadata._MEM_FORMAT_ENCODING,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("torch", "Size"): torch.Size,
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    # where the writer kept its files; not used
+    **{(module, "PosixPath"): pathlib.PurePosixPath for module in ("pathlib", "pathlib._local")},
+    **{(module, "WindowsPath"): pathlib.PureWindowsPath for module in ("pathlib", "pathlib._local")},
+}
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Knows the names of ``_INDEX_NAMES`` and torch's dtypes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what a name stands for."""
+        if (module, name) in _INDEX_NAMES:
+            return _INDEX_NAMES[module, name]
+        if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype):
+            return value
+        raise pickle.UnpicklingError(f"the index names `{module}.{name}`, which could run code when it is read.")

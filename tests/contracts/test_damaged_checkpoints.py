@@ -1,0 +1,193 @@
+"""What is wrong with a checkpoint is said on every rank, by name; never wrong weights in silence, never a hang."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_zero.checkpoint import directory, state
+from lightning_zero.engine.engine import ZeroEngine
+from tests import worlds
+from tests.checkpoint import programs
+
+FILES = (".metadata", "__0_0.distcp", "__1_0.distcp", "checksums", "format.json", "meta.pt")
+FLIPS = 100
+
+
+def _save(rank: int, world: int, path: str) -> None:
+    engine, model, optimizer = programs.make(3, 0)
+    programs.step(engine, model, optimizer, 0)
+    directory.save(engine, programs.snapshot(engine, model, optimizer), path, full=False)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    worlds.run(_save, 2, str(tmp_path / "saved.ckpt"))
+    return tmp_path / "saved.ckpt"
+
+
+def _flip(path: Path, position: int, mask: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(position)
+        (byte,) = file.read(1)
+        file.seek(position)
+        file.write(bytes([byte ^ mask]))
+
+
+def _restore(path: str, model: nn.Module, engine: ZeroEngine, optimizer: Any) -> Any:
+    checkpoint = programs.restore(engine, model, optimizer, path)
+    held = programs.held(engine, optimizer)
+    return checkpoint["epoch"], checkpoint["callbacks"], [(name, span, slots) for name, _, span, slots in held]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)
+
+
+def _flip_and_load(rank: int, world: int, path: str) -> list[tuple[str, str]]:
+    """Return what happened after each flip: the file, and the error or what became of the values."""
+    engine, model, optimizer = programs.make(3, 1)
+    expected = _restore(path, model, engine, optimizer)
+    chosen = random.Random(5)
+    outcomes: list[tuple[str, str]] = []
+    for number in range(FLIPS):
+        name = FILES[number % len(FILES)]
+        flip = Path(path, name), chosen.randrange(os.path.getsize(Path(path, name))), 1 << chosen.randrange(8)
+        dist.barrier()
+        if rank == 0:
+            _flip(*flip)
+        dist.barrier()
+        try:
+            values = _restore(path, model, engine, optimizer)
+            outcomes.append((name, "harmless" if _equal(values, expected) else f"wrong in silence: {flip}"))
+        except Exception as error:
+            outcomes.append((name, str(error)))
+        dist.barrier()
+        if rank == 0:
+            _flip(*flip)
+    dist.barrier()
+    assert _equal(_restore(path, model, engine, optimizer), expected)
+    return outcomes
+
+
+def test_a_flipped_bit_is_named_on_every_rank_or_harmless(saved: Path) -> None:
+    outcomes = worlds.run(_flip_and_load, 2, str(saved))
+    for flips in outcomes:
+        assert len(flips) == FLIPS
+        for name, outcome in flips:
+            assert (f"{saved / name}` is damaged" in outcome) or (outcome == "harmless" and name == "checksums")
+    assert sum(outcome == "harmless" for _, outcome in outcomes[0]) <= 5
+
+
+def _remove(name: str) -> Callable[[Path], None]:
+    def remove(path: Path) -> None:
+        (path / name).unlink()
+
+    return remove
+
+
+def _cut(name: str) -> Callable[[Path], None]:
+    def cut(path: Path) -> None:
+        os.truncate(path / name, (path / name).stat().st_size - 1)
+
+    return cut
+
+
+def _exchange_shards(path: Path) -> None:
+    (path / "__0_0.distcp").rename(path / "other")
+    (path / "__1_0.distcp").rename(path / "__0_0.distcp")
+    (path / "other").rename(path / "__1_0.distcp")
+
+
+class Payload:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("executed",)
+
+
+def _put_code(name: str) -> Callable[[Path], None]:
+    def put(path: Path) -> None:
+        for sums in ("checksums", "format.json"):
+            (path / sums).unlink()
+        content = pickle.dumps(Payload())
+        (path / name).write_bytes(content)
+        if name == "meta.pt":
+            torch.save({"mine": Payload()}, path / name)
+
+    return put
+
+
+def _refused(rank: int, world: int, path: str) -> str:
+    engine, model, optimizer = programs.make(3, 1)
+    try:
+        programs.restore(engine, model, optimizer, path)
+    except Exception as error:
+        return f"{type(error).__name__}: {error} {' '.join(getattr(error, '__notes__', []))}"
+    return "loaded"
+
+
+@pytest.mark.parametrize(
+    ("harm", "file", "reason"),
+    [
+        *((_remove(name), name, "is missing, so") for name in FILES if name not in (".metadata", "format.json")),
+        (_remove(".metadata"), "", "has no `.metadata`"),
+        (_remove("format.json"), "format.json", "is missing, so"),
+        *((_cut(name), name, "is damaged") for name in FILES),
+        (_exchange_shards, "__0_0.distcp", "is damaged"),
+        (_put_code(".metadata"), ".metadata", "could run code"),
+        (_put_code("meta.pt"), "", "Weights only load failed"),
+    ],
+    ids=[
+        *(f"no-{name}" for name in FILES if name not in (".metadata", "format.json")), "no-.metadata", "no-format.json",
+        *(f"cut-{name}" for name in FILES), "exchanged", "code-in-index", "code-in-meta",
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named_on_every_rank(
+    harm: Callable[[Path], None], file: str, reason: str, saved: Path, tmp_path: Path
+) -> None:
+    harm(saved)
+    for said in worlds.run(_refused, 2, str(saved)):
+        assert reason in said
+        assert file in said
+        assert str(saved) in said
+    assert not Path("executed").exists()
+
+
+class Other(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = nn.Embedding(13, 6)
+
+
+def _load_other(rank: int, world: int, path: str) -> None:
+    engine, model = ZeroEngine(3), Other()
+    engine.shard(model)
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "embeddings.weight"') as caught:
+        state.load_model_state(engine, model, directory.load(engine, path)["state_dict"])
+    assert path in caught.value.__notes__[0]
+    assert "strict_loading" in caught.value.__notes__[0]
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name_on_every_rank(saved: Path) -> None:
+    worlds.run(_load_other, 2, str(saved))
+
+
+def test_a_shard_that_the_sums_do_not_list_is_not_read(saved: Path) -> None:
+    shutil.copy(saved / "__1_0.distcp", saved / "__2_0.distcp")
+    with pytest.raises(ValueError, match=r"`.*__2_0.distcp` is of another checkpoint"):
+        directory.BlockReader(saved).read("__2_0.distcp")
