@@ -40,6 +40,7 @@ from torchmetrics import Metric
 from lightning_zero.checkpoint import directory, paths, state
 from lightning_zero.checkpoint.asynchronous import AsyncSaver
 from lightning_zero.checkpoint.random_state import RANDOM_STATES, gather_random_states, restore_random_state
+from lightning_zero.checkpoint.ranks import CheckpointError, Ranks
 from lightning_zero.config import Communication, Sharding
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.precision import LossScale, LossScaler, ZeroPrecision, ZeroStep, adopt, engine_precision
@@ -470,21 +471,29 @@ class ZeroStrategy(ParallelStrategy):
         return state.optimizer_state(self._engine, _raw(optimizer))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Write a checkpoint. Collective: all ranks."""
+        """Write a checkpoint. Collective: all ranks.
+
+        Raises:
+            CheckpointError: Not all ranks came to save, or another one could not write.
+        """
         if self._engine is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        if not self._peers_are_alive():
+        if not self._all_ranks_came():
             return
-        filepath = self.broadcast(filepath)
+        filepath = Ranks(self._engine).from_first(filepath)
         if "loops" in checkpoint:  # more than weights
             checkpoint = {**checkpoint, RANDOM_STATES: gather_random_states(self._engine)}
         is_full = self.state_dict_type == "full"
-        if is_full and (storage_options is not None or not self._has_plain_checkpoint_io):
+        is_plain = self._has_plain_checkpoint_io and not _has_protocol(filepath) and storage_options is None
+        if is_full and not is_plain and not self.async_save:
             whole = directory.gather_full(self._engine, checkpoint)
             super().save_checkpoint(whole, filepath, storage_options)
         elif storage_options is not None:
-            raise ValueError("`storage_options` needs a single file. Use `ZeroStrategy(state_dict_type='full')`.")
+            raise ValueError(
+                "`storage_options` needs a single file. Use `ZeroStrategy(state_dict_type='full')`, without"
+                " `async_save`."
+            )
         elif self.async_save:
             self._saver_of(self._engine).save(checkpoint, filepath, full=is_full)
         else:
@@ -511,19 +520,20 @@ class ZeroStrategy(ParallelStrategy):
     def _has_plain_checkpoint_io(self) -> bool:
         return type(self.checkpoint_io) is TorchCheckpointIO
 
-    def _peers_are_alive(self) -> bool:
-        """Say whether all ranks have come to save; only after an error one may be missing. Collective: who is there."""
+    def _all_ranks_came(self) -> bool:
+        """Wait for the previous save and for all ranks; after an error some may stay away. Collective: who is there."""
         assert self._engine is not None
         trainer = self._sharded_module._trainer
-        if trainer is None or not trainer.interrupted or self.world_size == 1:
+        ranks = Ranks(self._engine)
+        if trainer is None or not trainer.interrupted:
+            self.wait_for_save()
+            ranks.meet("Saving a checkpoint")
             return True
         try:
-            wait = timedelta(seconds=min(PEERS_TIMEOUT_S, self.communication.timeout_s))
-            dist.monitored_barrier(self._engine.communicator.control_group, wait)
-        except RuntimeError:
-            warnings.warn(
-                "No checkpoint is saved after the error, because not all ranks have come to save.", stacklevel=2
-            )
+            self.wait_for_save()
+            ranks.meet("Saving a checkpoint", PEERS_TIMEOUT_S)
+        except (CheckpointError, OSError) as error:
+            warnings.warn(f"No checkpoint is saved after the error: {error}", stacklevel=2)
             return False
         return True
 
@@ -531,8 +541,9 @@ class ZeroStrategy(ParallelStrategy):
         """Read a checkpoint of any stage, number of ranks or strategy. Collective: all ranks."""
         self.wait_for_save()
         weights_only = self.weights_only if weights_only is None else weights_only
-        checkpoint_path = self.broadcast(checkpoint_path)
-        if not self._has_plain_checkpoint_io and not Path(checkpoint_path).is_dir():
+        checkpoint_path = Ranks(self._engine).from_first(checkpoint_path)
+        is_plain = self._has_plain_checkpoint_io and not _has_protocol(checkpoint_path)
+        if not is_plain and not Path(checkpoint_path).is_dir():
             return super().load_checkpoint(checkpoint_path, weights_only)
         return directory.load(self._engine, checkpoint_path, weights_only=weights_only)
 
@@ -562,7 +573,7 @@ class ZeroStrategy(ParallelStrategy):
             return
         if self._saver is not None:
             self._saver.remove(filepath)
-        elif self._has_plain_checkpoint_io or Path(filepath).is_dir():
+        elif (self._has_plain_checkpoint_io and not _has_protocol(filepath)) or Path(filepath).is_dir():
             paths.remove(filepath)
         else:
             self.checkpoint_io.remove_checkpoint(filepath)
@@ -620,6 +631,10 @@ _made_for: weakref.WeakKeyDictionary[ZeroEngine, tuple[str, dict[str, Any]]] = w
 
 
 # -- Helpers -----------------------------------------------------------------------------------------------------------
+
+
+def _has_protocol(path: _PATH) -> bool:
+    return "://" in str(path)
 
 
 def _raw(optimizer: Optimizer) -> Optimizer:

@@ -2,7 +2,7 @@
 
 Note [What a caller waits for]
     For the previous save, if it still runs, and for one copy of this rank's part of the state into host memory that is
-    kept from save to save. Files, sums and agreements are the business of a thread with a process group of its own.
+    kept from save to save. Files, sums and agreements are the business of a thread.
     Removals are queued behind the save: an old checkpoint goes when the new one is whole, and stays if that failed.
 """
 
@@ -34,12 +34,12 @@ class AsyncSaver:
     for the thread.
 
     Args:
-        engine: Whose state is saved. Its ranks make a group for the thread. Collective: all ranks.
+        engine: Whose state is saved.
     """
 
     def __init__(self, engine: ZeroEngine) -> None:
         self.engine = engine
-        self._ranks = Ranks(engine, engine.communicator.new_host_group())
+        self._ranks = Ranks(engine)
         self._staging = StagingBuffer(pinned=engine.communicator.device.type == "cuda")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero-save")
         self._running: Future[None] | None = None  # the last save; its error is not raised yet
@@ -52,7 +52,7 @@ class AsyncSaver:
         """
         self.wait()
         prepared = directory.prepare(self.engine, checkpoint, path, full)
-        with Ranks(self.engine).agree(f"Saving `{prepared.target}`"):
+        with self._ranks.agree(f"Saving `{prepared.target}`"):
             prepared.detach(self._staging.copy)
         self._running = self._thread.submit(directory.write, prepared, self._ranks)
 

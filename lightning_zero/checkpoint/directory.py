@@ -18,6 +18,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -160,9 +161,17 @@ def _write_tensors(ranks: Ranks, flat: FlatCheckpoint, temporary: Path, what: st
 
 
 def write_file(path: Path, content: Any) -> None:
-    """Save with ``torch.save`` and wait for the disk."""
+    """Save with ``torch.save`` and wait for the disk.
+
+    Raises:
+        OSError: The file could not be written.
+    """
     with path.open("wb") as file:
-        torch.save(content, file)
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:  # torch's writer hides what the system said
+            free = shutil.disk_usage(path.parent).free
+            raise OSError(f"`{path}` could not be written; {free} bytes are free on its disk: {error}") from error
         file.flush()
         os.fsync(file.fileno())
 

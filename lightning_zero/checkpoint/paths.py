@@ -26,7 +26,10 @@ def local_path(path: str) -> Path:
         ValueError: The path has a protocol.
     """
     if "://" in path:
-        raise ValueError(f"`{path}` is not a path of a file system that all ranks see; only those can be saved to.")
+        raise ValueError(
+            f"`{path}` has a protocol, and a directory is written to a file system that all ranks see. Use a path"
+            " without one, or single files: `ZeroStrategy(state_dict_type='full')` without `async_save`."
+        )
     return Path(path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -21,18 +22,40 @@ class CheckpointError(RuntimeError):
 class Ranks:
     """What the ranks tell one another while they save or load; over gloo on the host.
 
-    Every method is collective: all ranks, in one order on a group.
+    Every method is collective: all ranks, in one order. One thread at a time.
 
     Args:
         engine: Whose ranks; without one the world is one rank.
-        group: A group of their own, for a thread; by default the engine's for the host.
     """
 
-    def __init__(self, engine: ZeroEngine | None, group: Any = None) -> None:
+    def __init__(self, engine: ZeroEngine | None) -> None:
         communicator = None if engine is None else engine.communicator
         self.rank = 0 if communicator is None else communicator.rank
         self.world_size = 1 if communicator is None else communicator.world_size
-        self.group = group if group is not None or communicator is None else communicator.control_group
+        self.group = None if communicator is None else communicator.object_group
+        self._timeout_s = 0.0 if communicator is None else communicator.timeout_s
+
+    def meet(self, what: str, timeout_s: float | None = None) -> None:
+        """Wait until all ranks are here.
+
+        Args:
+            what: Named in the error.
+            timeout_s: Seconds to wait; by default ``communication.timeout_s``.
+
+        Raises:
+            CheckpointError: Not all ranks came in time.
+        """
+        if self.world_size == 1:
+            return
+        wait = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
+        try:
+            dist.monitored_barrier(self.group, timedelta(seconds=wait), wait_all_ranks=True)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise CheckpointError(
+                f"{what} needs all ranks, and not all came to rank {self.rank} within {wait:g} s: {reason} Call"
+                " `trainer.save_checkpoint` and the like on every rank, not behind `if trainer.is_global_zero`."
+            ) from error
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks."""
@@ -56,6 +79,7 @@ class Ranks:
             error = caught
         failed = {rank: text for rank, text in enumerate(self.gather(error and describe(error))) if text is not None}
         if error is not None:
+            error.add_note(f"{what} failed on rank {self.rank}.")
             raise error
         if failed:
             raise CheckpointError(f"{what} failed on " + "; ".join(f"rank {rank}: {failed[rank]}" for rank in failed))

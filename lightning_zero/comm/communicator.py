@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -98,7 +97,8 @@ class Communicator:
         self._gather_group: Any = None
         self._reduce_group: Any = None
         self._control_group: Any = None
-        self._new_group: Callable[[str], Any]
+        self._object_group: Any = None
+        self.timeout_s = config.timeout_s
         self._backend = ""
         self._is_part = False  # other ranks exist, and need not know of this group
         self._tags: Counter[int] = Counter()  # of a group: tells apart its point-to-point exchanges in flight
@@ -117,12 +117,16 @@ class Communicator:
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         self._backend = config.backend or dist.get_backend(process_group)
         self._is_part = len(ranks) < dist.get_world_size()
-        self._new_group = partial(
-            dist.new_group, ranks, timedelta(seconds=config.timeout_s), use_local_synchronization=self._is_part
-        )
-        self._gather_group = self._new_group(self._backend)
-        self._reduce_group = self._new_group(self._backend)
-        self._control_group = self._new_group("fake" if self._backend == "fake" else "gloo")
+        timeout = timedelta(seconds=config.timeout_s)
+
+        def group(backend: str) -> Any:
+            return dist.new_group(ranks, timeout, backend, use_local_synchronization=self._is_part)
+
+        on_host = "fake" if self._backend == "fake" else "gloo"
+        self._gather_group = group(self._backend)
+        self._reduce_group = group(self._backend)
+        self._control_group = group(on_host)
+        self._object_group = group(on_host)
 
     # -- Flat tensors ----------------------------------------------------------------------------------------------
 
@@ -267,15 +271,16 @@ class Communicator:
 
     @property
     def control_group(self) -> Any:
-        """The gloo group for values in host memory, objects among them; None in a world of one rank."""
+        """The gloo group for values in host memory; None in a world of one rank."""
         return self._control_group
 
-    def new_host_group(self) -> Any:
-        """Return a further gloo group of the same ranks, for a thread of its own; None in a world of one rank.
+    @property
+    def object_group(self) -> Any:
+        """The gloo group for objects and for calls of the user; None in a world of one rank.
 
-        Collective: all ranks.
+        A rank that makes such a call alone must not meet another rank's agreement on the control group.
         """
-        return self._new_group("fake" if self._backend == "fake" else "gloo") if self.world_size > 1 else None
+        return self._object_group
 
     def reset_stats(self) -> None:
         """Start counting anew."""
@@ -287,9 +292,9 @@ class Communicator:
         """Give the groups back. No collective."""
         # PyTorch names a group of a part of the ranks by how many there are, and must not use a name twice.
         if self._backend == "gloo" and not self._is_part and dist.is_initialized():
-            for group in (self._gather_group, self._reduce_group, self._control_group):
+            for group in (self._gather_group, self._reduce_group, self._control_group, self._object_group):
                 dist.destroy_process_group(group)
-        self._gather_group = self._reduce_group = self._control_group = None
+        self._gather_group = self._reduce_group = self._control_group = self._object_group = None
 
     def _count(self, kind: str, sent_bytes: int) -> None:
         self.sent_bytes[kind] += sent_bytes
