@@ -4,6 +4,7 @@ Importing the package registers the strategy names ``zero_0`` to ``zero_3`` with
 """
 
 from lightning_zero.callbacks import ZeroMonitor
+from lightning_zero.checkpoint.export import export_safetensors
 from lightning_zero.config import Communication, MixedPrecision, Sharding
 from lightning_zero.engine.engine import EngineStats, ZeroEngine, gathered
 from lightning_zero.errors import CollectiveError, ReleasedParameterError, ShardedGradientError
@@ -24,6 +25,7 @@ __all__ = [
     "ZeroEngine",
     "ZeroMonitor",
     "ZeroStrategy",
+    "export_safetensors",
     "gathered",
 ]
 

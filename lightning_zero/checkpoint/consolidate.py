@@ -1,31 +1,98 @@
-"""One file of a checkpoint directory, without a process group."""
+"""A checkpoint as other programs read it: safetensors files, or one file of ``torch.save``; without a process group."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from lightning_zero.checkpoint import directory
+import torch
+
+from lightning_zero.checkpoint import directory, torchfile
+from lightning_zero.checkpoint.export import DtypeName, choose, dtype_named, plan_files
 from lightning_zero.checkpoint.flat import by_number
+from lightning_zero.checkpoint.paths import beside, delete, local_path, new_token, put_in_place
 
 __all__ = ["consolidate"]
 
 
-def consolidate(checkpoint: str, out: str, *, format: Literal["ckpt"] = "ckpt") -> None:
-    """Make a single file of a checkpoint directory.
+def consolidate(
+    checkpoint: str,
+    out: str,
+    *,
+    format: Literal["safetensors", "ckpt"] = "safetensors",
+    dtype: DtypeName | None = None,
+    max_shard_size: str = "5GB",
+    include: list[str] | None = None,
+    prefix: str = "",
+    overwrite: bool = False,
+    weights_only: bool = True,
+) -> None:
+    """Make files that other programs read of a checkpoint, tensor by tensor.
+
+    Needs memory for the largest tensor at most, whatever the checkpoint's size.
 
     Args:
-        checkpoint: The directory.
-        out: The file to write.
-        format: ``ckpt``: what a single device saves, for ``load_from_checkpoint`` and for resuming.
+        checkpoint: A checkpoint directory, or a file of a single device.
+        out: What to write: a folder, a file ending in ``.safetensors``, or for ``ckpt`` a file.
+        format: ``safetensors``: the weights, in the manner of Hugging Face. ``ckpt``: everything, as a single device
+            saves it, for ``load_from_checkpoint`` and for resuming.
+        dtype: In which floating-point weights are written. The default is that of the checkpoint.
+        max_shard_size: Most bytes of a file in a folder, such as ``5GB``. A larger tensor has a file of its own.
+        include: Names of the weights to write, with ``*`` and ``?`` as wildcards. The default is all.
+        prefix: Write only weights whose name starts so, without it, such as ``model.``. Applies after ``include``.
+        overwrite: Replace what is at ``out``.
+        weights_only: Refuse to run code that the checkpoint contains. ``false`` is for checkpoints you trust.
 
     Raises:
-        FileExistsError: There is something at ``out``.
+        FileExistsError: There is something at ``out``, and not ``overwrite``.
+        ValueError: The checkpoint is damaged, no weight is included, or a value does not fit into ``dtype``.
     """
-    if os.path.lexists(out):
-        raise FileExistsError(f"`{out}` exists. Remove it, or choose another name.")
-    content = directory.load(None, checkpoint)
-    if "optimizer_states" in content:
-        content["optimizer_states"] = [by_number(state) for state in content["optimizer_states"]]
-    directory.write_file(Path(out), content)
+    target = local_path(out)
+    if os.path.lexists(target) and not overwrite:
+        raise FileExistsError(f"`{out}` exists. Remove it, choose another name, or use `--overwrite`.")
+    content = directory.load(None, checkpoint, weights_only)
+    if not isinstance(content.get("state_dict"), Mapping):
+        raise ValueError(f"`{checkpoint}` is not a checkpoint: it has no `state_dict`.")
+    weights = choose(content["state_dict"], include, prefix)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = beside(target, new_token())
+    try:
+        if format == "ckpt":
+            _write_file(temporary, content, weights, dtype_named(dtype))
+        else:
+            is_file = target.suffix == ".safetensors"
+            _write_safetensors(temporary, weights, dtype_named(dtype), max_shard_size, is_file=is_file)
+        put_in_place(temporary, target)
+    finally:
+        delete(temporary)
+
+
+def _write_file(
+    temporary: Path, content: Mapping[str, Any], weights: Mapping[str, Any], dtype: torch.dtype | None
+) -> None:
+    whole = {**content, "state_dict": dict(weights)}
+    if "optimizer_states" in whole:
+        whole["optimizer_states"] = [by_number(state) for state in whole["optimizer_states"]]
+    tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
+    floats = {name: value for name, value in tensors.items() if value.is_floating_point()}
+    torchfile.save(
+        temporary, whole, {} if dtype is None else {id(value): (name, dtype) for name, value in floats.items()}
+    )
+
+
+def _write_safetensors(
+    temporary: Path, weights: Mapping[str, Any], dtype: torch.dtype | None, max_shard_size: str, *, is_file: bool
+) -> None:
+    tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
+    for name in weights.keys() - tensors.keys():
+        print(f"`{name}` is not a tensor, and not written.")
+    plan = plan_files(tensors, dtype, max_shard_size, file_name=temporary.name if is_file else None)
+    folder = temporary.parent if is_file else temporary
+    folder.mkdir(exist_ok=True)
+    plan.create(folder)
+    with plan.writer(folder) as writer:
+        for name, tensor in tensors.items():
+            for start, values in torchfile.values_of(tensor):
+                writer.write(name, start, values)

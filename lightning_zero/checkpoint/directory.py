@@ -34,8 +34,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from lightning_zero.checkpoint.checksums import CHECKSUMS, EARLIER, BlockReader, block_sums, write_sums
 from lightning_zero.checkpoint.flat import FlatCheckpoint, by_number, rebuild
 from lightning_zero.checkpoint.paths import beside, delete, local_path, new_token, put_in_place
-from lightning_zero.checkpoint.planner import METADATA, Segment, SegmentSavePlanner, SegmentWriter, StoredTensors
+from lightning_zero.checkpoint.planner import METADATA, Segment, SegmentSavePlanner, SegmentWriter
 from lightning_zero.checkpoint.ranks import CheckpointError, Ranks, describe
+from lightning_zero.checkpoint.stored import StoredTensors
 
 if TYPE_CHECKING:
     from lightning_zero.engine.engine import ZeroEngine

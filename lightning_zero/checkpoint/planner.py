@@ -8,7 +8,6 @@ and every reader of the format can cut it anew: another world size, another stag
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -23,25 +22,15 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     StorageMeta,
     TensorProperties,
-    TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.utils._pytree import tree_leaves, tree_map_only
-
-from lightning_zero.checkpoint.checksums import BlockReader
-from lightning_zero.checkpoint.unpickling import read_index
 
 __all__ = [
-    "METADATA_FUNCTIONS",
     "Segment",
     "SegmentSavePlanner",
     "SegmentWriter",
-    "StoredTensor",
-    "StoredTensors",
     "boxes",
-    "fill",
 ]
 
 METADATA = ".metadata"
@@ -258,176 +247,3 @@ class SegmentWriter(FileSystemWriter):
         for result in written:
             for alias in names.get(result.index.fqn, ()):
                 yield dataclasses.replace(result, index=dataclasses.replace(result.index, fqn=alias))
-
-
-class StoredTensors:
-    """The tensors and objects in the ``.distcp`` files of a directory. Every rank opens and reads it on its own.
-
-    Args:
-        directory: The checkpoint.
-        reader: Reads its files.
-        weights_only: As for ``torch.load``: whether to refuse an index that could run code.
-    """
-
-    def __init__(self, directory: Path, reader: BlockReader | None = None, weights_only: bool | None = None) -> None:
-        self.directory = directory
-        self.reader = reader or BlockReader(directory)
-        self.metadata: Metadata = read_index(self.reader.read(METADATA), directory / METADATA, weights_only)
-        # chunk of a tensor, or object -> file and byte range
-        self._places: dict[MetadataIndex, Any] = self.metadata.storage_data
-
-    def keys(self) -> Iterator[str]:
-        """Yield the names of all tensors and objects."""
-        yield from self.metadata.state_dict_metadata
-
-    def path(self, key: str) -> KeyPath:
-        """Return the place of a value in the nested dictionary that was saved."""
-        paths: Mapping[str, KeyPath] = self.metadata.planner_data or {}
-        return paths.get(key, (key,))
-
-    def open(self, key: str, *, weights_only: bool | None) -> Any:
-        """Return a tensor as a ``StoredTensor``; read an object or a 0-dim tensor."""
-        entry = self.metadata.state_dict_metadata[key]
-        if isinstance(entry, TensorStorageMetadata):
-            tensor = StoredTensor(self, key, entry)
-            return tensor if entry.size else tensor.read()
-        return self._load(MetadataIndex(key), weights_only=weights_only)
-
-    def read(self, targets: Sequence[tuple[str, Segment]]) -> None:
-        """Fill the local part of segments, converting to their dtype and device.
-
-        Each stored chunk that overlaps a target is read once, in the order of the files.
-        """
-        views: list[dict[Any, torch.Tensor]] = []
-        requests: dict[MetadataIndex, list[ReadItem]] = {}
-        for number, (key, target) in enumerate(targets):
-            parts = list(target.views())
-            views.append({torch.Size(offsets): view for (offsets, _), view in parts})
-            chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for (offsets, sizes), _ in parts]
-            entry = self.metadata.state_dict_metadata[key]
-            assert isinstance(entry, TensorStorageMetadata)
-            for item in create_read_items_for_chunk_list(key, entry, chunks):
-                item = dataclasses.replace(item, dest_index=dataclasses.replace(item.dest_index, index=number))
-                requests.setdefault(item.storage_index, []).append(item)
-        for index in sorted(requests, key=lambda index: self._range(index)):
-            chunk = self._load(index, weights_only=True)
-            for item in requests[index]:
-                view = views[item.dest_index.index or 0][item.dest_index.offset]
-                _narrow(view, item.dest_offsets, item.lengths).copy_(_narrow(chunk, item.storage_offsets, item.lengths))
-
-    def _range(self, index: MetadataIndex) -> tuple[str, int, int]:
-        place = self._places[index]
-        if getattr(place, "transform_descriptors", None):
-            raise ValueError(
-                f"`{self.directory}` was written with the stream transforms {place.transform_descriptors}, which are"
-                " not supported."
-            )
-        return place.relative_path, place.offset, place.length
-
-    def _load(self, index: MetadataIndex, *, weights_only: bool | None) -> Any:
-        try:
-            content = io.BytesIO(self.reader.read(*self._range(index)))
-        except (ValueError, OSError) as error:
-            raise type(error)(f"{error} It holds `{index.fqn}`.") from error
-        return torch.load(content, map_location="cpu", weights_only=weights_only)
-
-
-def _narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
-    return tensor
-
-
-class StoredTensor(torch.Tensor):
-    """A tensor in a checkpoint directory that is read when its values are used.
-
-    Any operation works on it and reads the whole tensor each time, except those that would write into it; shape and
-    dtype are known without reading. What loads a part of it calls ``fill``.
-    """
-
-    source: StoredTensors
-    key: str
-
-    @staticmethod
-    def __new__(cls, source: StoredTensors, key: str, entry: TensorStorageMetadata) -> StoredTensor:
-        """Make the stand-in of an entry of the metadata."""
-        stored: StoredTensor = torch.Tensor._make_wrapper_subclass(
-            cls, entry.size, dtype=entry.properties.dtype, device=torch.device("cpu")
-        )
-        stored.source, stored.key = source, key
-        return stored
-
-    def __init__(self, source: StoredTensors, key: str, entry: TensorStorageMetadata) -> None:
-        super().__init__()
-
-    def read(self) -> torch.Tensor:
-        """Return the whole tensor."""
-        with torch._C.DisableTorchFunctionSubclass():
-            shape, dtype = self.shape, self.dtype
-        whole = torch.empty(shape, dtype=dtype)
-        self.source.read([(self.key, Segment(whole.view(-1), 0, shape))])
-        return whole
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Read the tensors among the arguments, except to tell shape and dtype."""
-        kwargs = kwargs or {}
-        if func in METADATA_FUNCTIONS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if _writes(func) and any(isinstance(leaf, StoredTensor) for leaf in tree_leaves(args[:1])):
-            # not TypeError: Python would take it as a hint to compute `a = a + b` for `a += b`
-            raise RuntimeError(
-                f"`{func.__name__}` would write into a tensor of a checkpoint. Write into a `.clone()` of it."
-            )
-        args, kwargs = tree_map_only(StoredTensor, StoredTensor.read, (args, kwargs))
-        return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Read the tensors among the arguments."""
-        args, kwargs = tree_map_only(StoredTensor, StoredTensor.read, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-
-METADATA_FUNCTIONS: set[Any] = {
-    getattr(torch.Tensor, name).__get__
-    for name in (
-        "shape",
-        "dtype",
-        "device",
-        "layout",
-        "ndim",
-        "requires_grad",
-        "is_meta",
-        "is_cuda",
-        "is_cpu",
-        "is_sparse",
-        "is_leaf",
-        "is_quantized",
-        "itemsize",
-    )
-} | {
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.numel,
-    torch.Tensor.is_floating_point,
-    torch.is_floating_point,
-    torch.Tensor.__len__,
-}
-
-
-def _writes(func: Callable[..., Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    return name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
-
-
-def fill(pairs: Sequence[tuple[StoredTensor, Segment]]) -> None:
-    """Read this rank's ranges of many tensors."""
-    sources = {id(stored.source): stored.source for stored, _ in pairs}
-    for identity, source in sources.items():
-        source.read([(stored.key, target) for stored, target in pairs if id(stored.source) == identity])

@@ -21,8 +21,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.planner import METADATA_FUNCTIONS, Segment, StoredTensor, fill
+from lightning_zero.checkpoint.planner import Segment
 from lightning_zero.checkpoint.ranks import Ranks
+from lightning_zero.checkpoint.stored import METADATA_FUNCTIONS, StoredTensor, fill
 from lightning_zero.errors import ReleasedParameterError, nearest
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from lightning_zero.engine.reduction import Reducer
 from lightning_zero.engine.unit import Unit, UnitState
 from lightning_zero.storage.store import DeviceStore, Kind
 
-__all__ = ["EngineStats", "ParameterRecord", "Write", "ZeroEngine", "gathered"]
+__all__ = ["EngineStats", "ParameterRecord", "Write", "ZeroEngine", "engine_of", "gathered"]
 
 Write = Literal["rank0", "all"]
 
@@ -601,7 +601,7 @@ class ZeroEngine:
         if self._communicator is None:
             raise RuntimeError("The engine holds no module yet. Call `engine.shard(module)` first.")
 
-    def _units_of(self, params_or_module: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[Unit]:
+    def _units_of(self, params_or_module: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[Unit]:
         if isinstance(params_or_module, nn.Module):
             params: Iterable[torch.Tensor] = params_or_module.parameters()
         elif isinstance(params_or_module, torch.Tensor):
@@ -678,14 +678,24 @@ def gathered(
     """
     if not isinstance(params_or_module, (nn.Module, torch.Tensor)):
         params_or_module = list(params_or_module)
-    engines = [engine for engine in _ENGINES if engine._units_of(params_or_module)]
-    if len(engines) > 1:
-        raise ValueError("The parameters belong to several engines. Gather them engine by engine.")
-    if not engines:
+    engine = engine_of(params_or_module)
+    if engine is None:
         yield
         return
-    with engines[0].gathered(params_or_module, write):
+    with engine.gathered(params_or_module, write):
         yield
+
+
+def engine_of(params_or_module: nn.Module | torch.Tensor | Sequence[torch.Tensor]) -> ZeroEngine | None:
+    """Return the engine that holds parameters, or None.
+
+    Raises:
+        ValueError: Several engines do.
+    """
+    engines = [engine for engine in _ENGINES if engine._units_of(params_or_module)]
+    if len(engines) > 1:
+        raise ValueError("The parameters belong to several engines. Take them engine by engine.")
+    return engines[0] if engines else None
 
 
 def _device_of(module: nn.Module) -> torch.device:

@@ -1,0 +1,319 @@
+"""Tensors in files, read when their values are used: a rank reads the ranges that it holds and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_zero.checkpoint.checksums import BlockReader
+from lightning_zero.checkpoint.planner import METADATA, KeyPath, Segment
+from lightning_zero.checkpoint.unpickling import read_index
+
+__all__ = ["METADATA_FUNCTIONS", "StoredTensor", "StoredTensors", "TensorSource", "fill"]
+
+PIECE_BYTES = 8 << 20  # how much of a tensor is read at once
+SMALL_BYTES = 1 << 18  # chunks up to this size are read in one go to learn what is in them
+
+
+class StoredTensors:
+    """The tensors and objects in the ``.distcp`` files of a directory. Every rank opens and reads it on its own.
+
+    Args:
+        directory: The checkpoint.
+        reader: Reads its files.
+        weights_only: As for ``torch.load``: whether to refuse an index that could run code.
+    """
+
+    def __init__(self, directory: Path, reader: BlockReader | None = None, weights_only: bool | None = None) -> None:
+        self.directory = directory
+        self.reader = reader or BlockReader(directory)
+        self.metadata: Metadata = read_index(self.reader.read(METADATA), directory / METADATA, weights_only)
+        # chunk of a tensor, or object -> file and byte range
+        self._places: dict[MetadataIndex, Any] = self.metadata.storage_data
+        self._chunks: dict[MetadataIndex, _Chunk] = {}  # those whose header was read
+
+    def keys(self) -> Iterator[str]:
+        """Yield the names of all tensors and objects."""
+        yield from self.metadata.state_dict_metadata
+
+    def path(self, key: str) -> KeyPath:
+        """Return the place of a value in the nested dictionary that was saved."""
+        paths: Mapping[str, KeyPath] = self.metadata.planner_data or {}
+        return paths.get(key, (key,))
+
+    def open(self, key: str, *, weights_only: bool | None) -> Any:
+        """Return a tensor as a ``StoredTensor``; read an object or a 0-dim tensor."""
+        entry = self.metadata.state_dict_metadata[key]
+        if isinstance(entry, TensorStorageMetadata):
+            tensor = StoredTensor(self, key, entry.size, entry.properties.dtype)
+            return tensor if entry.size else tensor.read()
+        return self._load(MetadataIndex(key), weights_only=weights_only)
+
+    def identity(self, key: str) -> Any:
+        """Return what is equal for two names of the same bytes."""
+        entry = self.metadata.state_dict_metadata[key]
+        chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else []
+        return tuple(self._range(MetadataIndex(key, chunk.offsets)) for chunk in chunks)
+
+    def read(self, targets: Sequence[tuple[str, Segment]]) -> None:
+        """Fill the local part of segments, converting to their dtype and device.
+
+        Of each stored chunk the range is read that a target covers, piece by piece, in the order of the files.
+        """
+        views: list[dict[Any, torch.Tensor]] = []
+        requests: dict[MetadataIndex, list[ReadItem]] = {}
+        for number, (key, target) in enumerate(targets):
+            parts = list(target.views())
+            views.append({torch.Size(offsets): view for (offsets, _), view in parts})
+            chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for (offsets, sizes), _ in parts]
+            entry = self.metadata.state_dict_metadata[key]
+            assert isinstance(entry, TensorStorageMetadata)
+            for item in create_read_items_for_chunk_list(key, entry, chunks):
+                item = dataclasses.replace(item, dest_index=dataclasses.replace(item.dest_index, index=number))
+                requests.setdefault(item.storage_index, []).append(item)
+        for index in sorted(requests, key=lambda index: self._range(index)):
+            with _names(index):
+                chunk = self._chunk(index)
+                for item in requests[index]:
+                    view = views[item.dest_index.index or 0][item.dest_index.offset]
+                    chunk.copy(item.storage_offsets, item.lengths, _narrow(view, item.dest_offsets, item.lengths))
+
+    def _chunk(self, index: MetadataIndex) -> _Chunk:
+        if index not in self._chunks:
+            self._chunks[index] = _Chunk(self.reader, *self._range(index))
+        return self._chunks[index]
+
+    def _range(self, index: MetadataIndex) -> tuple[str, int, int]:
+        place = self._places[index]
+        if getattr(place, "transform_descriptors", None):
+            raise ValueError(
+                f"`{self.directory}` was written with the stream transforms {place.transform_descriptors}, which are"
+                " not supported."
+            )
+        return place.relative_path, place.offset, place.length
+
+    def _load(self, index: MetadataIndex, *, weights_only: bool | None) -> Any:
+        with _names(index):
+            content = io.BytesIO(self.reader.read(*self._range(index)))
+        return torch.load(content, map_location="cpu", weights_only=weights_only)
+
+
+@contextlib.contextmanager
+def _names(index: MetadataIndex) -> Iterator[None]:
+    """Add to an error of the files which tensor or object it is about."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise type(error)(f"{error} It holds `{index.fqn}`.") from error
+
+
+class _Chunk:
+    """A tensor that ``torch.save`` wrote into a range of a file; its elements are read without reading all of it.
+
+    Raises:
+        ValueError: What is there is not one tensor.
+    """
+
+    def __init__(self, reader: BlockReader, name: str, offset: int, length: int) -> None:
+        is_small = length <= SMALL_BYTES
+        window = io.BytesIO(reader.read(name, offset, length)) if is_small else _Window(reader, name, offset, length)
+        tensor = torch.load(window, map_location="meta", weights_only=True)
+        window.seek(0)
+        archive: Any = torch._C.PyTorchFileReader(window)
+        order = archive.get_record("byteorder") if archive.has_record("byteorder") else sys.byteorder.encode()
+        is_plain = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+        if not is_plain or order.decode() != sys.byteorder:
+            raise ValueError(f"`{reader.directory / name}` has something else than a tensor at {offset}.")
+        self.dtype = tensor.dtype
+        self._reader = reader
+        self._name = name
+        self._stride = tensor.stride()
+        self._start = offset  # of the first element in the file; without elements there is nothing to read
+        if tensor.numel():
+            self._start += archive.get_record_offset("data/0") + tensor.storage_offset() * self.dtype.itemsize
+        self._stop = offset + length
+
+    def copy(self, offsets: Sequence[int], sizes: Sequence[int], target: torch.Tensor) -> None:
+        """Copy a box of the chunk into a tensor of its sizes."""
+        extents = [(size - 1) * stride for size, stride in zip(sizes, self._stride, strict=True)]
+        nbytes = (1 + sum(extents)) * self.dtype.itemsize
+        if 0 in sizes:
+            return
+        if nbytes > PIECE_BYTES and max(sizes, default=1) > 1:
+            self._copy_halves(extents.index(max(extents)), list(offsets), list(sizes), target)
+            return
+        first = sum(offset * stride for offset, stride in zip(offsets, self._stride, strict=True))
+        start = self._start + first * self.dtype.itemsize
+        if start + nbytes > self._stop:
+            raise ValueError(f"`{self._reader.directory / self._name}` is damaged: a tensor is shorter than its shape.")
+        content = self._reader.read(self._name, start, nbytes)
+        values = torch.frombuffer(content, dtype=torch.uint8).view(self.dtype)
+        target.copy_(values.as_strided(tuple(sizes), self._stride))
+
+    def _copy_halves(self, dim: int, offsets: list[int], sizes: list[int], target: torch.Tensor) -> None:
+        half = sizes[dim] // 2
+        for start, size in ((0, half), (half, sizes[dim] - half)):
+            moved = [*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :]]
+            self.copy(moved, [*sizes[:dim], size, *sizes[dim + 1 :]], target.narrow(dim, start, size))
+
+
+class _Window(io.BufferedReader):
+    """A range of a file of a checkpoint as a file of its own."""
+
+    def __init__(self, reader: BlockReader, name: str, offset: int, length: int) -> None:
+        super().__init__(_Range(reader, name, offset, length))
+
+
+class _Range(io.RawIOBase):
+    def __init__(self, reader: BlockReader, name: str, offset: int, length: int) -> None:
+        super().__init__()
+        self._reader = reader
+        self._name = name
+        self._offset = offset
+        self._length = length
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(min(len(buffer), self._length - self._position), 0)
+        if count:
+            buffer[:count] = self._reader.read(self._name, self._offset + self._position, count)
+        self._position += count
+        return count
+
+
+def _narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+class TensorSource(Protocol):
+    """Where stored tensors lie: files of a directory."""
+
+    directory: Path
+
+    def read(self, targets: Sequence[tuple[str, Segment]]) -> None:
+        """Fill the local part of segments of the tensors with these names."""
+        ...
+
+    def identity(self, key: str) -> Any:
+        """Return what is equal for two names of the same bytes."""
+        ...
+
+
+class StoredTensor(torch.Tensor):
+    """A tensor in a file that is read when its values are used.
+
+    Any operation works on it and reads the whole tensor each time, except those that would write into it; shape and
+    dtype are known without reading. What loads a part of it calls ``fill``.
+    """
+
+    source: TensorSource
+    key: str
+
+    @staticmethod
+    def __new__(cls, source: TensorSource, key: str, shape: torch.Size, dtype: torch.dtype) -> StoredTensor:
+        """Make the stand-in of a tensor."""
+        stored: StoredTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
+        stored.source, stored.key = source, key
+        return stored
+
+    def __init__(self, source: TensorSource, key: str, shape: torch.Size, dtype: torch.dtype) -> None:
+        super().__init__()
+
+    def read(self) -> torch.Tensor:
+        """Return the whole tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            shape, dtype = self.shape, self.dtype
+        whole = torch.empty(shape, dtype=dtype)
+        self.source.read([(self.key, Segment(whole.view(-1), 0, shape))])
+        return whole
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Read the tensors among the arguments, except to tell shape and dtype."""
+        kwargs = kwargs or {}
+        if func in METADATA_FUNCTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if _writes(func) and any(isinstance(leaf, StoredTensor) for leaf in tree_leaves(args[:1])):
+            # not TypeError: Python would take it as a hint to compute `a = a + b` for `a += b`
+            raise RuntimeError(
+                f"`{func.__name__}` would write into a tensor of a checkpoint. Write into a `.clone()` of it."
+            )
+        args, kwargs = tree_map_only(StoredTensor, StoredTensor.read, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Read the tensors among the arguments."""
+        args, kwargs = tree_map_only(StoredTensor, StoredTensor.read, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+METADATA_FUNCTIONS: set[Any] = {
+    getattr(torch.Tensor, name).__get__
+    for name in (
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "requires_grad",
+        "is_meta",
+        "is_cuda",
+        "is_cpu",
+        "is_sparse",
+        "is_leaf",
+        "is_quantized",
+        "itemsize",
+    )
+} | {
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.is_floating_point,
+    torch.is_floating_point,
+    torch.Tensor.__len__,
+}
+
+
+def _writes(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
+
+
+def fill(pairs: Sequence[tuple[StoredTensor, Segment]]) -> None:
+    """Read this rank's ranges of many tensors."""
+    sources = {id(stored.source): stored.source for stored, _ in pairs}
+    for identity, source in sources.items():
+        source.read([(stored.key, target) for stored, target in pairs if id(stored.source) == identity])

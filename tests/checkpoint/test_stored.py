@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import Shard, init_device_mesh, zeros
+
+from lightning_zero.checkpoint import stored as stored_module
+from lightning_zero.checkpoint.planner import Segment
+from lightning_zero.checkpoint.stored import StoredTensor, StoredTensors, fill
+from tests import worlds
+from tests.checkpoint.segments import expected, save, segments
+
+
+def _read(rank: int, world: int, path: str) -> None:
+    stored = StoredTensors(Path(path))
+    targets = segments(rank, world, filled=False)
+    stored.read(list(targets.items()))
+    for key, filled in segments(rank, world, filled=True).items():
+        assert torch.equal(targets[key].local, filled.local), key
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    worlds.run(save, 2, str(tmp_path / "saved"))
+    return tmp_path / "saved"
+
+
+@pytest.mark.world(3)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_segments_of_two_ranks_are_read_by(world: int, saved: Path) -> None:
+    worlds.run(_read, world, str(saved))
+
+
+def _save_dtensor(rank: int, world: int, path: str) -> None:
+    tensor = zeros(32, 64, device_mesh=init_device_mesh("cpu", (world,)), placements=[Shard(0)])
+    tensor.to_local().copy_(expected("w").chunk(world)[rank])
+    dcp.save({"model": {"w": tensor}}, checkpoint_id=path)
+    dist.barrier()
+
+
+@pytest.mark.world(3)
+def test_what_a_dtensor_program_wrote_is_read(tmp_path: Path) -> None:
+    worlds.run(_save_dtensor, 3, str(tmp_path / "saved"))
+    stored = StoredTensors(tmp_path / "saved")
+    assert torch.equal(stored.open("model.w", weights_only=True).read(), expected("w"))
+
+
+def test_a_stored_tensor_tells_its_shape_without_reading(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = StoredTensors(saved).open("model.w", weights_only=True)
+    monkeypatch.setattr(StoredTensors, "read", lambda *args: pytest.fail("read"))
+    assert tensor.shape == (32, 64)
+    assert tensor.dtype == torch.float32
+    assert (tensor.ndim, tensor.numel(), len(tensor), tensor.device.type) == (2, 2048, 32, "cpu")
+
+
+def test_a_stored_tensor_works_in_any_operation(saved: Path) -> None:
+    tensor = StoredTensors(saved).open("model.w", weights_only=True)
+    assert torch.equal(tensor + 1, expected("w") + 1)
+    assert torch.equal(tensor[3:5].t(), expected("w")[3:5].t())
+    assert type(torch.cat([tensor, tensor])) is torch.Tensor
+    target = torch.zeros(32, 64, dtype=torch.float64)
+    target.copy_(tensor)
+    assert torch.equal(target, expected("w").double())
+    assert "2.0470e+03" in repr(tensor)
+
+
+def test_a_stored_tensor_refuses_to_be_written_into(saved: Path) -> None:
+    tensor = StoredTensors(saved).open("model.w", weights_only=True)
+    with pytest.raises(RuntimeError, match="`add_` would write into a tensor of a checkpoint"):
+        tensor += 1
+    with pytest.raises(RuntimeError, match="`__setitem__` would write"):
+        tensor[0] = 1.0
+    with pytest.raises(RuntimeError, match="`_foreach_mul_` would write"):
+        torch._foreach_mul_([tensor], 2.0)
+
+
+def test_a_0_dim_tensor_is_read_at_once(saved: Path) -> None:
+    assert type(StoredTensors(saved).open("model.scale", weights_only=True)) is torch.Tensor
+
+
+@pytest.mark.parametrize("piece", [64, 8 << 20])
+def test_fill_reads_the_ranges_of_the_targets_only(piece: int, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_module, "PIECE_BYTES", piece)
+    stored = StoredTensors(saved)
+    tensor = stored.open("model.w", weights_only=True)
+    assert isinstance(tensor, StoredTensor)
+    fill([(tensor, Segment(torch.zeros(1), 0, tensor.shape)), (tensor, Segment(torch.zeros(1), 2047, tensor.shape))])
+    targets = [Segment(torch.zeros(100, dtype=torch.bfloat16), start, tensor.shape) for start in (0, 40, 1000)]
+    reads = []
+    read = stored.reader.read
+    stored.reader.read = lambda *args: (reads.append(args[2]), read(*args))[1]  # type: ignore[method-assign]
+    fill([(tensor, target) for target in targets])
+    assert sum(reads) == 300 * 4
+    assert max(reads) <= max(piece, 4)
+    for target in targets:
+        assert torch.equal(target.local, expected("w").view(-1)[target.start : target.stop].bfloat16())
+
+
+def _save_views(path: Path) -> None:
+    whole = torch.arange(24.0).view(4, 6)
+    values = {"transposed": whole.t(), "part": whole[1:3, 2:5], "bool": whole > 3, "fp8": whole.to(torch.float8_e5m2)}
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save(values, checkpoint_id=path, no_dist=True)
+
+
+@pytest.mark.parametrize("piece", [8, 8 << 20])
+def test_tensors_with_any_strides_and_dtypes_are_read(
+    piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_module, "PIECE_BYTES", piece)
+    _save_views(tmp_path / "saved")
+    whole = torch.arange(24.0).view(4, 6)
+    stored = StoredTensors(tmp_path / "saved")
+    assert torch.equal(stored.open("transposed", weights_only=True).read(), whole.t())
+    assert torch.equal(stored.open("part", weights_only=True).read(), whole[1:3, 2:5])
+    assert torch.equal(stored.open("bool", weights_only=True).read(), whole > 3)
+    fp8 = stored.open("fp8", weights_only=True).read()
+    assert torch.equal(fp8.float(), whole.to(torch.float8_e5m2).float())
+
+
+def test_a_chunk_that_is_shorter_than_its_shape_is_refused(saved: Path) -> None:
+    stored = StoredTensors(saved)
+    entry: Any = stored.metadata.state_dict_metadata["model.bias"]
+    entry.size = entry.chunks[0].sizes = torch.Size((300_000,))
+    with pytest.raises(ValueError, match="a tensor is shorter than its shape"):
+        stored.read([("model.bias", Segment(torch.zeros(300_000), 0, entry.size))])
