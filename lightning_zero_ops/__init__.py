@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from lightning_zero_ops.adamw import adamw_step_
 from lightning_zero_ops.flat import accumulate_, clip_value_, sq_norm_and_finite
+from lightning_zero_ops.lion import lion_step_
+from lightning_zero_ops.sgd import sgd_step_
 
-__all__ = ["accumulate_", "clip_value_", "sq_norm_and_finite"]
+__all__ = ["accumulate_", "adamw_step_", "clip_value_", "lion_step_", "sgd_step_", "sq_norm_and_finite"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_zero_ops import accumulate_, clip_value_, flat, sq_norm_and_finite
-from tests.ops.accuracy import SIZES, assert_close, fresh, ulp
+from tests.ops.accuracy import AT_LEAST, SIZES, assert_close, fresh, ulp
 from tests.ops.ahead_of_time import Compilation, assert_lean
 from tests.ops.processes import CAPABILITIES, compiled, interpreted
 from tests.sampling import sample
@@ -118,14 +118,14 @@ def test_kernel_compiles_without_spills_and_loads_128_bits(case: str, capability
 @pytest.mark.parametrize("grad_dtype", DTYPES)
 def test_accumulate_is_as_exact_as_pytorch(numel: int, total_dtype: str, grad_dtype: str) -> None:
     generator = fresh()
-    grad = torch.randn(numel, generator=generator).to(DTYPES[grad_dtype])
-    total = torch.randn(numel, generator=generator).to(DTYPES[total_dtype])
+    grad, total = torch.randn(2, max(numel, AT_LEAST), generator=generator)
+    grad, total = grad.to(DTYPES[grad_dtype]), total.to(DTYPES[total_dtype])
     exact = total.double() + 0.3 * grad.double()
     plain = (total.float() + 0.3 * grad.float()).to(total.dtype)
-    assert_close(accumulate_(total.clone(), grad, alpha=0.3), exact, plain)
-    untouched = torch.full_like(total, float("nan"))
+    assert_close(accumulate_(total[:numel].clone(), grad[:numel], alpha=0.3), exact, plain)
+    untouched = torch.full_like(total[:numel], float("nan"))
     scaled = (0.3 * grad.float()).to(total.dtype)
-    assert_close(accumulate_(untouched, grad, alpha=0.3, beta=0.0), 0.3 * grad.double(), scaled)
+    assert_close(accumulate_(untouched, grad[:numel], alpha=0.3, beta=0.0), 0.3 * grad.double(), scaled)
 
 
 @pytest.mark.parametrize("numel", SIZES)

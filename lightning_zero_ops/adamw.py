@@ -1,0 +1,173 @@
+"""AdamW and Adam over flat tensors in one pass: unscale, clip, decay, step and the rounded parameters.
+
+Formula, for every element, with t = ``step`` counted from 1 (AdamW, arXiv:1711.05101; Adam, arXiv:1412.6980):
+    g = factor * grad + l2 * p
+    p = p - lr * weight_decay * p
+    m = m + (1 - beta1) * (g - m)
+    v = beta2 * v + (1 - beta2) * g * g
+    p = p - lr / (1 - beta1 ** t) * m / (sqrt(v) / sqrt(1 - beta2 ** t) + eps)
+    out = p, rounded
+
+``weight_decay`` is AdamW's, ``l2`` is Adam's ``weight_decay``; one of them is 0. Bytes per element with fp32 moments: 24
+of p, m and v, and those of the gradient and of ``out`` (2 each in 16 bits).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_zero_ops.chunks import step_in_chunks
+from lightning_zero_ops.registry import cdiv, check_flat, define, jit, on_device_of, tl
+
+__all__ = ["adamw_step_"]
+
+_FP32 = (torch.float32,)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_MOMENTS = (torch.float32, torch.bfloat16)
+
+# -- Reference: PyTorch's fused kernel in chunks -----------------------------------------------------------------------
+
+
+def _reference(
+    param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, out: Tensor | None, grad: Tensor, factor: Tensor | None,
+    step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, l2: float,
+    tails: Sequence[int],
+) -> None:  # fmt: skip
+    fused, decay = (torch._fused_adam_, l2) if l2 else (torch._fused_adamw_, weight_decay)
+    steps = torch.tensor(float(step), device=param.device)
+
+    def kernel(grads: list[Tensor], states: list[list[Tensor]]) -> None:
+        params, exp_avgs, exp_avg_sqs = states
+        fused(
+            params, grads, exp_avgs, exp_avg_sqs, [], [steps] * len(params), lr=lr, beta1=beta1, beta2=beta2,
+            weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    step_in_chunks(kernel, grad, (param, exp_avg, exp_avg_sq), out=out, factor=factor, tails=tails)
+
+
+# -- Tuning ------------------------------------------------------------------------------------------------------------
+
+# 8 elements per thread: one 128-bit load of a 16-bit tensor, two of an fp32 one. No GPU has measured it yet.
+_BLOCK = 1024
+_NUM_WARPS = 4
+
+# -- Kernel ------------------------------------------------------------------------------------------------------------
+
+
+@jit
+def _adamw_kernel(  # type: ignore[no-untyped-def]
+    param, exp_avg, exp_avg_sq, out, grad, factor, numel, rest1, beta2, rest2, eps, decay, l2, step_size, root_bias2,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    # 1 - beta2 in fp32 would be wrong by 5e-5, so differences and products of options come from the host.
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < numel
+    g = tl.load(grad + offsets, mask=inside, other=0.0).to(tl.float32)
+    p = tl.load(param + offsets, mask=inside, other=0.0)
+    m = tl.load(exp_avg + offsets, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(exp_avg_sq + offsets, mask=inside, other=0.0).to(tl.float32)
+    if factor is not None:
+        g *= tl.load(factor)
+    g += tl.cast(l2, tl.float32) * p
+    p -= tl.cast(decay, tl.float32) * p
+    m += tl.cast(rest1, tl.float32) * (g - m)
+    v = tl.cast(beta2, tl.float32) * v + tl.cast(rest2, tl.float32) * g * g
+    denominator = tl.sqrt(v) / tl.cast(root_bias2, tl.float32) + tl.cast(eps, tl.float32)
+    p -= tl.cast(step_size, tl.float32) * (m / denominator)
+    tl.store(param + offsets, p, mask=inside)
+    tl.store(exp_avg + offsets, m.to(exp_avg.dtype.element_ty), mask=inside)
+    tl.store(exp_avg_sq + offsets, v.to(exp_avg_sq.dtype.element_ty), mask=inside)
+    if out is not None:
+        tl.store(out + offsets, p.to(out.dtype.element_ty), mask=inside)
+
+
+# -- Launcher ----------------------------------------------------------------------------------------------------------
+
+
+def _launch(
+    param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, out: Tensor | None, grad: Tensor, factor: Tensor | None,
+    step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, l2: float,
+    tails: Sequence[int],
+) -> None:  # fmt: skip
+    if not param.numel():
+        return
+    step_size, root_bias2 = lr / (1.0 - beta1**step), math.sqrt(1.0 - beta2**step)
+    with on_device_of(param):
+        _adamw_kernel[(cdiv(param.numel(), _BLOCK),)](
+            param, exp_avg, exp_avg_sq, out, grad, factor, param.numel(), 1.0 - beta1, beta2, 1.0 - beta2, eps,
+            lr * weight_decay, l2, step_size, root_bias2, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+        )  # fmt: skip
+
+
+# -- Registration ------------------------------------------------------------------------------------------------------
+
+_adamw_step = define(
+    "adamw_step_(Tensor(a!) param, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? out, Tensor grad,"
+    " Tensor? factor, int step, float lr, float beta1, float beta2, float eps, float weight_decay, float l2,"
+    " int[] tails) -> ()",
+    reference=_reference,
+    launcher=_launch,
+    fake=lambda *_: None,
+)
+
+# -- Public function ---------------------------------------------------------------------------------------------------
+
+
+def adamw_step_(
+    param: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    l2: float = 0.0,
+    factor: Tensor | None = None,
+    out: Tensor | None = None,
+    tails: Sequence[int] = (),
+) -> None:
+    """Step ``param`` in place by AdamW, or by Adam, in one pass over memory.
+
+    Arithmetic is fp32. On a CPU the bits are those of PyTorch's fused step and do not depend on how a tensor is cut.
+
+    Args:
+        param: (n,) fp32, the master.
+        exp_avg: (n,) fp32 or bf16, first moment, written.
+        exp_avg_sq: (n,) fp32 or bf16, second moment, written. In bf16 it stops moving where a step changes it by less
+            than 0.2 %, which with ``betas[1]`` of 0.999 is often.
+        grad: (n,) fp32, bf16 or fp16; not written.
+        step: Number of this step, from 1.
+        lr: Learning rate.
+        betas: Decay of the moments.
+        eps: Added to the root of the second moment.
+        weight_decay: Decay of the parameters (AdamW).
+        l2: Added to the gradient, times the parameters (Adam).
+        factor: () fp32 on the same device; the gradient is multiplied by it (unscaling, clipping).
+        out: (n,) fp32, bf16 or fp16; takes the rounded parameters.
+        tails: Start and stop, one after the other, of what PyTorch's CPU kernel would not compute in whole vectors if
+            it stepped each parameter by itself; no effect on other devices. See Note [Whose bits] of
+            ``lightning_zero_ops/chunks.py``.
+
+    Raises:
+        ValueError: A tensor is not flat and contiguous, lengths or devices differ, ``step`` is not positive, or both
+            ``weight_decay`` and ``l2`` are given.
+        TypeError: A dtype is not among those above.
+    """
+    check_flat("adamw_step_", _FP32, param=param)
+    check_flat("adamw_step_", (*_FLOATS,), param=param, grad=grad, out=out)
+    check_flat("adamw_step_", _MOMENTS, param=param, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    if step < 1:
+        raise ValueError(f"`step={step!r}` must be 1 at the first step.")
+    if weight_decay and l2:
+        raise ValueError(f"`weight_decay={weight_decay!r}` (AdamW) and `l2={l2!r}` (Adam) exclude each other. Use one.")
+    _adamw_step(
+        param, exp_avg, exp_avg_sq, out, grad, factor, step, lr, betas[0], betas[1], eps, weight_decay, l2, tails
+    )
