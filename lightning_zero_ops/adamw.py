@@ -8,8 +8,8 @@ Formula, for every element, with t = ``step`` counted from 1 (AdamW, arXiv:1711.
     p = p - lr / (1 - beta1 ** t) * m / (sqrt(v) / sqrt(1 - beta2 ** t) + eps)
     out = p, rounded
 
-``weight_decay`` is AdamW's, ``l2`` is Adam's ``weight_decay``; one of them is 0. Bytes per element with fp32 moments: 24
-of p, m and v, and those of the gradient and of ``out`` (2 each in 16 bits).
+``weight_decay`` is AdamW's, ``l2`` is Adam's ``weight_decay``; one of them is 0. Bytes per element with fp32 moments:
+24 of p, m and v, and those of the gradient and of ``out`` (2 each in 16 bits).
 """
 
 from __future__ import annotations

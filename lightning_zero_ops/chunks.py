@@ -32,8 +32,8 @@ Range = tuple[int, int]
 Kernel = Callable[[list[Tensor], list[list[Tensor]]], None]
 """Steps tensors in place: gradients, then for each state (the first are the parameters) as many tensors."""
 
-# Long enough to hide 10 µs of calls per chunk, short enough for the cast gradient to stay in a cache of 1 MB. On an EPYC
-# core chunks of 64, 128 and 256 Ki reach 0.82, 0.92 and 1.05 of the bandwidth of `torch.add`; cores share caches.
+# Long enough to hide 10 µs of calls per chunk, short enough for the cast gradient to stay in a cache of 1 MB. On a core
+# of an EPYC chunks of 64, 128 and 256 Ki reach 0.82, 0.92 and 1.05 of the bandwidth of `torch.add`; cores share caches.
 CHUNK = 131072
 
 

@@ -98,8 +98,8 @@ def test_step_is_as_exact_as_pytorch(numel: int, grad_dtype: str, moments: str) 
         out = torch.full((numel,), float("nan"), dtype=torch.bfloat16)
         param, exp_avg, exp_avg_sq = param[:numel], exp_avg[:numel], exp_avg_sq[:numel]
         adamw_step_(
-            param, exp_avg, exp_avg_sq, grad[:numel], step=step, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay,
-            l2=l2, factor=torch.tensor(0.25), out=out,
+            param, exp_avg, exp_avg_sq, grad[:numel], step=step, lr=lr, betas=(beta1, beta2), eps=eps,
+            weight_decay=decay, l2=l2, factor=torch.tensor(0.25), out=out,
         )  # fmt: skip
         for actual, values, usual in zip((param, exp_avg, exp_avg_sq), exact, plain, strict=True):
             assert_close(actual, values, usual.to(actual.dtype))
