@@ -1,0 +1,85 @@
+"""Shards in host memory: page-locked where a CUDA device copies from it, of exactly the size that is asked for."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from typing import Any
+
+import torch
+
+from lightning_zero.storage.store import Kind
+
+__all__ = ["HostStore"]
+
+
+class HostStore:
+    """Tensors in host memory, with the bytes of each kind that are alive.
+
+    PyTorch's own pinned allocator rounds sizes up to powers of two; here a tensor takes the bytes it has. Where the
+    system refuses to lock pages, memory is pageable, which is said once.
+
+    Args:
+        pinned: Lock the pages. Needs a CUDA device.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self.device = torch.device("cpu")
+        self.is_pinned = pinned
+        self._live: Counter[Kind] = Counter()
+        self._peak: Counter[Kind] = Counter()
+        self._locked: list[torch.Tensor] = []  # registered with the driver until `close`
+
+    def create(self, kind: Kind, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a (numel,) tensor of any content, accounted under ``kind`` until ``release``."""
+        with torch.inference_mode(False):
+            tensor = torch.empty(numel, dtype=dtype)
+        if self.is_pinned and numel:
+            self._lock(tensor)
+        self.adopt(kind, tensor.nbytes)
+        return tensor
+
+    def _lock(self, tensor: torch.Tensor) -> None:
+        code = _driver().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+        if int(code) == 0:
+            self._locked.append(tensor)
+            return
+        self.is_pinned = False
+        warnings.warn(
+            f"The system does not lock {tensor.nbytes} bytes of host memory (CUDA error {int(code)}); offloaded tensors"
+            " are in pageable memory, which makes copies slower. Raise the limit of locked memory (`ulimit -l`).",
+            stacklevel=2,
+        )
+
+    def adopt(self, kind: Kind, nbytes: int) -> None:
+        """Account ``nbytes`` that were allocated elsewhere."""
+        self._live[kind] += nbytes
+        self._peak[kind] = max(self._peak[kind], self._live[kind])
+
+    def release(self, kind: Kind, nbytes: int) -> None:
+        """Account that ``nbytes`` are no longer alive."""
+        self._live[kind] -= nbytes
+
+    def live(self, kind: Kind) -> int:
+        """Bytes of ``kind`` that are alive."""
+        return self._live[kind]
+
+    def peak(self, kind: Kind) -> int:
+        """Most bytes of ``kind`` that were alive at once since ``reset_peak``."""
+        return self._peak[kind]
+
+    def reset_peak(self) -> None:
+        """Start measuring peaks anew."""
+        self._peak = Counter(self._live)
+
+    def close(self) -> None:
+        """Unlock all pages and forget all accounts."""
+        for tensor in self._locked:
+            _driver().cudaHostUnregister(tensor.data_ptr())
+        self._locked.clear()
+        self._live.clear()
+        self._peak.clear()
+
+
+def _driver() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -1,0 +1,49 @@
+"""Host memory: exact sizes, accounts, and what happens where pages cannot be locked."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_zero.storage import host
+from lightning_zero.storage.host import HostStore
+from lightning_zero.storage.store import ShardStore
+
+
+def test_the_host_store_is_a_store_with_accounts() -> None:
+    store: ShardStore = HostStore(pinned=False)
+    tensor = store.create("optimizer", 1001, torch.float32)
+    assert (tensor.device.type, tensor.untyped_storage().nbytes()) == ("cpu", 4004)
+    store.adopt("optimizer", 96)
+    store.release("optimizer", 4004)
+    assert (store.live("optimizer"), store.peak("optimizer")) == (96, 4100)
+    store.reset_peak()
+    assert store.peak("optimizer") == 96
+    store.close()
+    assert store.live("optimizer") == 0
+
+
+def test_memory_is_locked_at_its_size_and_unlocked_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: dict[int, int] = {}
+    driver = SimpleNamespace(
+        cudaHostRegister=lambda address, nbytes, flags: locked.__setitem__(address, nbytes) or 0,
+        cudaHostUnregister=locked.pop,
+    )
+    monkeypatch.setattr(host, "_driver", lambda: driver)
+    store = HostStore(pinned=True)
+    kept = [store.create("optimizer", numel, torch.float32) for numel in (3, 5000, 0)]
+    assert sorted(locked.values()) == [12, 20_000]
+    del kept
+    store.close()
+    assert locked == {}
+
+
+def test_pages_that_cannot_be_locked_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_driver", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
+    store = HostStore(pinned=True)
+    with pytest.warns(UserWarning, match="does not lock 40 bytes of host memory .CUDA error 2.*ulimit"):
+        store.create("optimizer", 10, torch.float32)
+    store.create("optimizer", 10, torch.float32)  # a second warning would be an error here
+    assert not store.is_pinned
