@@ -10,10 +10,11 @@ from typing import Any
 from jsonargparse import auto_cli
 
 from lightning_zero.checkpoint.consolidate import consolidate
+from lightning_zero.checkpoint.convert import convert
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS: dict[str, Any] = {"consolidate": consolidate}
+COMMANDS: dict[str, Any] = {"consolidate": consolidate, "convert": convert}
 
 
 def main(args: Sequence[str] | None = None) -> int:

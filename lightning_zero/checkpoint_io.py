@@ -1,18 +1,24 @@
-"""Our checkpoint directories under other strategies of Lightning."""
+"""Our checkpoint directories under other strategies of Lightning, and without a Trainer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
+import torch
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.saving import _load_state
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 
 from lightning_zero.checkpoint import directory, paths
 from lightning_zero.checkpoint.flat import by_number
 
-__all__ = ["ZeroCheckpointIO"]
+__all__ = ["ZeroCheckpointIO", "load_from_checkpoint"]
+
+M = TypeVar("M", bound=LightningModule)
 
 
 class ZeroCheckpointIO(TorchCheckpointIO):
@@ -43,3 +49,40 @@ class ZeroCheckpointIO(TorchCheckpointIO):
     def remove_checkpoint(self, path: _PATH) -> None:
         """Remove a directory, a file or a link."""
         paths.remove(path)
+
+
+def load_from_checkpoint(
+    module_class: type[M],
+    path: str | Path,
+    *,
+    map_location: torch.device | str | None = None,
+    strict: bool | None = None,
+    weights_only: bool | None = None,
+    **kwargs: Any,
+) -> M:
+    """Make a module from a checkpoint, as ``LightningModule.load_from_checkpoint`` does, also from a directory.
+
+    The tensors of a directory are read one by one, straight into the module.
+
+    Args:
+        module_class: The module's class, called with the saved hyper-parameters.
+        path: A checkpoint directory or file, also of Lightning's strategies for FSDP.
+        map_location: Device of the module; by default where its class puts it.
+        strict: Whether names must match; by default ``strict_loading`` of the module.
+        weights_only: As for ``torch.load``.
+        kwargs: Replace saved hyper-parameters.
+
+    Raises:
+        FileNotFoundError: There is no checkpoint at the path.
+        ValueError: It is damaged, or of a newer format.
+        RuntimeError: Names or shapes differ.
+    """
+    if not Path(path).is_dir():
+        return module_class.load_from_checkpoint(
+            path, map_location=map_location, strict=strict, weights_only=weights_only, **kwargs
+        )
+    checkpoint, _ = migrate_checkpoint(directory.load(None, path, weights_only))
+    saved = checkpoint.get(module_class.CHECKPOINT_HYPER_PARAMS_KEY, {})
+    checkpoint[module_class.CHECKPOINT_HYPER_PARAMS_KEY] = {**saved, **kwargs}
+    module = cast(M, _load_state(module_class, checkpoint, strict=strict, **kwargs))
+    return module if map_location is None else module.to(map_location)

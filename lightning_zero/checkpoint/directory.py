@@ -34,9 +34,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from lightning_zero.checkpoint.checksums import CHECKSUMS, EARLIER, BlockReader, block_sums, write_sums
 from lightning_zero.checkpoint.flat import FlatCheckpoint, by_number, rebuild
 from lightning_zero.checkpoint.paths import beside, delete, local_path, new_token, put_in_place
-from lightning_zero.checkpoint.planner import METADATA, Segment, SegmentSavePlanner, SegmentWriter
+from lightning_zero.checkpoint.planner import METADATA, Deferred, Segment, SegmentSavePlanner, SegmentWriter
 from lightning_zero.checkpoint.ranks import CheckpointError, Ranks, describe
-from lightning_zero.checkpoint.stored import StoredTensors
+from lightning_zero.checkpoint.stored import StoredTensor, StoredTensors
 
 if TYPE_CHECKING:
     from lightning_zero.engine.engine import ZeroEngine
@@ -48,11 +48,11 @@ FORMAT = "format.json"
 META = "meta.pt"
 
 
-def save(engine: ZeroEngine, checkpoint: Mapping[str, Any], path: str | os.PathLike[str], full: bool) -> None:
+def save(engine: ZeroEngine | None, checkpoint: Mapping[str, Any], path: str | os.PathLike[str], full: bool) -> None:
     """Write a checkpoint dictionary, atomically. Collective: all ranks.
 
     Args:
-        engine: Whose segments the dictionary holds.
+        engine: Whose segments the dictionary holds. Without one this process writes a directory alone.
         checkpoint: May hold ``Segment``s anywhere, under the same names on every rank.
         path: Rank 0's is used. What is there is replaced at the end.
         full: Write one file with whole tensors, as single-device training does, instead of a directory.
@@ -70,14 +70,14 @@ class Prepared:
     Attributes:
         target: The path, the same on all ranks.
         temporary: Where it is written until it is whole.
-        stage: ZeRO stage, for the note in the directory.
+        stage: ZeRO stage, for the note in the directory; None if no engine wrote it.
         flat: The rank's part of a directory, or None for a file.
         whole: The content of the file, on rank 0; made of copies in host memory.
     """
 
     target: Path
     temporary: Path
-    stage: int
+    stage: int | None
     flat: FlatCheckpoint | None
     whole: dict[str, Any]
 
@@ -91,17 +91,21 @@ class Prepared:
             self.flat.detach(to_host)
 
 
-def prepare(engine: ZeroEngine, checkpoint: Mapping[str, Any], path: str | os.PathLike[str], full: bool) -> Prepared:
+def prepare(
+    engine: ZeroEngine | None, checkpoint: Mapping[str, Any], path: str | os.PathLike[str], full: bool
+) -> Prepared:
     """Take what this rank will write; see ``save``. Collective: all ranks."""
     ranks = Ranks(engine)
     with ranks.agree("Saving"):
         target = local_path(os.fspath(path))
     target, token = ranks.from_first((target, new_token()))
+    stage = None if engine is None else engine.stage
     if full:
-        return Prepared(target, beside(target, token), engine.stage, None, gather_full(engine, checkpoint))
+        assert engine is not None
+        return Prepared(target, beside(target, token), stage, None, gather_full(engine, checkpoint))
     with ranks.agree(f"Saving `{target}`"):
         flat = FlatCheckpoint(engine, checkpoint)
-    return Prepared(target, beside(target, token), engine.stage, flat, {})
+    return Prepared(target, beside(target, token), stage, flat, {})
 
 
 def write(prepared: Prepared, ranks: Ranks) -> None:
@@ -126,7 +130,7 @@ def write(prepared: Prepared, ranks: Ranks) -> None:
 # -- A directory -------------------------------------------------------------------------------------------------------
 
 
-def _write_directory(ranks: Ranks, flat: FlatCheckpoint, target: Path, temporary: Path, stage: int) -> None:
+def _write_directory(ranks: Ranks, flat: FlatCheckpoint, target: Path, temporary: Path, stage: int | None) -> None:
     what = f"Saving `{target}`"
     with ranks.agree(what):
         if ranks.rank == 0:
@@ -150,7 +154,7 @@ def _write_tensors(ranks: Ranks, flat: FlatCheckpoint, temporary: Path, what: st
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             state_dict_saver.save(
-                flat.values,
+                {key: _deferred(value) for key, value in flat.values.items()},
                 storage_writer=SegmentWriter(temporary, aliases=flat.aliases, order=list(flat.paths)),
                 planner=SegmentSavePlanner(flat.paths),
                 process_group=ranks.group,
@@ -159,6 +163,10 @@ def _write_tensors(ranks: Ranks, flat: FlatCheckpoint, temporary: Path, what: st
     except CheckpointException as error:  # on every rank
         details = "; ".join(f"rank {rank}: {describe(failure[0])}" for rank, failure in error.failures.items())
         raise CheckpointError(f"{what} failed on {details}") from error
+
+
+def _deferred(value: Any) -> Any:
+    return Deferred(value.shape, value.dtype, value.read) if isinstance(value, StoredTensor) else value
 
 
 def write_file(path: Path, content: Any) -> None:

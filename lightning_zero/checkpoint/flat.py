@@ -11,15 +11,20 @@ import torch
 from torch.distributed.checkpoint._traverse import set_element
 
 from lightning_zero.checkpoint.planner import KeyPath, Segment
+from lightning_zero.checkpoint.stored import StoredTensor
 
 if TYPE_CHECKING:
-    from lightning_zero.engine.engine import ParameterRecord, ZeroEngine
+    from lightning_zero.engine.engine import ZeroEngine
 
 __all__ = ["FlatCheckpoint", "by_number", "rebuild"]
 
 
 class FlatCheckpoint:
     """A checkpoint dictionary, cut into what ``.distcp`` files hold and what ``meta.pt`` holds.
+
+    Args:
+        engine: Whose segments the dictionary holds. Without one this process writes everything.
+        checkpoint: May hold ``Segment``s anywhere.
 
     Attributes:
         values: Segments of every rank; tensors and objects of the rank that writes them.
@@ -28,14 +33,14 @@ class FlatCheckpoint:
         meta: What is left, with a ``_Reference`` in place of each segment.
     """
 
-    def __init__(self, engine: ZeroEngine, checkpoint: Mapping[str, Any]) -> None:
+    def __init__(self, engine: ZeroEngine | None, checkpoint: Mapping[str, Any]) -> None:
         self.values: dict[str, Any] = {}
         self.aliases: dict[str, str] = {}
         self.paths: dict[str, KeyPath] = {}
-        self._rank = engine.communicator.rank
-        self._names: dict[int, str] = {}  # of segments, by identity
+        self._rank = 0 if engine is None else engine.communicator.rank
+        self._names: dict[Any, str] = {}  # of segments and tensors of another checkpoint, by identity
         # Ranks that hold the first element write what is not sharded of an optimizer's state: only they surely have it.
-        self._writes = {record.name for record in engine.records() if _writes_first(record, self._rank)}
+        self._writes = None if engine is None else _written_first(engine, self._rank)  # None: all names
         self.meta = {key: self._take(key, value) for key, value in checkpoint.items()}
         self.meta = {key: value for key, value in self.meta.items() if value is not _TAKEN}
 
@@ -64,15 +69,15 @@ class FlatCheckpoint:
     def _take_optimizer(self, key: str, state: Mapping[str, Any]) -> None:
         for name, slots in state["state"].items():
             for slot, item in slots.items():
-                self._add((key, "state", name, slot), item, writes=name in self._writes)
+                self._add((key, "state", name, slot), item, writes=self._writes is None or name in self._writes)
         for part, item in state.items():
             if part != "state":
                 self._add((key, part), item, writes=self._rank == 0)
 
     def _add(self, path: KeyPath, item: Any, *, writes: bool) -> str:
         key = ".".join(str(part) for part in path)
-        if isinstance(item, Segment):
-            name = self._names.setdefault(id(item), key)
+        if isinstance(item, Segment) or (isinstance(item, StoredTensor) and writes):
+            name = self._names.setdefault(_identity(item), key)
             if name != key:
                 self.aliases[key] = name
             else:
@@ -96,6 +101,11 @@ class FlatCheckpoint:
         return value
 
 
+def _identity(value: Segment | StoredTensor) -> Any:
+    """Return what is equal for two names of one tensor."""
+    return (id(value.source), value.source.identity(value.key)) if isinstance(value, StoredTensor) else id(value)
+
+
 _TAKEN = object()
 _REFERENCE = "lightning_zero.tensor"  # the key of a dictionary in ``meta.pt`` that stands for a tensor
 
@@ -112,9 +122,14 @@ def _is_named(state: Any) -> bool:
     )
 
 
-def _writes_first(record: ParameterRecord, rank: int) -> bool:
-    start, stop = record.save_range
-    return (start == 0 and stop > 0) or (rank == 0 and prod(record.shape) == 0)
+def _written_first(engine: ZeroEngine, rank: int) -> set[str]:
+    """Return the names of the parameters whose first element a rank writes; of those without elements it is rank 0."""
+    spans = {record.name: (record.save_range, prod(record.shape)) for record in engine.records()}
+    return {
+        name
+        for name, ((start, stop), numel) in spans.items()
+        if (start == 0 and stop > 0) or (rank == 0 and numel == 0)
+    }
 
 
 def rebuild(meta: Mapping[str, Any], paths: Mapping[str, KeyPath], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,7 +138,8 @@ def rebuild(meta: Mapping[str, Any], paths: Mapping[str, KeyPath], values: Mappi
     for key, path in paths.items():
         set_element(nested, path, values[key])
     checkpoint = {key: _with_tensors(item, values) for key, item in meta.items()}
-    checkpoint["state_dict"] = nested.get("model", {})
+    # "state_dict": Lightning's strategy for FSDP2
+    checkpoint["state_dict"] = nested.get("model", nested.get("state_dict", {}))
     optimizers = [nested[f"optimizer_{number}"] for number in range(len(nested)) if f"optimizer_{number}" in nested]
     if optimizers:
         checkpoint["optimizer_states"] = [{**state, "state": state.get("state", {})} for state in optimizers]

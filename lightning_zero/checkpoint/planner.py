@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 __all__ = [
+    "Deferred",
     "Segment",
     "SegmentSavePlanner",
     "SegmentWriter",
@@ -143,6 +144,15 @@ def _segment_refusal(operation: str) -> str:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Deferred:
+    """A tensor that is made when it is written, and not kept."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+
+
 class SegmentSavePlanner(DefaultSavePlanner):
     """Plans a flat dictionary of segments, tensors and objects.
 
@@ -179,6 +189,9 @@ class SegmentSavePlanner(DefaultSavePlanner):
                 yield _tensor_item(key, value.local.view(value.shape), WriteItemType.TENSOR)
             for (offsets, sizes), view in value.views():
                 yield _tensor_item(key, view, WriteItemType.SHARD, offsets, sizes, value.shape)
+        elif isinstance(value, Deferred):
+            outline = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            yield _tensor_item(key, outline, WriteItemType.TENSOR)
         elif isinstance(value, torch.Tensor):
             yield _tensor_item(key, value, WriteItemType.TENSOR)
         else:
@@ -187,6 +200,8 @@ class SegmentSavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return what a write item of this rank's plan writes."""
         value = self.state_dict[index.fqn]
+        if isinstance(value, Deferred):
+            return value.read()
         if not isinstance(value, Segment):
             return value
         if value.numel() == 0:

@@ -6,6 +6,7 @@ import collections
 import io
 import pathlib
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata
 
-__all__ = ["read_index"]
+__all__ = ["load_deepspeed", "read_index"]
 
 
 def read_index(content: bytes | bytearray, path: Path, weights_only: bool | None) -> Metadata:
@@ -63,3 +64,60 @@ class _IndexUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype):
             return value
         raise pickle.UnpicklingError(f"the index names `{module}.{name}`, which could run code when it is read.")
+
+
+# -- DeepSpeed ---------------------------------------------------------------------------------------------------------
+
+
+class _Inert:
+    """Stands for an object of DeepSpeed that holds no tensors; it takes any state and does nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+
+
+class _Stage(int):
+    """Stands for ``ZeroStageEnum``."""
+
+    MEMBERS = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
+
+
+def _member(enum: Any, name: str) -> Any:
+    """Stands for ``getattr``, by which some versions of Python pickle the members of an enum."""
+    if enum is not _Stage or name not in _Stage.MEMBERS:
+        raise pickle.UnpicklingError(f"`getattr(..., {name!r})` could run code when it is read.")
+    return _Stage(_Stage.MEMBERS[name])
+
+
+_DEEPSPEED_NAMES: dict[str, Any] = {
+    "builtins.getattr": _member,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": _Stage,
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": _Inert,
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": _Inert,
+    "deepspeed.runtime.config.DeepSpeedConfig": _Inert,
+    "deepspeed.utils.tensor_fragment.fragment_address": _Inert,
+}
+
+
+def load_deepspeed(path: Path) -> Any:
+    """Return the content of a file of DeepSpeed, mapped into memory.
+
+    Objects of its own classes are stand-ins without content.
+
+    Raises:
+        pickle.UnpicklingError: It names something else that could run code.
+        ValueError: It is damaged.
+    """
+    stand_ins: list[Any] = [(stand_in, name) for name, stand_in in _DEEPSPEED_NAMES.items()]
+    with torch.serialization.safe_globals(stand_ins):
+        try:
+            unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+            if not unknown:
+                mapped = zipfile.is_zipfile(path)
+                return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+        except Exception as error:  # a damaged file raises anything
+            raise ValueError(f"`{path}` is damaged or no file of torch: {error}") from error
+    raise pickle.UnpicklingError(
+        f"`{path}` names `{'`, `'.join(unknown)}`, which could run code when it is read. Load it where you trust it,"
+        " take these entries out, and save it again."
+    )

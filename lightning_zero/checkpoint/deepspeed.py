@@ -1,0 +1,324 @@
+"""Directories that DeepSpeed's ZeRO stages 1 to 3 wrote, read as a checkpoint dictionary. DeepSpeed is not needed.
+
+Note [Layout]
+    ``[zero_pp_rank_<r>_]mp_rank_00_model_states.pt`` holds names, shapes, buffers and frozen parameters,
+    ``[bf16_]zero_pp_rank_<r>_mp_rank_00_optim_states.pt`` rank r's part of the flat fp32 groups and of the base
+    optimizer's state, which has the same layout. ``param_shapes`` has one dictionary per flat group, in flat order.
+
+    Stages 1 and 2: a group is one vector, its parameters one after the other, padded at the end and cut into N equal
+    parts. The last part may lack its padding.
+    Stage 3: each parameter is cut into N parts of ``ceil(numel / N)`` elements, the last ones padded; rank r's vector
+    of a group has its parts one after the other.
+
+    As ``deepspeed/utils/zero_to_fp32.py`` reads them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_zero.checkpoint.planner import Segment
+from lightning_zero.checkpoint.stored import StoredTensor
+from lightning_zero.checkpoint.unpickling import load_deepspeed
+
+__all__ = ["find_deepspeed", "read_deepspeed"]
+
+MODEL_STATES = "*mp_rank_*_model_states.pt"
+OPTIMIZER_STATES = "*_optim_states.pt"
+
+# What DeepSpeed puts beside the user's own entries; those that hold progress are kept under "deepspeed".
+PROGRESS = ("lr_scheduler", "global_steps", "global_samples", "skipped_steps", "ds_version")
+INTERNAL = frozenset(
+    {
+        "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
+        "shared_params", "data_sampler", "random_ltd", "sparse_tensor_module_names", "csr_tensor_module_names",
+        "dp_world_size", "mp_world_size", "ds_config", "autoep_layers", *PROGRESS,
+    }
+)  # fmt: skip
+
+
+def find_deepspeed(path: Path) -> Path | None:
+    """Return the folder with the files of the last tag, or None if this is no directory of DeepSpeed."""
+    latest = path / "latest"
+    candidates = [path / latest.read_text().strip()] if latest.is_file() else [path, path / "checkpoint"]
+    return next((folder for folder in candidates if any(folder.glob(MODEL_STATES))), None)
+
+
+def read_deepspeed(folder: Path) -> dict[str, Any]:
+    """Return what a folder of DeepSpeed holds, as a strategy's checkpoint.
+
+    ``state_dict`` has the fp32 masters, and buffers and frozen parameters as they are. ``optimizer_states`` are by
+    parameter name. Tensors are ``StoredTensor``s: files are mapped into memory and read tensor by tensor. What the user
+    or Lightning put into the client state is beside them; DeepSpeed's own progress is under ``deepspeed``.
+
+    Raises:
+        ValueError: A file is missing, damaged, or of a program with model or expert parallelism.
+        pickle.UnpicklingError: A file names something that could run code.
+    """
+    model_files = sorted(folder.glob(MODEL_STATES), key=_rank_of)
+    optimizer_files = sorted(folder.glob(OPTIMIZER_STATES), key=_rank_of)
+    _check_files(folder, model_files, optimizer_files)
+    models = [load_deepspeed(path) for path in model_files]
+    optimizers = [_entry(load_deepspeed(path), "optimizer_state_dict", path) for path in optimizer_files]
+    stage = int(_entry(optimizers[0], "zero_stage", optimizer_files[0]))
+    _check_world(optimizers, optimizer_files)
+    if stage == 3 and len(models) != len(optimizers):
+        raise ValueError(f"`{folder}` has model states of {len(models)} ranks and {len(optimizers)} optimizer states.")
+    source = _Partitions(folder, len(optimizers), stage)
+    return {**_client_state(models[0]), **_tensors(source, models, optimizers)}
+
+
+def _rank_of(path: Path) -> int:
+    """Return r of ``zero_pp_rank_<r>_``; names without it are those of rank 0."""
+    _, _, tail = path.name.partition("zero_pp_rank_")
+    return int(tail.split("_")[0]) if tail else 0
+
+
+def _check_files(folder: Path, model_files: Sequence[Path], optimizer_files: Sequence[Path]) -> None:
+    if not optimizer_files:
+        raise ValueError(f"`{folder}` has no `{OPTIMIZER_STATES}`: it was not written by ZeRO stage 1, 2 or 3.")
+    parallel = [path for path in (*model_files, *optimizer_files) if "mp_rank_00" not in path.name]
+    if parallel or any(folder.glob("layer_*")) or any(folder.glob("*expert*")):
+        raise ValueError(f"`{folder}` is of a program with model, pipeline or expert parallelism: not supported.")
+    for files in (model_files, optimizer_files):
+        absent = [rank for rank, path in enumerate(files) if _rank_of(path) != rank]
+        if absent:
+            raise ValueError(f"`{folder}` lacks the file of rank {absent[0]} beside `{files[-1].name}`.")
+
+
+def _check_world(optimizers: Sequence[Mapping[str, Any]], files: Sequence[Path]) -> None:
+    count = _entry(optimizers[0], "partition_count", files[0])
+    world = max(count) if isinstance(count, list | tuple) else count
+    if world != len(files):
+        raise ValueError(
+            f"`{files[0].parent}` was written by {world} ranks, and has the optimizer states of {len(files)}. A file is"
+            " missing, or left from another save."
+        )
+
+
+def _entry(content: Any, key: str, path: Path) -> Any:
+    if not isinstance(content, dict) or key not in content:
+        raise ValueError(f"`{path}` has no entry `{key}`: it is not a file of ZeRO.")
+    return content[key]
+
+
+def _client_state(model: Mapping[str, Any]) -> dict[str, Any]:
+    mine = {key: value for key, value in model.items() if key not in INTERNAL}
+    mine["deepspeed"] = {key: model[key] for key in PROGRESS if model.get(key) is not None}
+    return mine
+
+
+# -- Tensors -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parameter:
+    """Where a parameter is: its flat group, its offset in there (at stage 3 in a rank's vector), its shape."""
+
+    name: str
+    group: int
+    offset: int
+    shape: torch.Size
+
+
+def _tensors(source: _Partitions, models: Sequence[Any], optimizers: Sequence[Any]) -> dict[str, Any]:
+    parameters = list(source.place(models[0]["param_shapes"]))
+    masters = [optimizer[FLAT_GROUPS[source.stage]] for optimizer in optimizers]
+    source.check(parameters, masters)
+    values = {one.name: source.add(one.name, one, [groups[one.group] for groups in masters]) for one in parameters}
+    values |= _frozen(source, models)
+    values |= {name: _full_precision(models[0]["module"][name]) for name in models[0]["buffer_names"]}
+    values |= _left_in_module(models[0]["module"], values)
+    for alias, name in _shared(models[0], values).items():
+        values[alias] = values[name]
+    prefix = "_forward_module."
+    strip = len(prefix) if values and all(name.startswith(prefix) for name in values) else 0
+    order = [*dict.fromkeys([*models[0]["module"], *values])]
+    return {
+        "state_dict": {name[strip:]: values[name] for name in order if name in values},
+        "optimizer_states": [_optimizer(source, parameters, optimizers, strip)],
+    }
+
+
+# by stage: the entry with the fp32 groups, and that with the base optimizer's state
+FLAT_GROUPS = {1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_groups", 3: "fp32_flat_groups"}
+BASE_STATE = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_state_dict"}
+
+
+class _Partitions:
+    """Tensors cut into the parts of Note [Layout]; the source of their ``StoredTensor``s."""
+
+    def __init__(self, directory: Path, world_size: int, stage: int) -> None:
+        if stage not in FLAT_GROUPS:
+            raise ValueError(f"`{directory}` is of ZeRO stage {stage}. Stages 1, 2 and 3 can be read.")
+        self.directory = directory
+        self.world_size = world_size
+        self.stage = stage
+        self._pieces: dict[str, list[tuple[int, torch.Tensor]]] = {}  # where each begins in the flattened tensor
+
+    def place(self, groups: Any) -> Iterator[_Parameter]:
+        """Yield where every parameter of ``param_shapes`` is."""
+        for group, shapes in enumerate([groups] if isinstance(groups, dict) else groups):
+            offset = 0
+            for name, shape in shapes.items():
+                yield _Parameter(name, group, offset, torch.Size(shape))
+                offset += self._numel_in_vector(shape)
+
+    def _numel_in_vector(self, shape: Sequence[int]) -> int:
+        return -(-prod(shape) // self.world_size) if self.stage == 3 else prod(shape)
+
+    def check(self, parameters: Sequence[_Parameter], masters: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Refuse groups that do not hold exactly the parameters and their padding."""
+        num_groups = max((one.group for one in parameters), default=-1) + 1
+        if any(len(groups) != num_groups for groups in masters):
+            raise ValueError(f"`{self.directory}` has {num_groups} groups of shapes, and {len(masters[0])} of values.")
+        # Stages 1 and 2 pad a group to a multiple of this, and leave out some of the padding.
+        align = 1 if self.stage == 3 else 2 * self.world_size
+        for group in range(num_groups):
+            wanted = sum(self._numel_in_vector(one.shape) for one in parameters if one.group == group)
+            sizes = [groups[group].numel() for groups in masters]
+            found = sizes if self.stage == 3 else [sum(sizes)]
+            if any(-(-wanted // align) != -(-numel // align) for numel in found):
+                raise ValueError(
+                    f"`{self.directory}`: group {group} has {found[0]} elements, and its parameters need {wanted}. The"
+                    " files are not of one save, or the states are kept in other files (offloaded to NVMe)."
+                )
+
+    def add(self, key: str, place: _Parameter, vectors: Sequence[torch.Tensor]) -> StoredTensor:
+        """Return a tensor of a parameter's shape that lies in a flat group. ``vectors``: of the ranks."""
+        numel, pieces, base = prod(place.shape), [], 0
+        for rank, vector in enumerate(vectors):
+            if self.stage == 3:
+                part = self._numel_in_vector(place.shape)
+                start, stop = rank * part, min(numel, (rank + 1) * part)
+                begin = place.offset
+            else:
+                start, stop = max(0, base - place.offset), min(numel, base + vector.numel() - place.offset)
+                begin = place.offset + start - base
+                base += vector.numel()
+            if start < stop:
+                pieces.append((start, vector.detach()[begin : begin + stop - start]))
+        return self._stored(key, pieces, vectors[0].dtype, place.shape)
+
+    def add_fragments(self, key: str, fragments: Sequence[torch.Tensor], shape: torch.Size) -> StoredTensor:
+        """Return a tensor whose parts, the last one padded, the ranks have; or one has all of it."""
+        place = _Parameter(key, 0, 0, shape)
+        if self.stage == 3:
+            return self.add(key, place, [fragment.reshape(-1) for fragment in fragments])
+        return self._stored(key, [(0, fragments[0].reshape(-1)[: prod(shape)])], fragments[0].dtype, shape)
+
+    def _stored(
+        self, key: str, pieces: list[tuple[int, torch.Tensor]], dtype: torch.dtype, shape: torch.Size
+    ) -> StoredTensor:
+        covered = sum(piece.numel() for _, piece in pieces)
+        if covered != prod(shape):
+            raise ValueError(f"`{self.directory}` has {covered} of the {prod(shape)} elements of `{key}`.")
+        self._pieces[key] = pieces
+        return StoredTensor(self, key, shape, dtype)
+
+    def read(self, targets: Sequence[tuple[str, Segment]]) -> None:
+        """Fill the local part of segments."""
+        for key, target in targets:
+            for start, piece in self._pieces[key]:
+                lo, hi = max(start, target.start), min(start + piece.numel(), target.stop)
+                if lo < hi:
+                    target.local[lo - target.start : hi - target.start].copy_(piece[lo - start : hi - start])
+
+    def identity(self, key: str) -> Any:
+        """Return what is equal for two names of the same bytes."""
+        return key
+
+
+# -- What is not in the flat groups ------------------------------------------------------------------------------------
+
+
+def _frozen(source: _Partitions, models: Sequence[Any]) -> dict[str, Any]:
+    shapes = models[0].get("frozen_param_shapes") or {}
+    fragments = [model.get("frozen_param_fragments") or {} for model in models]
+    return {
+        name: source.add_fragments(name, [part[name] for part in fragments], torch.Size(shape))
+        for name, shape in shapes.items()
+    }
+
+
+def _full_precision(buffer: torch.Tensor) -> torch.Tensor:
+    return buffer.float() if buffer.dtype in (torch.float16, torch.bfloat16) else buffer
+
+
+def _left_in_module(module: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return frozen parameters of stage 1, and extra state; not the empty stand-ins of stage 3, nor tied parameters."""
+    places = {value.data_ptr() for name, value in module.items() if name in known and isinstance(value, torch.Tensor)}
+    return {
+        name: value
+        for name, value in module.items()
+        if name not in known
+        and not (isinstance(value, torch.Tensor) and (value.numel() == 0 or value.data_ptr() in places))
+    }
+
+
+def _shared(model: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, str]:
+    """Return the further names of tied parameters."""
+    shared: dict[str, str] = dict(model.get("shared_params") or {})
+    module = {name: value for name, value in model["module"].items() if isinstance(value, torch.Tensor)}
+    names = {value.data_ptr(): name for name, value in module.items() if name in known and value.numel()}
+    for name, value in module.items():
+        if name not in known and value.numel() and value.data_ptr() in names:
+            shared.setdefault(name, names[value.data_ptr()])
+    return {alias: name for alias, name in shared.items() if name in known}
+
+
+def _optimizer(
+    source: _Partitions, parameters: Sequence[_Parameter], optimizers: Sequence[Any], strip: int
+) -> dict[str, Any]:
+    """Return the base optimizer's state by parameter name, steps and options of groups included."""
+    bases = [optimizer[BASE_STATE[source.stage]] for optimizer in optimizers]
+    states, options = _states_of_groups(bases[0]), _options_of_groups(bases[0], optimizers[0])
+    ranks = [_states_of_groups(base) for base in bases]
+    members = _members(bases[0], len({one.group for one in parameters}))
+    groups = options or [{} for _ in members]
+    owner = {flat: number for number, flats in enumerate(members) for flat in flats}
+    slots: dict[str, dict[str, Any]] = {}
+    for one in parameters:
+        name = one.name[strip:]
+        step = groups[owner[one.group]].get("step", optimizers[0].get("base_optimizer_state_step"))
+        slots[name] = {} if step is None or not states.get(one.group) else {"step": _as_step(step)}
+        for slot, value in states.get(one.group, {}).items():
+            if isinstance(value, torch.Tensor) and value.ndim > 0:
+                vectors = [rank[one.group][slot].reshape(-1) for rank in ranks]
+                slots[name][slot] = source.add(f"{name}.{slot}", one, vectors)
+            else:
+                slots[name][slot] = _as_step(value) if slot == "step" else value
+    by_group = [
+        {
+            **{key: value for key, value in group.items() if key not in ("params", "step")},
+            "params": [one.name[strip:] for one in parameters if owner[one.group] == number],
+        }
+        for number, group in enumerate(groups)
+    ]
+    return {"state": {name: found for name, found in slots.items() if found}, "param_groups": by_group}
+
+
+def _as_step(value: Any) -> torch.Tensor:
+    return torch.as_tensor(value, dtype=torch.float32).clone()
+
+
+def _states_of_groups(base: Any) -> dict[int, Any]:
+    """Return the slots of every flat group; ``elastic_checkpoint`` makes a list of them."""
+    return dict(enumerate(base)) if isinstance(base, list) else dict(base["state"])
+
+
+def _options_of_groups(base: Any, optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [] if isinstance(base, list) else list(base["param_groups"])
+
+
+def _members(base: Any, num_flat: int) -> list[list[int]]:
+    """Return the flat groups of every parameter group: at stage 3 there may be several."""
+    if isinstance(base, list):
+        return [[flat] for flat in range(num_flat)]
+    return [list(group["params"]) for group in base["param_groups"]]
