@@ -285,7 +285,7 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"is not a checkpoint: it has no `.metadata`"):
         _read(tmp_path)
-    with pytest.raises(ValueError, match="`s3://bucket/x` is not a path of a file system"):
+    with pytest.raises(ValueError, match="`s3://bucket/x` has a protocol"):
         directory.load(None, "s3://bucket/x")
 
 
