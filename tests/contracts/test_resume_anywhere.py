@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import warnings
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from tests.contracts.test_lightning_programs import Net, assert_equal, data, loa
 from tests.sampling import sample
 
 STAGES = (0, 1, 2, 3)
-WORLDS = (1, 2, 3)
+WORLDS = (1, 2, 3, 4)
 
 
 def _save(rank: int, world: int, stage: int, path: str, full: bool, precision: MixedPrecision | None) -> Any:
@@ -70,24 +71,26 @@ def _assert_buffers(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> N
     assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
-@pytest.mark.world(3)
+@pytest.mark.world(4)
 @pytest.mark.parametrize(
-    ("kind", "world"),
-    [
-        pytest.param("directory", 1, marks=pytest.mark.slow),
-        ("directory", 2),
-        pytest.param("directory", 3, marks=pytest.mark.slow),
-        pytest.param("file", 3, marks=pytest.mark.slow),
-    ],
+    "saved", sample([*itertools.product(STAGES, WORLDS)], (1, 3), (3, 2)), ids="stage{0[0]}-w{0[1]}".format
 )
-@pytest.mark.parametrize("stage", STAGES, ids="stage{}".format)
-def test_resume_on_other_world_and_stage_is_exact(kind: str, stage: int, world: int, tmp_path: Path) -> None:
-    path = str(tmp_path / "saved.ckpt")
-    _check_everywhere(path, stage, world, kind == "file", None)
+def test_a_directory_of_any_stage_and_world_loads_at_any_other_bit_for_bit(
+    saved: tuple[int, int], tmp_path: Path
+) -> None:
+    _check_everywhere(str(tmp_path / "saved.ckpt"), *saved, False, None)
 
 
-@pytest.mark.world(3)
-@pytest.mark.parametrize("stage", [1, 3], ids="stage{}".format)
+@pytest.mark.world(4)
+@pytest.mark.parametrize(
+    "saved", sample([*itertools.product(STAGES, WORLDS)], (2, 2)), ids="stage{0[0]}-w{0[1]}".format
+)
+def test_a_file_of_any_stage_and_world_loads_at_any_other_bit_for_bit(saved: tuple[int, int], tmp_path: Path) -> None:
+    _check_everywhere(str(tmp_path / "saved.ckpt"), *saved, True, None)
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("stage", sample([0, 1, 2, 3], 1, 3), ids="stage{}".format)
 def test_masters_of_16_bit_parameters_are_kept(stage: int, tmp_path: Path) -> None:
     _check_everywhere(str(tmp_path / "saved.ckpt"), stage, 2, False, MixedPrecision(compute_dtype=torch.bfloat16))
 
