@@ -43,6 +43,7 @@ from lightning_zero.checkpoint.random_state import RANDOM_STATES, gather_random_
 from lightning_zero.checkpoint.ranks import CheckpointError, Ranks
 from lightning_zero.config import Communication, Sharding
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.metrics import METRIC_STATES, metric_states, with_own_metric_states
 from lightning_zero.precision import LossScale, LossScaler, ZeroPrecision, ZeroStep, adopt, engine_precision
 
 __all__ = ["ZeroStrategy", "register_strategies"]
@@ -483,7 +484,7 @@ class ZeroStrategy(ParallelStrategy):
             return
         filepath = Ranks(self._engine).from_first(filepath)
         if "loops" in checkpoint:  # more than weights
-            checkpoint = {**checkpoint, RANDOM_STATES: gather_random_states(self._engine)}
+            checkpoint = {**checkpoint, **self._states_of_ranks(self._engine)}
         is_full = self.state_dict_type == "full"
         is_plain = self._has_plain_checkpoint_io and not _has_protocol(filepath) and storage_options is None
         if is_full and not is_plain and not self.async_save:
@@ -498,6 +499,11 @@ class ZeroStrategy(ParallelStrategy):
             self._saver_of(self._engine).save(checkpoint, filepath, full=is_full)
         else:
             directory.save(self._engine, checkpoint, filepath, full=is_full)
+
+    def _states_of_ranks(self, engine: ZeroEngine) -> dict[str, Any]:
+        """Return what every rank has of its own. Collective: all ranks."""
+        metrics = Ranks(engine).gather(metric_states(self._sharded_module))
+        return {RANDOM_STATES: gather_random_states(engine), **({METRIC_STATES: metrics} if any(metrics) else {})}
 
     def _saver_of(self, engine: ZeroEngine) -> AsyncSaver:
         if self._saver is not None and self._saver.engine is not engine:
@@ -549,7 +555,16 @@ class ZeroStrategy(ParallelStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load ``checkpoint["state_dict"]`` as it is now. Collective: all ranks."""
-        state.load_model_state(self.engine, self._sharded_module, checkpoint["state_dict"], strict=strict)
+        module, saved = self._sharded_module, checkpoint.get(METRIC_STATES, [])
+        values, undivided = with_own_metric_states(
+            module, checkpoint["state_dict"], saved, self.engine.rank, self.world_size
+        )
+        if undivided:
+            rank_zero_warn(
+                f"The checkpoint was saved on {len(saved)} ranks and is loaded on {self.world_size}. All take rank 0's"
+                f" {', '.join(f'`{name}`' for name in undivided)}: the metric does not say how to merge the states."
+            )
+        state.load_model_state(self.engine, module, values, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of all optimizers. Collective: all ranks."""

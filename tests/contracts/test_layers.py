@@ -30,6 +30,7 @@ LEVELS: dict[str, int] = {
     "lightning_zero.strategy": 5,
     "lightning_zero.precision": 5,
     "lightning_zero.callbacks": 5,
+    "lightning_zero.metrics": 4,
     "lightning_zero.__main__": 6,
     "lightning_zero": 7,
 }
