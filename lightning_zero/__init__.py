@@ -5,6 +5,7 @@ Importing the package registers the strategy names ``zero_0`` to ``zero_3`` with
 
 from lightning_zero.callbacks import ZeroMonitor
 from lightning_zero.checkpoint.export import export_safetensors
+from lightning_zero.checkpoint.pretrained import load_pretrained
 from lightning_zero.checkpoint_io import load_from_checkpoint
 from lightning_zero.config import Communication, MixedPrecision, Sharding
 from lightning_zero.engine.engine import EngineStats, ZeroEngine, gathered
@@ -29,6 +30,7 @@ __all__ = [
     "export_safetensors",
     "gathered",
     "load_from_checkpoint",
+    "load_pretrained",
 ]
 
 register_strategies()

@@ -11,7 +11,8 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["--help"])
     assert end.value.code == 0
-    assert all(command in capsys.readouterr().out for command in COMMANDS)
+    shown = capsys.readouterr().out
+    assert all(command in shown for command in COMMANDS)
 
 
 def test_an_unknown_option_ends_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,7 +110,7 @@ class SafetensorsFile:
                     raise self._damaged(f"it ends within `{name}`")
                 done += count
             values = torch.frombuffer(buffer, dtype=torch.uint8).view(entry.dtype)
-            target.local[lo - target.start : hi - target.start].copy_(values)
+            target.local[lo - target.start : hi - target.start].copy_(convert(name, values, target.dtype))
 
     def _parse(self, header: bytes, base: int, size: int) -> dict[str, Entry]:
         try:
@@ -287,13 +287,20 @@ def convert(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
     if values.dtype == dtype:
         return values
     converted = values.to(dtype)
-    if dtype.is_floating_point and not torch.equal(_is_finite(converted), _is_finite(values)):
+    if _narrows(values.dtype, dtype) and not torch.equal(_is_finite(converted), _is_finite(values)):
         largest = values[values.isfinite()].abs().max().item()
         raise ValueError(
             f"`{name}` has values up to {largest:.4g}, which do not fit into {str(dtype).removeprefix('torch.')}."
             " Choose another `dtype`."
         )
     return converted
+
+
+def _narrows(source: torch.dtype, target: torch.dtype) -> bool:
+    """Say whether a finite value of one dtype may be infinite in another."""
+    if not target.is_floating_point:
+        return False
+    return not source.is_floating_point or torch.finfo(target).max < torch.finfo(source).max
 
 
 def _is_finite(values: torch.Tensor) -> torch.Tensor:

@@ -2,19 +2,13 @@
 
 Saving yields ``Segment`` stand-ins over live storage; nothing is copied or gathered. Loading takes what any checkpoint
 holds under a name: a tensor in a directory that is not read yet, a whole tensor, or this rank's segment.
-
-Note [Stand-ins]
-    A module's own ``state_dict`` and ``load_state_dict`` run, with their hooks and overrides, but see a stand-in in
-    place of every parameter: it has the shape and no values. ``state_dict`` hands it through; when ``load_state_dict``
-    copies something into it, it records what. So renaming, dropping and adding of keys works as in any module at every
-    stage. Code that computes with parameter values in these methods is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,13 +17,14 @@ from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.planner import Segment
 from lightning_zero.checkpoint.ranks import Ranks
-from lightning_zero.checkpoint.stored import METADATA_FUNCTIONS, StoredTensor, fill
-from lightning_zero.errors import ReleasedParameterError, nearest
+from lightning_zero.checkpoint.standins import StandIn, stand_ins
+from lightning_zero.checkpoint.stored import StoredTensor, fill
+from lightning_zero.errors import nearest
 
 if TYPE_CHECKING:
     from lightning_zero.engine.engine import ParameterRecord, ZeroEngine
 
-__all__ = ["load_model_state", "load_optimizer_state", "model_state", "optimizer_state"]
+__all__ = ["copy_ranges", "load_model_state", "load_optimizer_state", "model_state", "optimizer_state"]
 
 
 # -- The model ---------------------------------------------------------------------------------------------------------
@@ -40,9 +35,11 @@ def model_state(engine: ZeroEngine, module: nn.Module) -> dict[str, Any]:
 
     The names of a tied parameter hold the same ``Segment``. Buffers and extra state are as the module returns them.
     """
-    with _stand_ins(engine.records(), module) as stand_ins:
+    records = engine.records()
+    wanted = _stand_ins(records)
+    with stand_ins(module, wanted):
         values = module.state_dict()
-    segments = {id(stand_in): _master_segment(stand_in.record) for stand_in in stand_ins}
+    segments = {id(wanted[id(record.parameter)]): _master_segment(record) for record in records}
     return {key: segments.get(id(value), value) for key, value in values.items()}
 
 
@@ -57,10 +54,12 @@ def load_model_state(engine: ZeroEngine, module: nn.Module, state_dict: Mapping[
         CheckpointError: Another rank had an error.
     """
     with Ranks(engine).agree("Loading the model"), _names_the_file(state_dict):
-        with _stand_ins(engine.records(), module) as stand_ins:
+        records = engine.records()
+        wanted = _stand_ins(records)
+        with stand_ins(module, wanted):
             module.load_state_dict(state_dict, strict=strict)
-        written = [stand_in for stand_in in stand_ins if stand_in.source is not None]
-        _copy_ranges([(one.record.name, one.source, _master_segment(one.record)) for one in written])
+        sources = [(record, wanted[id(record.parameter)].sources) for record in records]
+        copy_ranges([(record.name, found[-1], _master_segment(record)) for record, found in sources if found])
     engine.publish()
 
 
@@ -83,63 +82,11 @@ def _master_segment(record: ParameterRecord) -> Segment:
     return Segment(record.master().detach(), record.own_range[0], torch.Size(record.shape), record.save_range)
 
 
-@contextlib.contextmanager
-def _stand_ins(records: Sequence[ParameterRecord], module: nn.Module) -> Iterator[list[_StandIn]]:
-    """Put stand-ins in place of the module's parameters."""
-    stand_ins = {id(record.parameter): _StandIn(record) for record in records}
-    places = [
-        (submodule._parameters, name, param)
-        for submodule in module.modules()
-        for name, param in submodule._parameters.items()
-        if param is not None and id(param) in stand_ins
-    ]
-    try:
-        for parameters, name, param in places:
-            parameters[name] = stand_ins[id(param)]
-        yield list(stand_ins.values())
-    finally:
-        for parameters, name, param in places:
-            parameters[name] = param
+def _stand_ins(records: Sequence[ParameterRecord]) -> dict[int, StandIn]:
+    return {id(record.parameter): StandIn(record.name, record.shape, record.parameter.dtype) for record in records}
 
 
-class _StandIn(nn.Parameter):
-    """A parameter's shape and dtype for ``state_dict`` and ``load_state_dict``. See Note [Stand-ins]."""
-
-    record: ParameterRecord
-    source: Any  # what was copied into it
-
-    def __new__(cls, record: ParameterRecord) -> _StandIn:
-        """Make the stand-in of a parameter."""
-        values = torch.empty((), dtype=record.parameter.dtype).expand(record.shape)
-        stand_in: _StandIn = torch.Tensor._make_subclass(cls, values, False)
-        stand_in.record, stand_in.source = record, None
-        return stand_in
-
-    def __init__(self, record: ParameterRecord) -> None:
-        pass
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """ParameterRecord copies, hand itself through, answer questions about metadata, refuse the rest."""
-        if func is torch.Tensor.copy_ and type(args[0]) is _StandIn:
-            args[0].source = args[1]
-            return args[0]
-        if func is torch.Tensor.detach:
-            return args[0]
-        if func in METADATA_FUNCTIONS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        name = next(arg.record.name for arg in args if type(arg) is _StandIn)
-        raise ReleasedParameterError(
-            f"`{getattr(func, '__name__', func)}` needs the values of parameter `{name}`, which `state_dict` and"
-            " `load_state_dict` do not have: they are sharded over the ranks. Rename, drop or add entries there, and"
-            " change values under `lightning_zero.gathered(param)`."
-        )
-
-
-def _copy_ranges(items: Sequence[tuple[str, Any, Segment]]) -> None:
+def copy_ranges(items: Sequence[tuple[str, Any, Segment]]) -> None:
     """Copy this rank's range of every source, given with its name, into a segment."""
     stored: list[tuple[StoredTensor, Segment]] = []
     with torch.inference_mode(False), torch.no_grad():
@@ -229,7 +176,7 @@ def _load_optimizer(engine: ZeroEngine, optimizer: Optimizer, state: Mapping[str
                     slot: _new_slot(engine, record, slot, value, options, items)
                     for slot, value in slots[record.name].items()
                 }
-    _copy_ranges(items)
+    copy_ranges(items)
     for record in (record for group in groups for record in group):
         optimizer.state.pop(record.parameter, None)
     optimizer.state.update(loaded)

@@ -228,6 +228,17 @@ class FlatBuffer:
             if not torch.equal(rounded, values):
                 self.master.copy_(torch.where(rounded == values, self.master, values.to(self.master.dtype)))
 
+    def gather_stepped(self) -> Pending | None:
+        """Start gathering every rank's shard of the masters where each holds all of them (stage 0).
+
+        Collective there: all ranks.
+        """
+        if self.sharding.optim:
+            return None
+        lo, hi = self.layout.shard_range(self.communicator.rank)
+        with torch.inference_mode(False), torch.no_grad():
+            return self.communicator.all_gather(self.stepped, self.stepped[lo:hi], f"masters of unit `{self.name}`")
+
     def publish(self) -> Pending | None:
         """Make stepped values the parameters': round them, and gather where parameters are whole.
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication, MixedPrecision, Sharding
+from lightning_zero.engine.awaited import awaited_places, awaited_values, forget_awaited
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.hooks import Hooks
 from lightning_zero.engine.optimizer import Place, ShardedOptimizer, gradient_norm
@@ -69,6 +70,7 @@ class ParameterRecord:
         shape: Shape of the whole parameter.
         parameter: The user's object.
         trained: Whether an optimizer steps it.
+        dtype: The dtype in which the user gave it; it may compute and be stepped in others.
         save_range: Elements of the flattened parameter that this rank should write. The ranges of all ranks tile the
             parameter exactly once, at every stage.
         own_range: Elements whose master and optimizer state this rank holds; all of them at stage 0.
@@ -79,6 +81,7 @@ class ParameterRecord:
     shape: tuple[int, ...]
     parameter: nn.Parameter
     trained: bool
+    dtype: torch.dtype
     save_range: tuple[int, int]
     own_range: tuple[int, int]
     _buffer: FlatBuffer = field(repr=False)
@@ -178,7 +181,7 @@ class ZeroEngine:
         """Partition ``module`` in place and return it; all ranks start from rank 0's values.
 
         Collective: all ranks. Meta parameters are made real unit by unit, by their module's ``reset_parameters``, so no
-        rank ever holds the whole model at stage 3.
+        rank ever holds the whole model at stage 3. Those that wait for pretrained values get them.
 
         Raises:
             ValueError: A name in ``units`` matches nothing; parameters on several devices and no ``device``.
@@ -188,6 +191,7 @@ class ZeroEngine:
             return module
         if self.module is not None:
             raise RuntimeError("This engine holds another module. Make a new `ZeroEngine` for each module.")
+        awaited = awaited_places(module)
         territories = choose_territories(module, self._unit_classes)
         device = self._device or _device_of(module)
         self._communicator = Communicator(self._communication, device, self._process_group)
@@ -198,6 +202,7 @@ class ZeroEngine:
                 territory,
                 index,
                 root=module,
+                awaited=awaited,
                 sharding=sharding,
                 precision=self._precision,
                 communication=self._communication,
@@ -221,6 +226,9 @@ class ZeroEngine:
         )
         self.module = module
         self._broadcast_buffers()
+        for values in awaited_values(module):
+            values.load(self)
+        forget_awaited(module)
         self.reset_stats()
         _ENGINES.add(self)
         return module
@@ -480,6 +488,7 @@ class ZeroEngine:
                     shape=buffer.layout.slots[index].shape,
                     parameter=param,
                     trained=id(param) in trained,
+                    dtype=buffer.kind.original,
                     save_range=(segment.start, segment.stop),
                     own_range=buffer.own_segment(index),
                     _buffer=buffer,
@@ -487,6 +496,16 @@ class ZeroEngine:
                 )
             )
         return records
+
+    def complete_masters(self) -> None:
+        """Give every rank what the others wrote into their ``save_range`` of masters. Collective: all ranks.
+
+        Above stage 0 a rank has no more than its range, and nothing is sent.
+        """
+        for buffer in self._buffers:
+            pending = buffer.gather_stepped()
+            if pending is not None:
+                pending.wait()
 
     def publish(self) -> None:
         """Make the masters the parameters' values. Collective: all ranks. Call after writing into ``master()``."""

@@ -188,14 +188,18 @@ def build_unit(
     index: int,
     *,
     root: nn.Module,
+    awaited: set[tuple[int, str]],
     sharding: Sharding,
     precision: MixedPrecision,
     communication: Communication,
     communicator: Communicator,
     store: ShardStore,
 ) -> Unit:
-    """Make a territory's parameters real, put them into flat buffers and give up the copies. Collective: all ranks."""
-    _materialize(territory, root, store.device)
+    """Make a territory's parameters real, put them into flat buffers and give up the copies.
+
+    Collective: all ranks. A module is not initialised if all that it would give values to is ``awaited`` (see there).
+    """
+    _materialize(territory, root, store.device, awaited)
     kinds: dict[BufferKind, tuple[list[nn.Parameter], list[str]]] = {}
     for param, names, owner in zip(territory.params, territory.names, territory.owners, strict=True):
         compute = param.dtype
@@ -218,7 +222,7 @@ def build_unit(
     return Unit(territory.name, index, territory.module, buffers)
 
 
-def _materialize(territory: Territory, root: nn.Module, device: torch.device) -> None:
+def _materialize(territory: Territory, root: nn.Module, device: torch.device, awaited: set[tuple[int, str]]) -> None:
     """Give meta parameters and buffers of a territory memory and their initial values."""
     fresh: set[int] = set()
     for position, param in enumerate(territory.params):
@@ -232,7 +236,8 @@ def _materialize(territory: Territory, root: nn.Module, device: torch.device) ->
         meta_buffers = [key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
         for key in meta_buffers:
             module._buffers[key] = torch.empty_like(module._buffers[key], device=device)  # type: ignore[arg-type]
-        if meta_buffers or any(id(param) in fresh for param in module._parameters.values()):
+        new = [*meta_buffers, *(key for key, param in module._parameters.items() if id(param) in fresh)]
+        if any((id(module), key) not in awaited for key in new):
             _initialize(module, prefix.rstrip(".") or ROOT)
 
 

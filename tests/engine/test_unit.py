@@ -26,6 +26,7 @@ def make_unit(module: nn.Module, stage: int, **options: Any) -> Unit:
         choose_territories(module, [])[0],
         0,
         root=module,
+        awaited=set(),
         sharding=Sharding.from_stage(stage),
         precision=MixedPrecision(**options),
         communication=communication,

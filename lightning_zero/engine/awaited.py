@@ -1,0 +1,87 @@
+"""Values that a module on the meta device waits for until it is sharded, because only then it has memory.
+
+Note [On the module]
+    What a module waits for is noted in its ``__dict__``. A table of ours would lose the note where a module is pickled
+    for a new process, or copied, and the parameters would start with other values without a word (ADR 0020).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+__all__ = ["AwaitedValues", "Place", "await_values", "awaited_places", "awaited_values", "forget_awaited"]
+
+_KEY = "_lightning_zero_awaited"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A parameter or buffer of a module: what is at ``module.<key>``, whichever object that is."""
+
+    name: str
+    module: nn.Module
+    key: str
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """What is there now."""
+        found = self.module._parameters.get(self.key)
+        return self.module._buffers.get(self.key) if found is None else found
+
+
+class AwaitedValues(Protocol):
+    """Where values come from. Must pickle."""
+
+    @property
+    def places(self) -> Sequence[Place]:
+        """What gets values."""
+        ...
+
+    def load(self, engine: Any) -> None:
+        """Give it to them through the ``ZeroEngine`` that has sharded them. Collective: all ranks."""
+        ...
+
+
+def await_values(module: nn.Module, values: AwaitedValues) -> None:
+    """Note that parts of a module get their values when it is sharded."""
+    vars(module).setdefault(_KEY, []).append(values)
+
+
+def awaited_values(root: nn.Module) -> list[AwaitedValues]:
+    """Return what a module and its submodules wait for, in the order in which it was noted.
+
+    Raises:
+        ValueError: A part of the module that waits for values is not there any more.
+    """
+    found: list[AwaitedValues] = [values for module in root.modules() for values in vars(module).get(_KEY, ())]
+    present = {id(module) for module in root.modules()}
+    for place in (place for values in found for place in values.places):
+        if id(place.module) not in present or place.tensor is None:
+            raise ValueError(
+                f"`{place.name}` waits for its pretrained values, and was taken out of the module or replaced. Call"
+                " `load_pretrained` after changing the module."
+            )
+    return found
+
+
+def awaited_places(root: nn.Module) -> set[tuple[int, str]]:
+    """Return ``(id of a module, key)`` of all parameters and buffers that wait, under each name of a tied one."""
+    waiting = {id(place.tensor) for values in awaited_values(root) for place in values.places}
+    return {
+        (id(module), key)
+        for module in root.modules()
+        for tensors in (module._parameters, module._buffers)
+        for key, tensor in tensors.items()
+        if tensor is not None and id(tensor) in waiting
+    }
+
+
+def forget_awaited(root: nn.Module) -> None:
+    """Take the notes off a module: it has its values."""
+    for module in root.modules():
+        vars(module).pop(_KEY, None)
