@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 
-__all__ = ["Communication", "MixedPrecision", "ReduceDtype", "Sharding"]
+__all__ = ["Communication", "MixedPrecision", "Pipeline", "ReduceDtype", "Schedule", "Sharding"]
 
 ReduceDtype = Literal["fp32", "bf16", "fp16"]
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 
 _DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -95,3 +97,103 @@ class MixedPrecision:
         if original.itemsize > compute.itemsize:
             return original
         return torch.float32 if self.masters and compute.itemsize < 4 else compute
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """How a model is cut into pipeline stages, and in which order micro-batches go through them.
+
+    Args:
+        stages: Number of stages; the ranks are stages times copies of the model. 1 is no pipeline.
+        module: Name of the list of blocks that is cut (``"net.blocks"``), or of a module around it. The default is the
+            list in which the most parameters can be spread over stages.
+        partition: Where the list is cut. ``"parameters"`` evens out the parameters of the stages, ``"uniform"`` the
+            blocks, ``"type:Regex"`` the blocks whose class name matches. A list names the first block of every stage
+            but the first, by name or position.
+        microbatches: Pieces into which a training batch is cut; they must divide it. The default is as many as stages.
+        schedule: ``"gpipe"``: all forwards, then all backwards. ``"1f1b"``: one forward, one backward; keeps fewer
+            activations (PipeDream, arXiv:1806.03377). ``"interleaved_1f1b"``: several chunks of the model a stage, for
+            a smaller bubble (arXiv:2104.04473).
+        chunks: Chunks of the model on every stage: 1, and 2 or more for ``"interleaved_1f1b"``, whose default is 2.
+        first: Modules in front of the blocks that are registered behind them.
+        last: Modules behind the blocks that are registered in front of them.
+        shared: Parameters that code of several stages uses by name, for example an embedding's weight as the head's;
+            a parameter under two names is found.
+    """
+
+    stages: int = 2
+    module: str | None = None
+    partition: str | list[str] | list[int] = "parameters"
+    microbatches: int | None = None
+    schedule: Schedule = "1f1b"
+    chunks: int | None = None
+    first: list[str] | None = None
+    last: list[str] | None = None
+    shared: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        _require_count("stages", self.stages)
+        if self.schedule not in get_args(Schedule):
+            zero_bubble = " Zero-bubble schedules set gradients past the hooks that reduce them."
+            raise ValueError(
+                f"`schedule={self.schedule!r}` is not known. Use 'gpipe', '1f1b' or 'interleaved_1f1b'."
+                + (zero_bubble if "zero" in str(self.schedule).lower() or "zb" in str(self.schedule).lower() else "")
+            )
+        if self.microbatches is not None:
+            _require_count("microbatches", self.microbatches)
+        if self.chunks is not None:
+            _require_count("chunks", self.chunks)
+        is_interleaved = self.schedule == "interleaved_1f1b"
+        if is_interleaved != (self.num_chunks > self.stages) and self.stages > 1:
+            raise ValueError(
+                f"`chunks={self.chunks}` does not fit `schedule={self.schedule!r}`: 'interleaved_1f1b' needs 2 or more"
+                " chunks a stage, the others have 1."
+            )
+        self._check_microbatches()
+        self._check_partition()
+
+    def _check_microbatches(self) -> None:
+        number = self.num_microbatches
+        if self.schedule == "1f1b" and number < self.stages:
+            raise ValueError(
+                f"`microbatches={number}` leaves stages of `schedule='1f1b'` without work. Use at least"
+                f" `stages={self.stages}` micro-batches, or 'gpipe'."
+            )
+        if self.schedule == "interleaved_1f1b" and number % self.stages:
+            raise ValueError(
+                f"`microbatches={number}` must be a multiple of `stages={self.stages}` for"
+                " `schedule='interleaved_1f1b'`."
+            )
+
+    def _check_partition(self) -> None:
+        if not isinstance(self.partition, str):
+            if len(self.partition) != self.num_chunks - 1:
+                raise ValueError(
+                    f"`partition={self.partition!r}` names {len(self.partition)} first blocks, and"
+                    f" {self.num_chunks} chunks need {self.num_chunks - 1}: one for every chunk but the first."
+                )
+        elif self.partition.startswith("type:"):
+            try:
+                re.compile(self.partition.removeprefix("type:"))
+            except re.error as error:
+                raise ValueError(f"`partition={self.partition!r}` is no regular expression: {error}.") from error
+        elif self.partition not in ("parameters", "uniform"):
+            raise ValueError(
+                f"`partition={self.partition!r}` is not known. Use 'parameters', 'uniform', 'type:Regex', or the list"
+                " of the first blocks of the stages."
+            )
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the whole model."""
+        return self.stages * (self.chunks or (2 if self.schedule == "interleaved_1f1b" else 1))
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of a training batch."""
+        return self.microbatches or self.stages
+
+
+def _require_count(option: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"`{option}={value!r}` must be a whole number, 1 or more.")

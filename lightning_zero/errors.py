@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["CollectiveError", "ReleasedParameterError", "ShardedGradientError", "nearest"]
+__all__ = ["CollectiveError", "PipelineError", "ReleasedParameterError", "ShardedGradientError", "nearest"]
 
 
 class ReleasedParameterError(RuntimeError):
@@ -18,6 +18,10 @@ class ShardedGradientError(RuntimeError):
 
 class CollectiveError(RuntimeError):
     """A collective failed or did not complete in time."""
+
+
+class PipelineError(RuntimeError):
+    """A step cannot be run in pipeline stages as it is."""
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -41,9 +41,12 @@ from lightning_zero.checkpoint import directory, paths, state
 from lightning_zero.checkpoint.asynchronous import AsyncSaver
 from lightning_zero.checkpoint.random_state import RANDOM_STATES, gather_random_states, restore_random_state
 from lightning_zero.checkpoint.ranks import CheckpointError, Ranks
-from lightning_zero.config import Communication, Sharding
+from lightning_zero.comm.mesh import Mesh
+from lightning_zero.config import Communication, Pipeline, Sharding
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.metrics import METRIC_STATES, metric_states, with_own_metric_states
+from lightning_zero.parallel.split import split_module
+from lightning_zero.pipelined import PipelinedSteps
 from lightning_zero.precision import LossScale, LossScaler, ZeroPrecision, ZeroStep, adopt, engine_precision
 
 __all__ = ["ZeroStrategy", "register_strategies"]
@@ -61,6 +64,7 @@ class ZeroStrategy(ParallelStrategy):
             3: parameters as well.
         units: Modules whose parameters are gathered and reduced together, by class or class name, usually the
             repeated block: ``["Block"]``. By default they are found in the module.
+        pipeline: Cut the model into this many pipeline stages, or ``Pipeline``, or a dict of its fields.
         communication: How ranks exchange parameters and gradients; a dict of the fields of ``Communication`` is taken
             too.
         masters: Keep fp32 masters of parameters that compute in 16 bits.
@@ -87,6 +91,7 @@ class ZeroStrategy(ParallelStrategy):
         self,
         stage: Literal[0, 1, 2, 3] = 3,
         units: Optional[list[Union[str, type[nn.Module]]]] = None,
+        pipeline: Union[int, Pipeline, dict[str, Any], None] = None,
         communication: Union[Communication, dict[str, Any], None] = None,
         masters: bool = True,
         loss_scale: Union[LossScale, dict[str, Any], None] = None,
@@ -108,6 +113,7 @@ class ZeroStrategy(ParallelStrategy):
             raise ValueError(f"`state_dict_type={state_dict_type!r}` is not known. Use 'sharded', 'full' or None.")
         self.state_dict_type = state_dict_type or ("sharded" if self.stage == 3 else "full")
         self.units = units
+        self.pipeline = _pipeline(pipeline)
         self.masters = masters
         self.loss_scale = LossScale(**loss_scale) if isinstance(loss_scale, dict) else loss_scale
         self.communication, self.timeout = _timeouts(communication, timeout)
@@ -120,6 +126,8 @@ class ZeroStrategy(ParallelStrategy):
         # - What `setup` makes
         self._engine: ZeroEngine | None = None
         self._saver: AsyncSaver | None = None  # from the first asynchronous save to teardown
+        self._mesh: Mesh | None = None  # with a pipeline
+        self._steps: PipelinedSteps | None = None  # with a pipeline
         self._announced: ZeroEngine | None = None  # whose plan was printed last
         self._warned_of_none = False
         # - What a checkpoint leaves for the start of training
@@ -182,7 +190,10 @@ class ZeroStrategy(ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which slice of the data this rank sees."""
+        """Which slice of the data this rank sees; the stages of a pipeline see the same."""
+        if self.pipeline is not None:
+            copies = self.num_nodes * self.num_processes // self.pipeline.stages
+            return {"num_replicas": copies, "rank": self.global_rank % max(copies, 1)}
         return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
 
     def set_world_ranks(self) -> None:
@@ -214,6 +225,8 @@ class ZeroStrategy(ParallelStrategy):
             timeout=self.timeout,
             device_id=self.root_device if self.root_device.type != "cpu" else None,
         )
+        if self.pipeline is not None and self._mesh is None:
+            self._mesh = Mesh(self.pipeline.stages, self.communication.timeout_s)
 
     # -- Set-up ----------------------------------------------------------------------------------------------------
 
@@ -299,10 +312,21 @@ class ZeroStrategy(ParallelStrategy):
                 self._layer_sync.apply(module)
             self.precision_plugin.convert_module(module)
             engine = ZeroEngine(**recipe)
-            engine.shard(module)
+            self._steps = None
+            if self._mesh is None:
+                engine.shard(module)
+            else:
+                self._cut(module, engine, self._mesh)
             _made_for[engine] = made_for
         engine.resume()
         self._engine = self._step_plugin.engine = engine
+
+    def _cut(self, module: pl.LightningModule, engine: ZeroEngine, mesh: Mesh) -> None:
+        assert self.pipeline is not None
+        split = split_module(module, self.pipeline)
+        engine.shard(module, split.holders)
+        self._steps = PipelinedSteps(module, engine, split, self.pipeline, mesh, self.root_device)
+        rank_zero_info(split.summary())
 
     def _recipe(self) -> dict[str, Any]:
         """Arguments of the engine."""
@@ -312,7 +336,13 @@ class ZeroStrategy(ParallelStrategy):
             "communication": self.communication,
             "precision": engine_precision(self.precision_plugin, masters=self.masters),
             "device": self.root_device,
+            **self._groups(),
         }
+
+    def _groups(self) -> dict[str, Any]:
+        if self._mesh is None:
+            return {}
+        return {"process_group": self._mesh.copy_group, "parts_group": self._mesh.stage_group}
 
     @property
     def _step_plugin(self) -> ZeroStep:
@@ -327,6 +357,8 @@ class ZeroStrategy(ParallelStrategy):
         self._reset_optimizers_and_schedulers()
         self.engine.detach()
         super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            self.engine.drop_elsewhere(optimizer)
         self.engine.attach(*self.optimizers)
         self.optimizers = self.optimizers  # Lightning's wrappers take over the classes that `attach` has set
 
@@ -382,6 +414,8 @@ class ZeroStrategy(ParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run ``LightningModule.training_step`` with the parameters it needs."""
+        if self._steps is not None:
+            return self._pipelined_training_step(self._steps, args)
         with self.engine.scope("training_step"):
             output = super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
@@ -389,20 +423,52 @@ class ZeroStrategy(ParallelStrategy):
             return self._loss_of_nothing()
         return output
 
+    def _pipelined_training_step(self, steps: PipelinedSteps, args: tuple[Any, ...]) -> Tensor:
+        trainer = self._sharded_module.trainer
+        every = trainer.accumulate_grad_batches
+        return steps.training_step(
+            args,
+            context=self.precision_plugin.train_step_context,
+            scale=self._step_plugin.get_scale() / every,
+            is_first=trainer.fit_loop.epoch_loop.batch_idx % every == 0,
+        )
+
+    def backward(self, closure_loss: Tensor, optimizer: Optional[Optimizer], *args: Any, **kwargs: Any) -> Tensor:
+        """Run the backward of a loss; in a pipeline the training step has done so, and only hooks are called."""
+        if self._steps is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        assert self.lightning_module is not None
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        self.engine.end_gradients()
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run ``LightningModule.validation_step`` with the parameters it needs."""
+        if self._steps is not None:
+            return self._evaluate(self._steps, "validation_step", args, self.precision_plugin.val_step_context)
         with self.engine.scope("validation_step"):
             return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run ``LightningModule.test_step`` with the parameters it needs."""
+        if self._steps is not None:
+            return self._evaluate(self._steps, "test_step", args, self.precision_plugin.test_step_context)
         with self.engine.scope("test_step"):
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``LightningModule.predict_step`` with the parameters it needs."""
+        if self._steps is not None:
+            return self._steps.predict_step(args, context=self.precision_plugin.predict_step_context)
         with self.engine.scope("predict_step"):
             return super().predict_step(*args, **kwargs)
+
+    def _evaluate(self, steps: PipelinedSteps, name: str, args: tuple[Any, ...], context: Any) -> STEP_OUTPUT:
+        output: STEP_OUTPUT = steps.evaluation_step(name, args, context=context)
+        return output
 
     def _loss_of_nothing(self) -> Tensor:
         """Return a loss without parameters, so that this rank still joins the reductions of the others."""
@@ -463,13 +529,16 @@ class ZeroStrategy(ParallelStrategy):
         """Return this rank's segments of the parameters and everything else the module keeps."""
         if self._engine is None:
             return super().lightning_module_state_dict()
+        if self._steps is not None:
+            self._steps.gather_buffers()
         return state.model_state(self._engine, self._sharded_module)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return this rank's segments of the optimizer's state, by parameter name."""
         if self._engine is None:
             return super().optimizer_state(optimizer)
-        return state.optimizer_state(self._engine, _raw(optimizer))
+        with self._engine.whole_groups(_raw(optimizer)):
+            return state.optimizer_state(self._engine, _raw(optimizer))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Write a checkpoint. Collective: all ranks.
@@ -569,7 +638,10 @@ class ZeroStrategy(ParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of all optimizers. Collective: all ranks."""
         self._random_states = checkpoint.get(RANDOM_STATES)
-        state.load_optimizer_state(self.engine, self.optimizers, checkpoint["optimizer_states"])
+        with ExitStack() as stack:
+            for optimizer in self.optimizers:
+                stack.enter_context(self.engine.whole_groups(optimizer))
+            state.load_optimizer_state(self.engine, self.optimizers, checkpoint["optimizer_states"])
 
     def on_train_start(self) -> None:
         """Set the random number generators as they were at the checkpoint that is resumed."""
@@ -624,7 +696,8 @@ class ZeroStrategy(ParallelStrategy):
             warnings.warn(f"The last checkpoint is not complete: {error}", stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_engine": None, "_saver": None, "_announced": None}
+        made = dict.fromkeys(("_engine", "_saver", "_mesh", "_steps", "_announced"))
+        return {**super().__getstate__(), **made}
 
 
 class _Launcher(_MultiProcessingLauncher):
@@ -673,6 +746,15 @@ def _begin_epoch_as_uninterrupted(trainer: pl.Trainer) -> None:
 
 def _is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def _pipeline(pipeline: Pipeline | dict[str, Any] | int | None) -> Pipeline | None:
+    """Return the options of a pipeline of two or more stages, or None."""
+    if isinstance(pipeline, dict):
+        pipeline = Pipeline(**pipeline)
+    elif pipeline is not None and not isinstance(pipeline, Pipeline):
+        pipeline = Pipeline(stages=pipeline)
+    return None if pipeline is None or pipeline.stages == 1 else pipeline
 
 
 def _timeouts(

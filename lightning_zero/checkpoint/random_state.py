@@ -34,12 +34,12 @@ def restore_random_state(engine: ZeroEngine, states: Sequence[dict[str, Any]]) -
         engine: Whose rank and device it is.
         states: What ``gather_random_states`` returned.
     """
-    if len(states) != engine.world_size:
+    if len(states) != engine.everyone.world_size:
         return (
-            f"The checkpoint was saved on {len(states)} ranks and is resumed on {engine.world_size}: the state of the"
-            " random number generators (dropout, shuffling), which is that of a rank, is not restored."
+            f"The checkpoint was saved on {len(states)} ranks and is resumed on {engine.everyone.world_size}: the state"
+            " of the random number generators (dropout, shuffling), which is that of a rank, is not restored."
         )
-    state = states[engine.rank]
+    state = states[engine.everyone.rank]
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     torch.set_rng_state(state["torch"])

@@ -29,7 +29,7 @@ class Ranks:
     """
 
     def __init__(self, engine: ZeroEngine | None) -> None:
-        communicator = None if engine is None else engine.communicator
+        communicator = None if engine is None else engine.everyone
         self.rank = 0 if communicator is None else communicator.rank
         self.world_size = 1 if communicator is None else communicator.world_size
         self.group = None if communicator is None else communicator.object_group

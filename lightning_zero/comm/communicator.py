@@ -77,7 +77,7 @@ class Communicator:
     Call protocol (all ranks of the group, in the same order for each of the two groups):
 
     1. ``all_gather`` on the gather group, ``reduce_scatter`` on the reduce group; each returns a ``Pending``.
-    2. ``broadcast``, ``all_reduce`` (blocking): set-up, buffers, norms.
+    2. ``broadcast``, ``all_reduce`` (blocking): set-up, buffers, norms; ``send`` and ``receive`` between two ranks.
     3. ``agree`` (blocking, host values, gloo): order of gathers, used parameters, overflow.
 
     Args:
@@ -247,6 +247,25 @@ class Communicator:
         except (RuntimeError, ValueError) as error:
             raise self.failure(f"all-reduce of {what}", error) from error
         return tensor
+
+    def send(self, tensor: torch.Tensor, peer: int, what: str) -> None:
+        """Send ``tensor`` to one rank; returns when it may be overwritten."""
+        self._count("send", tensor.nbytes)
+        staged = tensor.cpu() if self._backend == "gloo" else tensor
+        try:
+            dist.send(staged, group=self._reduce_group, group_dst=peer)
+        except (RuntimeError, ValueError) as error:
+            raise self.failure(f"sending of {what}", error) from error
+
+    def receive(self, tensor: torch.Tensor, peer: int, what: str) -> None:
+        """Overwrite ``tensor`` with what one rank sends; returns when it is there."""
+        staged = tensor.cpu() if self._backend == "gloo" else tensor
+        try:
+            dist.recv(staged, group=self._reduce_group, group_src=peer)
+        except (RuntimeError, ValueError) as error:
+            raise self.failure(f"receiving of {what}", error) from error
+        if staged is not tensor:
+            tensor.copy_(staged)
 
     def agree(self, values: torch.Tensor, what: str, op: Any = dist.ReduceOp.MAX) -> torch.Tensor:
         """Reduce host values over the ranks, in place. Collective: all ranks, over gloo whatever the backend."""

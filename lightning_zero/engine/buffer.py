@@ -33,13 +33,18 @@ __all__ = ["BufferKind", "FlatBuffer"]
 
 @dataclass(frozen=True)
 class BufferKind:
-    """What the parameters of one buffer have in common."""
+    """What the parameters of one buffer have in common.
+
+    ``shared`` is the name of a parameter that several parts of the model hold; it has a buffer to itself, so that the
+    buffer is the same in all of them.
+    """
 
     original: torch.dtype
     compute: torch.dtype
     master: torch.dtype
     reduce: torch.dtype
     trained: bool
+    shared: str | None = None
 
 
 class FlatBuffer:
@@ -321,6 +326,21 @@ class FlatBuffer:
         if self.sharding.grads:
             self.store.release("gradients", local.nbytes)
             self.local = None
+
+    def reduced_or_zeros(self) -> torch.Tensor:
+        """Return the average, made of zeros where no rank of this part has a gradient: (own range,)."""
+        if self.reduced is None:
+            with torch.inference_mode(False), torch.no_grad():
+                if self.sharding.grads:
+                    numel = self.own_range[1] - self.own_range[0]
+                    self.reduced = self.store.create("gradients", numel, self.kind.reduce)
+                else:
+                    lo, hi = self.own_range
+                    self.reduced = self._local_sums()[lo:hi]
+                self.reduced.zero_()
+        self.has_grad.update(range(len(self.params)))
+        self._mark_reduced()
+        return self.reduced
 
     def gather_reduced(self) -> Pending | None:
         """Start gathering the average where every rank steps everything (stage 0). Collective there: all ranks."""

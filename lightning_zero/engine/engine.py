@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,12 @@ from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.hooks import Hooks
 from lightning_zero.engine.optimizer import Place, ShardedOptimizer, gradient_norm
 from lightning_zero.engine.order import PassOrder
-from lightning_zero.engine.parameter import own
-from lightning_zero.engine.partition import Territory, build_unit, choose_territories
+from lightning_zero.engine.parameter import ReleasedParameter, own
+from lightning_zero.engine.partition import Territory, build_unit, choose_territories, kind_of
+from lightning_zero.engine.parts import Parts
 from lightning_zero.engine.reduction import Reducer
 from lightning_zero.engine.unit import Unit, UnitState
+from lightning_zero.errors import PipelineError
 from lightning_zero.storage.store import DeviceStore, Kind
 
 __all__ = ["EngineStats", "ParameterRecord", "Write", "ZeroEngine", "engine_of", "gathered"]
@@ -73,7 +75,8 @@ class ParameterRecord:
         dtype: The dtype in which the user gave it; it may compute and be stepped in others.
         save_range: Elements of the flattened parameter that this rank should write. The ranges of all ranks tile the
             parameter exactly once, at every stage.
-        own_range: Elements whose master and optimizer state this rank holds; all of them at stage 0.
+        own_range: Elements whose master and optimizer state this rank holds; all of them at stage 0. Both ranges are
+            empty where another part of the model holds the parameter.
     """
 
     name: str
@@ -84,11 +87,13 @@ class ParameterRecord:
     dtype: torch.dtype
     save_range: tuple[int, int]
     own_range: tuple[int, int]
-    _buffer: FlatBuffer = field(repr=False)
+    _buffer: FlatBuffer | torch.Tensor = field(repr=False)  # elsewhere: an empty master
     _index: int = field(repr=False)
 
     def master(self) -> torch.Tensor:
         """Return the values that are stepped: 1-D over ``own_range``, live. ``publish`` after writing into it."""
+        if isinstance(self._buffer, torch.Tensor):
+            return self._buffer
         return self._buffer.segment(self._index).reshape(-1)
 
     def state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -118,6 +123,32 @@ class _UnitOwner:
         buffer.forget([index])
 
 
+class _ElsewhereOwner:
+    """Answers for the parameters that other parts of the model hold."""
+
+    def __init__(self, engine: ZeroEngine) -> None:
+        self._engine = engine
+
+    def param_name(self, param: nn.Parameter) -> str:
+        return self._engine.param_name(param)
+
+    def touch(self, param: nn.Parameter) -> bool:
+        parts = self._engine.parts
+        assert parts is not None
+        raise PipelineError(
+            f"Parameter `{self.param_name(param)}` lies on pipeline stage {parts.first_holder(param)}, and code of"
+            f" stage {parts.communicator.rank} uses its values. If several stages use it, name it:"
+            f" `Pipeline(shared=[{self.param_name(param)!r}])`; for a copy call `strategy.full_param(param)` on every"
+            " rank."
+        )
+
+    def show_gradient(self, param: nn.Parameter) -> None:
+        pass
+
+    def forget_gradient(self, param: nn.Parameter) -> None:
+        pass
+
+
 class ZeroEngine:
     """Shards a module's parameters, gradients and optimizer states over the ranks (ZeRO, arXiv:1910.02054).
 
@@ -138,6 +169,8 @@ class ZeroEngine:
         device: Where the model goes; by default where its parameters are.
         process_group: The ranks that share the model; all by default. Without an initialised process group the world is
             one rank, and nothing is sharded or sent.
+        parts_group: One rank of every part of a model that is cut into pipeline stages, each with an engine over its
+            own ``process_group``; norms, overflows and checkpoints are those of all parts.
 
     Raises:
         ValueError: ``stage`` is not 0, 1, 2 or 3.
@@ -152,6 +185,7 @@ class ZeroEngine:
         precision: MixedPrecision | None = None,
         device: torch.device | str | None = None,
         process_group: dist.ProcessGroup | None = None,
+        parts_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.stage = stage
         self._sharding = Sharding.from_stage(stage)
@@ -160,28 +194,39 @@ class ZeroEngine:
         self._precision = precision or MixedPrecision()
         self._device = torch.device(device) if device is not None else None
         self._process_group = process_group
+        self._parts_group = parts_group
         # - Set by `shard`
         self.module: nn.Module | None = None
         self.units: list[Unit] = []
+        self.parts: Parts | None = None  # of a model that is cut; None if it is whole
+        self._elsewhere: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}  # with an empty master
         self._communicator: Communicator | None = None
+        self._everyone: Communicator | None = None
         self._store: DeviceStore
         self._hooks: Hooks
         self._order: PassOrder
         self._places: dict[int, Place] = {}
         self._names: dict[int, tuple[str, ...]] = {}
-        self._owners: list[_UnitOwner] = []
+        self._owners: list[_UnitOwner | _ElsewhereOwner] = []
         self._module_buffers: list[tuple[nn.Module, str]] = []
         # - Set by `attach`
         self._sharded_optimizers: list[ShardedOptimizer] = []
+        self._all_groups: WeakKeyDictionary[Optimizer, list[list[nn.Parameter]]] = WeakKeyDictionary()  # of all parts
+        self._zeroed: bool | None = None  # whether `zero_grad` was called since `begin_gradients`; None: drop gradients
         self._loose: list[Place] = []  # parameters of no optimizer whose gradient is shown
 
     # -- Set-up ----------------------------------------------------------------------------------------------------
 
-    def shard(self, module: nn.Module) -> nn.Module:
+    def shard(self, module: nn.Module, holders: Mapping[str, tuple[int, ...]] | None = None) -> nn.Module:
         """Partition ``module`` in place and return it; all ranks start from rank 0's values.
 
         Collective: all ranks. Meta parameters are made real unit by unit, by their module's ``reset_parameters``, so no
         rank ever holds the whole model at stage 3. Those that wait for pretrained values get them.
+
+        Args:
+            module: The module.
+            holders: With ``parts_group``: the parts, as ranks of it, that hold a parameter, by its first name. The
+                values of the others are given up.
 
         Raises:
             ValueError: A name in ``units`` matches nothing; parameters on several devices and no ``device``.
@@ -192,9 +237,11 @@ class ZeroEngine:
         if self.module is not None:
             raise RuntimeError("This engine holds another module. Make a new `ZeroEngine` for each module.")
         awaited = awaited_places(module)
-        territories = choose_territories(module, self._unit_classes)
         device = self._device or _device_of(module)
         self._communicator = Communicator(self._communication, device, self._process_group)
+        self._everyone = self._communicator
+        elsewhere = self._take_part(module, holders, device) if holders is not None else []
+        territories = choose_territories(module, self._unit_classes, {id(param) for param in elsewhere})
         self._store = DeviceStore(device)
         sharding = self._sharding if self.communicator.world_size > 1 else Sharding.from_stage(0)
         for index, territory in enumerate(territories):
@@ -208,9 +255,12 @@ class ZeroEngine:
                 communication=self._communication,
                 communicator=self.communicator,
                 store=self._store,
+                is_shared=self.parts.is_shared if self.parts is not None else lambda param: False,
             )
             self._register(unit, territory)
             unit.reshard()
+        if self.parts is not None:
+            self.parts.start_equal(self._buffers)
         self._adopt_module_buffers(module, device)
         ahead = self._communication.prefetch
         reducer = Reducer(self.units, self.communicator, min(ahead, 1))
@@ -232,6 +282,29 @@ class ZeroEngine:
         self.reset_stats()
         _ENGINES.add(self)
         return module
+
+    def _take_part(
+        self, module: nn.Module, holders: Mapping[str, tuple[int, ...]], device: torch.device
+    ) -> list[nn.Parameter]:
+        """Give up the values of the parameters that other parts hold, and return them."""
+        communicator = Communicator(self._communication, device, self._parts_group)
+        self.parts = Parts(communicator, dict(module.named_parameters()), holders)
+        self._everyone = Communicator(self._communication, device)
+        self._owners.append(owner := _ElsewhereOwner(self))
+        for name, param in module.named_parameters(remove_duplicate=False):
+            if self.parts.is_here(param):
+                continue
+            self._names[id(param)] = (*self._names.get(id(param), ()), name)
+            if id(param) not in self._elsewhere:
+                holder = module.get_submodule(name.rpartition(".")[0])
+                kind = kind_of(param, holder, self._precision, self._communication)
+                dtype = kind.master if kind.trained else kind.compute
+                self._elsewhere[id(param)] = (param, torch.empty(0, dtype=dtype, device=device))
+        for param, _ in self._elsewhere.values():
+            own(param, owner)
+            param.data = torch.full((), float("nan"), dtype=param.dtype, device=device).expand(param.shape)
+            param.__class__ = ReleasedParameter
+        return [param for param, _ in self._elsewhere.values()]
 
     def _register(self, unit: Unit, territory: Territory) -> None:
         owner = _UnitOwner(self, unit)
@@ -265,9 +338,33 @@ class ZeroEngine:
         self.detach()
         for optimizer in optimizers:
             self._sharded_optimizers.append(
-                ShardedOptimizer(optimizer, self._places, self.communicator, self._before_open)
+                ShardedOptimizer(
+                    optimizer, self._places, self.communicator, self._before_open, self.parts, self._keeps_gradients
+                )
             )
         return optimizers[0] if len(optimizers) == 1 else list(optimizers)
+
+    def drop_elsewhere(self, optimizer: Optimizer) -> None:
+        """Take the parameters that other parts of the model hold out of an optimizer's groups; ``attach`` it then."""
+        if not self._elsewhere:
+            return
+        self._all_groups[optimizer] = [list(group["params"]) for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = [param for param in group["params"] if id(param) not in self._elsewhere]
+
+    @contextmanager
+    def whole_groups(self, optimizer: Optimizer) -> Iterator[None]:
+        """Put the parameters of other parts back into an optimizer's groups for a while: checkpoints name them all."""
+        here = [group["params"] for group in optimizer.param_groups]
+        for group, whole in zip(optimizer.param_groups, self._all_groups.get(optimizer, here), strict=False):
+            group["params"] = whole
+        try:
+            yield
+        finally:
+            for group, params in zip(optimizer.param_groups, here, strict=True):
+                group["params"] = params
+            for param, _ in self._elsewhere.values():
+                optimizer.state.pop(param, None)
 
     def detach(self) -> None:
         """Let go of the optimizers and of all gradients."""
@@ -301,14 +398,17 @@ class ZeroEngine:
         Collective: all ranks.
         """
         assert self.module is not None
-        module, places = self.module, self._places
+        module = self.module
         self.detach()
-        values = {param: self.full_param(param).to(places[id(param)][0].kind.original) for param in module.parameters()}
+        values = {param: self.full_param(param).to(self._original_dtype(param)) for param in module.parameters()}
         self.close()
         for param, value in values.items():
             param.__class__ = nn.Parameter
             param.data = value
         return module
+
+    def _original_dtype(self, param: nn.Parameter) -> torch.dtype:
+        return param.dtype if id(param) in self._elsewhere else self._places[id(param)][0].kind.original
 
     def close(self) -> None:
         """Take the hooks out and give the process groups back. No collective.
@@ -320,6 +420,9 @@ class ZeroEngine:
         self._close_windows()
         self._hooks.remove()
         self.communicator.close()
+        if self.parts is not None:
+            self.parts.communicator.close()
+            self.everyone.close()
         self._store.close()
         self.module = None
         _ENGINES.discard(self)
@@ -359,13 +462,55 @@ class ZeroEngine:
         """Close the step window without a step; gradients stay until ``zero_grad``."""
         self._sharded(optimizer).close()
 
+    @property
+    def is_last_microbatch(self) -> bool:
+        """Whether the next backward is the last before the optimizer's step."""
+        return self._hooks.is_last_microbatch
+
+    def begin_gradients(self) -> None:
+        """Drop all gradients now, and let ``zero_grad`` leave those that follow alone, until ``end_gradients``.
+
+        For steps whose backward comes before ``zero_grad`` is called.
+        """
+        for buffer in self._buffers:
+            buffer.forget(range(len(buffer.params)))
+        self._zeroed = False
+
+    def end_gradients(self) -> None:
+        """Let ``zero_grad`` drop gradients again.
+
+        Raises:
+            PipelineError: ``zero_grad`` was not called since ``begin_gradients``.
+        """
+        zeroed, self._zeroed = self._zeroed, None
+        if zeroed is False:
+            raise PipelineError(
+                "The gradients of earlier steps are not dropped by `optimizer.zero_grad()` (`optimizer_zero_grad` or"
+                " `zero_grad` is overridden?). A pipeline always starts a step without gradients."
+            )
+
+    def _keeps_gradients(self) -> bool:
+        """Take note of a ``zero_grad`` whose work is done."""
+        if self._zeroed is None:
+            return False
+        self._zeroed = True
+        return True
+
+    def sum_shared_gradients(self) -> None:
+        """Sum the gradients of parameters that several parts of the model hold; once, after the last micro-batch.
+
+        Collective: all ranks.
+        """
+        if self.parts is not None:
+            self.parts.sum_gradients(self._buffers)
+
     def grad_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> torch.Tensor:
         """Return the norm of the reduced gradients of one optimizer, or of all parameters: () fp32.
 
         Collective: all ranks, after backward.
         """
         places = self._places.values() if optimizer is None else self._sharded(optimizer).places
-        return gradient_norm(places, norm_type, self.communicator)
+        return gradient_norm(places, norm_type, self.communicator, self.parts)
 
     def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> torch.Tensor:
         """Scale an optimizer's gradients so that their norm is at most ``max_norm``; return the norm before.
@@ -443,13 +588,33 @@ class ZeroEngine:
 
     def full_param(self, param: nn.Parameter) -> torch.Tensor:
         """Return a copy of a parameter's values as they are stepped (fp32 masters), whole. Collective: all ranks."""
+        if self.parts is not None:
+            return self._full_of_parts(param, self.parts)
+        return self._full_here(param)
+
+    def _full_of_parts(self, param: nn.Parameter, parts: Parts) -> torch.Tensor:
+        if parts.is_here(param):
+            whole = self._full_here(param)
+        else:
+            _, master = self._elsewhere[id(param)]
+            whole = torch.empty(param.shape, dtype=master.dtype, device=master.device)
+        what = f"parameter `{self.param_name(param)}`"
+        parts.communicator.broadcast(whole, what, parts.first_holder(param))
+        return whole
+
+    def _full_here(self, param: nn.Parameter) -> torch.Tensor:
         buffer, index = self._place(param)
         self._close_windows()
         buffer.refresh_master()
         return self._whole(buffer, index, buffer.segment(index))
 
     def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Return a copy of a parameter's reduced gradient, whole; None if it has none. Collective: all ranks."""
+        """Return a copy of a parameter's reduced gradient, whole; None if it has none. Collective: all ranks.
+
+        Of a parameter that another part of the model holds it is None.
+        """
+        if id(param) in self._elsewhere:
+            return None
         buffer, index = self._place(param)
         values = buffer.window_grad()
         if index not in buffer.has_grad or values is None:
@@ -478,6 +643,9 @@ class ZeroEngine:
         assert self.module is not None
         records = []
         for param in self.module.parameters():
+            if id(param) in self._elsewhere:
+                records.append(self._record_elsewhere(param))
+                continue
             buffer, index = self._places[id(param)]
             segment = buffer.layout.segment(index, self.communicator.rank)
             names = self._names[id(param)]
@@ -489,7 +657,7 @@ class ZeroEngine:
                     parameter=param,
                     trained=id(param) in trained,
                     dtype=buffer.kind.original,
-                    save_range=(segment.start, segment.stop),
+                    save_range=(segment.start, segment.stop) if self._is_saved_here(param) else (0, 0),
                     own_range=buffer.own_segment(index),
                     _buffer=buffer,
                     _index=index,
@@ -506,6 +674,26 @@ class ZeroEngine:
             pending = buffer.gather_stepped()
             if pending is not None:
                 pending.wait()
+        if self.parts is not None:
+            self.parts.start_equal(self._buffers)
+
+    def _record_elsewhere(self, param: nn.Parameter) -> ParameterRecord:
+        names = self._names[id(param)]
+        return ParameterRecord(
+            name=names[0],
+            aliases=names,
+            shape=tuple(param.shape),
+            parameter=param,
+            dtype=param.dtype,
+            trained=False,
+            save_range=(0, 0),
+            own_range=(0, 0),
+            _buffer=self._elsewhere[id(param)][1],
+            _index=0,
+        )
+
+    def _is_saved_here(self, param: nn.Parameter) -> bool:
+        return self.parts is None or self.parts.is_counted_here(param)
 
     def publish(self) -> None:
         """Make the masters the parameters' values. Collective: all ranks. Call after writing into ``master()``."""
@@ -532,6 +720,17 @@ class ZeroEngine:
         self._require_module()
         assert self._communicator is not None
         return self._communicator
+
+    @property
+    def everyone(self) -> Communicator:
+        """All ranks, those of other parts of the model too: who writes a checkpoint together.
+
+        Raises:
+            RuntimeError: There is no module yet.
+        """
+        self._require_module()
+        assert self._everyone is not None
+        return self._everyone
 
     @property
     def world_size(self) -> int:

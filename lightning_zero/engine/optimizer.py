@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.gradient import norm_over_ranks
+from lightning_zero.engine.parts import Parts
 
 __all__ = ["Place", "ShardedOptimizer", "gradient_norm", "is_elementwise"]
 
@@ -35,6 +36,8 @@ class ShardedOptimizer:
         places: Where every parameter of the module lies, by ``id``.
         communicator: For norms.
         before_open: Called before the window opens (other windows of the same parameters must close).
+        parts: The other parts of the model, if there are any.
+        keeps_gradients: Says whether ``zero_grad`` must leave the gradients alone.
     """
 
     def __init__(
@@ -43,12 +46,16 @@ class ShardedOptimizer:
         places: dict[int, Place],
         communicator: Communicator,
         before_open: Callable[[ShardedOptimizer], None],
+        parts: Parts | None = None,
+        keeps_gradients: Callable[[], bool] = lambda: False,
     ) -> None:
         self.optimizer = optimizer
         self.is_open = False
         self._places = places
         self._communicator = communicator
         self._before_open = before_open
+        self._parts = parts
+        self._keeps_gradients = keeps_gradients
         self._original_class = type(optimizer)
         self._attached: dict[int, Place] = {}
         self._refuse_unless_elementwise()
@@ -173,6 +180,8 @@ class ShardedOptimizer:
     def forget_gradients(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero."""
         self.close()
+        if self._keeps_gradients():
+            return
         for buffer in self.buffers:
             indices = [index for owner, index in self.places if owner is buffer]
             if set_to_none:
@@ -185,7 +194,7 @@ class ShardedOptimizer:
 
     def grad_norm(self, order: float = 2.0) -> torch.Tensor:
         """Return the norm of all gradients: () fp32. Collective: all ranks."""
-        return gradient_norm(self.places, order, self._communicator)
+        return gradient_norm(self.places, order, self._communicator, self._parts)
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients so that their norm is at most ``max_norm``; return the norm before. Collective."""
@@ -207,17 +216,23 @@ class ShardedOptimizer:
         for grad in grads:
             grad.mul_(factor)
         flag = torch.tensor([not finite], dtype=torch.uint8)
-        return bool(self._communicator.agree(flag, "agreement on overflow").item())
+        overflows = bool(self._communicator.agree(flag, "agreement on overflow").item())
+        return overflows if self._parts is None else self._parts.any_is(overflows)
 
     def _grads(self) -> list[torch.Tensor]:
         return list(_gradient_pieces(self.places))
 
 
-def gradient_norm(places: Iterable[Place], order: float, communicator: Communicator) -> torch.Tensor:
-    """Return the norm of the reduced gradients at ``places``: () fp32. Collective: all ranks."""
+def gradient_norm(
+    places: Iterable[Place], order: float, communicator: Communicator, parts: Parts | None = None
+) -> torch.Tensor:
+    """Return the norm of the reduced gradients at ``places``, of all parts: () fp32. Collective: all ranks."""
     places = list(places)
     is_sharded = any(buffer.sharding.optim for buffer, _ in places)
-    return norm_over_ranks(list(_gradient_pieces(places)), order, communicator if is_sharded else None).float()
+    if parts is not None:
+        places = [(buffer, index) for buffer, index in places if parts.is_counted_here(buffer.params[index])]
+    norm = norm_over_ranks(list(_gradient_pieces(places)), order, communicator if is_sharded else None)
+    return (norm if parts is None else parts.combine_norms(norm.to(communicator.device), order)).float()
 
 
 def _gradient_pieces(places: Iterable[Place]) -> Iterator[torch.Tensor]:

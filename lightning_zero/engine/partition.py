@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,7 @@ from lightning_zero.engine.unit import Unit
 from lightning_zero.errors import nearest
 from lightning_zero.storage.store import ShardStore
 
-__all__ = ["ROOT", "Territory", "build_unit", "choose_territories", "computes_in_16_bits"]
+__all__ = ["ROOT", "Territory", "build_unit", "choose_territories", "computes_in_16_bits", "kind_of"]
 
 ROOT = "(root)"
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -33,6 +33,7 @@ class Territory:
 
     ``names`` holds every name of a parameter, the first one first; ``owners`` the module of the first name. ``modules``
     are those that are initialised when the territory is made real: the outermost that one of their parameters is in.
+    Parameters whose ``id`` is in ``elsewhere`` are those of other parts of the model.
     """
 
     name: str
@@ -41,14 +42,17 @@ class Territory:
     names: list[list[str]] = field(default_factory=list)
     owners: list[nn.Module] = field(default_factory=list)
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
+    elsewhere: Collection[int] = ()
 
 
-def choose_territories(module: nn.Module, units: Sequence[str | type[nn.Module]] | None) -> list[Territory]:
+def choose_territories(
+    module: nn.Module, units: Sequence[str | type[nn.Module]] | None, elsewhere: Collection[int] = ()
+) -> list[Territory]:
     """Cut a module into units; the first one is the root, which takes what is left.
 
     Without ``units``: the repeated blocks of every container (several children of one class), and large leaf modules
     outside of them, such as embeddings and output heads. A parameter that several units use belongs to the innermost
-    unit around all of them.
+    unit around all of them. Parameters whose ``id`` is in ``elsewhere`` are left out.
 
     Raises:
         ValueError: A name in ``units`` matches no module.
@@ -65,7 +69,7 @@ def choose_territories(module: nn.Module, units: Sequence[str | type[nn.Module]]
         around = [*around, roots[id(current)]] if id(current) in roots else around
         visits.append((prefix, current, around))
         for key, param in current._parameters.items():
-            if param is not None:
+            if param is not None and id(param) not in elsewhere:
                 params.setdefault(id(param), (param, current))
                 names.setdefault(id(param), []).append(f"{prefix}{key}")
                 chains.setdefault(id(param), []).append(around)
@@ -80,12 +84,17 @@ def choose_territories(module: nn.Module, units: Sequence[str | type[nn.Module]]
         holders[key].names.append(names[key])
         holders[key].owners.append(module_of)
     for prefix, current, around in visits:
-        needed = {id(holders[id(param)]) for param in current._parameters.values() if param is not None}
+        held = [param for param in current._parameters.values() if param is not None]
+        needed = {id(holders[id(param)]) for param in held if id(param) in holders}
+        if held and not needed:
+            continue
         kept = [territory for territory in around[1:] if territory.params]
         place = next((territory for territory in around if id(territory) in needed), [around[0], *kept][-1])
         if not any(current is seen for _, seen in place.modules):
             place.modules.append((prefix, current))
     depths = {id(around[-1]): len(around) for _, _, around in visits}
+    for territory in roots.values():
+        territory.elsewhere = elsewhere
     outer_first = sorted(roots.values(), key=lambda territory: depths[id(territory)])
     return [outer_first[0], *(territory for territory in outer_first[1:] if territory.params)]
 
@@ -194,6 +203,7 @@ def build_unit(
     communication: Communication,
     communicator: Communicator,
     store: ShardStore,
+    is_shared: Callable[[nn.Parameter], bool] = lambda param: False,
 ) -> Unit:
     """Make a territory's parameters real, put them into flat buffers and give up the copies.
 
@@ -202,16 +212,7 @@ def build_unit(
     _materialize(territory, root, store.device, awaited)
     kinds: dict[BufferKind, tuple[list[nn.Parameter], list[str]]] = {}
     for param, names, owner in zip(territory.params, territory.names, territory.owners, strict=True):
-        compute = param.dtype
-        if precision.compute_dtype is not None and computes_in_16_bits(owner, param):
-            compute = precision.compute_dtype
-        kind = BufferKind(
-            original=param.dtype,
-            compute=compute,
-            master=precision.master_dtype(param.dtype, compute),
-            reduce=communication.gradient_dtype(compute),
-            trained=param.requires_grad,
-        )
+        kind = kind_of(param, owner, precision, communication, names[0] if is_shared(param) else None)
         params, param_names = kinds.setdefault(kind, ([], []))
         params.append(param)
         param_names.append(names[0])
@@ -220,6 +221,27 @@ def build_unit(
         for kind, (params, names) in kinds.items()
     ]
     return Unit(territory.name, index, territory.module, buffers)
+
+
+def kind_of(
+    param: nn.Parameter,
+    owner: nn.Module,
+    precision: MixedPrecision,
+    communication: Communication,
+    shared: str | None = None,
+) -> BufferKind:
+    """Return what decides in which buffer a parameter of the module ``owner`` lies."""
+    compute = param.dtype
+    if precision.compute_dtype is not None and computes_in_16_bits(owner, param):
+        compute = precision.compute_dtype
+    return BufferKind(
+        original=param.dtype,
+        compute=compute,
+        master=precision.master_dtype(param.dtype, compute),
+        reduce=communication.gradient_dtype(compute),
+        trained=param.requires_grad,
+        shared=shared,
+    )
 
 
 def _materialize(territory: Territory, root: nn.Module, device: torch.device, awaited: set[tuple[int, str]]) -> None:
@@ -231,7 +253,7 @@ def _materialize(territory: Territory, root: nn.Module, device: torch.device, aw
             fresh.add(id(territory.params[position]))
     for prefix, module in territory.modules:
         for other in module._parameters.values():  # those of an inner unit too: modules are initialised in one go
-            if other is not None and other.is_meta:
+            if other is not None and other.is_meta and id(other) not in territory.elsewhere:
                 fresh.add(id(_with_memory(other, root, device)))
         meta_buffers = [key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
         for key in meta_buffers:

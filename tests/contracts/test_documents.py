@@ -133,7 +133,15 @@ def test_files_that_documents_name_exist(path: Path) -> None:
 
 OPTIONS: dict[str, Any] = {
     name: getattr(lightning_zero, name)
-    for name in ("ZeroStrategy", "Communication", "LossScale", "ZeroMonitor", "ZeroEngine", "MixedPrecision")
+    for name in (
+        "ZeroStrategy",
+        "Communication",
+        "LossScale",
+        "ZeroMonitor",
+        "ZeroEngine",
+        "MixedPrecision",
+        "Pipeline",
+    )
 }
 
 

@@ -31,6 +31,8 @@ LEVELS: dict[str, int] = {
     "lightning_zero.precision": 5,
     "lightning_zero.callbacks": 5,
     "lightning_zero.metrics": 4,
+    "lightning_zero.logged": 5,
+    "lightning_zero.pipelined": 5,
     "lightning_zero.__main__": 6,
     "lightning_zero": 7,
 }

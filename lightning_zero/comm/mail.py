@@ -1,0 +1,98 @@
+"""Tensors from one rank to another, as messages that need no common point in time."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_zero.errors import CollectiveError
+
+__all__ = ["Letter", "Mailbox"]
+
+
+class Letter:
+    """A tensor that is on its way here."""
+
+    def __init__(self, mailbox: Mailbox, what: str, work: Any, buffer: torch.Tensor) -> None:
+        self._mailbox = mailbox
+        self._what = what
+        self._work = work
+        self._buffer = buffer
+
+    def wait(self) -> torch.Tensor:
+        """Return the tensor when it is there.
+
+        Raises:
+            CollectiveError: The sender failed or did not send in time.
+        """
+        self._mailbox.finish(self._what, self._work)
+        return self._buffer.to(self._mailbox.device)
+
+
+class Mailbox:
+    """Sends to and receives from the ranks of a group. Two ranks must agree on the order of messages between them.
+
+    Args:
+        group: The ranks.
+        device: Device of the tensors.
+    """
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self.device = device
+        self.sent_bytes = 0
+        self.wait_s = 0.0
+        self._group = group
+        self._is_gloo = dist.get_backend(group) == "gloo"
+        self._numbers: Counter[tuple[str, int]] = Counter()  # messages so far, by direction and peer
+        self._outgoing: list[tuple[str, Any, torch.Tensor]] = []  # sends that may be running, and what they read
+
+    def send(self, peer: int, tensor: torch.Tensor, what: str) -> None:
+        """Start sending; ``flush`` before the end of the step."""
+        host = tensor.detach().contiguous()
+        host = host.cpu() if self._is_gloo else host
+        try:
+            work = dist.isend(host, group=self._group, group_dst=peer, tag=self._tag("send", peer))
+        except (RuntimeError, ValueError) as error:
+            raise self._failure(what, error) from error
+        self.sent_bytes += host.nbytes
+        self._outgoing.append((what, work, host))
+
+    def receive(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> Letter:
+        """Start receiving."""
+        buffer = torch.empty(shape, dtype=dtype, device="cpu" if self._is_gloo else self.device)
+        try:
+            work = dist.irecv(buffer, group=self._group, group_src=peer, tag=self._tag("receive", peer))
+        except (RuntimeError, ValueError) as error:
+            raise self._failure(what, error) from error
+        return Letter(self, what, work, buffer)
+
+    def flush(self) -> None:
+        """Return when everything has been sent."""
+        for what, work, _ in self._outgoing:
+            self.finish(what, work)
+        self._outgoing.clear()
+
+    def finish(self, what: str, work: Any) -> None:
+        """Wait for a message."""
+        started = time.perf_counter()
+        try:
+            work.wait()
+        except (RuntimeError, ValueError) as error:
+            raise self._failure(what, error) from error
+        finally:
+            self.wait_s += time.perf_counter() - started
+
+    def _tag(self, direction: str, peer: int) -> int:
+        self._numbers[direction, peer] += 1
+        return self._numbers[direction, peer] % 2**15
+
+    def _failure(self, what: str, error: Exception) -> CollectiveError:
+        return CollectiveError(
+            f"pipeline stage {dist.get_rank(self._group)} of {dist.get_world_size(self._group)}: {what} failed:"
+            f" {error}. The other stage has stopped, or was slower than `timeout`: the first error of the other ranks"
+            " says which."
+        )

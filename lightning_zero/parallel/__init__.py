@@ -1,0 +1,1 @@
+"""Changes to the module before it is sharded."""

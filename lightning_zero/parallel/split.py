@@ -1,0 +1,257 @@
+"""Which part of a module lies in which chunk of a pipeline. Names and numbers only; nothing is moved.
+
+A list of blocks (a ``ModuleList`` or ``Sequential``) is cut. Modules that are registered in front of it belong to the
+first chunk, those behind it to the last. Parameters that no module of these holds, but a module around the list, may be
+used anywhere: every stage has them. A parameter under names in several chunks is on each of their stages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_zero.config import Pipeline
+from lightning_zero.errors import nearest
+
+__all__ = ["Place", "Split", "balanced_bounds", "split_module"]
+
+_LISTS = (nn.ModuleList, nn.Sequential)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a module that runs on one chunk alone lies.
+
+    Attributes:
+        name: Fully qualified name.
+        chunk: The chunk.
+        block: Position in the list that is cut; None for a module in front of it or behind it.
+    """
+
+    name: str
+    chunk: int
+    block: int | None
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a module is cut.
+
+    Attributes:
+        blocks: Name of the list.
+        bounds: First block of every chunk, and the number of blocks.
+        places: The modules that run on one chunk alone.
+        stages: Ranks; chunk c lies on rank ``c % stages``.
+        costs: What was evened out, per chunk.
+        holders: Name of every parameter (the first one) -> the ranks that hold it.
+    """
+
+    blocks: str
+    bounds: tuple[int, ...]
+    places: tuple[Place, ...]
+    stages: int
+    costs: tuple[int, ...]
+    holders: dict[str, tuple[int, ...]]
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the whole model."""
+        return len(self.bounds) - 1
+
+    def summary(self) -> str:
+        """Return one line that says what lies where."""
+        parts = [
+            f"{chunk % self.stages}: {start}-{stop - 1}"
+            for chunk, (start, stop) in enumerate(zip(self.bounds, self.bounds[1:], strict=False))
+        ]
+        return f"pipeline stages (blocks of `{self.blocks}`): {', '.join(parts)}"
+
+
+def split_module(module: nn.Module, pipeline: Pipeline) -> Split:
+    """Decide what lies where.
+
+    Raises:
+        ValueError: A name matches nothing, there is nothing to cut, or there are more chunks than blocks.
+    """
+    name, blocks = _find_list(module, pipeline.module)
+    _check_blocks(name, blocks, pipeline)
+    first, last = _around(module, name, pipeline)
+    costs = _costs(list(blocks.values()), pipeline.partition)
+    counted = (first, last) if pipeline.partition == "parameters" else ([], [])
+    ends = (_numel(module, counted[0]), _numel(module, counted[1]))
+    chunks = pipeline.num_chunks
+    if isinstance(pipeline.partition, str):
+        bounds = balanced_bounds(costs, chunks, *ends)
+    else:
+        bounds = _given_bounds(list(blocks), name, pipeline.partition)
+    places = [Place(one, 0, None) for one in first]
+    for chunk, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        places += [Place(one, chunk, start + index) for index, one in enumerate(list(blocks)[start:stop])]
+    places += [Place(one, chunks - 1, None) for one in last]
+    sums = [sum(costs[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    sums[0], sums[-1] = sums[0] + ends[0], sums[-1] + ends[1]
+    return Split(name, bounds, tuple(places), pipeline.stages, tuple(sums), _holders(module, places, pipeline))
+
+
+# -- The list ----------------------------------------------------------------------------------------------------------
+
+
+def _find_list(module: nn.Module, wanted: str | None) -> tuple[str, dict[str, nn.Module]]:
+    """Return the name of the list that is cut, and its children under their full names."""
+    modules = dict(module.named_modules())
+    if wanted is not None and wanted not in modules:
+        raise ValueError(f"`Pipeline(module={wanted!r})` is no module of `{type(module).__name__}`."
+                         f"{nearest(wanted, modules)}")  # fmt: skip
+    inside = {key: child for key, child in modules.items() if wanted in (None, "", key) or key.startswith(f"{wanted}.")}
+    lists = {key: child for key, child in inside.items() if isinstance(child, _LISTS) and len(child) > 1}
+    if wanted in lists:
+        lists = {wanted: lists[wanted]}
+    if not lists:
+        raise ValueError(
+            f"`{wanted or type(module).__name__}` has no `ModuleList` or `Sequential` of two or more modules, so a"
+            " pipeline cannot cut it. Put the blocks into one and walk it in order in `forward`."
+        )
+    name = max(lists, key=lambda key: _spreadable(lists[key]))
+    return name, {f"{name}.{key}" if name else key: child for key, child in _children(lists[name])}
+
+
+def _children(blocks: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(key, child) for key, child in blocks._modules.items() if child is not None]
+
+
+def _spreadable(blocks: nn.Module) -> int:
+    """Return how many parameters can be taken away from the stage with the largest block."""
+    sizes = [sum(param.numel() for param in child.parameters()) for child in blocks.children()]
+    return sum(sizes) - max(sizes)
+
+
+def _check_blocks(name: str, blocks: dict[str, nn.Module], pipeline: Pipeline) -> None:
+    if len(blocks) != len({id(block) for block in blocks.values()}):
+        raise ValueError(f"`{name}` holds a module twice; a pipeline cannot cut a list whose blocks are shared.")
+    if pipeline.num_chunks > len(blocks):
+        raise ValueError(
+            f"`pipeline={pipeline.stages}` with {pipeline.num_chunks // pipeline.stages} chunk(s) a stage needs"
+            f" {pipeline.num_chunks} blocks, and `{name}` has {len(blocks)}. Use fewer stages or chunks."
+        )
+
+
+def _around(module: nn.Module, name: str, pipeline: Pipeline) -> tuple[list[str], list[str]]:
+    """Return the modules with parameters that are registered in front of the list, and behind it."""
+    order: dict[str, list[str]] = {"first": [], "last": []}
+    current, prefix = module, ""
+    for step in name.split(".") if name else []:
+        side = "first"
+        for key, child in current.named_children():
+            if key == step:
+                side = "last"
+            elif next(child.parameters(), None) is not None:
+                order[side].append(f"{prefix}{key}")
+        current, prefix = current.get_submodule(step), f"{prefix}{step}."
+    moved = {"first": pipeline.first or [], "last": pipeline.last or []}
+    for side, names in moved.items():
+        for one in names:
+            if one not in order["first"] + order["last"]:
+                raise ValueError(
+                    f"`Pipeline({side}=[{one!r}])` is no module around `{name}` with parameters."
+                    f"{nearest(one, order['first'] + order['last'])}"
+                )
+            for listed in order.values():
+                if one in listed:
+                    listed.remove(one)
+            order[side].append(one)
+    return order["first"], order["last"]
+
+
+# -- Where it is cut ---------------------------------------------------------------------------------------------------
+
+
+def _costs(blocks: Sequence[nn.Module], partition: str | Sequence[str | int]) -> list[int]:
+    if partition == "uniform":
+        return [1] * len(blocks)
+    if isinstance(partition, str) and partition.startswith("type:"):
+        pattern = re.compile(partition.removeprefix("type:"), re.IGNORECASE)
+        costs = [int(pattern.search(type(block).__name__) is not None) for block in blocks]
+        if not any(costs):
+            classes = ", ".join(sorted({type(block).__name__ for block in blocks}))
+            raise ValueError(f"`partition={partition!r}` matches no class of the blocks. They are: {classes}.")
+        return costs
+    return [sum(param.numel() for param in block.parameters()) for block in blocks]
+
+
+def _numel(module: nn.Module, names: Iterable[str]) -> int:
+    return sum(param.numel() for name in names for param in module.get_submodule(name).parameters())
+
+
+def balanced_bounds(costs: Sequence[int], chunks: int, first: int = 0, last: int = 0) -> tuple[int, ...]:
+    """Cut a list so that the largest chunk is as small as can be; every chunk has a block.
+
+    Args:
+        costs: Cost of every block.
+        chunks: Number of chunks.
+        first: What the first chunk has besides.
+        last: What the last chunk has besides.
+    """
+    number = len(costs)
+    total = [0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+    best: list[dict[int, tuple[float, float, int]]] = [{0: (0.0, 0.0, 0)}]  # stop -> (largest, sum of squares, start)
+    for chunk in range(chunks):
+        extra = (first if chunk == 0 else 0) + (last if chunk == chunks - 1 else 0)
+        stops = [number] if chunk == chunks - 1 else range(chunk + 1, number - (chunks - chunk - 1) + 1)
+        best.append({
+            stop: min(
+                (max(largest, size := total[stop] - total[start] + extra), squares + float(size) ** 2, start)
+                for start, (largest, squares, _) in best[chunk].items()
+                if start < stop
+            )
+            for stop in stops
+        })  # fmt: skip
+    bounds = [number]
+    for chunk in range(chunks, 0, -1):
+        bounds.append(best[chunk][bounds[-1]][2])
+    return tuple(reversed(bounds))
+
+
+def _given_bounds(blocks: Sequence[str], name: str, points: Sequence[str | int]) -> tuple[int, ...]:
+    positions = []
+    for point in points:
+        full = point if isinstance(point, str) and point in blocks else f"{name}.{point}"
+        if full not in blocks:
+            raise ValueError(f"`partition` names {point!r}, which is no block of `{name}`.{nearest(full, blocks)}")
+        positions.append(blocks.index(full))
+    if positions != sorted(set(positions)) or positions[0] == 0:
+        raise ValueError(
+            f"`partition={list(points)!r}` must name the first blocks of the second and further chunks in rising order."
+        )
+    return (0, *positions, len(blocks))
+
+
+# -- Parameters --------------------------------------------------------------------------------------------------------
+
+
+def _holders(module: nn.Module, places: Sequence[Place], pipeline: Pipeline) -> dict[str, tuple[int, ...]]:
+    chunk_of = {place.name: place.chunk for place in places}
+    everyone = set(range(pipeline.stages))
+    names: dict[int, str] = {}
+    ranks: dict[str, set[int]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        first = names.setdefault(id(param), name)
+        chunk = next((chunk_of[prefix] for prefix in _prefixes(name) if prefix in chunk_of), None)
+        ranks.setdefault(first, set()).update(everyone if chunk is None else {chunk % pipeline.stages})
+    for name in pipeline.shared or []:
+        known = {name: first for name, param in module.named_parameters(remove_duplicate=False)
+                 for first in [names[id(param)]]}  # fmt: skip
+        if name not in known:
+            raise ValueError(f"`Pipeline(shared=[{name!r}])` is no parameter.{nearest(name, known)}")
+        ranks[known[name]] |= everyone
+    return {name: tuple(sorted(held)) for name, held in ranks.items()}
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    for length in range(1, len(parts)):
+        yield ".".join(parts[:length])

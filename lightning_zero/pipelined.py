@@ -1,0 +1,191 @@
+"""Steps of a LightningModule in pipeline stages: batches cut, losses scaled, what is logged made equal on all ranks.
+
+Every stage runs the user's ``training_step`` once per micro-batch, as Lightning does per batch under gradient
+accumulation: losses, gradients and logged numbers are the means over the micro-batches. Evaluation runs whole batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zero.comm.mesh import Mesh
+from lightning_zero.config import Pipeline
+from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.errors import PipelineError
+from lightning_zero.logged import Logs, MetricStates
+from lightning_zero.parallel.microbatches import batch_digest, shapes_of, split_batch
+from lightning_zero.parallel.pipeline import PipelineRunner
+from lightning_zero.parallel.split import Split
+from lightning_zero.parallel.streams import RandomState
+
+__all__ = ["PipelinedSteps"]
+
+Contexts = Callable[[], AbstractContextManager[Any]]
+
+
+class PipelinedSteps:
+    """Runs the steps of one module.
+
+    Args:
+        module: The LightningModule.
+        engine: Holds this stage's parameters.
+        split: What lies where.
+        pipeline: The options.
+        mesh: The ranks.
+        device: Device of this rank.
+    """
+
+    def __init__(
+        self, module: Any, engine: ZeroEngine, split: Split, pipeline: Pipeline, mesh: Mesh, device: torch.device
+    ) -> None:
+        self.runner = PipelineRunner(module, split, pipeline, mesh, engine, device)
+        self._module = module
+        self._engine = engine
+        self._mesh = mesh
+        self._device = device
+        self._logs = Logs(module)
+        self._metrics = MetricStates(module, mesh.copy_group)
+        self._buffers = _buffers_by_stage(module, split)
+
+    # -- Training ------------------------------------------------------------------------------------------------------
+
+    def training_step(self, args: tuple[Any, ...], *, context: Contexts, scale: float, is_first: bool) -> Tensor:
+        """Run forwards and backwards of one batch and return its loss: () without a graph, the same on all stages.
+
+        Collective: all ranks.
+
+        Args:
+            args: The batch, and what ``training_step`` is given besides.
+            context: Of the precision plugin, around every micro-batch.
+            scale: Factor of the loss in backward, besides the mean over the micro-batches.
+            is_first: The gradients so far are about to be dropped by Lightning.
+        """
+        batch, *rest = args
+        number = self.runner.num_microbatches
+        self._require_same(batch)
+        pieces = split_batch(batch, number)
+        if is_first:
+            self._engine.begin_gradients()
+        reduces = self._engine.is_last_microbatch
+
+        def step(index: int) -> Any:
+            with context():
+                return self._module.training_step(pieces[index], *rest)
+
+        def loss_of(output: Any) -> Tensor:
+            return _loss(output) * (scale / number)
+
+        self._metrics.begin()
+        with self._logs.recording(), torch.enable_grad():
+            outputs = self.runner.train(step, loss_of, shapes_of(pieces[0]), reduces=reduces)
+        if reduces:
+            self._engine.sum_shared_gradients()
+        loss = torch.stack([_loss(output).detach().float() for output in outputs]).mean() if outputs else None
+        mean = self._share(None if loss is None else loss.cpu())
+        return torch.as_tensor(mean, device=self._device)
+
+    # -- Evaluation ----------------------------------------------------------------------------------------------------
+
+    def evaluation_step(self, name: str, args: tuple[Any, ...], *, context: Contexts) -> Any:
+        """Run ``validation_step`` or ``test_step`` and return its output on the last stage, elsewhere None.
+
+        Collective: all ranks.
+        """
+        output = self._evaluate(name, args, context)
+        self._share(None)
+        return output
+
+    def predict_step(self, args: tuple[Any, ...], *, context: Contexts) -> Any:
+        """Run ``predict_step`` and return its output on all stages. Collective: all ranks."""
+        return _to_device(self._share(_to_device(self._evaluate("predict_step", args, context), "cpu")), self._device)
+
+    def _evaluate(self, name: str, args: tuple[Any, ...], context: Contexts) -> Any:
+        self._require_same(args[0])
+
+        def step(index: int) -> Any:
+            with context():
+                return getattr(self._module, name)(*args)
+
+        self._metrics.begin()
+        with self._logs.recording():
+            return self.runner.evaluate(step, name, shapes_of(args[0]))
+
+    # -- What the stages tell one another ------------------------------------------------------------------------------
+
+    def _share(self, value: Any) -> Any:
+        """Send a value, what was logged and the metrics from the last stage to all, and log it."""
+        message: list[Any] = [None, None, None]
+        if self.runner.is_last:
+            logged = self._logs.merged()
+            message = [value, logged, self._metrics.collect(logged)]
+        dist.broadcast_object_list(message, group=self._mesh.host_group, group_src=self.runner.last_stage)
+        value, logged, metrics = message
+        if not self.runner.is_last:
+            self._metrics.apply(metrics)
+        self._logs.replay(logged, self._mesh.copy_group, self._device)
+        return value
+
+    def _require_same(self, batch: Any) -> None:
+        """Raise where the stages of a copy have different batches; let them draw the same random numbers."""
+        state = RandomState(self._device)
+        mine = torch.tensor([batch_digest(batch), state.digest()], dtype=torch.int64)
+        everyone = [torch.empty_like(mine) for _ in range(self._mesh.stages)]
+        dist.all_gather(everyone, mine, group=self._mesh.host_group)
+        if len({int(one[0]) for one in everyone}) > 1:
+            raise PipelineError(
+                "The stages of a pipeline were given different batches. Every rank of a copy of the model must read the"
+                f" same data: use a sampler with `num_replicas={self._mesh.copies}` and `rank={self._mesh.copy}` (as"
+                " Lightning's own), `seed_everything(..., workers=True)`, and no random transforms that are not seeded."
+            )
+        if len({int(one[1]) for one in everyone}) > 1:
+            states = [state]
+            dist.broadcast_object_list(states, group=self._mesh.host_group, group_src=0)
+            states[0].moved_to(self._device).restore()
+
+    def gather_buffers(self) -> None:
+        """Give all stages the module buffers of the stage that computes with them, for a checkpoint.
+
+        Collective: all ranks.
+        """
+        for stage, buffers in self._buffers.items():
+            values = [[buffer.cpu() for buffer in buffers()]] if self._mesh.stage == stage else [None]
+            dist.broadcast_object_list(values, group=self._mesh.host_group, group_src=stage)
+            for buffer, value in zip(buffers(), values[0] or (), strict=True):
+                buffer.copy_(value)
+
+
+def _buffers_by_stage(module: Any, split: Split) -> dict[int, Callable[[], list[Tensor]]]:
+    names: dict[int, list[str]] = {}
+    for place in split.places:
+        names.setdefault(place.chunk % split.stages, []).append(place.name)
+
+    def buffers_of(stage: int) -> Callable[[], list[Tensor]]:
+        return lambda: [buffer for name in names[stage] for buffer in module.get_submodule(name).buffers()]
+
+    return {stage: buffers_of(stage) for stage in sorted(names) if buffers_of(stage)()}
+
+
+def _loss(output: Any) -> Tensor:
+    loss = output.get("loss") if isinstance(output, dict) else output
+    if not isinstance(loss, Tensor):
+        raise PipelineError(
+            f"`training_step` returned {type(output).__name__}; in a pipeline it must return the loss, or a dictionary"
+            " with the key 'loss'."
+        )
+    return loss
+
+
+def _to_device(value: Any, device: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to(device)
+    if isinstance(value, dict):
+        return {key: _to_device(item, device) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(_to_device(item, device) for item in value)
+    return value

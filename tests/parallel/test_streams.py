@@ -1,0 +1,49 @@
+"""Random numbers of steps in parts."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from lightning_zero.parallel.streams import RandomState, RandomStreams
+
+CPU = torch.device("cpu")
+
+
+def test_draws_before_the_model_are_those_of_a_plain_run_on_every_stage() -> None:
+    torch.manual_seed(5)
+    plain = [torch.rand(3) for _ in range(4)]
+    for chunk, inside in ((0, 2), (1, 7)):
+        torch.manual_seed(5)
+        streams = RandomStreams(CPU)
+        streams.begin()
+        drawn = []
+        for microbatch in range(4):
+            streams.enter(chunk, microbatch)
+            drawn.append(torch.rand(3))
+            streams.leave_common()
+            torch.rand(inside)
+            streams.leave(chunk)
+        streams.end()
+        assert torch.equal(torch.stack(drawn), torch.stack(plain))
+
+
+def test_chunks_draw_different_numbers_that_do_not_repeat() -> None:
+    torch.manual_seed(5)
+    streams = RandomStreams(CPU)
+    streams.begin()
+    seen = []
+    for microbatch in range(3):
+        for chunk in range(2):
+            streams.enter(chunk, microbatch)
+            streams.leave_common()
+            seen.append(torch.rand(()).item())
+            streams.leave(chunk)
+    assert len(set(seen)) == 6
+
+
+def test_a_look_leaves_no_trace() -> None:
+    before = RandomState(CPU)
+    RandomStreams(CPU).apart(lambda: (torch.rand(3), random.random()))
+    assert RandomState(CPU).digest() == before.digest()
