@@ -61,10 +61,12 @@ class Model(nn.Module):
         self.note = extra["note"]
 
 
-def make(stage: int, seed: int, precision: MixedPrecision | None = None) -> tuple[ZeroEngine, Model, Optimizer]:
+def make(
+    stage: int, seed: int, precision: MixedPrecision | None = None, units: Any = None
+) -> tuple[ZeroEngine, Model, Optimizer]:
     worlds.seed(seed)
     model = Model()
-    engine = ZeroEngine(stage, precision=precision)
+    engine = ZeroEngine(stage, precision=precision, units=units)
     engine.shard(model)
     trained = [param for param in model.parameters() if param.requires_grad]
     groups = [

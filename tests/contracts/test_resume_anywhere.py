@@ -108,6 +108,27 @@ def _check_everywhere(path: str, stage: int, world: int, full: bool, precision: 
                 assert all(torch.equal(values[name], slots["value"]) for name, slots in expected.items())
 
 
+def _load_otherwise(rank: int, world: int, path: str, saved_in: MixedPrecision | None) -> Any:
+    precision = MixedPrecision(compute_dtype=torch.bfloat16) if saved_in is None else None
+    engine, model, optimizer = programs.make(3, 1, precision, units=["Linear", "Embedding"])
+    programs.restore(engine, model, optimizer, path)
+    held = programs.held(engine, optimizer)
+    programs.step(engine, model, optimizer, 2)
+    return held
+
+
+@pytest.mark.parametrize("saved_in", [None, MixedPrecision(compute_dtype=torch.bfloat16)], ids=["fp32", "bf16"])
+def test_another_precision_and_other_units_take_masters_and_moments_to_the_bit(
+    saved_in: MixedPrecision | None, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "saved.ckpt")
+    expected = programs.whole([held for held, _ in worlds.run(_save, 2, 2, path, False, saved_in)])
+    loaded = programs.whole(worlds.run(_load_otherwise, 3, path, saved_in))
+    for name, slots in expected.items():
+        if not name.startswith("frozen."):  # 16 bits are all that is kept of frozen parameters that compute in them
+            assert all(torch.equal(loaded[name][slot], value) for slot, value in slots.items()), name
+
+
 # -- Through the Trainer -----------------------------------------------------------------------------------------------
 
 
