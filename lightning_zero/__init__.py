@@ -7,7 +7,7 @@ from lightning_zero.callbacks import ZeroMonitor
 from lightning_zero.checkpoint.export import export_safetensors
 from lightning_zero.checkpoint.pretrained import load_pretrained
 from lightning_zero.checkpoint_io import load_from_checkpoint
-from lightning_zero.config import Communication, MixedPrecision, Pipeline, Sharding
+from lightning_zero.config import ActivationCheckpointing, Communication, MixedPrecision, Pipeline, Sharding
 from lightning_zero.engine.engine import EngineStats, ZeroEngine, gathered
 from lightning_zero.errors import CollectiveError, PipelineError, ReleasedParameterError, ShardedGradientError
 from lightning_zero.layout import FlatLayout
@@ -15,6 +15,7 @@ from lightning_zero.precision import LossScale
 from lightning_zero.strategy import ZeroStrategy, register_strategies
 
 __all__ = [
+    "ActivationCheckpointing",
     "CollectiveError",
     "Communication",
     "EngineStats",

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
+from torch import nn
 
-__all__ = ["Communication", "MixedPrecision", "Pipeline", "ReduceDtype", "Schedule", "Sharding"]
+__all__ = [
+    "ActivationCheckpointing",
+    "Communication",
+    "MixedPrecision",
+    "Pipeline",
+    "ReduceDtype",
+    "Schedule",
+    "Sharding",
+]
 
 ReduceDtype = Literal["fp32", "bf16", "fp16"]
+CheckpointPolicy = Literal["full", "selective", "offload"]
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 
 _DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -73,6 +83,47 @@ class Communication:
         if self.reduce_dtype is not None:
             return _DTYPES[self.reduce_dtype]
         return torch.float64 if compute_dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationCheckpointing:
+    """Which activations are computed again in the backward pass instead of being kept.
+
+    Args:
+        modules: Classes, or names of classes, whose calls are checkpointed; by default the repeated blocks.
+        every: Checkpoint every n-th of the modules; the others keep their activations.
+        policy: What is kept of a call. ``"full"``: its inputs. ``"selective"``: the results of matrix products and
+            attention too. ``"offload"``: its inputs, in host memory.
+        preserve_rng_state: Compute again with the same random numbers (dropout). Costs a little time; off is right only
+            where nothing is random.
+    """
+
+    modules: list[str | type[nn.Module]] | None = None
+    every: int = 1
+    policy: CheckpointPolicy = "full"
+    preserve_rng_state: bool = True
+
+    def __post_init__(self) -> None:
+        if self.policy in ("partition", "auto"):
+            reason = {"partition": "needs tensor parallelism", "auto": "needs a forecast of activations"}[self.policy]
+            raise ValueError(f"`policy={self.policy!r}` {reason}, which does not exist yet. Use 'full' or 'selective'.")
+        if self.policy not in get_args(CheckpointPolicy):
+            raise ValueError(f"`policy={self.policy!r}` is not known. Use 'full', 'selective' or 'offload'.")
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise ValueError(f"`every={self.every!r}` must be a number of modules, 1 or more.")
+
+    @classmethod
+    def of(cls, value: Any) -> ActivationCheckpointing | None:
+        """Return what the option of the strategy means: True, classes, a dict of fields, or nothing."""
+        if value is None or value is False:
+            return None
+        if value is True:
+            return cls()
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, dict):
+            return cls(**value)
+        return cls(modules=[value] if isinstance(value, (str, type)) else list(value))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,9 +42,10 @@ from lightning_zero.checkpoint.asynchronous import AsyncSaver
 from lightning_zero.checkpoint.random_state import RANDOM_STATES, gather_random_states, restore_random_state
 from lightning_zero.checkpoint.ranks import CheckpointError, Ranks
 from lightning_zero.comm.mesh import Mesh
-from lightning_zero.config import Communication, Pipeline, Sharding
+from lightning_zero.config import ActivationCheckpointing, Communication, Pipeline, Sharding
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.metrics import METRIC_STATES, metric_states, with_own_metric_states
+from lightning_zero.parallel.activation import checkpoint_activations
 from lightning_zero.parallel.split import split_module
 from lightning_zero.pipelined import PipelinedSteps
 from lightning_zero.precision import LossScale, LossScaler, ZeroPrecision, ZeroStep, adopt, engine_precision
@@ -71,6 +72,8 @@ class ZeroStrategy(ParallelStrategy):
         loss_scale: How the loss is scaled with fp16; a dict of the fields of ``LossScale`` is taken too.
         state_dict_type: ``"full"``: a checkpoint is one file, as with other strategies. ``"sharded"``: a directory
             that all ranks write. The default is ``"full"`` below stage 3 and ``"sharded"`` at stage 3.
+        activation_checkpointing: Compute activations again in the backward pass: ``True`` those of the repeated blocks,
+            or of modules by class or class name, or ``ActivationCheckpointing``; a dict of its fields is taken too.
         async_save: Write checkpoints in the background: saving returns when this rank's part of the state is copied
             into host memory. ``wait_for_save`` returns when it is on the disk.
         weights_only: Passed to ``torch.load`` when the Trainer does not say.
@@ -96,6 +99,9 @@ class ZeroStrategy(ParallelStrategy):
         masters: bool = True,
         loss_scale: Union[LossScale, dict[str, Any], None] = None,
         state_dict_type: Optional[Literal["sharded", "full"]] = None,
+        activation_checkpointing: Union[
+            bool, list[Union[str, type[nn.Module]]], ActivationCheckpointing, dict[str, Any], None
+        ] = None,
         async_save: bool = False,
         weights_only: Optional[bool] = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -117,6 +123,7 @@ class ZeroStrategy(ParallelStrategy):
         self.masters = masters
         self.loss_scale = LossScale(**loss_scale) if isinstance(loss_scale, dict) else loss_scale
         self.communication, self.timeout = _timeouts(communication, timeout)
+        self.activation_checkpointing = ActivationCheckpointing.of(activation_checkpointing)
         self.async_save = async_save
         self.weights_only = weights_only
         self._start_method = start_method
@@ -302,7 +309,7 @@ class ZeroStrategy(ParallelStrategy):
 
     def _shard(self, module: pl.LightningModule) -> None:
         recipe = self._recipe()
-        made_for = (self.precision_plugin.precision, recipe)
+        made_for = (self.precision_plugin.precision, recipe, self.activation_checkpointing)
         engine = next((engine for engine in _made_for if engine.module is module), None)
         if engine is not None and _made_for[engine] != made_for:
             engine.unshard()
@@ -311,6 +318,7 @@ class ZeroStrategy(ParallelStrategy):
             if self._layer_sync is not None:
                 self._layer_sync.apply(module)
             self.precision_plugin.convert_module(module)
+            checkpoint_activations(module, self.activation_checkpointing)
             engine = ZeroEngine(**recipe)
             self._steps = None
             if self._mesh is None:
@@ -715,7 +723,7 @@ class _Launcher(_MultiProcessingLauncher):
 
 
 # Precision and options that the strategies' engines were made for: a module may go from one Trainer to the next.
-_made_for: weakref.WeakKeyDictionary[ZeroEngine, tuple[str, dict[str, Any]]] = weakref.WeakKeyDictionary()
+_made_for: weakref.WeakKeyDictionary[ZeroEngine, tuple[Any, ...]] = weakref.WeakKeyDictionary()
 
 
 # -- Helpers -----------------------------------------------------------------------------------------------------------

@@ -8,17 +8,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from lightning_zero.blocks import hookable_modules, modules_of_classes, repeated_blocks
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication, MixedPrecision, Sharding
 from lightning_zero.engine.buffer import BufferKind, FlatBuffer
 from lightning_zero.engine.unit import Unit
-from lightning_zero.errors import nearest
 from lightning_zero.storage.store import ShardStore
 
 __all__ = ["ROOT", "Territory", "build_unit", "choose_territories", "computes_in_16_bits", "kind_of"]
 
 ROOT = "(root)"
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _NORMS = (
     nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.modules.batchnorm._NormBase,
 )  # fmt: skip
@@ -110,72 +109,22 @@ def _innermost_common(chains: list[list[Territory]]) -> Territory:
 def _named_units(module: nn.Module, units: Sequence[str | type[nn.Module]] | None) -> Iterator[tuple[str, nn.Module]]:
     if units is None:
         yield from _automatic_units(module)
-        return
-    if isinstance(units, (str, type)):
-        units = [units]
-    classes = {type(_inner(child)).__name__ for child in module.modules()}
-    for wanted in units:
-        found = False
-        for name, child in _hookable_modules(module):
-            if child is not module and _matches(_inner(child), wanted):
-                found = True
-                yield name, child
-        if not found:
-            label = wanted if isinstance(wanted, str) else wanted.__name__
-            raise ValueError(
-                f"`units` names `{label}`, but no module of `{type(module).__name__}` has that class."
-                f"{nearest(label, classes)} The classes are: {', '.join(sorted(classes))}."
-            )
-
-
-def _matches(module: nn.Module, wanted: str | type[nn.Module]) -> bool:
-    if isinstance(wanted, str):
-        return any(wanted in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}") for cls in type(module).__mro__)
-    return isinstance(module, wanted)
-
-
-def _inner(module: nn.Module) -> nn.Module:
-    """Return the user's module behind a compiled one."""
-    inner = module._modules.get("_orig_mod")
-    return inner if inner is not None else module
-
-
-def _hookable_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules outermost first, compiled ones in the place of what they wrap."""
-    yield prefix.rstrip("."), module
-    for key, child in _inner(module)._modules.items():
-        if child is not None:
-            yield from _hookable_modules(child, f"{prefix}{key}.")
+    else:
+        yield from modules_of_classes(module, units, option="units")
 
 
 def _automatic_units(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    blocks = dict(_repeated_blocks(module, ""))
+    blocks = dict(repeated_blocks(module))
     inside = {id(child) for block in blocks.values() for child in block.modules()}
     sizes = [_numel(block.parameters()) for block in blocks.values()]
     threshold = max(sizes) / 4 if sizes else _numel(module.parameters()) / 16
     yield from blocks.items()
-    for name, child in _hookable_modules(module):
+    for name, child in hookable_modules(module):
         is_leaf = not any(True for _ in child.children())
         if child is not module and is_leaf and id(child) not in inside:
             numel = _numel(child.parameters())
             if numel and numel >= threshold:
                 yield name, child
-
-
-def _repeated_blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    children = {key: child for key, child in _inner(module)._modules.items() if child is not None}
-    repeated: set[str] = set()
-    if isinstance(_inner(module), _CONTAINERS):
-        by_class: dict[type, list[str]] = {}
-        for key, child in children.items():
-            if _numel(child.parameters()):
-                by_class.setdefault(type(_inner(child)), []).append(key)
-        repeated = {key for keys in by_class.values() if len(keys) > 1 for key in keys}
-    for key, child in children.items():
-        if key in repeated:
-            yield f"{prefix}{key}", child
-        else:
-            yield from _repeated_blocks(child, f"{prefix}{key}.")
 
 
 def _numel(params: Iterable[nn.Parameter]) -> int:

@@ -14,6 +14,7 @@ PACKAGES = ("lightning_zero", "lightning_zero_ops")
 # The first matching prefix decides.
 LEVELS: dict[str, int] = {
     "lightning_zero_ops": 0,
+    "lightning_zero.blocks": 1,
     "lightning_zero.config": 1,
     "lightning_zero.errors": 1,
     "lightning_zero.layout": 1,

@@ -1,0 +1,254 @@
+"""Activation checkpointing: which activations of a model are kept for the backward pass, and which are computed again.
+
+A chosen module's ``forward`` runs inside ``torch.utils.checkpoint`` (non-reentrant); the module, its names, hooks and
+parameters stay what they are. What is kept of a call, besides its result:
+
+=============  =====================================================================================================
+``full``       its inputs (arXiv:1604.06174)
+``selective``  its inputs and the results of matrix products and attention, the expensive part of the forward
+               (arXiv:2205.05198, section 5)
+``offload``    its inputs, in host memory; they come back while the block after it goes backward
+=============  =====================================================================================================
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from lightning_zero.blocks import modules_of_classes, repeated_blocks
+from lightning_zero.config import ActivationCheckpointing
+
+__all__ = ["checkpoint_activations"]
+
+
+def checkpoint_activations(module: nn.Module, options: ActivationCheckpointing | None) -> list[nn.Module]:
+    """Checkpoint the chosen modules below ``module`` in place, and no others; return them in the order of the model.
+
+    Raises:
+        ValueError: A class in ``options.modules`` matches nothing, or ``module`` has no repeated blocks.
+    """
+    for child in module.modules():
+        if isinstance(child.__dict__.get("forward"), _Forward):
+            child.__dict__["forward"].remove()
+    if options is None:
+        return []
+    chosen = [found for _, found in _chosen(module, options)]
+    lane = _Lane()
+    for child in chosen:
+        _Forward(child, options, lane)
+    return chosen
+
+
+def _chosen(module: nn.Module, options: ActivationCheckpointing) -> Iterator[tuple[str, nn.Module]]:
+    if options.modules is None:
+        found = list(repeated_blocks(module))
+        if not found:
+            raise ValueError(
+                f"`{type(module).__name__}` has no repeated blocks to checkpoint. Name classes:"
+                " `activation_checkpointing=['Block']`."
+            )
+    else:
+        found = list(modules_of_classes(module, options.modules, option="activation_checkpointing"))
+    outermost = [
+        (name, child)
+        for name, child in found
+        if not any(child is not other and child in other.modules() for _, other in found)
+    ]
+    seen: dict[int, tuple[str, nn.Module]] = {id(child): (name, child) for name, child in reversed(outermost)}
+    yield from list(reversed(seen.values()))[:: options.every]
+
+
+class _Forward:
+    """Stands in for the ``forward`` of one module. Copies of the module get a copy that is theirs."""
+
+    def __init__(self, module: nn.Module, options: ActivationCheckpointing, lane: _Lane) -> None:
+        self.module = module
+        self._options = options
+        self._lane = lane
+        self._own = module.__dict__.get("forward")  # somebody else's stand-in
+        module.forward = self
+
+    def remove(self) -> None:
+        """Let the module keep its activations again."""
+        del self.module.forward
+        if self._own is not None:
+            self.module.forward = self._own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = self._own if self._own is not None else partial(type(self.module).forward, self.module)
+        if not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        call = partial(
+            checkpoint,
+            use_reentrant=False,
+            preserve_rng_state=self._options.preserve_rng_state,
+        )
+        if self._options.policy == "selective":
+            call = partial(call, context_fn=_keep_products)
+        elif self._options.policy == "offload":
+            run, args, kwargs = self._lane.send(run, args, kwargs)
+        return call(run, *args, **kwargs)
+
+
+# -- Selective ---------------------------------------------------------------------------------------------------------
+
+_PRODUCTS = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "linear",
+        "convolution",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+        "_scaled_mm",
+    )
+    if hasattr(torch.ops.aten, name)
+)
+
+
+def _keep_products() -> Any:
+    return create_selective_checkpoint_contexts(_is_product)  # type: ignore[no-untyped-call]
+
+
+def _is_product(context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if function in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# -- Offload -----------------------------------------------------------------------------------------------------------
+
+
+class _Lane:
+    """Moves the inputs of calls to host memory and back; the backward of a call fetches those of the call before it."""
+
+    def __init__(self) -> None:
+        self._parked: list[weakref.ref[_Parked]] = []  # in the order of the forward; alive as long as their graph
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def __deepcopy__(self, memo: Any) -> _Lane:
+        return _Lane()
+
+    def __reduce__(self) -> Any:
+        return _Lane, ()
+
+    def send(
+        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """Return the call with its tensors taken out; the first run uses them, the next ones what is fetched."""
+        parked = _Parked(self)
+        args, kwargs = tree_map_only(Tensor, parked.add, (args, kwargs))
+        self._parked = [*(one for one in self._parked if one() is not None), weakref.ref(parked)]
+
+        def fetching(witnesses: list[Tensor], *args: Any, **kwargs: Any) -> Any:
+            with parked.present():
+                args, kwargs = tree_map_only(_Slot, parked.take, (args, kwargs))
+                return run(*args, **kwargs)
+
+        # `checkpoint` keeps the random state of the devices that it sees among the arguments
+        return fetching, (parked.witnesses(), *args), kwargs
+
+    def before(self, parked: _Parked) -> _Parked | None:
+        """Return the call before this one, if its graph is alive; it goes backward next."""
+        alive = [one for one in (ref() for ref in self._parked) if one is not None]
+        place = alive.index(parked) if parked in alive else 0
+        return alive[place - 1] if place else None
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Return the stream of the copies from and to a device."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device]
+
+
+class _Slot:
+    """Stands for a tensor among the arguments of a call."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class _Parked:
+    """The input tensors of one call: themselves in the first run, then copies in host memory, and copies of those."""
+
+    def __init__(self, lane: _Lane) -> None:
+        self._lane = lane
+        self._live: list[Tensor] | None = []
+        self._host: list[Tensor] = []
+        self._places: list[tuple[torch.device, bool]] = []
+        self._fetched: list[Tensor] | None = None
+
+    def add(self, tensor: Tensor) -> _Slot:
+        assert self._live is not None
+        self._live.append(tensor)
+        self._places.append((tensor.device, tensor.requires_grad))
+        return _Slot(len(self._live) - 1)
+
+    def witnesses(self) -> list[Tensor]:
+        """Return an empty tensor on each device."""
+        return [torch.empty(0, device=device) for device in dict.fromkeys(device for device, _ in self._places)]
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Have the tensors on their devices for one run of the call."""
+        if self._live is not None:
+            self._host = [self._to_host(tensor.detach()) for tensor in self._live]
+        else:
+            self.fetch()
+            before = self._lane.before(self)
+            if before is not None:
+                before.fetch()
+            for device in {device for device, _ in self._places if device.type == "cuda"}:
+                torch.cuda.current_stream(device).wait_stream(self._lane.stream(device))
+        try:
+            yield
+        finally:
+            self._live = self._fetched = None
+
+    def take(self, slot: _Slot) -> Tensor:
+        if self._live is not None:
+            return self._live[slot.number]
+        assert self._fetched is not None
+        return self._fetched[slot.number].detach().requires_grad_(self._places[slot.number][1])
+
+    def fetch(self) -> None:
+        """Start copying to the devices, once."""
+        if self._fetched is None and self._live is None:
+            self._fetched = [
+                self._to_device(host, device) for host, (device, _) in zip(self._host, self._places, strict=True)
+            ]
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cuda":
+            return tensor.clone()
+        stream = self._lane.stream(tensor.device)
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(stream):
+            host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(stream)
+        return host
+
+    def _to_device(self, host: Tensor, device: torch.device) -> Tensor:
+        if device.type != "cuda":
+            return host.clone()
+        stream = self._lane.stream(device)
+        with torch.cuda.stream(stream):
+            tensor = host.to(device, non_blocking=True)
+        tensor.record_stream(torch.cuda.current_stream(device))
+        return tensor
