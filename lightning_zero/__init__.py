@@ -3,7 +3,7 @@
 Importing the package registers the strategy names ``zero_0`` to ``zero_3`` with Lightning.
 """
 
-from lightning_zero.callbacks import ZeroMonitor
+from lightning_zero.callbacks import ExportSafetensors, ZeroMonitor
 from lightning_zero.checkpoint.export import export_safetensors
 from lightning_zero.checkpoint.pretrained import load_pretrained
 from lightning_zero.checkpoint_io import load_from_checkpoint
@@ -19,6 +19,7 @@ __all__ = [
     "CollectiveError",
     "Communication",
     "EngineStats",
+    "ExportSafetensors",
     "FlatLayout",
     "LossScale",
     "MixedPrecision",

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
 from torch.optim import Optimizer
 
+from lightning_zero.checkpoint.export import DtypeName, Include, dtype_named, export_safetensors
+from lightning_zero.checkpoint.paths import remove
+from lightning_zero.checkpoint.safetensors import parse_size
 from lightning_zero.monitor import Meter, samples_in, tokens_in
 from lightning_zero.precision import ZeroStep
 from lightning_zero.strategy import ZeroStrategy
 
-__all__ = ["ZeroMonitor"]
+__all__ = ["ExportSafetensors", "ZeroMonitor"]
 
 
 class ZeroMonitor(Callback):
@@ -97,3 +104,70 @@ class ZeroMonitor(Callback):
     @staticmethod
     def _interval(trainer: pl.Trainer) -> int:
         return max(int(trainer.log_every_n_steps), 1)  # type: ignore[attr-defined]
+
+
+class ExportSafetensors(Callback):
+    """Write safetensors files beside every checkpoint, in the manner of Hugging Face; see ``export_safetensors``.
+
+    The folder has the name of the checkpoint: beside ``epoch=3.ckpt`` it is ``epoch=3-safetensors``. It is removed with
+    the checkpoint, so ``ModelCheckpoint`` decides which ones are made and kept. Every rank writes its own bytes.
+
+    Args:
+        dtype: In which floating-point weights are written; by default that of the values that are stepped.
+        max_shard_size: Most bytes of a file.
+        include: ``"trained"``, patterns of names, or a function of the name. The default is everything.
+        prefix: Write only weights whose name starts so, without it: ``"model."`` for what is ``self.model`` in the
+            ``LightningModule``.
+    """
+
+    def __init__(
+        self,
+        dtype: DtypeName | None = None,
+        max_shard_size: str = "5GB",
+        include: Include | None = None,
+        prefix: str = "",
+    ) -> None:
+        dtype_named(dtype)
+        parse_size(max_shard_size)
+        self.dtype = dtype
+        self.max_shard_size = max_shard_size
+        self.include = include
+        self.prefix = prefix
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Follow the strategy's checkpoints."""
+        strategy = trainer.strategy
+        if not isinstance(strategy, ZeroStrategy):
+            raise ValueError(
+                f"`ExportSafetensors` needs `ZeroStrategy`, and the strategy is `{type(strategy).__name__}`. Use"
+                " `python -m lightning_zero consolidate` on its checkpoints."
+            )
+        if self not in strategy.followers:
+            strategy.followers.append(self)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Follow no more."""
+        strategy = trainer.strategy
+        if isinstance(strategy, ZeroStrategy) and self in strategy.followers:
+            strategy.followers.remove(self)
+
+    def checkpoint_saved(self, module: nn.Module, filepath: _PATH) -> None:
+        """Export the weights. Collective: all ranks."""
+        export_safetensors(
+            module,
+            _folder_of(filepath),
+            dtype=self.dtype,
+            max_shard_size=self.max_shard_size,
+            include=self.include,
+            prefix=self.prefix,
+            overwrite=True,
+        )
+
+    def checkpoint_removed(self, filepath: _PATH) -> None:
+        """Remove the export."""
+        if _folder_of(filepath).exists():
+            remove(_folder_of(filepath))
+
+
+def _folder_of(filepath: _PATH) -> Path:
+    return Path(os.fspath(filepath).removesuffix(".ckpt") + "-safetensors")

@@ -10,7 +10,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Optional, TypeVar, Union
+from typing import Any, Literal, Optional, Protocol, TypeVar, Union
 
 import lightning.pytorch as pl
 import torch
@@ -50,11 +50,23 @@ from lightning_zero.parallel.split import split_module
 from lightning_zero.pipelined import PipelinedSteps
 from lightning_zero.precision import LossScale, LossScaler, ZeroPrecision, ZeroStep, adopt, engine_precision
 
-__all__ = ["ZeroStrategy", "register_strategies"]
+__all__ = ["CheckpointFollower", "ZeroStrategy", "register_strategies"]
 
 T = TypeVar("T")
 
 PEERS_TIMEOUT_S = 20.0  # how long a rank that saves after an error waits for the others
+
+
+class CheckpointFollower(Protocol):
+    """Does something beside every checkpoint that ``ZeroStrategy`` saves."""
+
+    def checkpoint_saved(self, module: nn.Module, filepath: _PATH) -> None:
+        """Follow a save, which in the background may still be running. Collective: all ranks."""
+        ...
+
+    def checkpoint_removed(self, filepath: _PATH) -> None:
+        """Follow a removal, on rank 0."""
+        ...
 
 
 class ZeroStrategy(ParallelStrategy):
@@ -132,6 +144,7 @@ class ZeroStrategy(ParallelStrategy):
         self.num_nodes = 1
         # - What `setup` makes
         self._engine: ZeroEngine | None = None
+        self.followers: list[CheckpointFollower] = []  # told of checkpoints, in this order
         self._saver: AsyncSaver | None = None  # from the first asynchronous save to teardown
         self._mesh: Mesh | None = None  # with a pipeline
         self._steps: PipelinedSteps | None = None  # with a pipeline
@@ -576,6 +589,8 @@ class ZeroStrategy(ParallelStrategy):
             self._saver_of(self._engine).save(checkpoint, filepath, full=is_full)
         else:
             directory.save(self._engine, checkpoint, filepath, full=is_full)
+        for follower in self.followers:
+            follower.checkpoint_saved(self._sharded_module, filepath)
 
     def _states_of_ranks(self, engine: ZeroEngine) -> dict[str, Any]:
         """Return what every rank has of its own. Collective: all ranks."""
@@ -672,6 +687,8 @@ class ZeroStrategy(ParallelStrategy):
             paths.remove(filepath)
         else:
             self.checkpoint_io.remove_checkpoint(filepath)
+        for follower in self.followers:
+            follower.checkpoint_removed(filepath)
 
     # -- The end ---------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ class AsyncSaver:
 
     def __init__(self, engine: ZeroEngine) -> None:
         self.engine = engine
-        self._ranks = Ranks(engine)
+        self._ranks = Ranks.in_background(engine)
         self._staging = StagingBuffer(pinned=engine.communicator.device.type == "cuda")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero-save")
         self._running: Future[None] | None = None  # the last save; its error is not raised yet

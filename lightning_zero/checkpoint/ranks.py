@@ -35,6 +35,13 @@ class Ranks:
         self.group = None if communicator is None else communicator.object_group
         self._timeout_s = 0.0 if communicator is None else communicator.timeout_s
 
+    @classmethod
+    def in_background(cls, engine: ZeroEngine) -> Ranks:
+        """Make one for another thread: what it exchanges never meets what the main thread does. Collective."""
+        ranks = cls(engine)
+        ranks.group = engine.communicator.background_group
+        return ranks
+
     def meet(self, what: str, timeout_s: float | None = None) -> None:
         """Wait until all ranks are here.
 

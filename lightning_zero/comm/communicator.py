@@ -98,6 +98,8 @@ class Communicator:
         self._reduce_group: Any = None
         self._control_group: Any = None
         self._object_group: Any = None
+        self._background_group: Any = None  # from its first use
+        self._make_host_group: Callable[[], Any] = lambda: None
         self.timeout_s = config.timeout_s
         self._backend = ""
         self._is_part = False  # other ranks exist, and need not know of this group
@@ -127,6 +129,7 @@ class Communicator:
         self._reduce_group = group(self._backend)
         self._control_group = group(on_host)
         self._object_group = group(on_host)
+        self._make_host_group = lambda: group(on_host)
 
     # -- Flat tensors ----------------------------------------------------------------------------------------------
 
@@ -294,6 +297,16 @@ class Communicator:
         return self._control_group
 
     @property
+    def background_group(self) -> Any:
+        """The gloo group for a thread that saves while the others' calls go on; None in a world of one rank.
+
+        Collective at its first use: all ranks.
+        """
+        if self._background_group is None:
+            self._background_group = self._make_host_group()
+        return self._background_group
+
+    @property
     def object_group(self) -> Any:
         """The gloo group for objects and for calls of the user; None in a world of one rank.
 
@@ -311,9 +324,11 @@ class Communicator:
         """Give the groups back. No collective."""
         # PyTorch names a group of a part of the ranks by how many there are, and must not use a name twice.
         if self._backend == "gloo" and not self._is_part and dist.is_initialized():
-            for group in (self._gather_group, self._reduce_group, self._control_group, self._object_group):
+            groups = [self._gather_group, self._reduce_group, self._control_group, self._object_group]
+            for group in (*groups, *([self._background_group] if self._background_group is not None else [])):
                 dist.destroy_process_group(group)
         self._gather_group = self._reduce_group = self._control_group = self._object_group = None
+        self._background_group = None
 
     def _count(self, kind: str, sent_bytes: int) -> None:
         self.sent_bytes[kind] += sent_bytes

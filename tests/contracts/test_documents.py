@@ -138,6 +138,7 @@ OPTIONS: dict[str, Any] = {
         "Communication",
         "LossScale",
         "ZeroMonitor",
+        "ExportSafetensors",
         "ZeroEngine",
         "MixedPrecision",
         "Pipeline",
