@@ -131,7 +131,8 @@ def _after(path: str, engine: ZeroEngine) -> nn.Module:
 def _after_attach(path: str, engine: ZeroEngine) -> nn.Module:
     model = engine.shard(Language())
     optimizer = engine.attach(torch.optim.AdamW(model.parameters()))
-    loss = model(torch.arange(4)).square().mean()
+    with torch.autocast("cpu", torch.bfloat16, enabled=model.frozen.weight.dtype == torch.bfloat16):
+        loss = model(torch.arange(4)).square().mean()
     loss.backward()
     optimizer.step()
     load_pretrained(engine, path)
@@ -183,7 +184,7 @@ def test_the_values_are_those_of_the_file(case: tuple[str, int, int], folder: Pa
     way, stage, world = case
     for loaded in worlds.run(_load, world, way, stage, str(folder), "bf16-mixed" if stage == 2 else "fp32"):
         expected = _values()
-        if stage == 2:  # frozen matrices have no fp32 master
+        if stage == 2 and way != "after_attach":  # frozen matrices have no fp32 master, unless an optimizer has them
             expected["frozen.weight"] = expected["frozen.weight"].bfloat16()
         assert loaded.keys() == expected.keys()
         assert all(torch.equal(loaded[name], value) for name, value in expected.items())
