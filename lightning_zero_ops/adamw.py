@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_zero_ops.chunks import step_in_chunks
 from lightning_zero_ops.registry import cdiv, check_flat, define, jit, on_device_of, tl
 
-__all__ = ["adamw_step_"]
+__all__ = ["adamw_step_", "pytorch_step_"]
 
 _FP32 = (torch.float32,)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,13 +32,14 @@ _MOMENTS = (torch.float32, torch.bfloat16)
 # -- Reference: PyTorch's fused kernel in chunks -----------------------------------------------------------------------
 
 
-def _reference(
+def pytorch_step_(
     param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, out: Tensor | None, grad: Tensor, factor: Tensor | None,
     step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, l2: float,
     tails: Sequence[int],
 ) -> None:  # fmt: skip
+    """Step as ``adamw_step_`` does, with PyTorch's kernels on every device."""
     fused, decay = (torch._fused_adam_, l2) if l2 else (torch._fused_adamw_, weight_decay)
-    steps = torch.tensor(float(step), device=param.device)
+    steps = torch.full((), float(step), device=param.device)
 
     def kernel(grads: list[Tensor], states: list[list[Tensor]]) -> None:
         params, exp_avgs, exp_avg_sqs = states
@@ -110,7 +111,7 @@ _adamw_step = define(
     "adamw_step_(Tensor(a!) param, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? out, Tensor grad,"
     " Tensor? factor, int step, float lr, float beta1, float beta2, float eps, float weight_decay, float l2,"
     " int[] tails) -> ()",
-    reference=_reference,
+    reference=pytorch_step_,
     launcher=_launch,
     fake=lambda *_: None,
 )

@@ -51,6 +51,9 @@ def step_in_chunks(
         factor: () fp32; multiplies the gradient.
         tails: Start and stop of the ranges of Note [Whose bits], one after the other.
     """
+    if not grad.is_cpu:
+        _step_at_once(kernel, grad, states, out, factor)
+        return
     is_fp32 = all(tensor.dtype == torch.float32 for tensor in (grad, *states))
     pairs = tuple(zip(tails[::2], tails[1::2], strict=True))
     if is_fp32 and factor is None and out is None:
@@ -119,6 +122,20 @@ def _windows(numel: int, tails: tuple[Range, ...], vector: int, chunk: int) -> t
             kinds[kind].append((first, stop))
         windows.append(_Window(start, stop, **{kind: tuple(found) for kind, found in kinds.items()}))
     return tuple(windows)
+
+
+def _step_at_once(
+    kernel: Kernel, grad: Tensor, states: Sequence[Tensor], out: Tensor | None, factor: Tensor | None
+) -> None:
+    """Do the same on a device whose kernels do not depend on how a tensor is cut."""
+    value = grad.float() if factor is None else grad.float() * factor
+    local = [state.float() for state in states]
+    kernel([value], [[state] for state in local])
+    for state, values in zip(states, local, strict=True):
+        if state is not values:
+            state.copy_(values)
+    if out is not None:
+        out.copy_(local[0])
 
 
 def _step_window(

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_zero_ops.chunks import step_in_chunks
 from lightning_zero_ops.registry import cdiv, check_flat, define, jit, on_device_of, tl
 
-__all__ = ["sgd_step_"]
+__all__ = ["sgd_step_", "pytorch_step_"]
 
 _FP32 = (torch.float32,)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,11 +27,13 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # -- Reference: PyTorch's fused kernel in chunks -----------------------------------------------------------------------
 
 
-def _reference(
+def pytorch_step_(
     param: Tensor, momentum_buffer: Tensor | None, out: Tensor | None, grad: Tensor, factor: Tensor | None,
     step: int, lr: float, momentum: float, dampening: float, weight_decay: float, nesterov: bool,
     tails: Sequence[int],
 ) -> None:  # fmt: skip
+    """Step as ``sgd_step_`` does, with PyTorch's kernels on every device."""
+
     def kernel(grads: list[Tensor], states: list[list[Tensor]]) -> None:
         torch._fused_sgd_(
             states[0], grads, states[1] if len(states) > 1 else [], weight_decay=weight_decay, momentum=momentum,
@@ -100,7 +102,7 @@ def _launch(
 _sgd_step = define(
     "sgd_step_(Tensor(a!) param, Tensor(b!)? momentum_buffer, Tensor(c!)? out, Tensor grad, Tensor? factor, int step,"
     " float lr, float momentum, float dampening, float weight_decay, bool nesterov, int[] tails) -> ()",
-    reference=_reference,
+    reference=pytorch_step_,
     launcher=_launch,
     fake=lambda *_: None,
 )

@@ -103,9 +103,12 @@ class FlatBuffer:
         self.has_grad: set[int] = set()  # slots with a gradient on some rank, in ``reduced``
         self._retained: torch.Tensor | None = None  # an earlier ``reduced`` whose place ``local`` needs
         self._target: torch.Tensor | None = None  # where a running reduction writes
+        self.factor: torch.Tensor | None = None  # () fp32; ``reduced`` is still to be multiplied by it
         # - The step window
         self._window_grad: torch.Tensor | None = None  # ``reduced`` in the master's dtype, while the window is open
         self._shown: dict[int, torch.Tensor] = {}  # the gradients that parameters show
+        self._entered: set[int] = set()  # slots whose parameter shows what is stepped
+        self._rounded: set[int] = set()  # slots whose stepped values the step has rounded into the own range
         self.bind()
 
     def _fill(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -136,20 +139,20 @@ class FlatBuffer:
         return self.own_range[1] - self.own_range[0]
 
     @property
-    def _own_values(self) -> torch.Tensor:
-        """The own range in the compute dtype."""
+    def computed(self) -> torch.Tensor:
+        """The own range in the compute dtype: (own range,)."""
         return self.shard if self.sharding.optim else self.full
 
     @property
     def stepped(self) -> torch.Tensor:
         """What the optimizer steps: (own range,)."""
-        return self._own_values if self.master is None else self.master
+        return self.computed if self.master is None else self.master
 
     def make_master(self) -> None:
         """Make a master if there is none and the dtypes differ (a frozen buffer that is to be trained)."""
         if self.master is None and self.kind.master != self.kind.compute:
             self.master = self.store.create("optimizer", self._own_numel, self.kind.master)
-            self.master.copy_(self._own_values)
+            self.master.copy_(self.computed)
 
     def gather(self) -> Pending:
         """Start making the buffer whole. Collective: all ranks. ``bind`` when the result has been waited for."""
@@ -228,7 +231,7 @@ class FlatBuffer:
             return
         self._written = False
         with torch.inference_mode(False), torch.no_grad():
-            values = self._own_values
+            values = self.computed
             rounded = self.master.to(values.dtype)
             if not torch.equal(rounded, values):
                 self.master.copy_(torch.where(rounded == values, self.master, values.to(self.master.dtype)))
@@ -250,11 +253,19 @@ class FlatBuffer:
         Collective at stages 1 and 2: all ranks.
         """
         with torch.inference_mode(False), torch.no_grad():
-            if self.master is not None:
-                self._own_values.copy_(self.master)
+            if self.master is not None and not self._is_rounded():
+                self.computed.copy_(self.master)
+            self._rounded.clear()
             if self.sharding.optim and not self.sharding.params:
                 return self.communicator.all_gather(self.full, self.shard, f"unit `{self.name}`")
         return None
+
+    def note_rounded(self, indices: Iterable[int]) -> None:
+        """Note that a step has rounded what it stepped, so that ``publish`` need not."""
+        self._rounded.update(indices)
+
+    def _is_rounded(self) -> bool:
+        return all(index in self._rounded or start == stop for index, (start, stop) in enumerate(self._segments))
 
     def published(self) -> None:
         """Note that parameters and masters agree."""
@@ -279,6 +290,7 @@ class FlatBuffer:
 
     def _local_sums(self) -> torch.Tensor:
         if self.reduced is not None and not self.sharding.grads:
+            self.settle()
             lo, hi = self.layout.shard_range(self.communicator.rank)
             self._retained = (self.reduced if self.sharding.optim else self.reduced[lo:hi]).clone()
             self.reduced = None
@@ -319,6 +331,7 @@ class FlatBuffer:
                 target.add_(self._retained)
                 self._retained = None
             elif self.sharding.grads and self.reduced is not None:
+                self.settle()
                 target.add_(self.reduced)
                 self.store.release("gradients", self.reduced.nbytes)
         self.reduced, self._target = (target if self.sharding.optim else local), None
@@ -329,6 +342,7 @@ class FlatBuffer:
 
     def reduced_or_zeros(self) -> torch.Tensor:
         """Return the average, made of zeros where no rank of this part has a gradient: (own range,)."""
+        self.settle()
         if self.reduced is None:
             with torch.inference_mode(False), torch.no_grad():
                 if self.sharding.grads:
@@ -358,6 +372,7 @@ class FlatBuffer:
         dropped = self.has_grad & gone
         self.has_grad -= gone
         if self.has_grad:
+            self.settle()
             for index in dropped:  # what comes next is added to it
                 self.segment(index, self.reduced).zero_()
                 if self._window_grad is not None:
@@ -365,7 +380,7 @@ class FlatBuffer:
         elif self.reduced is not None or self._retained is not None:
             if self.sharding.grads and self.reduced is not None:
                 self.store.release("gradients", self.reduced.nbytes)
-            self.reduced = self._retained = None
+            self.reduced = self._retained = self.factor = self._window_grad = None
         for index in gone:
             if type(self.params[index]) is ReducedParameter:
                 self.params[index].__class__ = nn.Parameter
@@ -400,28 +415,92 @@ class FlatBuffer:
         piece = values[base + start : base + stop] if stop > start else values[:0]
         return piece if self.sharding.optim else piece.view(slot.shape)
 
+    def own_piece(self, index: int) -> tuple[int, int]:
+        """Return where a parameter's segment lies in the own range."""
+        start, stop = self._segments[index]
+        base = self.layout.slots[index].offset - self.own_range[0]
+        return base + start, base + stop
+
+    def is_next(self, index: int, other: int) -> bool:
+        """Say whether nothing but padding lies between the segments of two slots, the second behind the first."""
+        return all(start == stop for start, stop in self._segments[index + 1 : other])
+
+    def gradient(self) -> torch.Tensor | None:
+        """Return the reduced gradients for reading, in either dtype: (own range,)."""
+        self.settle()
+        return self.reduced if self._window_grad is None else self._window_grad
+
+    def unscaled_gradient(self) -> torch.Tensor:
+        """Return the reduced gradients that ``factor``, if there is one, still multiplies: (own range,)."""
+        assert self.reduced is not None
+        return self.reduced if self._window_grad is None else self._window_grad
+
     def window_grad(self) -> torch.Tensor | None:
-        """Return the reduced gradients in the dtype in which they are stepped: (own range,)."""
+        """Return the reduced gradients in the dtype in which they are stepped, for writing: (own range,)."""
         if self.reduced is None:
             return None
         if self.reduced.dtype == self.stepped.dtype:
+            self.settle()
             return self.reduced
         if self._window_grad is None:
             self._window_grad = self.reduced.to(self.stepped.dtype)
+        self.settle()
         return self._window_grad
 
+    def scale_later(self, indices: set[int], factor: torch.Tensor) -> bool:
+        """Keep a factor of the reduced gradients for the step, if they are those of ``indices`` and nobody saw them.
+
+        Returns:
+            Whether it was kept; if not, the caller multiplies.
+        """
+        is_seen = bool(self._shown) or self._window_grad is not None or self.factor is not None
+        if is_seen or not self.has_grad <= indices or self.stepped.dtype != torch.float32:
+            return False
+        self.factor = factor
+        return True
+
+    def settle(self) -> None:
+        """Multiply the reduced gradients by the factor that was kept for the step."""
+        if self.factor is None or self.reduced is None:
+            return
+        factor, self.factor = self.factor, None
+        with torch.inference_mode(False), torch.no_grad():
+            if self._window_grad is not None:
+                self._window_grad.mul_(factor)
+            elif self.reduced.dtype == self.stepped.dtype:
+                self.reduced.mul_(factor)
+            else:
+                self.reduced.copy_(self.reduced.to(self.stepped.dtype).mul_(factor))
+        self.clear_padding()
+
+    def clear_padding(self) -> None:
+        """Make the padding of the reduced gradients zero again: a factor that is not a number leaves its own there."""
+        lo, hi = self.own_range
+        for values in (self.reduced, self._window_grad):
+            for start, stop in self.layout.gaps() if values is not None else ():
+                values[max(start - lo, 0) : max(min(stop, hi) - lo, 0)].zero_()  # type: ignore[index]
+
     def enter(self, index: int) -> None:
-        """Show a parameter as the optimizer steps it: ``data`` the master's segment, ``grad`` the reduced segment."""
+        """Show a parameter as the optimizer steps it: ``data`` is the master's segment; reading ``grad`` shows it."""
         param = self.params[index]
         param.__class__ = nn.Parameter
         segment = self.segment(index)
         same = (segment.data_ptr(), segment.shape, segment.dtype) == (param.data_ptr(), param.shape, param.dtype)
         if not same:
             param.data = segment
-        values = self.window_grad()
-        if index not in self.has_grad or values is None:
-            set_raw_grad(param, None)
+        set_raw_grad(param, None)
+        self._entered.add(index)
+        self._rounded.clear()
+        if index in self.has_grad and self.reduced is not None:
+            param.__class__ = ReducedParameter
+
+    def show(self, index: int) -> None:
+        """Let an entered parameter's ``grad`` be its segment of the reduced gradient, if it has one."""
+        values = self.window_grad() if index in self.has_grad else None
+        if values is None or index not in self._entered or index in self._shown:
             return
+        param = self.params[index]
+        param.__class__ = nn.Parameter
         grad = self.segment(index, values)
         if self.sharding.optim:
             grad.__class__ = self.gradient_class
@@ -431,12 +510,10 @@ class FlatBuffer:
     def leave(self, index: int) -> None:
         """Show a parameter as its module computes with it, and take over what was done to its ``grad``."""
         param = self.params[index]
-        grad, shown = raw_grad(param), self._shown.pop(index, None)
+        self.take_gradient(index)
         set_raw_grad(param, None)
-        if shown is not None and grad is None:
-            self.forget([index])
-        elif shown is not None and grad is not shown:
-            self._replace_gradient(index, grad)
+        self._shown.pop(index, None)
+        self._entered.discard(index)
         if self.is_whole:
             param.data = self.views[index]
             self._versions[index] = param._version
@@ -445,6 +522,20 @@ class FlatBuffer:
         else:
             param.data = self._placeholders[index]
             param.__class__ = ReleasedParameter
+
+    def take_gradient(self, index: int) -> bool:
+        """Take over what was done to an entered parameter's ``grad``; say whether it has a reduced gradient now."""
+        shown = self._shown.get(index)
+        if shown is None:
+            return index in self.has_grad and self.reduced is not None
+        grad = raw_grad(self.params[index])
+        if grad is None:
+            del self._shown[index]
+            self.forget([index])
+            return False
+        if grad is not shown:
+            self._replace_gradient(index, grad)
+        return True
 
     def _replace_gradient(self, index: int, grad: torch.Tensor | None) -> None:
         """Take over a tensor that was assigned to a parameter's ``grad``: this rank's segment, or the whole."""

@@ -616,10 +616,10 @@ class ZeroEngine:
         if id(param) in self._elsewhere:
             return None
         buffer, index = self._place(param)
-        values = buffer.window_grad()
+        values = buffer.gradient()
         if index not in buffer.has_grad or values is None:
             return None
-        return self._whole(buffer, index, buffer.segment(index, values))
+        return self._whole(buffer, index, buffer.segment(index, values).to(buffer.stepped.dtype))
 
     def _whole(self, buffer: FlatBuffer, index: int, piece: torch.Tensor) -> torch.Tensor:
         slot = buffer.layout.slots[index]
@@ -867,8 +867,10 @@ class ZeroEngine:
         for sharded in self._sharded_optimizers:
             if id(param) in sharded._attached:
                 sharded.open()
+                buffer.show(index)
                 return
         buffer.enter(index)
+        buffer.show(index)
         self._loose.append((buffer, index))
 
     def _broadcast_buffers(self) -> None:

@@ -9,16 +9,18 @@ after a backward, ``step``; it closes after ``step`` and at the next forward or 
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.buffer import FlatBuffer
+from lightning_zero.engine.flat_step import FlatStep
 from lightning_zero.engine.gradient import norm_over_ranks
 from lightning_zero.engine.parts import Parts
 
@@ -58,6 +60,7 @@ class ShardedOptimizer:
         self._keeps_gradients = keeps_gradients
         self._original_class = type(optimizer)
         self._attached: dict[int, Place] = {}
+        self._flat_step = FlatStep(optimizer, self._attached) if FlatStep.suits(optimizer) else None
         self._refuse_unless_elementwise()
         for group in optimizer.param_groups:
             self._attach_params(group["params"])
@@ -143,7 +146,7 @@ class ShardedOptimizer:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.open()
-        self._strip()
+        self._show_gradients()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             return args, kwargs
@@ -154,7 +157,7 @@ class ShardedOptimizer:
             with torch.enable_grad():
                 loss = closure()
             self.open()
-            self._strip()
+            self._show_gradients()
             return loss
 
         if len(args) > 1:
@@ -165,9 +168,27 @@ class ShardedOptimizer:
         self._publish()
         self.close()
 
-    def _strip(self) -> None:
-        for buffer, index in self.places:
+    def _show_gradients(self) -> None:
+        """Give PyTorch's step its gradients; a step by runs takes them from the buffers."""
+        if self._flat_step is None:
+            self._strip(self.places)
+
+    def _strip(self, places: Iterable[Place]) -> None:
+        for buffer, index in places:
+            buffer.show(index)
             buffer.strip(index)
+
+    def step_runs(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Step what can be stepped by runs; return a group of what PyTorch has to step."""
+        assert self._flat_step is not None
+        left = self._flat_step.step(group, rounds=self._is_last())
+        self._strip(self._attached[id(param)] for param in left)
+        return {**group, "params": left}
+
+    def _is_last(self) -> bool:
+        """Say whether nobody but the engine is called between a step and its publication."""
+        hooks = [*self.optimizer._optimizer_step_post_hooks, *_global_optimizer_post_hooks]
+        return len(hooks) == 1
 
     def _publish(self) -> None:
         stepped = [
@@ -187,6 +208,7 @@ class ShardedOptimizer:
             if set_to_none:
                 buffer.forget(indices)
                 continue
+            buffer.settle()
             for index in buffer.has_grad.intersection(indices):
                 buffer.segment(index, buffer.reduced).zero_()
 
@@ -198,19 +220,29 @@ class ShardedOptimizer:
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients so that their norm is at most ``max_norm``; return the norm before. Collective."""
+        self.open()
         norm = self.grad_norm()
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for grad in self._grads():
-            grad.mul_(factor.to(grad.dtype))
+        self._scale(factor)
         return norm
+
+    def _scale(self, factor: torch.Tensor) -> None:
+        """Multiply the gradients: in the step where that is one pass over them less, else at once."""
+        for buffer, indices in _by_buffer(self.places):
+            if self._flat_step is None or not buffer.scale_later(indices, factor):
+                for grad in _pieces(buffer, indices, buffer.window_grad()):
+                    grad.mul_(factor.to(grad.dtype))
+                buffer.clear_padding()
 
     def clip_grad_value(self, clip_value: float) -> None:
         """Clamp every gradient element to ``[-clip_value, clip_value]``."""
+        self.open()
         for grad in self._grads():
             grad.clamp_(-clip_value, clip_value)
 
     def unscale(self, factor: float) -> bool:
         """Multiply the gradients; say whether one was not finite on some rank. Collective: all ranks."""
+        self.open()
         grads = self._grads()
         finite = all(bool(torch.isfinite(grad).all()) for grad in grads)
         for grad in grads:
@@ -220,7 +252,8 @@ class ShardedOptimizer:
         return overflows if self._parts is None else self._parts.any_is(overflows)
 
     def _grads(self) -> list[torch.Tensor]:
-        return list(_gradient_pieces(self.places))
+        return [grad for buffer, indices in _by_buffer(self.places)
+                for grad in _pieces(buffer, indices, buffer.window_grad())]  # fmt: skip
 
 
 def gradient_norm(
@@ -231,24 +264,25 @@ def gradient_norm(
     is_sharded = any(buffer.sharding.optim for buffer, _ in places)
     if parts is not None:
         places = [(buffer, index) for buffer, index in places if parts.is_counted_here(buffer.params[index])]
-    norm = norm_over_ranks(list(_gradient_pieces(places)), order, communicator if is_sharded else None)
+    grads = [grad for buffer, indices in _by_buffer(places) for grad in _pieces(buffer, indices, buffer.gradient())]
+    norm = norm_over_ranks(grads, order, communicator if is_sharded else None)
     return (norm if parts is None else parts.combine_norms(norm.to(communicator.device), order)).float()
 
 
-def _gradient_pieces(places: Iterable[Place]) -> Iterator[torch.Tensor]:
-    """Yield the gradients as few tensors as possible: whole buffers where all gradients of a buffer are meant."""
+def _by_buffer(places: Iterable[Place]) -> list[tuple[FlatBuffer, set[int]]]:
     wanted: dict[int, tuple[FlatBuffer, set[int]]] = {}
     for buffer, index in places:
         wanted.setdefault(id(buffer), (buffer, set()))[1].add(index)
-    for buffer, indices in wanted.values():
-        values = buffer.window_grad()
-        if values is None or not buffer.has_grad:
-            continue
-        if buffer.has_grad <= indices:
-            yield values
-        else:
-            for index in sorted(buffer.has_grad & indices):
-                yield buffer.segment(index, values)
+    return list(wanted.values())
+
+
+def _pieces(buffer: FlatBuffer, indices: set[int], values: torch.Tensor | None) -> list[torch.Tensor]:
+    """Return the gradients of some slots as few tensors as possible: the whole buffer where all of them are meant."""
+    if values is None or not buffer.has_grad:
+        return []
+    if buffer.has_grad <= indices:
+        return [values]
+    return [buffer.segment(index, values) for index in sorted(buffer.has_grad & indices)]
 
 
 def _subclass(sharded: ShardedOptimizer) -> type[Optimizer]:
@@ -263,7 +297,12 @@ def _subclass(sharded: ShardedOptimizer) -> type[Optimizer]:
         base.add_param_group(self, param_group)
         sharded._attach_params(self.param_groups[-1]["params"])
 
+    def _init_group(self: Optimizer, group: dict[str, Any], *lists: Any) -> Any:
+        return base._init_group(self, sharded.step_runs(group), *lists)  # type: ignore[attr-defined]
+
     methods = {"zero_grad": zero_grad, "add_param_group": add_param_group, "__module__": base.__module__}
+    if sharded._flat_step is not None:
+        methods["_init_group"] = _init_group
     return type(base.__name__, (base,), methods)
 
 
@@ -293,10 +332,13 @@ def _trial(optimizer: Optimizer, values: list[torch.Tensor], grads: list[list[to
     probes = []
     options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     options = {key: torch.tensor(0.1) if torch.is_tensor(value) else value for key, value in options.items()}
+    if "fused" in options:  # its last bits depend on how a tensor is cut
+        options["fused"] = None
     params = [nn.Parameter(value.clone()) for value in values]
     for param in params:
         probe = copy.copy(optimizer)
         probe.__dict__ = {key: value for key, value in vars(optimizer).items() if key != "step"}
+        probe._optimizer_step_pre_hooks, probe._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         probe.param_groups = [{**options, "params": [param]}]
         probe.state = defaultdict(dict)
         initial = next((state for param, state in optimizer.state.items() if param.dim() and _is_filled(state)), None)

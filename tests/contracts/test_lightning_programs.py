@@ -130,7 +130,7 @@ class Net(LightningModule):
         return self(batch[0])
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.02)
+        return torch.optim.AdamW(self.parameters(), lr=0.02, fused=True)
 
 
 def data(size: int = 32) -> TensorDataset:
@@ -235,7 +235,9 @@ def test_fit_on_three_ranks_equals_ddp() -> None:
 
 class Sgd(Net):
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)
+        # PyTorch's fused SGD leaves 16-bit parameters on a CPU as they are.
+        fused = next(self.parameters()).dtype == torch.float32
+        return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9, fused=fused)
 
 
 def fit_in(rank: int, world: int, precision: str, atol: float) -> None:
@@ -355,7 +357,7 @@ class Plateau(Net):
         self.log("watched", values[self.current_epoch] + self.global_rank, sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.4)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.4, fused=True)
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "watched"}}
 
@@ -688,7 +690,7 @@ class DecayGroups(Net):
             {"params": [p for p in self.parameters() if p.ndim >= 2], "weight_decay": 0.3},
             {"params": [p for p in self.parameters() if p.ndim < 2], "weight_decay": 0.0, "lr": 0.05},
         ]
-        return torch.optim.AdamW(groups, lr=0.02)
+        return torch.optim.AdamW(groups, lr=0.02, fused=True)
 
 
 class BatchNormed(Net):
@@ -809,7 +811,7 @@ class Configured(LightningModule):
         self.log("val_loss", self.net.loss(batch), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.02)
+        return torch.optim.AdamW(self.parameters(), lr=0.02, fused=True)
 
 
 def configured(rank: int, world: int, folder: str) -> None:
@@ -902,8 +904,8 @@ class Gan(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return (
-            torch.optim.Adam(self.generator.parameters(), lr=0.01),
-            torch.optim.SGD(self.critic.parameters(), lr=0.1, momentum=0.9),
+            torch.optim.Adam(self.generator.parameters(), lr=0.01, fused=True),
+            torch.optim.SGD(self.critic.parameters(), lr=0.1, momentum=0.9, fused=True),
         )
 
 
@@ -978,7 +980,7 @@ class Overrides(Net):
         scheduler.step()
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, fused=True)
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
 
@@ -1041,7 +1043,7 @@ def test_gradients_can_be_read_in_hooks() -> None:
 class Schedulers(Net):
     def configure_optimizers(self) -> Any:
         groups = [{"params": self.first.parameters(), "lr": 0.1, "name": "in"}, {"params": self.blocks.parameters()}]
-        optimizer = torch.optim.SGD([*groups, {"params": self.last.parameters(), "momentum": 0.5}], lr=0.2)
+        optimizer = torch.optim.SGD([*groups, {"params": self.last.parameters(), "momentum": 0.5}], lr=0.2, fused=True)
         by_step = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": by_step, "interval": "step", "frequency": 2}}
 
@@ -1071,7 +1073,7 @@ class Backboned(Net):
         self.backbone = self.blocks
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, fused=True)
 
 
 def finetune(rank: int, world: int) -> None:
@@ -1099,7 +1101,7 @@ class Rated(Sgd):
         self.lr = lr
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
+        return torch.optim.SGD(self.parameters(), lr=self.lr, fused=True)
 
 
 def find_lr(rank: int, world: int, folder: str) -> None:

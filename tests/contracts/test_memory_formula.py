@@ -69,7 +69,7 @@ def _engine(stage: int, reduce_dtype: Any = None, prefetch: int = 1) -> tuple[An
         precision=MixedPrecision(compute_dtype=torch.bfloat16),
     )
     module = engine.shard(_build())
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=False)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     engine.attach(optimizer)
     return engine, module, optimizer
 

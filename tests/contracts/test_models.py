@@ -232,7 +232,7 @@ def _adapters() -> nn.Module:
 
 
 def _trained_only(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
+    return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1, fused=True)
 
 
 # -- Recurrent, convolutional, buffers ---------------------------------------------------------------------------------

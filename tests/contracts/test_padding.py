@@ -57,7 +57,7 @@ def test_awkward_sizes_train_as_the_reference(world: int) -> None:
 def _padding(rank: int, world: int, stage: int) -> tuple[bool, float, float]:
     """Return whether the space around parameters and master segments is zero, the engine's norm and the true one."""
     trainer = Sharded(Stack(), rank, world, stage=stage, units=("Sizes",))
-    train(trainer, loss=_loss, optimizer=lambda m: torch.optim.AdamW(m.parameters(), weight_decay=0.5))
+    train(trainer, loss=_loss, optimizer=lambda m: torch.optim.AdamW(m.parameters(), weight_decay=0.5, fused=True))
     clean = True
     storages: dict[int, tuple[torch.UntypedStorage, list[tuple[int, int]]]] = {}
     for record in trainer.engine.records():

@@ -47,7 +47,7 @@ def plain_loop(trainer: Trainer) -> None:
 
 def attach_before_every_step(trainer: Trainer) -> None:
     for step in range(3):
-        optimizer = _attached(trainer, torch.optim.SGD(trainer.module.parameters(), lr=0.1))
+        optimizer = _attached(trainer, torch.optim.SGD(trainer.module.parameters(), lr=0.1, fused=True))
         _forward_backward(trainer, step)
         optimizer.step()
         optimizer.zero_grad()
@@ -189,8 +189,8 @@ def _toggled(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 def alternating_optimizers(trainer: Trainer) -> None:
     generator, critic = trainer.module.generator, trainer.module.critic
-    first = torch.optim.AdamW(generator.parameters(), lr=1e-2, eps=1e-4)
-    second = torch.optim.SGD(critic.parameters(), lr=0.1, momentum=0.9)
+    first = torch.optim.AdamW(generator.parameters(), lr=1e-2, eps=1e-4, fused=True)
+    second = torch.optim.SGD(critic.parameters(), lr=0.1, momentum=0.9, fused=True)
     trainer.attach(first, second)
     for step in range(6):
         noise = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * trainer.rank + step))
@@ -206,7 +206,7 @@ def alternating_optimizers(trainer: Trainer) -> None:
 def alternating_without_toggling(trainer: Trainer) -> None:
     """The other optimizer's gradients pile up until its own ``zero_grad``."""
     generator, critic = trainer.module.generator, trainer.module.critic
-    optimizers = [torch.optim.AdamW(part.parameters(), lr=1e-2, eps=1e-4) for part in (generator, critic)]
+    optimizers = [torch.optim.AdamW(part.parameters(), lr=1e-2, eps=1e-4, fused=True) for part in (generator, critic)]
     trainer.attach(*optimizers)
     for step in range(6):
         noise = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * trainer.rank + step))
@@ -221,7 +221,10 @@ def alternating_without_toggling(trainer: Trainer) -> None:
 def two_optimizers_in_one_unit(trainer: Trainer) -> None:
     matrices = [parameter for parameter in trainer.module.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in trainer.module.parameters() if parameter.ndim < 2]
-    optimizers = [torch.optim.AdamW(matrices, lr=1e-2, eps=1e-4), torch.optim.SGD(vectors, lr=0.1)]
+    optimizers = [
+        torch.optim.AdamW(matrices, lr=1e-2, eps=1e-4, fused=True),
+        torch.optim.SGD(vectors, lr=0.1, fused=True),
+    ]
     trainer.attach(*optimizers)
     for step in range(3):
         for optimizer in optimizers:
@@ -235,7 +238,7 @@ def decay_by_dimensions(trainer: Trainer) -> None:
     decayed = [parameter for parameter in trainer.module.parameters() if parameter.ndim >= 2]
     others = [parameter for parameter in trainer.module.parameters() if parameter.ndim < 2]
     groups = [{"params": decayed, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0, "lr": 0.05}]
-    optimizer = _attached(trainer, torch.optim.AdamW(groups, lr=1e-2, eps=1e-4))
+    optimizer = _attached(trainer, torch.optim.AdamW(groups, lr=1e-2, eps=1e-4, fused=True))
     for step in range(3):
         optimizer.zero_grad()
         _forward_backward(trainer, step)
@@ -243,7 +246,9 @@ def decay_by_dimensions(trainer: Trainer) -> None:
 
 
 def part_of_the_parameters(trainer: Trainer) -> None:
-    optimizer = _attached(trainer, torch.optim.AdamW(trainer.module.blocks[1].parameters(), lr=1e-2, eps=1e-4))
+    optimizer = _attached(
+        trainer, torch.optim.AdamW(trainer.module.blocks[1].parameters(), lr=1e-2, eps=1e-4, fused=True)
+    )
     for step in range(3):
         optimizer.zero_grad()
         _forward_backward(trainer, step)
@@ -253,7 +258,9 @@ def part_of_the_parameters(trainer: Trainer) -> None:
 def unfrozen_later(trainer: Trainer) -> None:
     module = trainer.module
     module.blocks[0].requires_grad_(False)
-    optimizer = _attached(trainer, torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], eps=1e-4))
+    optimizer = _attached(
+        trainer, torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], eps=1e-4, fused=True)
+    )
     for step in range(5):
         if step == 2:
             module.blocks[0].requires_grad_(True)

@@ -162,7 +162,7 @@ class Tied(Net):
             {"params": [param for param in params if param.ndim >= 2], "weight_decay": 0.1},
             {"params": [param for param in params if param.ndim < 2]},
         ]
-        optimizer = torch.optim.AdamW(groups, lr=0.02)
+        optimizer = torch.optim.AdamW(groups, lr=0.02, fused=True)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
@@ -182,7 +182,7 @@ class Alternating(Net):
 
     def configure_optimizers(self) -> Any:
         inner, outer = [*self.blocks.parameters()], [*self.first.parameters(), *self.last.parameters()]
-        return torch.optim.AdamW(inner, lr=0.02), torch.optim.SGD(outer, lr=0.1, momentum=0.9)
+        return torch.optim.AdamW(inner, lr=0.02, fused=True), torch.optim.SGD(outer, lr=0.1, momentum=0.9, fused=True)
 
 
 def _fit(rank: int, world: int, make: Any, strategy: Any, folder: str, **options: Any) -> dict[str, Tensor]:

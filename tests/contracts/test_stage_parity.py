@@ -16,10 +16,15 @@ from tests.sampling import sample
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": references.adamw,
+    "adamw-for-loop": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4, fused=False),
+    "adam": lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.1, fused=True),
     "adamw-foreach": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=True),
     "adam-amsgrad": lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, amsgrad=True),
-    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
-    "sgd-nesterov": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, fused=True),
+    "sgd-for-loop": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, fused=False),
+    "sgd-nesterov": lambda m: torch.optim.SGD(
+        m.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, fused=True
+    ),
     "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=1e-3, centered=True),
     "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=1e-2),
     "adamax": lambda m: torch.optim.Adamax(m.parameters(), lr=1e-2),
@@ -95,7 +100,7 @@ def test_reference_is_ddp(world: int, options: dict[str, Any]) -> None:
     assert worlds.run(_reference_against_ddp, world, options) == [""] * world
 
 
-@pytest.mark.parametrize("optimizer", sample(OPTIMIZERS, "adamw", "sgd"))
+@pytest.mark.parametrize("optimizer", sample(OPTIMIZERS, "adamw", "adamw-for-loop", "sgd-nesterov"))
 def test_two_ranks_train_as_ddp_to_the_last_bit(optimizer: str) -> None:
     assert worlds.run(_engine_against_ddp, 2, optimizer, {"steps": 4}) == [{}, {}]
 

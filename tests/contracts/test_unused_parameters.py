@@ -40,7 +40,7 @@ def _loss(module: nn.Module, rank: int, step: int) -> Tensor:
 
 
 def _decayed(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.5)
+    return torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.5, fused=True)
 
 
 def _random_subset(rank: int, step: int) -> list[int]:

@@ -333,6 +333,7 @@ def _window(rank: int, world: int, stage: int) -> None:
     _reduce(buffer)
     for index, param in enumerate(buffer.params):
         buffer.enter(index)
+        buffer.show(index)
         start, stop = buffer.own_segment(index)
         assert (type(param), param.dtype) == (nn.Parameter, torch.float32)
         assert param.shape == ((stop - start,) if stage else SHAPES[index])
@@ -371,6 +372,7 @@ def _replaced(rank: int, world: int, stage: int) -> None:
 
     def through_window(index: int, change: Callable[[nn.Parameter], Any]) -> None:
         buffer.enter(index)
+        buffer.show(index)
         change(buffer.params[index])
         buffer.leave(index)
 
@@ -381,6 +383,7 @@ def _replaced(rank: int, world: int, stage: int) -> None:
     assert _found(buffer, 1) == _expected(buffer, 1, 0.0)
     if stage:
         buffer.enter(0)
+        buffer.show(0)
         with pytest.raises(ShardedGradientError):
             buffer.params[0].grad.mean()
         buffer.leave(0)

@@ -97,6 +97,15 @@ def test_the_trial_leaves_the_optimizer_as_it_was() -> None:
     assert scheduler.last_epoch == 0
 
 
+def test_the_trial_calls_no_hooks_of_the_user() -> None:
+    called = []
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(4, 3))])
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    assert is_elementwise(optimizer)
+    assert not called
+
+
 # -- The attached object -----------------------------------------------------------------------------------------------
 
 

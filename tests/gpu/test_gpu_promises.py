@@ -65,7 +65,7 @@ def _plain_loop(device: str, stage: int | None, dtype: torch.dtype | None) -> tu
     if stage is not None:
         engine = ZeroEngine(stage, units=[Block], precision=MixedPrecision(compute_dtype=dtype))
         module = engine.shard(module)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, fused=True)
     if engine is not None:
         engine.attach(optimizer)
     losses = []
@@ -164,7 +164,7 @@ def _allocated(rank: int, world: int, stage: int) -> int:
     before = torch.cuda.memory_allocated()
     engine = ZeroEngine(stage, units=[nn.Linear], precision=MixedPrecision(compute_dtype=torch.bfloat16))
     module = engine.shard(_layers())
-    optimizer = engine.attach(torch.optim.AdamW(module.parameters(), lr=1e-3))
+    optimizer = engine.attach(torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True))
     _backward_of_layers(module)
     optimizer.step()
     optimizer.zero_grad()
@@ -257,7 +257,7 @@ class _Net(LightningModule):
             self.scales.append(scaler.get_scale())
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
+        return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
 
 
 def _fit(rank: int, world: int, device: str, strategy: Any, **options: Any) -> tuple[_Net, dict[str, Tensor]]:

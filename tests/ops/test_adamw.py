@@ -22,7 +22,7 @@ OPTIONS = (3, 0.01, 0.9, 0.999, 1e-8)  # step, lr, betas, eps
 def _interpret(grad: str, out: str | None, moments: str, weight_decay: float, l2: float) -> None:
     for numel, factor in itertools.product(ODD, (None, torch.tensor(0.3))):
         given = tensors(numel, grad, out, exp_avg=DTYPES[moments], exp_avg_sq=DTYPES[moments])
-        compare(adamw._launch, adamw._reference, {**given, "factor": factor}, *OPTIONS, weight_decay, l2, ())
+        compare(adamw._launch, adamw.pytorch_step_, {**given, "factor": factor}, *OPTIONS, weight_decay, l2, ())
 
 
 INTERPRETED = {

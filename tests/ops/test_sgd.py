@@ -30,7 +30,7 @@ def _interpret(grad: str, out: str | None, kind: str) -> None:
         given = tensors(numel, grad, out, momentum_buffer=torch.float32)
         if kind == "plain":
             given["momentum_buffer"] = None
-        compare(sgd._launch, sgd._reference, {**given, "factor": factor}, step, *order, ())
+        compare(sgd._launch, sgd.pytorch_step_, {**given, "factor": factor}, step, *order, ())
 
 
 INTERPRETED = {

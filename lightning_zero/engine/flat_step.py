@@ -1,0 +1,258 @@
+"""Steps of PyTorch's plain optimizers over flat ranges: one pass over memory for neighbouring parameters (ADR 0018).
+
+A *run* is a range of a buffer's own range whose parameters are of one group, at one step, and whose states lie beside
+each other. The optimizer's state keeps PyTorch's keys and one tensor per parameter; they are views of one flat tensor
+per buffer where the optimizer steps all of the buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from lightning_zero.engine.buffer import FlatBuffer
+from lightning_zero_ops import adamw, sgd
+from lightning_zero_ops.chunks import vector_numel
+
+__all__ = ["FlatStep"]
+
+Place = tuple[FlatBuffer, int]
+_Run = tuple[int, int]
+
+_GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
+_UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable", "foreach")
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """How one class of optimizers steps a run.
+
+    Args:
+        moments: The keys of its state that are as long as the parameter, for a group.
+        step: Calls the op: group, number of the step, parameter, moments, gradient, and the op's own options.
+    """
+
+    moments: Callable[[Mapping[str, Any]], tuple[str, ...]]
+    step: Callable[..., None]
+
+
+def _step_adam(
+    group: Mapping[str, Any], step: int, param: Tensor, moments: list[Tensor], grad: Tensor, **options: Any
+) -> None:
+    exp_avg, exp_avg_sq = moments
+    beta1, beta2 = group["betas"]
+    decay, is_decoupled = group["weight_decay"], group["decoupled_weight_decay"]
+    adamw.pytorch_step_(
+        param, exp_avg, exp_avg_sq, grad=grad, step=step, lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"],
+        weight_decay=decay if is_decoupled else 0.0, l2=0.0 if is_decoupled else decay, **options,
+    )  # fmt: skip
+
+
+def _step_sgd(
+    group: Mapping[str, Any], step: int, param: Tensor, moments: list[Tensor], grad: Tensor, **options: Any
+) -> None:
+    sgd.pytorch_step_(
+        param, moments[0] if moments else None, grad=grad, step=step, lr=group["lr"], momentum=group["momentum"],
+        dampening=group["dampening"], weight_decay=group["weight_decay"], nesterov=group["nesterov"], **options,
+    )  # fmt: skip
+
+
+_ADAM = _Rule(moments=lambda group: ("exp_avg", "exp_avg_sq"), step=_step_adam)
+_RULES: dict[type[Optimizer], _Rule] = {
+    Adam: _ADAM,
+    AdamW: _ADAM,
+    SGD: _Rule(moments=lambda group: ("momentum_buffer",) if group["momentum"] else (), step=_step_sgd),
+}
+
+
+class FlatStep:
+    """Steps the groups of one optimizer run by run.
+
+    Args:
+        optimizer: Exactly of one of PyTorch's classes; see ``suits``.
+        places: Where its parameters lie, by ``id``; it may grow.
+    """
+
+    def __init__(self, optimizer: Optimizer, places: Mapping[int, Place]) -> None:
+        self._optimizer = optimizer
+        self._places = places
+        self._rule = _RULES[type(optimizer)]
+        self._flat: dict[tuple[int, str], Tensor] = {}  # states over an own range, by (buffer, key)
+
+    @staticmethod
+    def suits(optimizer: Optimizer) -> bool:
+        """Say whether the optimizer's class is one that can be stepped by runs."""
+        return type(optimizer) in _RULES
+
+    def step(self, group: dict[str, Any], *, rounds: bool) -> list[nn.Parameter]:
+        """Step what can be stepped by runs; return the parameters that PyTorch has to step.
+
+        Args:
+            group: One of the optimizer's groups. Its step window is open.
+            rounds: Write the parameters in the dtype in which they compute too.
+        """
+        if not self._covers(group):
+            return list(group["params"])
+        left: list[nn.Parameter] = []
+        chosen: dict[int, tuple[FlatBuffer, list[int]]] = {}
+        for param in group["params"]:
+            buffer, index = self._places[id(param)]
+            has_flat_gradient = buffer.take_gradient(index)
+            if has_flat_gradient and self._suits_buffer(group, buffer) and self._suits_state(group, buffer, index):
+                chosen.setdefault(id(buffer), (buffer, []))[1].append(index)
+            else:
+                left.append(param)
+        for buffer, indices in chosen.values():
+            self._step_buffer(group, buffer, sorted(indices), rounds)
+        return left
+
+    # -- What can be stepped ---------------------------------------------------------------------------------------
+
+    def _covers(self, group: Mapping[str, Any]) -> bool:
+        scaled = [getattr(self._optimizer, name, None) for name in ("grad_scale", "found_inf")]  # torch.amp.GradScaler
+        numbers = [group["lr"], group["weight_decay"], *group.get("betas", ())]
+        return (
+            group["fused"] in (None, True)
+            and group["foreach"] is None
+            and not any(group.get(option) for option in _UNSUPPORTED)
+            and not any(torch.is_tensor(number) for number in numbers)
+            and all(value is None for value in scaled)
+        )
+
+    def _suits_buffer(self, group: Mapping[str, Any], buffer: FlatBuffer) -> bool:
+        # With `fused=True` PyTorch keeps the number of the step on the GPU; reading it would wait for the device.
+        is_readable = buffer.stepped.is_cpu or not group["fused"]
+        return is_readable and buffer.stepped.dtype == torch.float32 and buffer.kind.reduce in _GRADIENTS
+
+    def _suits_state(self, group: Mapping[str, Any], buffer: FlatBuffer, index: int) -> bool:
+        state = self._optimizer.state.get(buffer.params[index])
+        if not state:
+            return True
+        segment = buffer.segment(index)
+        moments = [state.get(key) for key in self._rule.moments(group)]
+        if self._rule is not _ADAM:
+            moments = [moment for moment in moments if moment is not None]
+        elif not torch.is_tensor(state.get("step")):
+            return False
+        return all(
+            torch.is_tensor(moment) and moment.shape == segment.shape and moment.dtype == segment.dtype
+            for moment in moments
+        )
+
+    # -- Runs ------------------------------------------------------------------------------------------------------
+
+    def _step_buffer(self, group: dict[str, Any], buffer: FlatBuffer, indices: list[int], rounds: bool) -> None:
+        steps = self._make_states(group, buffer, indices)
+        gradient = buffer.unscaled_gradient()
+        out = buffer.computed if rounds and buffer.master is not None else None
+        for lo, hi, members in self._runs(group, buffer, indices, steps):
+            first = self._optimizer.state.get(buffer.params[members[0]], {})
+            moments = [_stretched(first[key], hi - lo) for key in self._rule.moments(group)]
+            self._rule.step(
+                group,
+                steps[members[0]],
+                buffer.stepped[lo:hi],
+                moments,
+                gradient[lo:hi],
+                out=None if out is None else out[lo:hi],
+                factor=buffer.factor,
+                tails=_tails(buffer, members, lo) if buffer.stepped.is_cpu else (),
+            )
+        if out is not None:
+            buffer.note_rounded(indices)
+
+    def _runs(
+        self, group: Mapping[str, Any], buffer: FlatBuffer, indices: Iterable[int], steps: Mapping[int, int]
+    ) -> Iterator[tuple[int, int, list[int]]]:
+        """Yield runs as (start, stop, slots); ranges of the own range."""
+        keys = self._rule.moments(group)
+        is_flat = all((id(buffer), key) in self._flat for key in keys)
+        # Padding between parameters is zero and stays so, unless it is divided by `eps=0`.
+        may_join = is_flat and group.get("eps", 1.0) != 0.0
+        members: list[int] = []
+        lo = hi = -1
+        for index in indices:
+            start, stop = buffer.own_piece(index)
+            if start == stop:
+                continue
+            follows = may_join and members and buffer.is_next(members[-1], index)
+            if follows and steps[index] == steps[members[-1]]:
+                members.append(index)
+                hi = stop
+                continue
+            if members:
+                yield lo, hi, members
+            lo, hi, members = start, stop, [index]
+        if members:
+            yield lo, hi, members
+
+    # -- States ----------------------------------------------------------------------------------------------------
+
+    def _make_states(self, group: Mapping[str, Any], buffer: FlatBuffer, indices: list[int]) -> dict[int, int]:
+        """Make or move the states of parameters and count the step; return the number of this step by slot."""
+        keys = self._rule.moments(group)
+        is_whole = self._steps_whole(buffer)
+        steps = {}
+        for index in indices:
+            state = self._optimizer.state[buffer.params[index]] if keys else {}
+            is_first = not all(key in state and state[key] is not None for key in keys)
+            if self._rule is _ADAM:
+                steps[index] = self._count(state, group, buffer)
+            else:
+                steps[index] = 1 if is_first else 2  # SGD asks for nothing else
+            for key in keys:
+                self._place_state(state, key, buffer, index, is_whole)
+        return steps
+
+    def _count(self, state: dict[str, Any], group: Mapping[str, Any], buffer: FlatBuffer) -> int:
+        if "step" not in state:
+            device = buffer.stepped.device if group["fused"] else torch.device("cpu")
+            is_double = torch.get_default_dtype() == torch.float64 and not group["fused"]
+            state["step"] = torch.zeros((), dtype=torch.float64 if is_double else torch.float32, device=device)
+        state["step"] += 1
+        return int(state["step"].item())
+
+    def _place_state(self, state: dict[str, Any], key: str, buffer: FlatBuffer, index: int, is_whole: bool) -> None:
+        present, place = state.get(key), (id(buffer), key)
+        with torch.inference_mode(False):
+            if place not in self._flat and not is_whole:
+                state[key] = torch.zeros_like(buffer.segment(index)) if present is None else present
+                return
+            if place not in self._flat:
+                self._flat[place] = torch.zeros_like(buffer.stepped)
+            view = buffer.segment(index, self._flat[place])
+        if present is None:
+            state[key] = view.zero_()
+        elif present.data_ptr() != view.data_ptr():  # loaded, or made when other parameters had no gradient
+            state[key] = view.copy_(present)
+
+    def _steps_whole(self, buffer: FlatBuffer) -> bool:
+        """Say whether this optimizer steps every element that this rank has of a buffer."""
+        for index, param in enumerate(buffer.params):
+            start, stop = buffer.own_piece(index)
+            if stop > start and not (id(param) in self._places and index in buffer.has_grad):
+                return False
+        return True
+
+
+def _stretched(state: Tensor, numel: int) -> Tensor:
+    """Return ``numel`` elements from where a state begins."""
+    return state.as_strided((numel,), (1,))
+
+
+def _tails(buffer: FlatBuffer, indices: Iterable[int], origin: int) -> tuple[int, ...]:
+    """Return the ends of parameters that PyTorch would not step in whole vectors, relative to ``origin``."""
+    found: list[int] = []
+    for index in indices:
+        numel = buffer.layout.slots[index].numel
+        start, stop = buffer.own_segment(index)
+        body = max(numel - numel % vector_numel(), start)
+        if body < stop:
+            offset = buffer.own_piece(index)[0] - start - origin
+            found += [offset + body, offset + stop]
+    return tuple(found)
