@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lightning_zero.checkpoint.checksums import CHECKSUMS, EARLIER, BlockReader, block_sums, write_sums
+from lightning_zero.checkpoint.checksums import CHECKSUMS, EARLIER, BlockReader, block_sums, check_archive, write_sums
 from lightning_zero.checkpoint.flat import FlatCheckpoint, by_number, rebuild
 from lightning_zero.checkpoint.paths import beside, delete, local_path, new_token, put_in_place
 from lightning_zero.checkpoint.planner import METADATA, Deferred, Segment, SegmentSavePlanner, SegmentWriter
@@ -280,18 +280,20 @@ def load(engine: ZeroEngine | None, path: str | os.PathLike[str], weights_only: 
         ValueError: It is damaged, or of a newer format.
     """
     if engine is None:
-        return _read(local_path(os.fspath(path)), weights_only)
+        return _read(local_path(os.fspath(path)), weights_only, 0, 1)
     ranks = Ranks(engine)
     source = local_path(ranks.from_first(os.fspath(path)))
     with ranks.agree(f"Loading `{source}`"):
-        return _read(source, weights_only)
+        return _read(source, weights_only, ranks.rank, ranks.world_size)
 
 
-def _read(path: Path, weights_only: bool | None) -> dict[str, Any]:
+def _read(path: Path, weights_only: bool | None, rank: int, world_size: int) -> dict[str, Any]:
     try:
         if path.is_dir():
             return _read_directory(path, weights_only)
         mapped = zipfile.is_zipfile(path)
+        if mapped:
+            check_archive(path, rank, world_size)
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=mapped, weights_only=weights_only)
         return checkpoint
     except pickle.UnpicklingError as error:

@@ -24,10 +24,10 @@ FILES = (".metadata", "__0_0.distcp", "__1_0.distcp", "checksums", "format.json"
 FLIPS = 100
 
 
-def _save(rank: int, world: int, path: str) -> None:
+def _save(rank: int, world: int, path: str, full: bool = False) -> None:
     engine, model, optimizer = programs.make(3, 0)
     programs.step(engine, model, optimizer, 0)
-    directory.save(engine, programs.snapshot(engine, model, optimizer), path, full=False)
+    directory.save(engine, programs.snapshot(engine, model, optimizer), path, full=full)
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def _flip_and_load(rank: int, world: int, path: str) -> list[tuple[str, str]]:
     chosen = random.Random(5)
     outcomes: list[tuple[str, str]] = []
     for number in range(FLIPS):
-        name = FILES[number % len(FILES)]
+        name = "" if os.path.isfile(path) else FILES[number % len(FILES)]
         flip = Path(path, name), chosen.randrange(os.path.getsize(Path(path, name))), 1 << chosen.randrange(8)
         dist.barrier()
         if rank == 0:
@@ -93,6 +93,17 @@ def test_a_flipped_bit_is_named_on_every_rank_or_harmless(saved: Path) -> None:
         for name, outcome in flips:
             assert (f"{saved / name}` is damaged" in outcome) or (outcome == "harmless" and name == "checksums")
     assert sum(outcome == "harmless" for _, outcome in outcomes[0]) <= 5
+
+
+def test_a_flipped_bit_of_a_single_file_is_an_error_on_every_rank_or_harmless(tmp_path: Path) -> None:
+    worlds.run(_save, 2, str(tmp_path / "saved.ckpt"), True)
+    outcomes = [
+        [outcome for _, outcome in flips] for flips in worlds.run(_flip_and_load, 2, str(tmp_path / "saved.ckpt"))
+    ]
+    assert not any(outcome.startswith("wrong in silence") for flips in outcomes for outcome in flips)
+    noticed = [[outcome != "harmless" for outcome in flips] for flips in outcomes]
+    assert noticed[0] == noticed[1]
+    assert sum(noticed[0]) >= 10  # most of this small file is padding
 
 
 def _remove(name: str) -> Callable[[Path], None]:
