@@ -135,7 +135,7 @@ class ExportSafetensors(Callback):
         self.prefix = prefix
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Follow the strategy's checkpoints."""
+        """Follow the strategy's checkpoints, also those that are saved after the run."""
         strategy = trainer.strategy
         if not isinstance(strategy, ZeroStrategy):
             raise ValueError(
@@ -144,12 +144,6 @@ class ExportSafetensors(Callback):
             )
         if self not in strategy.followers:
             strategy.followers.append(self)
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Follow no more."""
-        strategy = trainer.strategy
-        if isinstance(strategy, ZeroStrategy) and self in strategy.followers:
-            strategy.followers.remove(self)
 
     def checkpoint_saved(self, module: nn.Module, filepath: _PATH) -> None:
         """Export the weights. Collective: all ranks."""

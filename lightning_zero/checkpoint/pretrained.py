@@ -139,7 +139,7 @@ class PretrainedValues:
                 if record is None:
                     _load_whole(place, sources)
                 else:
-                    _load_range(record, sources)
+                    _load_range(record, sources, record.save_range if engine.parts is None else record.own_range)
         engine.complete_masters()
         engine.publish()
 
@@ -163,8 +163,9 @@ class PretrainedValues:
             yield place, sources
 
 
-def _load_range(record: ParameterRecord, sources: Sequence[Any]) -> None:
-    start, stop = record.save_range
+def _load_range(record: ParameterRecord, sources: Sequence[Any], wanted: tuple[int, int]) -> None:
+    """Read a range of a parameter into its master. Parts of a pipeline that share one each read what they hold."""
+    start, stop = wanted
     base = record.own_range[0]
     if start == stop:
         return

@@ -39,7 +39,7 @@ class Ranks:
     def in_background(cls, engine: ZeroEngine) -> Ranks:
         """Make one for another thread: what it exchanges never meets what the main thread does. Collective."""
         ranks = cls(engine)
-        ranks.group = engine.communicator.background_group
+        ranks.group = engine.everyone.background_group
         return ranks
 
     def meet(self, what: str, timeout_s: float | None = None) -> None:

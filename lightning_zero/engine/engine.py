@@ -830,6 +830,14 @@ class ZeroEngine:
         units = [unit for unit in self.units if any(id(buffer) in buffers for buffer in unit.buffers)]
         return self.units if params_or_module is self.module else units
 
+    def _knows(self, params_or_module: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> bool:
+        """Say whether parameters are of this engine's module; those of other parts of a pipeline are too."""
+        if isinstance(params_or_module, torch.Tensor):
+            params_or_module = [params_or_module]
+        params = params_or_module.parameters() if isinstance(params_or_module, nn.Module) else params_or_module
+        known = any(id(param) in self._places or id(param) in self._elsewhere for param in params)
+        return known or params_or_module is self.module
+
     def _sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
         raw = getattr(optimizer, "_optimizer", optimizer)
         for sharded in self._sharded_optimizers:
@@ -899,7 +907,7 @@ def gathered(
     if not isinstance(params_or_module, (nn.Module, torch.Tensor)):
         params_or_module = list(params_or_module)
     engine = engine_of(params_or_module)
-    if engine is None:
+    if engine is None or not engine._units_of(params_or_module):
         yield
         return
     with engine.gathered(params_or_module, write):
@@ -912,7 +920,7 @@ def engine_of(params_or_module: nn.Module | torch.Tensor | Sequence[torch.Tensor
     Raises:
         ValueError: Several engines do.
     """
-    engines = [engine for engine in _ENGINES if engine._units_of(params_or_module)]
+    engines = [engine for engine in _ENGINES if engine._knows(params_or_module)]
     if len(engines) > 1:
         raise ValueError("The parameters belong to several engines. Take them engine by engine.")
     return engines[0] if engines else None

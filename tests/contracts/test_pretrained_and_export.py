@@ -27,6 +27,8 @@ def _trunk(width: int = 6) -> nn.Sequential:
 class Pretrained(Net):
     """Makes its trunk at one moment and loads it at another."""
 
+    made_on = "meta"
+
     def __init__(self, path: str, moment: str) -> None:
         super().__init__()
         del self.first, self.blocks, self.last
@@ -45,7 +47,7 @@ class Pretrained(Net):
     def configure_model(self) -> None:
         if self.trunk is not None:
             return
-        with torch.device("meta"):
+        with torch.device(self.made_on):
             self.trunk = _trunk()
         if self.moment == "configure_model":
             load_pretrained(self, self.path, rename={"": "trunk."})
@@ -89,6 +91,29 @@ def test_training_starts_from_pretrained_weights_wherever_they_are_loaded(
     for seen in run(_fit, WORLD, str(tmp_path), moment, stage):
         assert seen.keys() == {f"trunk.{name}" for name in values}
         assert all(torch.equal(seen[f"trunk.{name}"], value) for name, value in values.items())
+
+
+def _pipelined(rank: int, world: int, path: str, moment: str) -> dict[str, Tensor]:
+    module = Pretrained(path, moment)
+    module.made_on = "cpu"
+    strategy = ZeroStrategy(stage=1, pipeline=2)
+    fitted = trainer(rank, world, strategy, max_epochs=1, callbacks=ExportSafetensors(prefix="trunk."))
+    fitted.fit(module, loader(0, 1))
+    fitted.save_checkpoint(f"{path}/saved.ckpt")
+    return module.seen
+
+
+@pytest.mark.parametrize("moment", ["configure_model", "on_fit_start"])
+def test_stages_of_a_pipeline_load_and_export_their_parts(moment: str, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    values = {name: torch.randn(value.shape) for name, value in _trunk().state_dict().items()}
+    safetensors.torch.save_file(values, tmp_path / "model.safetensors")
+    for seen in run(_pipelined, WORLD, str(tmp_path), moment):
+        assert all(torch.equal(seen[f"trunk.{name}"], value) for name, value in values.items())
+    exported = safetensors.torch.load_file(tmp_path / "saved-safetensors" / "model.safetensors")
+    saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)["state_dict"]
+    assert exported.keys() == values.keys()
+    assert all(torch.equal(saved[f"trunk.{name}"], value) for name, value in exported.items())
 
 
 def _export(rank: int, world: int, path: str, options: dict[str, Any], save: dict[str, Any]) -> dict[str, Tensor]:
