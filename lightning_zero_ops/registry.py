@@ -27,7 +27,17 @@ try:
 except ImportError:
     triton = tl = None
 
-__all__ = ["LIBRARY", "cdiv", "check_flat", "define", "jit", "on_device_of", "tl"]
+__all__ = [
+    "LIBRARY",
+    "cdiv",
+    "check_flat",
+    "define",
+    "differentiable_gradients",
+    "jit",
+    "next_power_of_2",
+    "on_device_of",
+    "tl",
+]
 
 LIBRARY: Any = Library("lightning_zero", "DEF")  # type: ignore[no-untyped-call]
 
@@ -94,6 +104,33 @@ def jit(kernel: _Function) -> Any:
 def cdiv(numerator: int, denominator: int) -> int:
     """Return the quotient, rounded up."""
     return -(-numerator // denominator)
+
+
+def next_power_of_2(number: int) -> int:
+    """Return the smallest power of two that is not below ``number``."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def differentiable_gradients(
+    function: _Function, inputs: Sequence[Tensor | None], grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of ``function(*inputs)`` in a form that has gradients itself.
+
+    For backwards that run with ``create_graph=True``, where a kernel's result would have none.
+
+    Args:
+        function: Plain PyTorch; returns one tensor.
+        inputs: Its arguments.
+        grad: The gradient of its result.
+
+    Returns:
+        One gradient per input, None for those that are None or require none.
+    """
+    # Views of their own: an input that was computed from another one must not count in the other's gradient too.
+    own = [None if tensor is None else tensor.view_as(tensor) for tensor in inputs]
+    wanted = [tensor for tensor in own if tensor is not None and tensor.requires_grad]
+    found = iter(torch.autograd.grad(function(*own), wanted, grad, create_graph=True))
+    return tuple(next(found) if tensor is not None and tensor.requires_grad else None for tensor in own)
 
 
 def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:

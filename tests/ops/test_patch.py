@@ -1,0 +1,292 @@
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from lightning_zero import ZeroEngine
+from lightning_zero_ops import patch_model
+from tests import worlds
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPT2_SIZES: dict[str, Any] = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+DROPLESS: dict[str, Any] = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+LLAMA_OPS = {"rms_norm": 5, "swiglu": 2, "rotary": 2, "cross_entropy": 2}
+GEMMA_OPS = {"rms_norm": 5, "geglu": 2, "rotary": 2, "cross_entropy": 2}
+
+MODELS: dict[str, tuple[type, Any, dict[str, int]]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**SIZES), LLAMA_OPS),
+    "llama-tied": (LlamaForCausalLM, LlamaConfig(**SIZES, tie_word_embeddings=True), LLAMA_OPS),
+    "mistral": (MistralForCausalLM, MistralConfig(**SIZES), LLAMA_OPS),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES), {**LLAMA_OPS, "rms_norm": 9}),
+    "gemma": (GemmaForCausalLM, GemmaConfig(**SIZES), GEMMA_OPS),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config(**SIZES), {"rms_norm": 9, "geglu": 2, "rotary": 2}),
+    "gpt2": (GPT2LMHeadModel, GPT2Config(**GPT2_SIZES, **DROPLESS), {"layer_norm": 5, "cross_entropy": 2}),
+}
+names = pytest.mark.parametrize("name", MODELS)
+
+
+def _model(name: str) -> Any:
+    kind, config, _ = MODELS[name]
+    torch.manual_seed(0)
+    return kind(config).train()
+
+
+def _batch() -> dict[str, Tensor]:
+    tokens = torch.randint(3, 97, (2, 11), generator=torch.Generator().manual_seed(0))
+    labels = tokens.clone()
+    labels[:, :3] = -100
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
+
+
+def _losses(model: Any, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    loss = model(**_batch(), **options).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _assert_same(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> None:
+    """In fp32 within rounding: sums are in another order."""
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=1e-6)
+    assert found[1].keys() == expected[1].keys()
+    for name, grad in expected[1].items():
+        error = (found[1][name] - grad).norm() / grad.norm()
+        assert error < 1e-5, (name, error.item())
+
+
+# -- Numbers -----------------------------------------------------------------------------------------------------------
+
+
+@names
+def test_patched_model_has_the_loss_and_the_gradients_of_the_model(name: str) -> None:
+    model = _model(name)
+    expected = _losses(model)
+    patch = patch_model(model)
+    found = {op: sum(change.op == op for change in patch.changes) for op in {change.op for change in patch.changes}}
+    assert found == MODELS[name][2]
+    _assert_same(_losses(model), expected)
+
+
+@names
+def test_undo_gives_the_bits_of_the_model_back(name: str) -> None:
+    model = _model(name)
+    expected = _losses(model)
+    patch = patch_model(model)
+    patch.undo()
+    patch.undo()
+    found = _losses(model)
+    assert torch.equal(found[0], expected[0])
+    assert all(torch.equal(found[1][key], grad) for key, grad in expected[1].items())
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@names
+def test_logits_without_labels_and_in_evaluation_are_those_of_the_model(name: str) -> None:
+    model, batch = _model(name), _batch()
+    tokens = {"input_ids": batch["input_ids"]}
+    expected = model(**tokens).logits
+    patch_model(model)
+    torch.testing.assert_close(model(**tokens).logits, expected, rtol=1e-4, atol=1e-5)
+    model.eval()
+    assert model(**batch).logits is not None
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_generation_and_its_cache_work(name: str) -> None:
+    model, tokens = _model(name).eval(), _batch()["input_ids"]
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(tokens)}
+    expected = model.generate(tokens, **options)
+    patch_model(model)
+    assert torch.equal(model.generate(tokens, **options), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_options_of_the_loss_are_honoured(name: str) -> None:
+    model, batch = _model(name), _batch()
+    shifted = batch["labels"].roll(-1, 1)
+    cases: list[dict[str, Any]] = [
+        {"num_items_in_batch": torch.tensor(40)},
+        {"num_items_in_batch": 7},
+        {"ignore_index": 5},
+        {"shift_labels": shifted},
+    ]
+    batch["labels"] = batch["labels"].clamp(min=0)
+    expected = [model(**batch, **case).loss for case in cases]
+    patch_model(model, ["cross_entropy"])
+    for case, loss in zip(cases, expected, strict=True):
+        torch.testing.assert_close(model(**batch, **case).loss, loss)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_output_has_what_the_model_returns_but_no_logits(name: str) -> None:
+    model, batch = _model(name), _batch()
+    expected = model(**batch, output_hidden_states=True)
+    patch_model(model)
+    found = model(**batch, output_hidden_states=True)
+    assert type(found) is type(expected)
+    assert found.logits is None
+    assert found.past_key_values is not None
+    torch.testing.assert_close(found.hidden_states[-1], expected.hidden_states[-1], rtol=1e-4, atol=1e-4)
+    assert torch.equal(model(**batch, return_dict=False)[0], found.loss)
+    positional = model(batch["input_ids"], labels=batch["labels"])
+    torch.testing.assert_close(positional.loss, found.loss)
+
+
+def test_bf16_model_keeps_its_dtypes() -> None:
+    model = _model("llama").bfloat16()
+    expected = _losses(model)
+    patch_model(model)
+    found = _losses(model)
+    assert {grad.dtype for grad in found[1].values()} == {torch.bfloat16}
+    torch.testing.assert_close(found[0], expected[0], rtol=2**-7, atol=0)
+
+
+def test_activation_checkpointing_gives_the_same_gradients() -> None:
+    model = _model("llama")
+    expected = _losses(model)
+    patch_model(model)
+    model.gradient_checkpointing_enable()
+    _assert_same(_losses(model), expected)
+
+
+def _train(rank: int, world: int, patched: bool) -> tuple[float, dict[str, Tensor]]:
+    model = _model("llama")
+    if patched:
+        patch_model(model)
+    engine = ZeroEngine(stage=3, units=["LlamaDecoderLayer"])
+    engine.shard(model)
+    optimizer = engine.attach(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    for _ in range(3):
+        loss = model(**_batch()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    values = {name: engine.full_param(parameter) for name, parameter in model.named_parameters()}
+    engine.close()
+    return loss.item(), values
+
+
+@pytest.mark.world(2)
+def test_patched_model_trains_at_stage_3() -> None:
+    expected, found = (worlds.run(_train, 2, patched)[0] for patched in (False, True))
+    assert found[0] == pytest.approx(expected[0], rel=1e-4)
+    for name, value in expected[1].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-3, atol=1e-3)
+
+
+# -- What is changed ---------------------------------------------------------------------------------------------------
+
+
+def test_only_the_named_ops_of_this_instance_change() -> None:
+    model, other = _model("llama"), _model("llama")
+    patch = patch_model(model, ops=["rms_norm"])
+    assert {change.op for change in patch.changes} == {"rms_norm"}
+    assert {change.class_name for change in patch.changes} == {"LlamaRMSNorm"}
+    assert patch.changes[0].module == "model.layers.0.input_layernorm"
+    assert not any("forward" in vars(module) for module in other.modules())
+    assert str(patch) == "rms_norm: 5 x LlamaRMSNorm (model.layers.0.input_layernorm, ...)"
+
+
+def test_classes_names_and_state_stay() -> None:
+    model = _model("llama")
+    before = [(name, type(module)) for name, module in model.named_modules()], list(model.state_dict())
+    patch_model(model)
+    assert ([(name, type(module)) for name, module in model.named_modules()], list(model.state_dict())) == before
+
+
+def test_a_model_of_torchs_own_norms_is_patched() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.RMSNorm(8), nn.LayerNorm(8, bias=False))
+    x = torch.randn(3, 8)
+    expected = model(x)
+    assert len(patch_model(model).changes) == 3
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_what_computes_something_else_is_left_alone() -> None:
+    class LlamaRMSNorm(nn.LayerNorm):
+        """The class of that name from elsewhere is another one."""
+
+    model = nn.Sequential(LlamaRMSNorm(8), nn.LayerNorm((2, 8)), nn.LayerNorm(8, elementwise_affine=False))
+    assert [change.op for change in patch_model(model).changes] == []
+    assert str(patch_model(model)) == "nothing"
+
+
+@pytest.mark.parametrize("ops", [["rms_norms"], ["swiglu", "flash"]])
+def test_unknown_ops_are_refused(ops: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"Known are rms_norm, layer_norm, swiglu, geglu, rotary, cross_entropy"):
+        patch_model(_model("llama"), ops)
+
+
+def test_ops_that_match_nothing_are_refused_and_nothing_changes() -> None:
+    model = _model("gpt2")
+    with pytest.raises(ValueError, match=r"`ops` contains \['rotary'\], which match no module of GPT2LMHeadModel"):
+        patch_model(model, ["layer_norm", "rotary"])
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_second_patch_is_refused_and_keeps_the_first() -> None:
+    model = _model("llama")
+    patch = patch_model(model, ["rms_norm"])
+    with pytest.raises(ValueError, match=r"already have a forward of their own on the instance: \['model.layers.0"):
+        patch_model(model)
+    patch.undo()
+    patch_model(model)
+
+
+def test_copies_and_pickles_are_patched_and_independent() -> None:
+    model = _model("llama")
+    patch_model(model)
+    expected = _losses(model)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(buffer, weights_only=False)]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    for other in copies:
+        found = _losses(other)
+        assert torch.equal(found[0], expected[0])
+        assert other(**_batch()).logits is None
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_patched_model_compiles_into_one_graph(name: str) -> None:
+    model = _model(name)
+    model.config.use_cache = False
+    patch_model(model)
+    batch = _batch()
+    expected = model(**batch).loss
+    compiled = torch.compile(lambda **inputs: model(**inputs).loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(**batch), expected)
