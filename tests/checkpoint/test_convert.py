@@ -112,7 +112,7 @@ class Sharded(Net):
     def configure_optimizers(self) -> Any:
         groups = [{"params": self.blocks.parameters(), "weight_decay": 0.1}]
         groups += [{"params": [*self.first.parameters(), *self.last.parameters()], "lr": 0.05}]
-        optimizer = torch.optim.AdamW(groups, lr=0.02)
+        optimizer = torch.optim.AdamW(groups, lr=0.02, fused=True)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
