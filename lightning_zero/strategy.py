@@ -594,7 +594,7 @@ class ZeroStrategy(ParallelStrategy):
 
     def _states_of_ranks(self, engine: ZeroEngine) -> dict[str, Any]:
         """Return what every rank has of its own. Collective: all ranks."""
-        metrics = Ranks(engine).gather(metric_states(self._sharded_module))
+        metrics = Ranks(engine).gather(metric_states(self._sharded_module))[: engine.world_size]  # stages have the same
         return {RANDOM_STATES: gather_random_states(engine), **({METRIC_STATES: metrics} if any(metrics) else {})}
 
     def _saver_of(self, engine: ZeroEngine) -> AsyncSaver:
@@ -649,7 +649,7 @@ class ZeroStrategy(ParallelStrategy):
         """Load ``checkpoint["state_dict"]`` as it is now. Collective: all ranks."""
         module, saved = self._sharded_module, checkpoint.get(METRIC_STATES, [])
         values, undivided = with_own_metric_states(
-            module, checkpoint["state_dict"], saved, self.engine.rank, self.world_size
+            module, checkpoint["state_dict"], saved, self.engine.rank, self.engine.world_size
         )
         if undivided:
             rank_zero_warn(

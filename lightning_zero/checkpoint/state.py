@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -255,5 +256,5 @@ def _new_slot(
     with torch.inference_mode(False):
         local = torch.empty(stop - start, dtype=dtype, device=master.device)
     items.append((f"{record.name}.{slot}", value, Segment(local, start, torch.Size(record.shape))))
-    is_sharded = engine.stage > 0 and engine.world_size > 1
+    is_sharded = (engine.stage > 0 and engine.world_size > 1) or local.numel() < prod(record.shape)
     return local if is_sharded else local.view(record.shape)
