@@ -6,13 +6,14 @@ accumulation: losses, gradients and logged numbers are the means over the micro-
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zero.comm.mesh import Mesh
 from lightning_zero.config import Pipeline
@@ -24,7 +25,7 @@ from lightning_zero.parallel.pipeline import PipelineRunner
 from lightning_zero.parallel.split import Split
 from lightning_zero.parallel.streams import RandomState
 
-__all__ = ["PipelinedSteps"]
+__all__ = ["PipelinedSteps", "refuse_program"]
 
 Contexts = Callable[[], AbstractContextManager[Any]]
 
@@ -158,6 +159,33 @@ class PipelinedSteps:
             dist.broadcast_object_list(values, group=self._mesh.host_group, group_src=stage)
             for buffer, value in zip(buffers(), values[0] or (), strict=True):
                 buffer.copy_(value)
+
+
+def refuse_program(module: Any, microbatches: int) -> None:
+    """Refuse what a LightningModule does that pipeline stages cannot do; warn of what they do otherwise.
+
+    Raises:
+        ValueError: Manual optimization, or an overridden hook that would not be called.
+    """
+    if not module.automatic_optimization:
+        raise ValueError(
+            "`pipeline` runs backward inside `training_step`, so manual optimization cannot work with it. Use automatic"
+            " optimization, or leave `pipeline` out."
+        )
+    for hook in ("backward", "optimizer_zero_grad"):
+        method = getattr(type(module), hook)
+        if not method.__module__.startswith("lightning.pytorch."):
+            raise ValueError(
+                f"`{type(module).__name__}.{hook}` is overridden, and `pipeline` does not call it in time: backward"
+                " runs inside `training_step`. Remove it, or `pipeline`."
+            )
+    norms = [name for name, child in module.named_modules() if isinstance(child, nn.modules.batchnorm._BatchNorm)]
+    if norms and microbatches > 1:
+        warnings.warn(
+            f"`{norms[0]}` normalises over a batch, and `pipeline` gives it micro-batches: its statistics are those of"
+            f" 1/{microbatches} of a batch. Use group or layer normalisation, or `Pipeline(microbatches=1)`.",
+            stacklevel=2,
+        )
 
 
 def _buffers_by_stage(module: Any, split: Split) -> dict[int, Callable[[], list[Tensor]]]:

@@ -47,7 +47,7 @@ from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.metrics import METRIC_STATES, metric_states, with_own_metric_states
 from lightning_zero.parallel.activation import checkpoint_activations
 from lightning_zero.parallel.split import split_module
-from lightning_zero.pipelined import PipelinedSteps
+from lightning_zero.pipelined import PipelinedSteps, refuse_program
 from lightning_zero.precision import LossScale, LossScaler, ZeroPrecision, ZeroStep, adopt, engine_precision
 
 __all__ = ["CheckpointFollower", "ZeroStrategy", "register_strategies"]
@@ -299,11 +299,24 @@ class ZeroStrategy(ParallelStrategy):
                 " directory from all ranks. Use `ZeroStrategy(state_dict_type='full')`, or leave the plugin out."
             )
         self._check_async(trainer)
+        self._check_pipeline(trainer)
         if self.loss_scale is not None and self._step_plugin.scaler is None:
             raise ValueError(
                 f"`loss_scale` has no effect with precision={self.precision_plugin.precision!r}."
                 " Use precision='16-mixed' (on a GPU) or '16-true', or leave `loss_scale` out."
             )
+
+    def _check_pipeline(self, trainer: pl.Trainer) -> None:
+        if self.pipeline is None:
+            return
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        refuse_program(self._sharded_module, self.pipeline.num_microbatches if fitting else 1)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, (StochasticWeightAveraging, WeightAveraging, BaseFinetuning)):
+                raise ValueError(
+                    f"`{type(callback).__name__}` reads all parameters on every rank, and a pipeline stage has a part"
+                    " of them. Remove the callback, or `pipeline`."
+                )
 
     def _check_async(self, trainer: pl.Trainer) -> None:
         if not self.async_save:

@@ -53,6 +53,7 @@ class _Visit:
     expected: Sequence[Message] = ()
     received: Sequence[torch.Tensor] = ()
     reached: int = -1  # block that was run last
+    passed: int = -1  # block that was passed over last
     is_inside: bool = False  # a gated module is running
     swaps: dict[int, tuple[Any, torch.Tensor]] = field(default_factory=dict)  # fake leaf, by id -> received tensor
 
@@ -82,6 +83,8 @@ class Gates:
         self._classes: dict[type[nn.Module], type[nn.Module]] = {}
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self._parameters: dict[int, dict[str, nn.Parameter]] = {}  # of a module, as fakes
+        self._ungated = _ungated_parameters(module, split)
+        self._known: dict[nn.Parameter, torch.Tensor] = {}  # of these, as fakes
         self._outputs: dict[Hashable, tuple[TreeSpec, list[Any]]] = {}  # of calls that were passed over
         self._visit: _Visit | None = None
 
@@ -136,6 +139,7 @@ class Gates:
     def _run(self, step: Callable[[], Any], visit: _Visit) -> tuple[bool, Any]:
         assert self._visit is None
         self._visit = visit
+        self._introduce_parameters()
         try:
             with self._installed():
                 return True, step()
@@ -143,6 +147,17 @@ class Gates:
             return False, end.leaves
         finally:
             self._visit = None
+
+    def _introduce_parameters(self) -> None:
+        """Tell what fake tensors make of parameters that code may add to them; they would read ``grad`` else."""
+        convert: Any = self._fakes.fake_tensor_converter
+        for param in self._ungated:
+            known = self._known.get(param)
+            if known is None or (known.dtype, known.requires_grad) != (param.dtype, param.requires_grad):
+                with self._fakes:
+                    known = torch.empty(param.shape, dtype=param.dtype, device=param.device)
+                self._known[param] = known.requires_grad_(param.requires_grad)
+                convert.set_tensor_memo(param, known)
 
     @contextmanager
     def _installed(self) -> Iterator[None]:
@@ -192,6 +207,11 @@ class Gates:
             if not is_before and visit.chunk > 0:
                 self._refuse_place(place, "behind the first block of a later stage", "first", "last")
             return visit.chunk == 0 and visit.stop > 0
+        if is_before and visit.passed >= 0:
+            raise PipelineError(
+                f"`{place.name}` is called before `{self._block_name(visit.start)}`, the first block of a pipeline"
+                f" stage. A pipeline needs every block of `{self._split.blocks}` to be called in every step, in order."
+            )
         if is_before:
             self._refuse_place(place, "in front of the blocks", "last", "first")
         return True
@@ -202,6 +222,7 @@ class Gates:
         if block == visit.stop:
             raise _BrokenOff(args, kwargs)
         if block < visit.start and visit.reached < 0:
+            visit.passed = block
             return False
         if block <= visit.reached or block > visit.stop or (visit.reached < visit.start < block):
             raise PipelineError(
@@ -283,6 +304,12 @@ class Gates:
         for name, param in module.named_parameters():
             fakes[name].requires_grad_(param.requires_grad)
         return fakes
+
+
+def _ungated_parameters(module: nn.Module, split: Split) -> list[nn.Parameter]:
+    """Return the parameters that lie in no module of the split."""
+    inside = {id(param) for place in split.places for param in module.get_submodule(place.name).parameters()}
+    return [param for param in module.parameters() if id(param) not in inside]
 
 
 @dataclass(frozen=True)

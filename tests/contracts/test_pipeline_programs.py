@@ -1,0 +1,379 @@
+"""What programs may do in a pipeline, and how they are refused."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_zero.config import Pipeline
+from lightning_zero.errors import PipelineError
+from lightning_zero.strategy import ZeroStrategy
+from tests.contracts.test_lightning_programs import seeded, trainer
+from tests.references import VOCAB, TinyGPT
+from tests.sampling import sample
+from tests.worlds import run
+
+
+class Program(LightningModule):
+    """A small decoder whose pieces a case can put together in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = TinyGPT(depth=4)
+
+    def logits(self, ids: Tensor) -> Tensor:
+        return self.net(ids)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self.logits(batch[0]).flatten(0, 1), batch[1].flatten())
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self.logits(batch[0]).flatten(0, 1), batch[1].flatten()), sync_dist=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.logits(batch[0]).argmax(-1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
+
+
+class Functional(Program):
+    """Uses the embedding as the head without a name of its own."""
+
+    def logits(self, ids: Tensor) -> Tensor:
+        return F.linear(self.net.norm(self.net.body(self.net.embedding(ids))), self.net.embedding.weight)
+
+
+class Around(Program):
+    """Has parameters outside of the model, before and behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(6, self.net.embedding.embedding_dim))
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def logits(self, ids: Tensor) -> Tensor:
+        hidden = self.net.body(self.net.embedding(ids) + self.positions)
+        return self.net.head(self.net.norm(hidden + 0.1 * self.positions)) * self.temperature
+
+
+class Masked(Program):
+    """Draws a mask inside the model and gives it to every block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.blocks = nn.ModuleList(Adds(self.net.embedding.embedding_dim) for _ in range(4))
+
+    def logits(self, ids: Tensor) -> Tensor:
+        hidden = self.net.embedding(ids) * 0.0
+        mask = torch.rand(hidden.shape[1], 1)
+        for block in self.net.blocks:
+            hidden = block(hidden, mask=mask)
+        return self.net.head(hidden)
+
+
+class Adds(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor, *, mask: Tensor) -> Tensor:
+        MASKS.append(mask.detach().clone())
+        return x + mask * self.weight
+
+
+MASKS: list[Tensor] = []  # that blocks of this rank were given
+
+
+class Skip(Program):
+    def logits(self, ids: Tensor) -> Tensor:
+        start = self.net.embedding(ids)
+        return self.net.head(self.net.norm(self.net.body(start) + start))
+
+
+class SkipsBlock(Program):
+    def logits(self, ids: Tensor) -> Tensor:
+        hidden = self.net.embedding(ids)
+        for block in self.net.blocks[:2]:
+            hidden = block(hidden)
+        return self.net.head(self.net.norm(hidden))
+
+
+class Backwards(Program):
+    def logits(self, ids: Tensor) -> Tensor:
+        hidden = self.net.embedding(ids)
+        for block in reversed(self.net.blocks):
+            hidden = block(hidden)
+        return self.net.head(self.net.norm(hidden))
+
+
+class HeadFirst(Program):
+    """Registers its head in front of the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        children = self.net._modules
+        self.net._modules = {name: children[name] for name in ("head", "norm", "embedding", "blocks")}
+
+
+class NoLoss(Program):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+
+
+class Manual(Program):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class OwnBackward(Program):
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+
+class Raises(Program):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1 and self.trainer.strategy.global_rank == 1:
+            raise KeyError("the second stage")
+        return super().training_step(batch, batch_idx)
+
+
+class Frozen(Program):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.embedding.requires_grad_(False)
+        self.net.blocks[0].requires_grad_(False)
+
+
+class Dropout(Program):
+    def logits(self, ids: Tensor) -> Tensor:
+        hidden = F.dropout(self.net.embedding(ids), 0.1, self.training)
+        for block in self.net.blocks:
+            hidden = F.dropout(block(hidden), 0.1, self.training)
+        return self.net.head(self.net.norm(hidden))
+
+
+def _loader(copies: int, copy: int, batch: int = 8, size: int = 32) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, VOCAB, (size, 7), generator=generator)
+    dataset = TensorDataset(tokens[:, :-1], tokens[:, 1:])
+    return DataLoader(dataset, batch, sampler=DistributedSampler(dataset, copies, copy, shuffle=False))
+
+
+def _fit(rank: int, world: int, make: Any, options: dict[str, Any], program: dict[str, Any], same: bool) -> Any:
+    strategy = ZeroStrategy(**options)
+    copies = world // (strategy.pipeline.stages if strategy.pipeline else 1)
+    lightning = trainer(rank, world, strategy, **{"max_epochs": 2, "accumulate_grad_batches": 2, **program})
+    module = seeded(make)
+    lightning.fit(module, _loader(*((copies, rank % copies) if same else (world, rank))))
+    return {name: strategy.full_param(param) for name, param in module.named_parameters()}
+
+
+def _pipeline(**options: Any) -> dict[str, Any]:
+    return {"stage": 1, "pipeline": Pipeline(stages=2, **options)}
+
+
+PROGRAMS: list[tuple[Any, dict[str, Any]]] = [
+    (Functional, {"shared": ["net.embedding.weight"]}),
+    (Around, {}),
+    (HeadFirst, {"last": ["net.head", "net.norm"]}),
+    (Frozen, {}),
+]
+
+
+@pytest.mark.parametrize("case", PROGRAMS, ids=lambda case: case[0].__name__)
+@pytest.mark.parametrize("zero", sample((0, 1, 2, 3), 3))
+@pytest.mark.parametrize("copies", sample((1, 2), 2))
+def test_programs_train_as_without_a_pipeline(case: Any, zero: int, copies: int) -> None:
+    make, options = case
+    expected = run(_fit, copies, make, {"stage": 0}, {}, True)[0]
+    for weights in run(_fit, 2 * copies, make, {**_pipeline(**options), "stage": zero}, {}, True):
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("precision", sample(("bf16-mixed", "bf16-true", "16-true", "64-true"), "16-true"))
+def test_precisions_train_as_without_a_pipeline(precision: str) -> None:
+    """The same micro-batches one by one, so that 16-bit roundings are the same."""
+    expected = run(_fit_in_pieces, 1, {"stage": 0}, precision, 4)[0]
+    for weights in run(_fit_in_pieces, 2, _pipeline(), precision, 8):
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6, msg=name)
+
+
+def _fit_in_pieces(rank: int, world: int, options: dict[str, Any], precision: str, batch: int) -> Any:
+    # With the default scale the first steps overflow where the loss is divided before it is scaled.
+    scale = {"loss_scale": {"init_scale": 1024.0}} if precision == "16-true" else {}
+    strategy = ZeroStrategy(**options, **scale)
+    pieces = 8 // batch
+    lightning = trainer(
+        rank, world, strategy, precision=precision, accumulate_grad_batches=2 * pieces, gradient_clip_val=0.1
+    )
+    module = seeded(Program)
+    lightning.fit(module, _loader(1, 0, batch))
+    return {name: strategy.full_param(param) for name, param in module.named_parameters()}
+
+
+def test_a_mask_drawn_inside_the_model_is_the_same_on_all_stages() -> None:
+    first, second = run(_masks, 2)
+    assert len(first) == len(second) == 2 * 8 * 2
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
+
+
+def _masks(rank: int, world: int) -> list[Tensor]:
+    MASKS.clear()
+    _fit(rank, world, Masked, _pipeline(partition="uniform"), {}, True)
+    return [mask for mask in MASKS if type(mask) is Tensor]
+
+
+def test_dropout_trains() -> None:
+    first, second = (run(_fit, 2, Dropout, _pipeline(), {}, True) for _ in range(2))
+    for weights, again in zip(first, second, strict=True):
+        assert all(torch.equal(weights[name], first[0][name]) for name in weights)
+        assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+def _evaluate(rank: int, world: int, options: dict[str, Any]) -> Any:
+    strategy = ZeroStrategy(**options)
+    copies = world // (strategy.pipeline.stages if strategy.pipeline else 1)
+    lightning = trainer(rank, world, strategy)
+    module = seeded(Program)
+    loader = _loader(copies, rank % copies, 8, 20 * copies)  # the last batch is smaller
+    validated = lightning.validate(module, loader, verbose=False)
+    tested = lightning.test(module, loader, verbose=False)
+    return validated, tested, lightning.predict(module, loader)
+
+
+@pytest.mark.parametrize("copies", sample((1, 2), 2))
+def test_validation_testing_and_prediction_are_those_without_a_pipeline(copies: int) -> None:
+    expected = run(_evaluate, copies, {"stage": 0})
+    for rank, (validated, tested, predicted) in enumerate(run(_evaluate, 2 * copies, _pipeline())):
+        assert validated == [pytest.approx(one, rel=1e-6) for one in expected[rank % copies][0]]
+        assert tested == [pytest.approx(one, rel=1e-6) for one in expected[rank % copies][1]]
+        for mine, theirs in zip(predicted, expected[rank % copies][2], strict=True):
+            assert torch.equal(mine, theirs)
+
+
+ON_ONE_STAGE: list[tuple[Any, str]] = [
+    (Skip, "`net.norm` is given a value that an earlier pipeline stage computes"),
+    (Functional, "`Pipeline(shared=['net.embedding.weight'])`"),
+    (HeadFirst, "`Pipeline(last=['net.norm'])`"),
+    (NoLoss, "`training_step` returned NoneType"),
+]
+ON_ALL_STAGES: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    (SkipsBlock, {}, PipelineError, "`net.norm` is called before `net.blocks.2`"),
+    (Backwards, {}, PipelineError, "`net.blocks.3` is called out of turn"),
+    (Manual, {}, ValueError, "manual optimization cannot work with it"),
+    (OwnBackward, {}, ValueError, "`OwnBackward.backward` is overridden"),
+    (Program, {"microbatches": 3}, ValueError, "`microbatches=3` does not divide a batch of 8 samples"),
+    (Program, {"partition": ["blocks.9"]}, ValueError, "which is no block of `net.blocks`"),
+]
+
+
+@pytest.mark.parametrize("case", sample(ON_ONE_STAGE, ON_ONE_STAGE[0]), ids=lambda case: case[0].__name__)
+def test_what_one_stage_cannot_do_is_refused(case: tuple[Any, str]) -> None:
+    make, message = case
+    with pytest.raises(PipelineError, match=re.escape(message)):
+        run(_fit, 2, make, _pipeline(), {}, True)
+
+
+def _refuse(rank: int, world: int, make: Any, options: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        _fit(rank, world, make, _pipeline(**options), {"accumulate_grad_batches": 1}, True)
+
+
+@pytest.mark.parametrize("case", ON_ALL_STAGES, ids=lambda case: case[0].__name__)
+def test_what_a_pipeline_cannot_do_is_refused_on_all_ranks(case: Any) -> None:
+    run(_refuse, 2, *case)
+
+
+def _read_other_data(rank: int, world: int) -> None:
+    with pytest.raises(PipelineError, match="were given different batches"):
+        _fit(rank, world, Program, _pipeline(), {}, False)
+
+
+def test_stages_with_different_data_are_refused() -> None:
+    run(_read_other_data, 2)
+
+
+def _average(rank: int, world: int) -> None:
+    with pytest.raises(ValueError, match="`EMAWeightAveraging` reads all parameters"):
+        _fit(rank, world, Program, _pipeline(), {"callbacks": [EMAWeightAveraging()]}, True)
+
+
+def test_weight_averaging_is_refused() -> None:
+    run(_average, 2)
+
+
+def test_stages_that_do_not_divide_the_ranks_are_refused() -> None:
+    run(_divide, 3)
+
+
+def _divide(rank: int, world: int) -> None:
+    with pytest.raises(ValueError, match="`pipeline=2` does not divide the 3 ranks"):
+        _fit(rank, world, Program, _pipeline(), {}, True)
+
+
+def test_an_error_on_one_stage_ends_all() -> None:
+    started = time.monotonic()
+    with pytest.raises(KeyError, match="the second stage"):
+        run(_fit, 2, Raises, {**_pipeline(), "timeout": 20.0}, {}, True)
+    assert time.monotonic() - started < 20.0
+
+
+class BatchNorm(Program):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.blocks.insert(1, nn.BatchNorm1d(6))
+
+
+def _warn(rank: int, world: int) -> None:
+    with pytest.warns(UserWarning, match="`net.blocks.1` normalises over a batch"):
+        _fit(rank, world, BatchNorm, _pipeline(), {}, True)
+
+
+def test_batch_norm_is_warned_of() -> None:
+    run(_warn, 2)
+
+
+def _decoder(rank: int, world: int, options: dict[str, Any], tied: bool) -> Any:
+    transformers = pytest.importorskip("transformers")
+
+    class Decoder(Program):
+        def __init__(self) -> None:
+            super().__init__()
+            config = transformers.LlamaConfig(
+                vocab_size=16, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2,
+                num_key_value_heads=1, tie_word_embeddings=tied, use_cache=False,
+            )  # fmt: skip
+            self.net = transformers.LlamaForCausalLM(config)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            mask = (batch[0] > 1).long()
+            return self.net(input_ids=batch[0], attention_mask=mask, labels=batch[0]).loss
+
+    return _fit(rank, world, Decoder, options, {"max_epochs": 1}, True)
+
+
+@pytest.mark.parametrize("tied", sample((False, True), True))
+@pytest.mark.parametrize("zero", sample((1, 3), 3))
+def test_a_decoder_of_transformers_trains_as_without_a_pipeline(zero: int, tied: bool) -> None:
+    pytest.importorskip("transformers")
+    expected = run(_decoder, 2, {"stage": 0}, tied)[0]
+    for weights in run(_decoder, 4, {**_pipeline(), "stage": zero}, tied, timeout_s=120.0):
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6, msg=name)
