@@ -75,7 +75,7 @@ _PROGRAMS_PER_PROCESSOR = 2
 
 
 def _num_warps(block: int) -> int:
-    return min(max(block // 512, 4), 32)
+    return max(block // 512, 1)
 
 
 # -- Kernels -----------------------------------------------------------------------------------------------------------

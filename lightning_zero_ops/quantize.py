@@ -71,7 +71,7 @@ def _unpacked(codes: Tensor, bits: int, block: int) -> Tensor:
 # Elements that a program holds. Not measured on a GPU; chosen so that every thread has one 128-bit load of 16-bit
 # values.
 _TILE = 2048
-_NUM_WARPS = 8
+_NUM_WARPS = 4
 
 # -- Kernels -----------------------------------------------------------------------------------------------------------
 
