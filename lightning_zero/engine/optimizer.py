@@ -64,6 +64,7 @@ class ShardedOptimizer:
         self._refuse_unless_elementwise()
         for group in optimizer.param_groups:
             self._attach_params(group["params"])
+            self._refuse_idle_steps(group)
         optimizer.__class__ = _subclass(self)
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -101,6 +102,17 @@ class ShardedOptimizer:
             self._attached[id(param)] = place
             place[0].make_master()
             self._cut_state(param, place)
+
+    def _refuse_idle_steps(self, group: dict[str, Any]) -> None:
+        if not (issubclass(self._original_class, torch.optim.SGD) and group.get("fused")):
+            return
+        for param in group["params"]:
+            stepped = self._attached[id(param)][0].stepped
+            if stepped.is_cpu and stepped.itemsize < 4:
+                raise ValueError(
+                    f"`fused=True`: PyTorch's fused `{self._original_class.__name__}` does not step {stepped.dtype}"
+                    " values on a CPU. Use `fused=False`, or fp32 masters (`masters=True`)."
+                )
 
     def _cut_state(self, param: nn.Parameter, place: Place) -> None:
         """Cut state that the optimizer made in its constructor to this rank's segment."""
@@ -296,6 +308,7 @@ def _subclass(sharded: ShardedOptimizer) -> type[Optimizer]:
         sharded.close()
         base.add_param_group(self, param_group)
         sharded._attach_params(self.param_groups[-1]["params"])
+        sharded._refuse_idle_steps(self.param_groups[-1])
 
     def _init_group(self: Optimizer, group: dict[str, Any], *lists: Any) -> Any:
         return base._init_group(self, sharded.step_runs(group), *lists)  # type: ignore[attr-defined]

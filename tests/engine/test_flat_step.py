@@ -304,3 +304,19 @@ def _without_eps(rank: int, world: int, stage: int) -> None:
 @stages
 def test_padding_stays_zero_without_eps(stage: int) -> None:
     worlds.run(_without_eps, 2, stage)
+
+
+# -- What PyTorch does not step ----------------------------------------------------------------------------------------
+
+
+def _idle(rank: int, world: int, stage: int) -> None:
+    worlds.seed()
+    engine = ZeroEngine(stage, units=[Block], precision=MixedPrecision(masters=False))
+    module = engine.shard(TinyGPT().bfloat16())
+    with pytest.raises(ValueError, match="`fused=True`: PyTorch's fused `SGD` does not step torch.bfloat16"):
+        engine.attach(torch.optim.SGD(module.parameters(), lr=0.1, fused=True))
+
+
+@stages
+def test_fused_sgd_on_16_bit_values_is_refused_because_pytorch_leaves_them_as_they_are(stage: int) -> None:
+    worlds.run(_idle, 2, stage)
