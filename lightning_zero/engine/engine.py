@@ -445,14 +445,23 @@ class ZeroEngine:
             yield
 
     @contextmanager
-    def microbatch(self, last: bool) -> Iterator[None]:
-        """Run a micro-batch; before the last one stages 0 and 1 keep their gradients to themselves (ADR 0008)."""
-        before = self._hooks.is_last_microbatch
-        self._hooks.is_last_microbatch = last
+    def microbatch(self, last: bool, has_more_backwards: bool = False, keeps_gradients: bool = False) -> Iterator[None]:
+        """Run a micro-batch; before the last one stages 0 and 1 keep their gradients to themselves (ADR 0008).
+
+        Args:
+            last: The optimizer's step follows.
+            has_more_backwards: Further backwards of forwards that have run follow (a pipeline). Stage 2 then keeps its
+                gradients too, until the last of them.
+            keeps_gradients: So does stage 3.
+        """
+        hooks = self._hooks
+        before = hooks.is_last_microbatch, hooks.has_more_backwards, hooks.keeps_gradients
+        hooks.is_last_microbatch, hooks.has_more_backwards = last, has_more_backwards
+        hooks.keeps_gradients = keeps_gradients
         try:
             yield
         finally:
-            self._hooks.is_last_microbatch = before
+            hooks.is_last_microbatch, hooks.has_more_backwards, hooks.keeps_gradients = before
 
     def open_window(self, optimizer: Optimizer) -> None:
         """Open the step window: each parameter shows its master's segment and the reduced gradient's."""

@@ -126,6 +126,8 @@ class Hooks:
         self._keeps_units = False
         # - Set by the engine
         self.is_last_microbatch = True
+        self.has_more_backwards = False  # of forwards that have run: a pipeline runs several ahead
+        self.keeps_gradients = False  # at stage 3 too, until the last of them
         self._open_calls: list[tuple[Unit, bool]] = []
         self._handles: list[Any] = []
         self.install(module)
@@ -223,6 +225,8 @@ class Hooks:
                 self._net.__enter__()
         if with_root:
             self._use(self._root)
+            # What the root holds is used by code, not by a forward of the root: its gradients may be the last to come.
+            self._root.ran_forward = self._root.ran_forward or torch.is_grad_enabled()
 
     def _leave_scope(self, *, with_root: bool) -> None:
         if with_root:
@@ -393,6 +397,8 @@ class Hooks:
 
     @property
     def _is_reducing(self) -> bool:
+        if self.has_more_backwards and (self.keeps_gradients or not self._shards):
+            return False
         return self._reduces_each_backward or self.is_last_microbatch
 
     def _note_graph(self) -> None:
@@ -432,7 +438,7 @@ class Hooks:
         reduces = self._is_reducing and (self._took_gradient or self._explicit) and not self._keeps_units
         self._order.finish(reduces=reduces)
         if reduces:
-            self._reducer.finish()
+            self._reducer.finish(has_more_backwards=self.has_more_backwards)
         self._armed = self._explicit = self._took_gradient = self._keeps_units = False
         if self._depth > 0:
             self._begin_pass("forward")

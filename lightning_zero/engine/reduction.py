@@ -58,12 +58,17 @@ class Reducer:
             if self._max_in_flight == 0:
                 self._drain(0)
 
-    def finish(self) -> None:
-        """Finish all reductions and agree on who had gradients. Collective: all ranks."""
+    def finish(self, *, has_more_backwards: bool = False) -> None:
+        """Finish all reductions and agree on who had gradients. Collective: all ranks.
+
+        Args:
+            has_more_backwards: Backwards of forwards that have run follow, and bring gradients again.
+        """
         self._drain(0)
         self._settle()
         for unit in self._units:
-            unit.ran_forward = unit.is_reduced = False
+            unit.ran_forward = unit.ran_forward and has_more_backwards
+            unit.is_reduced = False
 
     def abandon(self) -> None:
         """Forget the backward after an error. No collective."""

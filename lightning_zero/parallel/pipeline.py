@@ -32,7 +32,9 @@ class Stepper(Protocol):
         """Run code that may use any parameter of this stage."""
         ...
 
-    def microbatch(self, last: bool) -> AbstractContextManager[None]:
+    def microbatch(
+        self, last: bool, has_more_backwards: bool = False, keeps_gradients: bool = False
+    ) -> AbstractContextManager[None]:
         """Run a micro-batch; the last one reduces."""
         ...
 
@@ -134,7 +136,8 @@ class PipelineRunner:
                 if action.kind == "forward":
                     self._forward(action, step, messages, "training_step")
                 elif action.kind == "backward":
-                    self._backward(action, loss_of, messages, reduces=reduces and action == backwards[-1])
+                    is_final = action == backwards[-1]
+                    self._backward(action, loss_of, messages, reduces=reduces and is_final, has_more=not is_final)
                 else:
                     self._pass_message(action, messages)
             self._mail.flush()
@@ -219,6 +222,7 @@ class PipelineRunner:
         messages: dict[int, tuple[Message, ...]],
         *,
         reduces: bool,
+        has_more: bool,
     ) -> None:
         chunk, index = action.chunk, action.microbatch
         gradients = [letter.wait() for letter in self._letters.pop(Action("recv_gradient", chunk, index), [])]
@@ -228,7 +232,9 @@ class PipelineRunner:
         else:
             roots = [tensor for tensor in self._outputs.pop((chunk, index)) if tensor.requires_grad]
             seeds = gradients
-        with self._engine.microbatch(last=reduces), self._engine.backward_scope():
+        # A backward reduces all units of the stage, also those of its other chunks.
+        keeps = len(self._own_chunks) > 1
+        with self._engine.microbatch(reduces, has_more, keeps), self._engine.backward_scope():
             roots = [root for root in roots if root.requires_grad]
             if roots:
                 torch.autograd.backward(roots, seeds)
