@@ -11,10 +11,11 @@ from jsonargparse import auto_cli
 
 from lightning_zero.checkpoint.consolidate import consolidate
 from lightning_zero.checkpoint.convert import convert
+from lightning_zero.parallel.picture import pipeline
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS: dict[str, Any] = {"consolidate": consolidate, "convert": convert}
+COMMANDS: dict[str, Any] = {"consolidate": consolidate, "convert": convert, "pipeline": pipeline}
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -30,8 +30,9 @@ class ZeroMonitor(Callback):
 
     Scalars: ``memory/{parameters,gradients,optimizer,gathered,gathered_peak,other}`` in bytes on rank 0,
     ``traffic/<collective>`` in bytes that rank 0 sent per step, ``time/wait_s`` in seconds per step that it waited,
-    ``throughput/{tokens,samples}_per_s`` over all ranks, and ``grad_norm`` and ``loss_scale`` where there are any. With
-    other strategies only the throughput is logged.
+    ``throughput/{tokens,samples}_per_s`` over all ranks, and ``grad_norm`` and ``loss_scale`` where there are any. In
+    a pipeline ``pipeline/busy_s_<stage>`` in seconds per step and ``pipeline/bubble_share``. With other strategies only
+    the throughput is logged.
 
     Args:
         tokens: Number of tokens in a batch. The default is the number of elements of the batch's first integer tensor
@@ -76,6 +77,8 @@ class ZeroMonitor(Callback):
         if steps < self._interval(trainer):
             return
         row = {**self._meter.row(steps), **self._norm_and_scale(trainer)}
+        if isinstance(trainer.strategy, ZeroStrategy):
+            row |= trainer.strategy.pipeline_timings(steps)
         for logger in trainer.loggers:
             logger.log_metrics(row, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
             logger.save()

@@ -149,6 +149,20 @@ class PipelinedSteps:
             dist.broadcast_object_list(states, group=self._mesh.host_group, group_src=0)
             states[0].moved_to(self._device).restore()
 
+    def timings(self, steps: int) -> dict[str, float]:
+        """Return seconds of work per step and stage, and the bubble's share, since the last call.
+
+        Collective: all ranks of a copy.
+        """
+        timing = self.runner.timing
+        mine = torch.tensor([timing.busy_s, timing.total_s], dtype=torch.float64)
+        everyone = [torch.empty_like(mine) for _ in range(self._mesh.stages)]
+        dist.all_gather(everyone, mine, group=self._mesh.host_group)
+        timing.busy_s = timing.total_s = 0.0
+        row = {f"pipeline/busy_s_{stage}": float(one[0]) / steps for stage, one in enumerate(everyone)}
+        busy, total = (sum(float(one[index]) for one in everyone) for index in (0, 1))
+        return {**row, "pipeline/bubble_share": 1.0 - busy / total if total else 0.0}
+
     def gather_buffers(self) -> None:
         """Give all stages the module buffers of the stage that computes with them, for a checkpoint.
 

@@ -500,6 +500,13 @@ class ZeroStrategy(ParallelStrategy):
         with self.engine.scope("predict_step"):
             return super().predict_step(*args, **kwargs)
 
+    def pipeline_timings(self, steps: int) -> dict[str, float]:
+        """Return seconds of work per step and stage, and the bubble's share, since the last call; empty without stages.
+
+        Collective: all ranks.
+        """
+        return {} if self._steps is None else self._steps.timings(steps)
+
     def _evaluate(self, steps: PipelinedSteps, name: str, args: tuple[Any, ...], context: Any) -> STEP_OUTPUT:
         output: STEP_OUTPUT = steps.evaluation_step(name, args, context=context)
         return output

@@ -123,6 +123,16 @@ class _UnitOwner:
         buffer.forget([index])
 
 
+@dataclass(frozen=True)
+class _Elsewhere:
+    """A parameter that another part of the model holds."""
+
+    param: nn.Parameter
+    master: torch.Tensor  # without elements, in the dtype of the master
+    compute: torch.dtype
+    placeholder: torch.Tensor
+
+
 class _ElsewhereOwner:
     """Answers for the parameters that other parts of the model hold."""
 
@@ -199,7 +209,7 @@ class ZeroEngine:
         self.module: nn.Module | None = None
         self.units: list[Unit] = []
         self.parts: Parts | None = None  # of a model that is cut; None if it is whole
-        self._elsewhere: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}  # with an empty master
+        self._elsewhere: dict[int, _Elsewhere] = {}
         self._communicator: Communicator | None = None
         self._everyone: Communicator | None = None
         self._store: DeviceStore
@@ -299,12 +309,18 @@ class ZeroEngine:
                 holder = module.get_submodule(name.rpartition(".")[0])
                 kind = kind_of(param, holder, self._precision, self._communication)
                 dtype = kind.master if kind.trained else kind.compute
-                self._elsewhere[id(param)] = (param, torch.empty(0, dtype=dtype, device=device))
-        for param, _ in self._elsewhere.values():
+                empty = torch.empty(0, dtype=dtype, device=device)
+                placeholder = torch.full((), float("nan"), dtype=param.dtype, device=device).expand(param.shape)
+                self._elsewhere[id(param)] = _Elsewhere(param, empty, kind.compute, placeholder)
+        for param in self._params_elsewhere:
             own(param, owner)
-            param.data = torch.full((), float("nan"), dtype=param.dtype, device=device).expand(param.shape)
+            param.data = self._elsewhere[id(param)].placeholder
             param.__class__ = ReleasedParameter
-        return [param for param, _ in self._elsewhere.values()]
+        return self._params_elsewhere
+
+    @property
+    def _params_elsewhere(self) -> list[nn.Parameter]:
+        return [one.param for one in self._elsewhere.values()]
 
     def _register(self, unit: Unit, territory: Territory) -> None:
         owner = _UnitOwner(self, unit)
@@ -363,7 +379,7 @@ class ZeroEngine:
         finally:
             for group, params in zip(optimizer.param_groups, here, strict=True):
                 group["params"] = params
-            for param, _ in self._elsewhere.values():
+            for param in self._params_elsewhere:
                 optimizer.state.pop(param, None)
 
     def detach(self) -> None:
@@ -544,7 +560,8 @@ class ZeroEngine:
     ) -> Iterator[None]:
         """Make parameters whole for a while. Collective on entry, and on exit with ``write="rank0"``: all ranks.
 
-        Inside, forwards of what is gathered do not communicate, so one rank alone may run them.
+        Inside, forwards of what is gathered do not communicate, so one rank alone may run them. Parameters of other
+        pipeline stages come along.
 
         Args:
             params_or_module: A module, a parameter, or several.
@@ -552,12 +569,18 @@ class ZeroEngine:
                 (they must agree), None means there are none.
 
         Raises:
-            ValueError: ``write`` is not known.
+            ValueError: ``write`` is not known, or ``"rank0"`` in pipeline stages.
             RuntimeError: A parameter was changed although ``write`` is None.
         """
         if write not in (None, "rank0", "all"):
             raise ValueError(f"`write={write!r}` is not known. Use None, 'rank0' or 'all'.")
-        units = self._units_of(params_or_module)
+        if write == "rank0" and self.parts is not None:
+            raise ValueError(
+                "`write='rank0'` needs all parameters on rank 0, and a pipeline stage has its own. Make the same change"
+                " on every rank and use `write='all'`."
+            )
+        params = _params_of(params_or_module)
+        units = self._units_of(params_or_module if isinstance(params_or_module, nn.Module) else params)
         self._close_windows()
         with self._hooks.boundary():
             for unit in units:
@@ -571,7 +594,8 @@ class ZeroEngine:
             for buffer in unit.buffers:
                 buffer.collect_writes()
         try:
-            yield
+            with self._borrowed(params):
+                yield
             self._accept(units, write)
         finally:
             self._order.is_suspended -= all_held
@@ -579,6 +603,34 @@ class ZeroEngine:
                 unit.holds -= 1
                 if not unit.is_busy:
                     unit.reshard()
+
+    @contextmanager
+    def _borrowed(self, params: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Let parameters of other parts have values for a while. Collective on entry: all ranks."""
+        if self.parts is None:
+            yield
+            return
+        borrowed = []
+        with torch.inference_mode(False), torch.no_grad():
+            for param in [one for one in params if isinstance(one, nn.Parameter) and id(one) in self._names]:
+                away = self._elsewhere.get(id(param))
+                if away is None:
+                    values = param.detach().clone()
+                else:
+                    values = torch.empty(param.shape, dtype=away.compute, device=away.master.device)
+                    borrowed.append((away, values))
+                what = f"parameter `{self.param_name(param)}`"
+                self.parts.communicator.broadcast(values, what, self.parts.first_holder(param))
+        for away, values in borrowed:
+            away.param.__class__ = nn.Parameter
+            away.param.data = values
+        try:
+            yield
+        finally:
+            for away, _ in borrowed:
+                away.param.__class__ = nn.Parameter
+                away.param.data = away.placeholder
+                away.param.__class__ = ReleasedParameter
 
     def _accept(self, units: list[Unit], write: Write | None) -> None:
         for unit in units:
@@ -605,7 +657,7 @@ class ZeroEngine:
         if parts.is_here(param):
             whole = self._full_here(param)
         else:
-            _, master = self._elsewhere[id(param)]
+            master = self._elsewhere[id(param)].master
             whole = torch.empty(param.shape, dtype=master.dtype, device=master.device)
         what = f"parameter `{self.param_name(param)}`"
         parts.communicator.broadcast(whole, what, parts.first_holder(param))
@@ -697,7 +749,7 @@ class ZeroEngine:
             trained=False,
             save_range=(0, 0),
             own_range=(0, 0),
-            _buffer=self._elsewhere[id(param)][1],
+            _buffer=self._elsewhere[id(param)].master,
             _index=0,
         )
 
@@ -829,21 +881,14 @@ class ZeroEngine:
             raise RuntimeError("The engine holds no module yet. Call `engine.shard(module)` first.")
 
     def _units_of(self, params_or_module: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[Unit]:
-        if isinstance(params_or_module, nn.Module):
-            params: Iterable[torch.Tensor] = params_or_module.parameters()
-        elif isinstance(params_or_module, torch.Tensor):
-            params = [params_or_module]
-        else:
-            params = params_or_module
+        params = _params_of(params_or_module)
         buffers = {id(self._places[id(param)][0]) for param in params if id(param) in self._places}
         units = [unit for unit in self.units if any(id(buffer) in buffers for buffer in unit.buffers)]
         return self.units if params_or_module is self.module else units
 
     def _knows(self, params_or_module: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> bool:
         """Say whether parameters are of this engine's module; those of other parts of a pipeline are too."""
-        if isinstance(params_or_module, torch.Tensor):
-            params_or_module = [params_or_module]
-        params = params_or_module.parameters() if isinstance(params_or_module, nn.Module) else params_or_module
+        params = _params_of(params_or_module)
         known = any(id(param) in self._places or id(param) in self._elsewhere for param in params)
         return known or params_or_module is self.module
 
@@ -916,11 +961,17 @@ def gathered(
     if not isinstance(params_or_module, (nn.Module, torch.Tensor)):
         params_or_module = list(params_or_module)
     engine = engine_of(params_or_module)
-    if engine is None or not engine._units_of(params_or_module):
+    if engine is None or not (engine.parts is not None or engine._units_of(params_or_module)):
         yield
         return
     with engine.gathered(params_or_module, write):
         yield
+
+
+def _params_of(params_or_module: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    if isinstance(params_or_module, nn.Module):
+        return list(params_or_module.parameters())
+    return [params_or_module] if isinstance(params_or_module, torch.Tensor) else list(params_or_module)
 
 
 def engine_of(params_or_module: nn.Module | torch.Tensor | Sequence[torch.Tensor]) -> ZeroEngine | None:

@@ -73,6 +73,15 @@ def test_gpt_example_trains_saves_and_shows_what_it_learned(tmp_path: Path) -> N
     assert b"val/perplexity" in b"".join(events.read_bytes() for events in run.glob("events.*"))
 
 
+@pytest.mark.world(2)
+@pytest.mark.slow
+def test_gpt_example_trains_in_pipeline_stages(tmp_path: Path) -> None:
+    toy = [f"{option}={value}" for option, value in {**TOY, "--data.batch_size": "4"}.items()]
+    output = start(GPT / "train.py", "fit", "--config", GPT / "pipeline.yaml", *toy, cwd=tmp_path)
+    assert "pipeline stages (blocks of `model.blocks`): 0: 0-0, 1: 1-1" in output
+    assert "validation loss" in output
+
+
 @pytest.mark.parametrize(("name", "billions"), [("cpu", 0.001), ("gpu_125m", 0.127), ("gpu_1b", 1.0), ("gpu_8b", 8.05)])
 def test_gpt_yaml_has_the_size_it_says(name: str, billions: float) -> None:
     model_file = runpy.run_path(str(GPT / "model.py"))

@@ -401,3 +401,27 @@ def test_gradients_are_reduced_once_a_step_and_once_a_microbatch_at_stage_3(
     times = 1 if schedule == "interleaved_1f1b" else times  # with several chunks a stage, once a step
     for last, before, buffers in run(_count, 4, zero, schedule):
         assert last == before == times * buffers
+
+
+def _gather(rank: int, world: int, precision: Any) -> None:
+    strategy = ZeroStrategy(**_pipeline())
+    module = seeded(Around)
+    ids = torch.arange(6).view(1, 6) % VOCAB
+    expected = module.logits(ids).detach()
+    lightning = trainer(rank, world, strategy, precision=precision, max_epochs=1, limit_train_batches=0)
+    lightning.validate(module, _loader(1, 0), verbose=False)
+    computing = strategy.precision_plugin.forward_context
+    with pytest.raises(PipelineError, match="lies on pipeline stage"), torch.no_grad(), computing():
+        module.logits(ids)
+    with strategy.gathered(module), torch.no_grad(), computing():
+        if rank == 0:  # nothing communicates inside
+            assert torch.allclose(module.logits(ids).float(), expected, atol=1e-6 if precision == "32-true" else 0.05)
+    with strategy.gathered([module.net.head.weight]):
+        assert torch.isfinite(module.net.head.weight.detach()).all()
+    with pytest.raises(ValueError, match="`write='rank0'` needs all parameters on rank 0"):
+        strategy.gathered(module, write="rank0").__enter__()
+
+
+@pytest.mark.parametrize("precision", sample(("32-true", "bf16-mixed"), "32-true"))
+def test_gathered_brings_the_parameters_of_all_stages(precision: str) -> None:
+    run(_gather, 2, precision)

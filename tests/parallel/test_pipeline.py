@@ -1,0 +1,88 @@
+"""How long pipelines wait."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_zero.config import Pipeline
+from lightning_zero.strategy import ZeroStrategy
+from tests.contracts.test_lightning_programs import trainer
+from tests.worlds import run
+
+STAGES, MICROBATCHES, SLEEP_S = 4, 16, 0.08  # long against what messages take on few cores
+
+
+class Sleep(torch.autograd.Function):
+    """Takes a while in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return grads[0], None
+
+
+class Sleeper(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return x if x.is_meta or type(x) is not Tensor else Sleep.apply(x, self.seconds)
+
+
+class Sleepers(LightningModule):
+    def __init__(self, chunks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Sleeper(SLEEP_S * STAGES / chunks) for _ in range(chunks))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0]
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:  # the first step compares shapes and learns orders
+            self.trainer.strategy.pipeline_timings(1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def _bubble(rank: int, world: int, schedule: Any) -> float:
+    pipeline = Pipeline(stages=STAGES, microbatches=MICROBATCHES, schedule=schedule)
+    strategy = ZeroStrategy(stage=1, pipeline=pipeline)
+    data = DataLoader(TensorDataset(torch.randn(4 * MICROBATCHES, 2)), MICROBATCHES)
+    trainer(rank, world, strategy, max_epochs=1).fit(Sleepers(pipeline.num_chunks), data)
+    return strategy.pipeline_timings(3)["pipeline/bubble_share"]
+
+
+FORMULA = (STAGES - 1) / (MICROBATCHES + STAGES - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_the_bubble_is_that_of_the_formula(schedule: str) -> None:
+    shares = run(_bubble, STAGES, schedule, timeout_s=120.0)
+    assert shares == pytest.approx([FORMULA] * STAGES, rel=0.1)
+
+
+@pytest.mark.slow
+def test_interleaved_chunks_make_the_bubble_smaller() -> None:
+    shares = run(_bubble, STAGES, "interleaved_1f1b", timeout_s=120.0)
+    assert max(shares) < FORMULA
