@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EMAWeightAveraging
@@ -292,6 +293,7 @@ def test_what_one_stage_cannot_do_is_refused(case: tuple[Any, str]) -> None:
 
 
 def _refuse(rank: int, world: int, make: Any, options: Any, error: Any, message: str) -> None:
+    dist.barrier()
     with pytest.raises(error, match=re.escape(message)):
         _fit(rank, world, make, _pipeline(**options), {"accumulate_grad_batches": 1}, True)
 
@@ -311,6 +313,7 @@ def test_stages_with_different_data_are_refused() -> None:
 
 
 def _average(rank: int, world: int) -> None:
+    dist.barrier()
     with pytest.raises(ValueError, match="`EMAWeightAveraging` reads all parameters"):
         _fit(rank, world, Program, _pipeline(), {"callbacks": [EMAWeightAveraging()]}, True)
 
@@ -324,6 +327,7 @@ def test_stages_that_do_not_divide_the_ranks_are_refused() -> None:
 
 
 def _divide(rank: int, world: int) -> None:
+    dist.barrier()  # a rank that fails at once would leave while others still connect
     with pytest.raises(ValueError, match="`pipeline=2` does not divide the 3 ranks"):
         _fit(rank, world, Program, _pipeline(), {}, True)
 
