@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_zero_ops.adamw_int8 import adamw_int8_step_
 from lightning_zero_ops.chunks import step_in_chunks
 from lightning_zero_ops.registry import cdiv, check_flat, define, jit, on_device_of, tl
 
@@ -27,7 +28,7 @@ __all__ = ["adamw_step_", "pytorch_step_"]
 
 _FP32 = (torch.float32,)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_MOMENTS = (torch.float32, torch.bfloat16)
+_MOMENTS = (torch.float32, torch.bfloat16, torch.int8)
 
 # -- Reference: PyTorch's fused kernel in chunks -----------------------------------------------------------------------
 
@@ -134,6 +135,8 @@ def adamw_step_(
     factor: Tensor | None = None,
     out: Tensor | None = None,
     tails: Sequence[int] = (),
+    exp_avg_scales: Tensor | None = None,
+    exp_avg_sq_scales: Tensor | None = None,
 ) -> None:
     """Step ``param`` in place by AdamW, or by Adam, in one pass over memory.
 
@@ -141,9 +144,11 @@ def adamw_step_(
 
     Args:
         param: (n,) fp32, the master.
-        exp_avg: (n,) fp32 or bf16, first moment, written.
-        exp_avg_sq: (n,) fp32 or bf16, second moment, written. In bf16 it stops moving where a step changes it by less
-            than 0.2 %, which with ``betas[1]`` of 0.999 is often.
+        exp_avg: (n,) fp32, bf16 or int8, first moment, written. Int8: zeros before the first step, or what
+            ``encode_exp_avg`` of ``lightning_zero_ops/adamw_int8.py`` returns.
+        exp_avg_sq: (n,) second moment in the same dtype, written. In bf16 it stops moving where a step changes it by
+            less than 0.2 %, which with ``betas[1]`` of 0.999 is often. In int8 it does not: see Note [Rounded by
+            chance] there.
         grad: (n,) fp32, bf16 or fp16; not written.
         step: Number of this step, from 1.
         lr: Learning rate.
@@ -156,11 +161,13 @@ def adamw_step_(
         tails: Start and stop, one after the other, of what PyTorch's CPU kernel would not compute in whole vectors if
             it stepped each parameter by itself; no effect on other devices. See Note [Whose bits] of
             ``lightning_zero_ops/chunks.py``.
+        exp_avg_scales: (ceil(n / 256),) fp32, written; with int8 moments only.
+        exp_avg_sq_scales: As ``exp_avg_scales``, of the second moment.
 
     Raises:
-        ValueError: A tensor is not flat and contiguous, lengths or devices differ, ``step`` is not positive, or both
-            ``weight_decay`` and ``l2`` are given.
-        TypeError: A dtype is not among those above.
+        ValueError: A tensor is not flat and contiguous, lengths or devices differ, ``step`` is not positive, both
+            ``weight_decay`` and ``l2`` are given, or scales and int8 moments do not come together.
+        TypeError: A dtype is not among those above, or the moments have different ones.
     """
     check_flat("adamw_step_", _FP32, param=param)
     check_flat("adamw_step_", (*_FLOATS,), param=param, grad=grad, out=out)
@@ -169,6 +176,14 @@ def adamw_step_(
         raise ValueError(f"`step={step!r}` must be 1 at the first step.")
     if weight_decay and l2:
         raise ValueError(f"`weight_decay={weight_decay!r}` (AdamW) and `l2={l2!r}` (Adam) exclude each other. Use one.")
-    _adamw_step(
-        param, exp_avg, exp_avg_sq, out, grad, factor, step, lr, betas[0], betas[1], eps, weight_decay, l2, tails
-    )
+    if exp_avg.dtype != exp_avg_sq.dtype:
+        raise TypeError(f"`exp_avg` is {exp_avg.dtype} and `exp_avg_sq` {exp_avg_sq.dtype}. Use one dtype for both.")
+    numbers = (step, lr, betas[0], betas[1], eps, weight_decay, l2)
+    if exp_avg.dtype == torch.int8:
+        adamw_int8_step_(
+            param, exp_avg, exp_avg_scales, exp_avg_sq, exp_avg_sq_scales, out, grad, factor, *numbers
+        )  # fmt: skip
+        return
+    if exp_avg_scales is not None or exp_avg_sq_scales is not None:
+        raise ValueError(f"Scales are for int8 moments, but `exp_avg` is {exp_avg.dtype}. Leave them out.")
+    _adamw_step(param, exp_avg, exp_avg_sq, out, grad, factor, *numbers, tails)

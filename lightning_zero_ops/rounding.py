@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_zero_ops.registry import cdiv, define, jit, on_device_of, tl
 
-__all__ = ["round_stochastic"]
+__all__ = ["hash_bits", "keys_of", "mix", "round_stochastic"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SCRATCH_NUMEL = 1 << 16
@@ -25,17 +25,17 @@ _SCRATCH_NUMEL = 1 << 16
 def _reference(x: Tensor, seed: int) -> Tensor:
     _check(x)
     y = torch.empty_like(x, dtype=torch.bfloat16)
-    low, high = _keys(seed)
+    low, high = keys_of(seed)
     for start in range(0, x.numel(), _SCRATCH_NUMEL):
         part = x[start : start + _SCRATCH_NUMEL].float()
         index = torch.arange(start, start + part.numel(), device=x.device)
-        noise = _hash(_hash((index & 0xFFFFFFFF) ^ low) ^ (index >> 32) ^ high) & 0xFFFF
-        rounded = ((part.view(torch.int32).long() + noise) & -65536).to(torch.int32).view(torch.float32)
+        noise = hash_bits(hash_bits(index.int(), low) ^ (index >> 32).int(), high) & 0xFFFF
+        rounded = ((part.view(torch.int32) + noise) & -65536).view(torch.float32)
         y[start : start + _SCRATCH_NUMEL] = torch.where(part.isfinite(), rounded, part)
     return y
 
 
-def _keys(seed: int) -> tuple[int, int]:
+def keys_of(seed: int) -> tuple[int, int]:
     """Return two 32-bit numbers that differ wholly for seeds that hardly do (the step of "splitmix64")."""
     bits = (seed + 0x9E3779B97F4A7C15) & (2**64 - 1)
     bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
@@ -44,12 +44,20 @@ def _keys(seed: int) -> tuple[int, int]:
     return bits & 0xFFFFFFFF, bits >> 32
 
 
-def _hash(bits: Tensor) -> Tensor:
-    """Mix 32 bits, held in int64 (its products overflow above the bits that are kept)."""
-    bits = bits & 0xFFFFFFFF
-    bits = ((bits ^ (bits >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
-    bits = ((bits ^ (bits >> 15)) * 0x846CA68B) & 0xFFFFFFFF
-    return bits ^ (bits >> 16)
+def hash_bits(bits: Tensor, key: int) -> Tensor:
+    """Mix 32 bits and a 32-bit key: int32, whose products wrap."""
+    bits = bits ^ _signed(key)
+    bits ^= (bits >> 16).bitwise_and_(0xFFFF)
+    bits *= 0x7FEB352D
+    bits ^= (bits >> 15).bitwise_and_(0x1FFFF)
+    bits *= _signed(0x846CA68B)
+    bits ^= (bits >> 16).bitwise_and_(0xFFFF)
+    return bits
+
+
+def _signed(bits: int) -> int:
+    """Return the int32 with the bits of an unsigned number."""
+    return bits - (1 << 32) if bits >= 1 << 31 else bits
 
 
 # -- Tuning space ------------------------------------------------------------------------------------------------------
@@ -62,7 +70,8 @@ _NUM_WARPS = 4
 
 
 @jit
-def _mix(bits):  # type: ignore[no-untyped-def]
+def mix(bits):  # type: ignore[no-untyped-def]
+    """Mix 32 bits, uint32, as ``hash_bits`` does."""
     bits = (bits ^ (bits >> 16)) * 0x7FEB352D
     bits = (bits ^ (bits >> 15)) * 0x846CA68B
     return bits ^ (bits >> 16)
@@ -72,8 +81,8 @@ def _mix(bits):  # type: ignore[no-untyped-def]
 def _round_stochastic_kernel(x, y, numel, key_low, key_high, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + at, mask=at < numel, other=0.0).to(tl.float32)
-    noise = _mix(at.to(tl.uint32) ^ tl.cast(key_low, tl.uint32))
-    noise = _mix(noise ^ (at >> 32).to(tl.uint32) ^ tl.cast(key_high, tl.uint32)) & 0xFFFF
+    noise = mix(at.to(tl.uint32) ^ tl.cast(key_low, tl.uint32))
+    noise = mix(noise ^ (at >> 32).to(tl.uint32) ^ tl.cast(key_high, tl.uint32)) & 0xFFFF
     bits = value.to(tl.uint32, bitcast=True)
     bits = tl.where(tl.abs(value) < float("inf"), bits + noise, bits)
     bits = tl.where(value == value, bits, 0x7FC00000)
@@ -97,7 +106,7 @@ def _launch(x: Tensor, seed: int) -> Tensor:
     if x.numel():
         with on_device_of(x):
             _round_stochastic_kernel[(cdiv(x.numel(), _BLOCK),)](
-                x, y, x.numel(), *_keys(seed), BLOCK=_BLOCK, num_warps=_NUM_WARPS
+                x, y, x.numel(), *keys_of(seed), BLOCK=_BLOCK, num_warps=_NUM_WARPS
             )
     return y
 
