@@ -13,6 +13,7 @@ __all__ = [
     "ActivationCheckpointing",
     "Communication",
     "MixedPrecision",
+    "Offload",
     "Pipeline",
     "ReduceDtype",
     "Schedule",
@@ -20,6 +21,7 @@ __all__ = [
 ]
 
 ReduceDtype = Literal["fp32", "bf16", "fp16"]
+Place = Literal["cpu"]
 CheckpointPolicy = Literal["full", "selective", "offload"]
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 
@@ -83,6 +85,64 @@ class Communication:
         if self.reduce_dtype is not None:
             return _DTYPES[self.reduce_dtype]
         return torch.float64 if compute_dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload:
+    """Where optimizer states, masters and parameters sleep between their uses.
+
+    Args:
+        optimizer: ``"cpu"``: masters, optimizer states and reduced gradients are in host memory; the CPU steps them.
+            None: they stay on the device.
+        params: At stage 3, where parameters sleep between uses: ``"cpu"``, or None (the device).
+        fraction: Part of the parameters, by number of elements, whose units are offloaded; the first units of the model
+            stay on the device.
+        pin_memory: Lock host memory in place, for faster copies. Without CUDA it means nothing.
+    """
+
+    optimizer: Place | None = "cpu"
+    params: Place | None = None
+    fraction: float = 1.0
+    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("optimizer", "params"):
+            value = getattr(self, name)
+            if value == "nvme":
+                raise ValueError(f"`Offload({name}='nvme')` does not exist yet. Use 'cpu' or None.")
+            if value is not None and value not in get_args(Place):
+                raise ValueError(f"`Offload({name}={value!r})` is not known. Use 'cpu' or None.")
+        if isinstance(self.fraction, (bool, str)) or not 0 <= self.fraction <= 1:
+            raise ValueError(f"`Offload(fraction={self.fraction!r})` must be a number from 0 to 1.")
+
+    @classmethod
+    def of(cls, value: Any) -> Offload | None:
+        """Return what the option means: ``"cpu"``, a dict of fields, an ``Offload``, or nothing.
+
+        Raises:
+            ValueError: Another word.
+        """
+        if value is None or isinstance(value, cls):
+            return value
+        if isinstance(value, dict):
+            return cls(**value)
+        if value == "nvme":
+            raise ValueError("`offload='nvme'` does not exist yet. Use 'cpu', `Offload(...)` or None.")
+        if value not in get_args(Place):
+            raise ValueError(f"`offload={value!r}` is not known. Use 'cpu', `Offload(...)` or None.")
+        return cls(optimizer=value)
+
+    def check(self, stage: int) -> None:
+        """Refuse what a stage cannot do.
+
+        Raises:
+            ValueError: Parameters are to be offloaded below stage 3.
+        """
+        if self.params is not None and stage < 3:
+            raise ValueError(
+                f"`Offload(params={self.params!r})` needs `stage=3`, because parameters are whole on every rank below"
+                f" it (got `stage={stage}`). Use stage 3, or `offload='cpu'` for the optimizer alone."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

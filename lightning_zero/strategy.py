@@ -42,7 +42,7 @@ from lightning_zero.checkpoint.asynchronous import AsyncSaver
 from lightning_zero.checkpoint.random_state import RANDOM_STATES, gather_random_states, restore_random_state
 from lightning_zero.checkpoint.ranks import CheckpointError, Ranks
 from lightning_zero.comm.mesh import Mesh
-from lightning_zero.config import ActivationCheckpointing, Communication, Pipeline, Sharding
+from lightning_zero.config import ActivationCheckpointing, Communication, Offload, Pipeline, Sharding
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.metrics import METRIC_STATES, metric_states, with_own_metric_states
 from lightning_zero.parallel.activation import checkpoint_activations
@@ -84,6 +84,10 @@ class ZeroStrategy(ParallelStrategy):
         loss_scale: How the loss is scaled with fp16; a dict of the fields of ``LossScale`` is taken too.
         state_dict_type: ``"full"``: a checkpoint is one file, as with other strategies. ``"sharded"``: a directory
             that all ranks write. The default is ``"full"`` below stage 3 and ``"sharded"`` at stage 3.
+        offload: Keep masters and optimizer states in host memory and step them there: ``"cpu"``, or ``Offload``, which
+            says it in full and offloads parameters too; a dict of its fields is taken.
+        deferred_step: Make each unit's step beside the next forward, before the unit is used; the bits are the same. By
+            default those that are offloaded.
         activation_checkpointing: Compute activations again in the backward pass: ``True`` those of the repeated blocks,
             or of modules by class or class name, or ``ActivationCheckpointing``; a dict of its fields is taken too.
         async_save: Write checkpoints in the background: saving returns when this rank's part of the state is copied
@@ -111,6 +115,8 @@ class ZeroStrategy(ParallelStrategy):
         masters: bool = True,
         loss_scale: Union[LossScale, dict[str, Any], None] = None,
         state_dict_type: Optional[Literal["sharded", "full"]] = None,
+        offload: Union[str, Offload, dict[str, Any], None] = None,
+        deferred_step: Optional[bool] = None,
         activation_checkpointing: Union[
             bool, list[Union[str, type[nn.Module]]], ActivationCheckpointing, dict[str, Any], None
         ] = None,
@@ -135,6 +141,14 @@ class ZeroStrategy(ParallelStrategy):
         self.masters = masters
         self.loss_scale = LossScale(**loss_scale) if isinstance(loss_scale, dict) else loss_scale
         self.communication, self.timeout = _timeouts(communication, timeout)
+        self.offload = Offload.of(offload)
+        if self.offload is not None:
+            self.offload.check(self.stage)
+        self.deferred_step = deferred_step
+        if pipeline is not None and (self.offload is not None or deferred_step):
+            raise ValueError(
+                "`pipeline` with `offload` or `deferred_step=True` does not exist yet. Leave one of the two out."
+            )
         self.activation_checkpointing = ActivationCheckpointing.of(activation_checkpointing)
         self.async_save = async_save
         self.weights_only = weights_only
@@ -370,6 +384,8 @@ class ZeroStrategy(ParallelStrategy):
             "communication": self.communication,
             "precision": engine_precision(self.precision_plugin, masters=self.masters),
             "device": self.root_device,
+            "offload": self.offload,
+            "deferred_step": self.deferred_step,
             **self._groups(),
         }
 
@@ -685,6 +701,10 @@ class ZeroStrategy(ParallelStrategy):
             for optimizer in self.optimizers:
                 stack.enter_context(self.engine.whole_groups(optimizer))
             state.load_optimizer_state(self.engine, self.optimizers, checkpoint["optimizer_states"])
+
+    def on_train_end(self) -> None:
+        """Make the steps that are still due. Collective: all ranks."""
+        self.engine.flush()
 
     def on_train_start(self) -> None:
         """Set the random number generators as they were at the checkpoint that is resumed."""

@@ -23,8 +23,15 @@ from torch import nn
 
 from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.config import Sharding
+from lightning_zero.engine.deferred import Update
 from lightning_zero.engine.gradient import ShardedGradient, sharded_gradient_class
-from lightning_zero.engine.parameter import ReducedParameter, ReleasedParameter, raw_grad, set_raw_grad
+from lightning_zero.engine.parameter import (
+    PendingParameter,
+    ReducedParameter,
+    ReleasedParameter,
+    raw_grad,
+    set_raw_grad,
+)
 from lightning_zero.layout import FlatLayout
 from lightning_zero.storage.store import ShardStore
 
@@ -57,7 +64,9 @@ class FlatBuffer:
         kind: The dtypes.
         sharding: What is kept sharded.
         communicator: Moves shards.
-        store: Where shards sleep.
+        store: Memory of the device.
+        home: Where the master, the states of the optimizer and the reduced gradients sleep, if not on the device.
+        params_home: Where the shard sleeps at stage 3, if not on the device.
     """
 
     def __init__(
@@ -69,6 +78,8 @@ class FlatBuffer:
         sharding: Sharding,
         communicator: Communicator,
         store: ShardStore,
+        home: ShardStore | None = None,
+        params_home: ShardStore | None = None,
     ) -> None:
         # - What lies where
         self.name = name
@@ -77,6 +88,9 @@ class FlatBuffer:
         self.sharding = sharding
         self.communicator = communicator
         self.store = store
+        self.is_offloaded = home is not None and kind.trained
+        self.home = home if home is not None and kind.trained else store
+        self.params_home = params_home or store
         shapes = [(key, tuple(param.shape)) for key, param in zip(names, params, strict=True)]
         self.layout = FlatLayout.build(shapes, communicator.world_size)
         numel = self.layout.padded_numel
@@ -103,6 +117,9 @@ class FlatBuffer:
         self.has_grad: set[int] = set()  # slots with a gradient on some rank, in ``reduced``
         self._retained: torch.Tensor | None = None  # an earlier ``reduced`` whose place ``local`` needs
         self._target: torch.Tensor | None = None  # where a running reduction writes
+        # - A step that was asked for
+        self._update: Update | None = None  # not made yet
+        self.is_stale = False  # whole parameters do not show a step that was asked for
         self.factor: torch.Tensor | None = None  # () fp32; ``reduced`` is still to be multiplied by it
         # - The step window
         self._window_grad: torch.Tensor | None = None  # ``reduced`` in the master's dtype, while the window is open
@@ -114,7 +131,7 @@ class FlatBuffer:
     def _fill(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Copy the values in, take rank 0's, and return this rank's shard and master."""
         kind, communicator = self.kind, self.communicator
-        exact = kind.trained and kind.master != kind.compute
+        exact = kind.trained and (kind.master != kind.compute or self.is_offloaded)
         values = torch.zeros_like(self.full, dtype=kind.master) if exact else self.full.zero_()
         for slot, param in zip(self.layout.slots, self.params, strict=True):
             values[slot.offset : slot.stop].copy_(param.detach().reshape(-1))
@@ -124,11 +141,11 @@ class FlatBuffer:
         lo, hi = self.layout.shard_range(communicator.rank)
         shard = self.full[lo:hi]
         if self.sharding.params:
-            shard = self.store.create("parameters", hi - lo, kind.compute)
+            shard = self.params_home.create("parameters", hi - lo, kind.compute)
             shard.copy_(self.full[lo:hi])
         if not exact:
             return shard, None
-        master = self.store.create("optimizer", self._own_numel, kind.master)
+        master = self.home.create("optimizer", self._own_numel, kind.master)
         master.copy_(values[self.own_range[0] : self.own_range[1]])
         return shard, master
 
@@ -141,21 +158,50 @@ class FlatBuffer:
     @property
     def computed(self) -> torch.Tensor:
         """The own range in the compute dtype: (own range,)."""
+        self.flush()
+        return self._computed
+
+    @property
+    def _computed(self) -> torch.Tensor:
         return self.shard if self.sharding.optim else self.full
 
     @property
     def stepped(self) -> torch.Tensor:
         """What the optimizer steps: (own range,)."""
-        return self.computed if self.master is None else self.master
+        self.flush()
+        return self._computed if self.master is None else self.master
+
+    def defer(self, update: Update) -> None:
+        """Take a step that is made later."""
+        assert self._update is None
+        self._update = update
+        if self.sharding.params:
+            return
+        self.is_stale = True
+        for param in self.params:
+            param.__class__ = PendingParameter
+
+    def flush(self) -> None:
+        """Make the step that was asked for. No collective: other ranks' parts of whole parameters stay as they are."""
+        if self._update is None:
+            return
+        update, self._update = self._update, None
+        update.finish()
+        with torch.inference_mode(False), torch.no_grad():
+            self._round()
 
     def make_master(self) -> None:
         """Make a master if there is none and the dtypes differ (a frozen buffer that is to be trained)."""
         if self.master is None and self.kind.master != self.kind.compute:
-            self.master = self.store.create("optimizer", self._own_numel, self.kind.master)
+            self.master = self.home.create("optimizer", self._own_numel, self.kind.master)
             self.master.copy_(self.computed)
 
     def gather(self) -> Pending:
         """Start making the buffer whole. Collective: all ranks. ``bind`` when the result has been waited for."""
+        self.flush()
+        if not self.sharding.params:
+            pending = self.publish() if self.is_stale else None
+            return Pending(self.communicator, self.name) if pending is None else pending
         with torch.inference_mode(False), torch.no_grad():
             self.full.untyped_storage().resize_(self.full.nbytes)
             self.store.adopt("gathered", self.full.nbytes)
@@ -163,6 +209,7 @@ class FlatBuffer:
 
     def serve(self) -> Pending:
         """Take part in a gather whose result is not needed here. Collective: all ranks."""
+        self.flush()
         with torch.inference_mode(False), torch.no_grad():
             return self.communicator.all_gather(torch.empty_like(self.full), self.shard, f"unit `{self.name}`")
 
@@ -173,6 +220,7 @@ class FlatBuffer:
             param.data = view
             self._versions[index] = param._version
         self.is_whole = True
+        self.is_stale = False
         self._mark_reduced()
 
     def release(self) -> None:
@@ -188,7 +236,7 @@ class FlatBuffer:
 
     def is_written(self) -> bool:
         """Say whether somebody wrote into a parameter since it was bound."""
-        return any(
+        return not self.is_stale and any(
             param._version != version or param.data_ptr() != address
             for param, version, address in zip(self.params, self._versions, self._addresses(), strict=True)
         )
@@ -199,6 +247,8 @@ class FlatBuffer:
 
     def collect_writes(self) -> None:
         """Take over what was written into whole parameters from outside (clamping, weight swaps)."""
+        if self.is_stale:  # a write would have made the step
+            return
         written = False
         for index, (param, address) in enumerate(zip(self.params, self._addresses(), strict=True)):
             if param.data_ptr() != address:  # `.data` was pointed elsewhere
@@ -231,7 +281,7 @@ class FlatBuffer:
             return
         self._written = False
         with torch.inference_mode(False), torch.no_grad():
-            values = self.computed
+            values = self.computed.to(self.master.device)
             rounded = self.master.to(values.dtype)
             if not torch.equal(rounded, values):
                 self.master.copy_(torch.where(rounded == values, self.master, values.to(self.master.dtype)))
@@ -252,13 +302,17 @@ class FlatBuffer:
 
         Collective at stages 1 and 2: all ranks.
         """
+        self.flush()
         with torch.inference_mode(False), torch.no_grad():
-            if self.master is not None and not self._is_rounded():
-                self.computed.copy_(self.master)
-            self._rounded.clear()
+            self._round()
             if self.sharding.optim and not self.sharding.params:
                 return self.communicator.all_gather(self.full, self.shard, f"unit `{self.name}`")
         return None
+
+    def _round(self) -> None:
+        if self.master is not None and not self._is_rounded():
+            self._computed.copy_(self.master)
+        self._rounded.clear()
 
     def note_rounded(self, indices: Iterable[int]) -> None:
         """Note that a step has rounded what it stepped, so that ``publish`` need not."""
@@ -289,6 +343,8 @@ class FlatBuffer:
         self.used.add(index)
 
     def _local_sums(self) -> torch.Tensor:
+        if not self.sharding.grads:
+            self.flush()  # its gradient is there
         if self.reduced is not None and not self.sharding.grads:
             self.settle()
             lo, hi = self.layout.shard_range(self.communicator.rank)
@@ -332,13 +388,22 @@ class FlatBuffer:
                 self._retained = None
             elif self.sharding.grads and self.reduced is not None:
                 self.settle()
-                target.add_(self.reduced)
-                self.store.release("gradients", self.reduced.nbytes)
+                target.add_(self.reduced.to(target.device))
+                self.home.release("gradients", self.reduced.nbytes)
+            if self.sharding.grads and self.is_offloaded:
+                target = self._bring_home(target)
         self.reduced, self._target = (target if self.sharding.optim else local), None
         self.summed.clear()
         if self.sharding.grads:
             self.store.release("gradients", local.nbytes)
             self.local = None
+
+    def _bring_home(self, target: torch.Tensor) -> torch.Tensor:
+        """Move reduced gradients to where they sleep."""
+        at_home = self.home.create("gradients", target.numel(), target.dtype)
+        at_home.copy_(target)
+        self.store.release("gradients", target.nbytes)
+        return at_home
 
     def reduced_or_zeros(self) -> torch.Tensor:
         """Return the average, made of zeros where no rank of this part has a gradient: (own range,)."""
@@ -347,7 +412,7 @@ class FlatBuffer:
             with torch.inference_mode(False), torch.no_grad():
                 if self.sharding.grads:
                     numel = self.own_range[1] - self.own_range[0]
-                    self.reduced = self.store.create("gradients", numel, self.kind.reduce)
+                    self.reduced = self.home.create("gradients", numel, self.kind.reduce)
                 else:
                     lo, hi = self.own_range
                     self.reduced = self._local_sums()[lo:hi]
@@ -379,7 +444,7 @@ class FlatBuffer:
                     self.segment(index, self._window_grad).zero_()
         elif self.reduced is not None or self._retained is not None:
             if self.sharding.grads and self.reduced is not None:
-                self.store.release("gradients", self.reduced.nbytes)
+                self.home.release("gradients", self.reduced.nbytes)
             self.reduced = self._retained = self.factor = self._window_grad = None
         for index in gone:
             if type(self.params[index]) is ReducedParameter:
@@ -431,19 +496,31 @@ class FlatBuffer:
         return self.reduced if self._window_grad is None else self._window_grad
 
     def unscaled_gradient(self) -> torch.Tensor:
-        """Return the reduced gradients that ``factor``, if there is one, still multiplies: (own range,)."""
+        """Return the reduced gradients that ``factor``, if there is one, still multiplies, at home: (own range,)."""
         assert self.reduced is not None
-        return self.reduced if self._window_grad is None else self._window_grad
+        if self._window_grad is not None:
+            return self._window_grad
+        return self._home_copy(self.reduced.dtype) if self._is_away else self.reduced
+
+    @property
+    def _is_away(self) -> bool:
+        """Whether the reduced gradients are on the device although they are stepped elsewhere (stages 0 and 1)."""
+        return self.is_offloaded and not self.sharding.grads
+
+    def _home_copy(self, dtype: torch.dtype) -> torch.Tensor:
+        assert self.reduced is not None
+        with torch.inference_mode(False), torch.no_grad():
+            return self.reduced.to(self.stepped.device, dtype, copy=True)
 
     def window_grad(self) -> torch.Tensor | None:
         """Return the reduced gradients in the dtype in which they are stepped, for writing: (own range,)."""
         if self.reduced is None:
             return None
-        if self.reduced.dtype == self.stepped.dtype:
+        if self.reduced.dtype == self.stepped.dtype and not self._is_away:
             self.settle()
             return self.reduced
         if self._window_grad is None:
-            self._window_grad = self.reduced.to(self.stepped.dtype)
+            self._window_grad = self._home_copy(self.stepped.dtype)
         self.settle()
         return self._window_grad
 
@@ -466,10 +543,11 @@ class FlatBuffer:
         factor, self.factor = self.factor, None
         with torch.inference_mode(False), torch.no_grad():
             if self._window_grad is not None:
-                self._window_grad.mul_(factor)
+                self._window_grad.mul_(factor.to(self._window_grad.device))
             elif self.reduced.dtype == self.stepped.dtype:
-                self.reduced.mul_(factor)
+                self.reduced.mul_(factor.to(self.reduced.device))
             else:
+                factor = factor.to(self.reduced.device)
                 self.reduced.copy_(self.reduced.to(self.stepped.dtype).mul_(factor))
         self.clear_padding()
 
@@ -514,7 +592,10 @@ class FlatBuffer:
         set_raw_grad(param, None)
         self._shown.pop(index, None)
         self._entered.discard(index)
-        if self.is_whole:
+        if self.is_stale:
+            param.data = self.views[index]
+            param.__class__ = PendingParameter
+        elif self.is_whole:
             param.data = self.views[index]
             self._versions[index] = param._version
             if index in self.has_grad:

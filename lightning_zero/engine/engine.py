@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary, WeakSet
@@ -14,9 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import Communication, MixedPrecision, Sharding
+from lightning_zero.config import Communication, MixedPrecision, Offload, Sharding
 from lightning_zero.engine.awaited import awaited_places, awaited_values, forget_awaited
 from lightning_zero.engine.buffer import FlatBuffer
+from lightning_zero.engine.deferred import Deferral
 from lightning_zero.engine.hooks import Hooks
 from lightning_zero.engine.optimizer import Place, ShardedOptimizer, gradient_norm
 from lightning_zero.engine.order import PassOrder
@@ -26,6 +27,7 @@ from lightning_zero.engine.parts import Parts
 from lightning_zero.engine.reduction import Reducer
 from lightning_zero.engine.unit import Unit, UnitState
 from lightning_zero.errors import PipelineError
+from lightning_zero.storage.host import HostStore
 from lightning_zero.storage.store import DeviceStore, Kind
 
 __all__ = ["EngineStats", "ParameterRecord", "Write", "ZeroEngine", "engine_of", "gathered"]
@@ -45,6 +47,7 @@ class EngineStats:
         num_units: Units with parameters.
         memory: Bytes that are alive on this rank: ``parameters``, ``gradients``, ``optimizer`` (masters and states),
             ``gathered`` (whole parameters at stage 3).
+        host: Bytes of these kinds that are offloaded to host memory.
         traffic: Bytes this rank has sent since ``reset_stats``: ``all_gather``, ``reduce_scatter``, ``broadcast``
             (buffers), ``control``.
         calls: Number of calls of each of these.
@@ -56,6 +59,7 @@ class EngineStats:
     world_size: int
     num_units: int
     memory: dict[str, int]
+    host: dict[str, int]
     traffic: dict[str, int]
     calls: dict[str, int]
     wait_s: float
@@ -181,6 +185,8 @@ class ZeroEngine:
             one rank, and nothing is sharded or sent.
         parts_group: One rank of every part of a model that is cut into pipeline stages, each with an engine over its
             own ``process_group``; norms, overflows and checkpoints are those of all parts.
+        offload: Where optimizer states, masters and parameters sleep: ``"cpu"``, or ``Offload``.
+        deferred_step: Make steps beside the next forward; the bits are the same. By default those that are offloaded.
 
     Raises:
         ValueError: ``stage`` is not 0, 1, 2 or 3.
@@ -196,6 +202,8 @@ class ZeroEngine:
         device: torch.device | str | None = None,
         process_group: dist.ProcessGroup | None = None,
         parts_group: dist.ProcessGroup | None = None,
+        offload: Offload | dict[str, Any] | str | None = None,
+        deferred_step: bool | None = None,
     ) -> None:
         self.stage = stage
         self._sharding = Sharding.from_stage(stage)
@@ -205,6 +213,9 @@ class ZeroEngine:
         self._device = torch.device(device) if device is not None else None
         self._process_group = process_group
         self._parts_group = parts_group
+        self._offload = Offload.of(offload)
+        if self._offload is not None:
+            self._offload.check(stage)
         # - Set by `shard`
         self.module: nn.Module | None = None
         self.units: list[Unit] = []
@@ -213,6 +224,8 @@ class ZeroEngine:
         self._communicator: Communicator | None = None
         self._everyone: Communicator | None = None
         self._store: DeviceStore
+        self._deferral = Deferral(deferred_step)
+        self._host: HostStore | None = None  # where offloaded tensors sleep
         self._hooks: Hooks
         self._order: PassOrder
         self._places: dict[int, Place] = {}
@@ -253,7 +266,11 @@ class ZeroEngine:
         elsewhere = self._take_part(module, holders, device) if holders is not None else []
         territories = choose_territories(module, self._unit_classes, {id(param) for param in elsewhere})
         self._store = DeviceStore(device)
-        sharding = self._sharding if self.communicator.world_size > 1 else Sharding.from_stage(0)
+        if self._offload is not None:
+            self._host = HostStore(pinned=self._offload.pin_memory and device.type == "cuda")
+        is_whole = self.communicator.world_size == 1 and not (self._offload and self._offload.params)
+        sharding = Sharding.from_stage(0) if is_whole else self._sharding
+        offloaded = self._offloaded(territories)
         for index, territory in enumerate(territories):
             unit = build_unit(
                 territory,
@@ -265,6 +282,8 @@ class ZeroEngine:
                 communication=self._communication,
                 communicator=self.communicator,
                 store=self._store,
+                home=self._host if index in offloaded and self._offload and self._offload.optimizer else None,
+                params_home=self._host if index in offloaded and self._offload and self._offload.params else None,
                 is_shared=self.parts.is_shared if self.parts is not None else lambda param: False,
             )
             self._register(unit, territory)
@@ -292,6 +311,14 @@ class ZeroEngine:
         self.reset_stats()
         _ENGINES.add(self)
         return module
+
+    def _offloaded(self, territories: Sequence[Territory]) -> set[int]:
+        """Return the indices of the territories that sleep in host memory; the first ones stay on the device."""
+        if self._offload is None:
+            return set()
+        sizes = [sum(param.numel() for param in territory.params) for territory in territories]
+        stays = (1.0 - self._offload.fraction) * sum(sizes)
+        return {index for index in range(len(sizes)) if sum(sizes[: index + 1]) > stays}
 
     def _take_part(
         self, module: nn.Module, holders: Mapping[str, tuple[int, ...]], device: torch.device
@@ -355,7 +382,14 @@ class ZeroEngine:
         for optimizer in optimizers:
             self._sharded_optimizers.append(
                 ShardedOptimizer(
-                    optimizer, self._places, self.communicator, self._before_open, self.parts, self._keeps_gradients
+                    optimizer,
+                    self._places,
+                    self.communicator,
+                    self._before_open,
+                    self.parts,
+                    self._keeps_gradients,
+                    self._deferral,
+                    self._mark_stale,
                 )
             )
         return optimizers[0] if len(optimizers) == 1 else list(optimizers)
@@ -398,6 +432,7 @@ class ZeroEngine:
         could compute.
         """
         self._close_windows()
+        self._flush_here()
         for buffer in self._buffers:
             buffer.forget(range(len(buffer.params)))
         if not any(unit.is_sharded_between_uses for unit in self.units):
@@ -429,21 +464,49 @@ class ZeroEngine:
     def close(self) -> None:
         """Take the hooks out and give the process groups back. No collective.
 
-        Parameters stay readable at stages 0 to 2; at stage 3 gather what is needed before.
+        Where steps are deferred, ``flush`` before. Parameters stay readable at stages 0 to 2; at stage 3 gather what is
+        needed before.
         """
         if self.module is None:
             return
         self._close_windows()
+        self._flush_here()
+        self._deferral.close()
         self._hooks.remove()
         self.communicator.close()
         if self.parts is not None:
             self.parts.communicator.close()
             self.everyone.close()
         self._store.close()
+        if self._host is not None:
+            self._host.close()
         self.module = None
         _ENGINES.discard(self)
 
     # -- Steps -----------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Make the steps that were deferred. Collective at stages 1 and 2: all ranks."""
+        stale = [unit for unit in self.units if unit.state is UnitState.SHARDED and not unit.is_sharded_between_uses]
+        with self._hooks.boundary() if stale else nullcontext():
+            for unit in stale:
+                unit.unshard()
+            for unit in stale:
+                unit.wait()
+        for buffer in self._buffers:
+            buffer.flush()
+
+    def _flush_here(self) -> None:
+        """Make the steps that were deferred, as far as no other rank is needed."""
+        if not any(unit.buffers and unit.buffers[0].sharding.optim for unit in self.units):
+            self.flush()
+        for buffer in self._buffers:
+            buffer.flush()
+
+    def _mark_stale(self, buffer: FlatBuffer) -> None:
+        unit = next(unit for unit in self.units if buffer in unit.buffers)
+        if not unit.is_sharded_between_uses:
+            unit.state = UnitState.SHARDED
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
@@ -811,13 +874,18 @@ class ZeroEngine:
         """Return what the engine holds and has sent on this rank. No collective."""
         self._require_module()
         memory: dict[str, int] = {kind: self._store.live(kind) for kind in get_args(Kind)}
-        memory["optimizer"] += sum(_state_bytes(optimizer) for optimizer in self.optimizers)
+        host: dict[str, int] = {kind: 0 if self._host is None else self._host.live(kind) for kind in get_args(Kind)}
+        for optimizer in self.optimizers:
+            device_bytes, host_bytes = self._state_bytes(optimizer)
+            memory["optimizer"] += device_bytes
+            host["optimizer"] += host_bytes
         traffic = dict.fromkeys(("all_gather", "reduce_scatter", "broadcast", "control"), 0)
         return EngineStats(
             stage=self.stage,
             world_size=self.world_size,
             num_units=sum(1 for unit in self.units if unit.buffers),
             memory=memory,
+            host=host,
             traffic={**traffic, **self.communicator.sent_bytes},
             calls={**traffic, **self.communicator.calls},
             wait_s=self.communicator.wait_s,
@@ -864,6 +932,18 @@ class ZeroEngine:
         return root + sum(others[: 1 + self._communication.prefetch]) if self.world_size > 1 else 0
 
     # -- Inside ----------------------------------------------------------------------------------------------------
+
+    def _state_bytes(self, optimizer: Optimizer) -> tuple[int, int]:
+        """Return the bytes of an optimizer's states, on the device and offloaded."""
+        storages: dict[bool, dict[int, int]] = {False: {}, True: {}}
+        for param, state in optimizer.state.items():
+            place = self._places.get(id(param))
+            is_offloaded = place is not None and place[0].is_offloaded
+            for value in state.values():
+                if torch.is_tensor(value):
+                    storage = value.untyped_storage()
+                    storages[is_offloaded][storage._cdata] = storage.nbytes()
+        return sum(storages[False].values()), sum(storages[True].values())
 
     @property
     def _buffers(self) -> list[FlatBuffer]:
@@ -920,7 +1000,12 @@ class ZeroEngine:
         self._loose.clear()
 
     def _touch(self, unit: Unit) -> bool:
-        return self._hooks.touch(unit)
+        if self._hooks.touch(unit):
+            return True
+        if unit.is_sharded_between_uses:
+            return False
+        self.flush()
+        return True
 
     def _show_gradient(self, param: nn.Parameter) -> None:
         buffer, index = self._places[id(param)]
@@ -992,11 +1077,6 @@ def _device_of(module: nn.Module) -> torch.device:
         found = ", ".join(sorted(str(device) for device in devices))
         raise ValueError(f"The parameters are on several devices ({found}). Pass `device=`, or move the module to one.")
     return devices.pop() if devices else torch.device("cpu")
-
-
-def _state_bytes(optimizer: Optimizer) -> int:
-    tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def _gradient_bytes(buffer: FlatBuffer) -> int:

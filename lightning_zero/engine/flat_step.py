@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,14 +84,25 @@ class FlatStep:
         self._places = places
         self._rule = _RULES[type(optimizer)]
         self._flat: dict[tuple[int, str], Tensor] = {}  # states over an own range, by (buffer, key)
+        self._calls: dict[int, list[Callable[[], None]]] = {}  # of the step that is being taken, by buffer
 
     @staticmethod
     def suits(optimizer: Optimizer) -> bool:
         """Say whether the optimizer's class is one that can be stepped by runs."""
         return type(optimizer) in _RULES
 
+    def has_calls(self, buffer: FlatBuffer) -> bool:
+        """Say whether ``take_calls`` has something for a buffer."""
+        return id(buffer) in self._calls
+
+    def take_calls(self, buffer: FlatBuffer) -> list[Callable[[], None]]:
+        """Return what makes the step of a buffer, in order."""
+        return self._calls.pop(id(buffer), [])
+
     def step(self, group: dict[str, Any], *, rounds: bool) -> list[nn.Parameter]:
-        """Step what can be stepped by runs; return the parameters that PyTorch has to step.
+        """Prepare to step what can be stepped by runs; return the parameters that PyTorch has to step.
+
+        States are made and steps counted; ``take_calls`` gives what is left to do.
 
         Args:
             group: One of the optimizer's groups. Its step window is open.
@@ -147,22 +159,27 @@ class FlatStep:
     # -- Runs ------------------------------------------------------------------------------------------------------
 
     def _step_buffer(self, group: dict[str, Any], buffer: FlatBuffer, indices: list[int], rounds: bool) -> None:
+        group = {key: value for key, value in group.items() if key != "params"}  # schedulers move its options
         steps = self._make_states(group, buffer, indices)
+        calls = self._calls.setdefault(id(buffer), [])  # none where this rank has no element: others may have some
         gradient = buffer.unscaled_gradient()
-        out = buffer.computed if rounds and buffer.master is not None else None
+        rounds = rounds and buffer.master is not None and buffer.computed.device == buffer.stepped.device
+        out = buffer.computed if rounds else None
         for lo, hi, members in self._runs(group, buffer, indices, steps):
             first = self._optimizer.state.get(buffer.params[members[0]], {})
             moments = [_stretched(first[key], hi - lo) for key in self._rule.moments(group)]
-            self._rule.step(
+            call = partial(
+                self._rule.step,
                 group,
                 steps[members[0]],
                 buffer.stepped[lo:hi],
                 moments,
                 gradient[lo:hi],
                 out=None if out is None else out[lo:hi],
-                factor=buffer.factor,
+                factor=None if buffer.factor is None else buffer.factor.to(gradient.device),
                 tails=_tails(buffer, members, lo) if buffer.stepped.is_cpu else (),
             )
+            calls.append(call)
         if out is not None:
             buffer.note_rounded(indices)
 

@@ -91,6 +91,8 @@ def norm_over_ranks(segments: Sequence[torch.Tensor], order: float, communicator
 
     norms = [torch.linalg.vector_norm(segment, order, dtype=torch.float64) for segment in segments if segment.numel()]
     device = communicator.device if communicator is not None else None
+    if norms:  # some gradients may be in host memory
+        norms = [norm.to(device or norms[0].device) for norm in norms]
     local = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)
     if math.isinf(order) and order > 0:
         return over_ranks(local.max(), dist.ReduceOp.MAX)

@@ -33,7 +33,7 @@ from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from lightning_zero.engine.order import PassOrder
 from lightning_zero.engine.parameter import raw_grad, set_raw_grad
 from lightning_zero.engine.reduction import Reducer
-from lightning_zero.engine.unit import Unit
+from lightning_zero.engine.unit import Unit, UnitState
 
 __all__ = ["Hooks"]
 
@@ -259,9 +259,10 @@ class Hooks:
             self._net = None
 
     def _begin_pass(self, direction: str) -> None:
-        if direction == "forward" and (self._order.is_suspended or not self._shards):
+        is_stale = any(unit.state is UnitState.SHARDED and not unit.is_sharded_between_uses for unit in self._units)
+        if direction == "forward" and (self._order.is_suspended or not (self._shards or is_stale)):
             return
-        self._order.begin((self._scope, self._ordinal, direction))
+        self._order.begin((self._scope, self._ordinal, direction, is_stale), gathers=self._shards or is_stale)
         self._ordinal += 1
 
     # -- Forward ---------------------------------------------------------------------------------------------------
@@ -313,7 +314,7 @@ class Hooks:
             unit.reshard()
 
     def _make_whole(self, unit: Unit) -> None:
-        if not unit.is_sharded_between_uses:
+        if not unit.is_sharded_between_uses and unit.state is UnitState.UNSHARDED:
             return
         if _in_backward():
             self.arm()

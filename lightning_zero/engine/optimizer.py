@@ -20,6 +20,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.buffer import FlatBuffer
+from lightning_zero.engine.deferred import Deferral
 from lightning_zero.engine.flat_step import FlatStep
 from lightning_zero.engine.gradient import norm_over_ranks
 from lightning_zero.engine.parts import Parts
@@ -40,6 +41,8 @@ class ShardedOptimizer:
         before_open: Called before the window opens (other windows of the same parameters must close).
         parts: The other parts of the model, if there are any.
         keeps_gradients: Says whether ``zero_grad`` must leave the gradients alone.
+        deferral: Which steps are made later.
+        after_defer: Called with each buffer whose step is.
     """
 
     def __init__(
@@ -50,6 +53,8 @@ class ShardedOptimizer:
         before_open: Callable[[ShardedOptimizer], None],
         parts: Parts | None = None,
         keeps_gradients: Callable[[], bool] = lambda: False,
+        deferral: Deferral | None = None,
+        after_defer: Callable[[FlatBuffer], None] = lambda buffer: None,
     ) -> None:
         self.optimizer = optimizer
         self.is_open = False
@@ -59,6 +64,9 @@ class ShardedOptimizer:
         self._parts = parts
         self._keeps_gradients = keeps_gradients
         self._original_class = type(optimizer)
+        self._deferral = deferral
+        self._after_defer = after_defer
+        self._by_torch: dict[int, FlatBuffer] = {}  # buffers of which PyTorch steps a part in this step
         self._attached: dict[int, Place] = {}
         self._flat_step = FlatStep(optimizer, self._attached) if FlatStep.suits(optimizer) else None
         self._refuse_unless_elementwise()
@@ -179,6 +187,7 @@ class ShardedOptimizer:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._publish()
         self.close()
+        self._defer()
 
     def _show_gradients(self) -> None:
         """Give PyTorch's step its gradients; a step by runs takes them from the buffers."""
@@ -194,8 +203,28 @@ class ShardedOptimizer:
         """Step what can be stepped by runs; return a group of what PyTorch has to step."""
         assert self._flat_step is not None
         left = self._flat_step.step(group, rounds=self._is_last())
+        mixed = {id(self._attached[id(param)][0]): self._attached[id(param)][0] for param in left}
+        self._by_torch.update(mixed)
+        for buffer in self.buffers:
+            if id(buffer) in self._by_torch or not self._is_deferred(buffer):
+                for call in self._flat_step.take_calls(buffer):
+                    call()
         self._strip(self._attached[id(param)] for param in left)
         return {**group, "params": left}
+
+    def _is_deferred(self, buffer: FlatBuffer) -> bool:
+        return self._deferral is not None and self._deferral.wants(buffer.is_offloaded)
+
+    def _defer(self) -> None:
+        """Hand over the steps that are made later, in the order of the units."""
+        self._by_torch.clear()
+        if self._flat_step is None or self._deferral is None:
+            return
+        for buffer in self.buffers:
+            if self._flat_step.has_calls(buffer):
+                calls = self._flat_step.take_calls(buffer)
+                buffer.defer(self._deferral.update(buffer.name, calls, buffer.is_offloaded))
+                self._after_defer(buffer)
 
     def _is_last(self) -> bool:
         """Say whether nobody but the engine is called between a step and its publication."""
@@ -204,7 +233,10 @@ class ShardedOptimizer:
 
     def _publish(self) -> None:
         stepped = [
-            buffer for buffer in self.buffers if buffer.has_grad or any(param.requires_grad for param in buffer.params)
+            buffer
+            for buffer in self.buffers
+            if (buffer.has_grad or any(param.requires_grad for param in buffer.params))
+            and not (self._flat_step is not None and self._flat_step.has_calls(buffer))
         ]
         for pending in [buffer.publish() for buffer in stepped]:
             if pending is not None:
@@ -220,6 +252,7 @@ class ShardedOptimizer:
             if set_to_none:
                 buffer.forget(indices)
                 continue
+            buffer.flush()
             buffer.settle()
             for index in buffer.has_grad.intersection(indices):
                 buffer.segment(index, buffer.reduced).zero_()

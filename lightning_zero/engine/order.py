@@ -54,7 +54,7 @@ class PassOrder:
         self._communicator = communicator
         self._reducer = reducer
         self._prefetch = prefetch
-        self._gathers = any(unit.is_sharded_between_uses for unit in units)
+        self._gathers = False  # whether some unit may be gathered in this pass
         # - What was learned
         self._lists: dict[Hashable, list[int]] = {}
         self._failures: dict[Hashable, int] = {}
@@ -71,9 +71,10 @@ class PassOrder:
         """Whether a pass is running."""
         return self._kind is not None
 
-    def begin(self, kind: Hashable) -> None:
-        """Begin a pass. Every rank begins the same kind."""
+    def begin(self, kind: Hashable, *, gathers: bool) -> None:
+        """Begin a pass. Every rank begins the same kind, and knows the same of whether units may be gathered in it."""
         assert self._kind is None
+        self._gathers = gathers
         self._kind = kind
         self._list = self._lists.get(kind)
         self._position = 0

@@ -6,6 +6,7 @@ change (ADR 0011):
 ``nn.Parameter``       whole (inside forward and backward, always below stage 3), or stepping (data is a segment).
 ``ReducedParameter``   whole, and the engine holds a reduced gradient: reading ``grad`` opens the step window.
 ``ReleasedParameter``  sharded: metadata is true, values are not there.
+``PendingParameter``   whole, but a step was asked for that its values do not show; touching them makes the step.
 
 Swapping class and data costs a few microseconds per parameter and nothing per operation.
 """
@@ -22,7 +23,16 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_zero.errors import ReleasedParameterError
 
-__all__ = ["Owner", "ReducedParameter", "ReleasedParameter", "own", "owner_of", "raw_grad", "set_raw_grad"]
+__all__ = [
+    "Owner",
+    "PendingParameter",
+    "ReducedParameter",
+    "ReleasedParameter",
+    "own",
+    "owner_of",
+    "raw_grad",
+    "set_raw_grad",
+]
 
 
 class Owner(Protocol):
@@ -177,6 +187,52 @@ class ReleasedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse: there are no values to pickle."""
         raise ReleasedParameterError(_refusal(self, "pickle"))
+
+
+class PendingParameter(nn.Parameter):
+    """A whole parameter whose step was asked for and is made when somebody touches its values."""
+
+    grad = property(_read_grad, _write_grad, lambda param: _write_grad(param, None))
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Answer questions about metadata; make the step for everything else."""
+        kwargs = kwargs or {}
+        if func not in _METADATA:
+            for leaf in tree_leaves((args, kwargs)):
+                if type(leaf) is PendingParameter:
+                    _make_step(leaf)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Say what a parameter says."""
+        _make_step(self)
+        return repr(self)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Copy what the step makes."""
+        _make_step(self)
+        return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle what the step makes."""
+        _make_step(self)
+        return self.__reduce_ex__(protocol)
+
+
+def _make_step(param: nn.Parameter) -> None:
+    owner = owner_of(param)
+    if owner is not None:
+        owner.touch(param)
+    if type(param) is PendingParameter:
+        raise RuntimeError(f"The step of parameter `{_name(param)}` could not be made.")
 
 
 def _name(param: nn.Parameter) -> str:

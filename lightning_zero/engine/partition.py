@@ -152,6 +152,8 @@ def build_unit(
     communication: Communication,
     communicator: Communicator,
     store: ShardStore,
+    home: ShardStore | None = None,
+    params_home: ShardStore | None = None,
     is_shared: Callable[[nn.Parameter], bool] = lambda param: False,
 ) -> Unit:
     """Make a territory's parameters real, put them into flat buffers and give up the copies.
@@ -166,7 +168,7 @@ def build_unit(
         params.append(param)
         param_names.append(names[0])
     buffers = [
-        FlatBuffer(territory.name, params, names, kind, sharding, communicator, store)
+        FlatBuffer(territory.name, params, names, kind, sharding, communicator, store, home, params_home)
         for kind, (params, names) in kinds.items()
     ]
     return Unit(territory.name, index, territory.module, buffers)

@@ -16,9 +16,10 @@ __all__ = ["Unit", "UnitState"]
 class UnitState(Enum):
     """What of a unit is in memory.
 
-    SHARDED:    the shards. Parameters are placeholders.
+    SHARDED:    the shards. Parameters are placeholders. Below stage 3: a step was asked for that the whole parameters
+                do not show.
     UNSHARDING: shards and whole buffers; the all-gathers may still be running. ``wait`` before use.
-    UNSHARDED:  shards and whole buffers. Parameters are views of them. Always so below stage 3.
+    UNSHARDED:  shards and whole buffers. Parameters are views of them.
     """
 
     SHARDED = 0
@@ -87,16 +88,23 @@ class Unit:
         self.state = UnitState.UNSHARDED
 
     def reshard(self) -> None:
-        """Give the whole buffers back. No collective; does nothing below stage 3."""
-        if not self.is_sharded_between_uses or self.state is UnitState.SHARDED:
+        """Give the whole buffers back. No collective; below stage 3 they stay."""
+        if self.state is UnitState.SHARDED:
             return
         self.wait()
+        if not self.is_sharded_between_uses:
+            return
         for buffer in self.buffers:
             buffer.release()
         self.state = UnitState.SHARDED
 
     def serve(self) -> None:
         """Take part in a gather of this unit that only other ranks need. Collective: all ranks."""
+        if not self.is_sharded_between_uses:
+            if self.state is UnitState.SHARDED:
+                self.unshard()
+                self.wait()
+            return
         for pending in [buffer.serve() for buffer in self.buffers]:
             pending.wait()
 

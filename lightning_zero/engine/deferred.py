@@ -1,0 +1,80 @@
+"""Steps that are made later: asked for by ``optimizer.step()``, made before anybody reads what they change (ADR 0012).
+
+Note [The exact deferred step]
+    ``optimizer.step()`` finishes norms and clip factors, takes note of the options as they are, and returns. Where a
+    buffer is offloaded a thread steps the buffers in the order of the units, beside the next forward; elsewhere each
+    is stepped when its unit is needed. Before a unit's next gather, and before anybody reads or writes its parameters,
+    masters or states, its step is finished. The arithmetic is the same, so the bits are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+__all__ = ["Deferral", "Update"]
+
+
+class Update:
+    """The step of one buffer.
+
+    Args:
+        name: Of the unit, for errors.
+        calls: What makes the step.
+        thread: Makes it as soon as it can; without one it is made when it is finished.
+    """
+
+    def __init__(self, name: str, calls: Sequence[Callable[[], None]], thread: ThreadPoolExecutor | None) -> None:
+        self._name = name
+        self._calls = list(calls)
+        self._future: Future[None] | None = None if thread is None else thread.submit(self._run)
+
+    def finish(self) -> None:
+        """Return when the step is made. Called once.
+
+        Raises:
+            RuntimeError: It failed.
+        """
+        try:
+            if self._future is None:
+                self._run()
+            else:
+                self._future.result()
+        except Exception as error:
+            raise RuntimeError(f"The deferred step of unit `{self._name}` failed: {error}") from error
+
+    def _run(self) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            for call in self._calls:
+                call()
+        self._calls.clear()  # they hold gradients
+
+
+class Deferral:
+    """Which steps are deferred, and the thread that makes those of offloaded buffers.
+
+    Args:
+        everywhere: True: of every buffer; False: of none; None: of the offloaded ones.
+    """
+
+    def __init__(self, everywhere: bool | None) -> None:
+        self._everywhere = everywhere
+        self._thread: ThreadPoolExecutor | None = None
+
+    def wants(self, is_offloaded: bool) -> bool:
+        """Say whether the step of a buffer is deferred."""
+        return is_offloaded if self._everywhere is None else self._everywhere
+
+    def update(self, name: str, calls: Sequence[Callable[[], None]], is_offloaded: bool) -> Update:
+        """Return the update that makes ``calls``."""
+        if is_offloaded and self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero-step")
+        return Update(name, calls, self._thread if is_offloaded else None)
+
+    def close(self) -> None:
+        """End the thread, after the steps that were asked for."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None

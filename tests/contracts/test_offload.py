@@ -1,0 +1,312 @@
+"""Wherever a shard sleeps and whenever it is stepped, the bits are those of training in memory."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.config import MixedPrecision, Offload
+from lightning_zero.engine import flat_step
+from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.engine.parameter import PendingParameter, ReducedParameter
+from lightning_zero.strategy import ZeroStrategy
+from tests import worlds
+from tests.contracts.test_lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
+from tests.references import Outcome, TinyGPT, difference, token_loss, train, train_zero
+from tests.sampling import sample
+
+STEPS = 4
+PRECISIONS = {"fp32": MixedPrecision(), "bf16-mixed": MixedPrecision(compute_dtype=torch.bfloat16)}
+
+
+def adamw(module: nn.Module, **options: Any) -> Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=1e-2, **options)
+
+
+OPTIMIZERS = {
+    "adamw": adamw,
+    "adamw-loop": partial(adamw, fused=False),
+    "sgd": lambda module: torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9),
+    "rmsprop": lambda module: torch.optim.RMSprop(module.parameters(), lr=1e-2),
+}
+
+
+def _loss(lowered: bool, module: nn.Module, rank: int, step: int) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16, enabled=lowered):
+        return token_loss(module, rank, step)
+
+
+def _trained(rank: int, world: int, stage: int, precision: str, optimizer: str, **options: Any) -> Outcome:
+    program = partial(
+        train,
+        loss=partial(_loss, precision != "fp32"),
+        optimizer=OPTIMIZERS[optimizer],
+        steps=STEPS,
+        micro_batches=2,
+        max_norm=0.5,
+    )
+    return train_zero(
+        TinyGPT, program, rank, world, stage=stage, precision=PRECISIONS[precision], units=["Block"], **options
+    )
+
+
+def _compare(rank: int, world: int, stage: int, precision: str, optimizer: str, placements: list[Any]) -> list[str]:
+    expected = _trained(rank, world, stage, precision, optimizer)
+    return [
+        difference(_trained(rank, world, stage, precision, optimizer, **placement), expected)
+        for placement in placements
+    ]
+
+
+PLACEMENTS = [
+    {"deferred_step": True},
+    {"offload": "cpu"},
+    {"offload": "cpu", "deferred_step": False},
+    {"offload": Offload(optimizer="cpu", fraction=0.5)},
+]
+AT_STAGE_3 = [
+    {"offload": Offload(optimizer="cpu", params="cpu")},
+    {"offload": Offload(optimizer=None, params="cpu")},
+]
+
+CASES = [
+    (world, stage, precision, optimizer)
+    for world in (1, 2)
+    for stage in (0, 1, 2, 3)
+    for precision in PRECISIONS
+    for optimizer in OPTIMIZERS
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    sample(CASES, (2, 3, "bf16-mixed", "adamw"), (1, 3, "fp32", "adamw"), (2, 1, "fp32", "adamw"),
+           (2, 2, "bf16-mixed", "rmsprop"), (1, 2, "bf16-mixed", "sgd")),
+    ids=lambda case: "{}ranks-stage{}-{}-{}".format(*case),
+)  # fmt: skip
+def test_every_placement_gives_the_same_bits(case: tuple[int, int, str, str]) -> None:
+    world, stage, precision, optimizer = case
+    placements = PLACEMENTS + (AT_STAGE_3 if stage == 3 else [])
+    for found in worlds.run(_compare, world, stage, precision, optimizer, placements):
+        assert not any(found), dict(zip(map(str, placements), found, strict=True))
+
+
+# -- Steps that are made later -----------------------------------------------------------------------------------------
+
+
+def _started(stage: int, **options: Any) -> tuple[ZeroEngine, nn.Module, Optimizer]:
+    worlds.seed()
+    engine = ZeroEngine(stage, units=["Block"], **options)
+    module = engine.shard(TinyGPT())
+    return engine, module, engine.attach(adamw(module))
+
+
+def _step(engine: ZeroEngine, module: nn.Module, optimizer: Optimizer, number: int) -> None:
+    optimizer.zero_grad()
+    with engine.scope("training_step"):
+        loss = token_loss(module, engine.rank, number)
+    with engine.backward_scope():
+        loss.backward()
+    optimizer.step()
+
+
+def _values(engine: ZeroEngine, module: nn.Module) -> dict[str, Tensor]:
+    return {name: engine.full_param(param) for name, param in module.named_parameters()}
+
+
+def _same(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    return all(torch.equal(mine[name], value) for name, value in theirs.items())
+
+
+def clamp(engine: ZeroEngine, module: nn.Module, optimizer: Optimizer) -> None:
+    with engine.gathered(module, write="all"), torch.no_grad():
+        for param in module.parameters():
+            param.clamp_(-0.05, 0.05)
+
+
+def clamp_in_the_open(engine: ZeroEngine, module: nn.Module, optimizer: Optimizer) -> None:
+    with torch.no_grad():
+        for param in module.parameters():
+            param.clamp_(-0.05, 0.05)
+
+
+def clamp_data(engine: ZeroEngine, module: nn.Module, optimizer: Optimizer) -> None:
+    for param in module.parameters():
+        param.data.clamp_(-0.05, 0.05)
+
+
+def move_options(engine: ZeroEngine, module: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def forget_gradients(engine: ZeroEngine, module: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def step_again(engine: ZeroEngine, module: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.step()
+
+
+def read_states(engine: ZeroEngine, module: nn.Module, optimizer: Optimizer) -> None:
+    for record in engine.records():
+        for value in record.state(optimizer).values():
+            assert torch.isfinite(value).all()
+            value.mul_(1.0)
+
+
+def evaluate(engine: ZeroEngine, module: nn.Module, optimizer: Optimizer) -> None:
+    with torch.no_grad(), engine.scope("validation_step"):
+        token_loss(module, 0, 99)
+
+
+ACTS = [clamp, move_options, forget_gradients, step_again, read_states, evaluate]
+IN_THE_OPEN = [clamp_in_the_open, clamp_data]
+
+
+def _act_between_steps(rank: int, world: int, stage: int) -> list[str]:
+    wrong = []
+    for act in ACTS + (IN_THE_OPEN if stage < 3 else []):
+        results = []
+        for options in ({"deferred_step": False}, {"deferred_step": True}, {"offload": "cpu"}):
+            engine, module, optimizer = _started(stage, **options)
+            for number in range(3):
+                _step(engine, module, optimizer, number)
+                act(engine, module, optimizer)
+            results.append(_values(engine, module))
+            engine.close()
+        wrong += [f"{act.__name__} {kind}" for kind, values in zip(("deferred", "offloaded"), results[1:], strict=True)
+                  if not _same(values, results[0])]  # fmt: skip
+    return wrong
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", sample((0, 1, 2, 3), 1, 3), ids="stage{}".format)
+def test_what_is_done_between_a_step_and_the_next_forward_sees_the_step(stage: int, world: int) -> None:
+    for wrong in worlds.run(_act_between_steps, world, stage):
+        assert not wrong
+
+
+def _is_deferred(rank: int, world: int, stage: int) -> None:
+    for options, expected in (({}, False), ({"deferred_step": True}, True), ({"offload": "cpu"}, True)):
+        engine, module, optimizer = _started(stage, **options)
+        before = {name: param.detach().clone() for name, param in module.named_parameters()} if stage < 3 else {}
+        _step(engine, module, optimizer, 0)
+        pending = [buffer._update is not None for buffer in engine._buffers]
+        assert all(pending) if expected else not any(pending)
+        if stage < 3:
+            kinds = {type(param) for param in module.parameters()}
+            assert kinds == ({PendingParameter} if expected else {nn.Parameter, ReducedParameter} & kinds)
+            assert not torch.equal(copy.deepcopy(module).head.weight, before["head.weight"])
+            assert not any(type(param) is PendingParameter for param in module.parameters())
+            assert "grad" in repr(module.head.weight)
+        engine.flush()
+        assert not any(buffer._update for buffer in engine._buffers)
+        engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3], ids="stage{}".format)
+def test_a_step_is_deferred_where_it_should_be_and_a_touch_makes_it(stage: int) -> None:
+    worlds.run(_is_deferred, 2, stage)
+
+
+def _failing(rank: int, world: int) -> None:
+    engine, module, optimizer = _started(3, offload="cpu")
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise MemoryError("no room")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_zero.engine.flat_step.adamw.pytorch_step_", fail)
+        rule = dataclasses.replace(flat_step._ADAM, step=fail)
+        patch.setitem(flat_step._RULES, torch.optim.AdamW, rule)
+        engine, module, optimizer = _started(3, offload="cpu")
+        _step(engine, module, optimizer, 0)
+    with pytest.raises(RuntimeError, match="deferred step of unit `.*` failed: no room"):
+        engine.flush()
+
+
+def test_an_error_in_a_deferred_step_names_the_unit() -> None:
+    worlds.run(_failing, 2)
+
+
+# -- Bytes -------------------------------------------------------------------------------------------------------------
+
+
+def _bytes(rank: int, world: int, stage: int, offload: Any) -> tuple[dict[str, int], dict[str, int], int]:
+    engine, module, optimizer = _started(
+        stage, offload=offload, deferred_step=False, precision=PRECISIONS["bf16-mixed"]
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        _step(engine, module, optimizer, 0)
+    stats = engine.stats()
+    return stats.memory, stats.host, sum(param.numel() for param in module.parameters())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3], ids="stage{}".format)
+def test_masters_states_and_gradients_are_in_host_memory(stage: int) -> None:
+    expected = worlds.run(_bytes, 2, stage, None)
+    for (inside, nothing, _), (device, host, _) in zip(expected, worlds.run(_bytes, 2, stage, "cpu"), strict=True):
+        assert not any(nothing.values())
+        assert device["optimizer"] == 0
+        assert device["parameters"] == inside["parameters"]
+        assert host["optimizer"] >= inside["optimizer"]  # norms compute in fp32, and have a master too
+        if stage >= 2:
+            assert (device["gradients"], host["gradients"]) == (0, inside["gradients"])
+
+
+def test_parameters_are_in_host_memory_at_stage_3() -> None:
+    inside = worlds.run(_bytes, 2, 3, None)
+    for (memory, _, _), (device, host, _) in zip(
+        inside, worlds.run(_bytes, 2, 3, Offload(optimizer="cpu", params="cpu")), strict=True
+    ):
+        assert (device["parameters"], host["parameters"]) == (0, memory["parameters"])
+
+
+# -- Through the Trainer -----------------------------------------------------------------------------------------------
+
+
+def _fit(rank: int, world: int, folder: str) -> None:
+    plain = trainer(rank, world, ZeroStrategy(stage=3), max_epochs=2, gradient_clip_val=0.1)
+    plain.fit(seeded(Net), loader(rank, world))
+    for stage in (1, 2, 3):
+        path = f"{folder}/{stage}.ckpt"
+        for strategy in (
+            ZeroStrategy(stage=stage, offload="cpu"),
+            ZeroStrategy(stage=stage, offload={"optimizer": "cpu", "fraction": 0.5}, deferred_step=False),
+            ZeroStrategy(stage=stage, deferred_step=True),
+        ):
+            first = trainer(rank, world, strategy, max_epochs=1, gradient_clip_val=0.1)
+            first.fit(seeded(Net), loader(rank, world))
+            first.save_checkpoint(path)
+            again = trainer(rank, world, ZeroStrategy(stage=3, offload="cpu"), max_epochs=2, gradient_clip_val=0.1)
+            again.fit(seeded(Net), loader(rank, world), ckpt_path=path)
+            assert_equal(weights(again), weights(plain), what=f"stage {stage}")
+
+
+def test_fits_resume_across_placements(tmp_path: Path) -> None:
+    worlds.run(_fit, 2, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Offload(optimizer="nvme"), "`Offload.optimizer='nvme'.` does not exist yet"),
+        (lambda: ZeroStrategy(offload="nvme"), "`offload='nvme'` does not exist yet"),
+        (lambda: ZeroStrategy(offload="disk"), "`offload='disk'` is not known"),
+        (lambda: Offload(params="gpu"), "`Offload.params='gpu'.` is not known"),
+        (lambda: Offload(fraction=1.5), "`Offload.fraction=1.5.` must be a number from 0 to 1"),
+        (lambda: ZeroStrategy(stage=2, offload=Offload(params="cpu")), "needs `stage=3`.*got `stage=2`"),
+        (lambda: ZeroStrategy(pipeline=2, offload="cpu"), "`pipeline` with `offload`"),
+    ],
+)
+def test_what_cannot_be_offloaded_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
