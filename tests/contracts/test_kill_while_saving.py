@@ -97,10 +97,10 @@ OPTIONS = [
     {"stage": 1, "state_dict_type": "sharded"},
     {"stage": 2, "async_save": True},
 ]
-MOMENTS = [(victims, number) for victims in ((1,), (0,), (0, 1)) for number in range(30)]
+MOMENTS = [((number % 2,), number) for number in range(30)] + [((0, 1), number) for number in range(30)]
 
 
-@pytest.mark.parametrize("moment", sample(MOMENTS, ((1,), 0), ((0,), 1), ((0, 1), 2)), ids=str)
+@pytest.mark.parametrize("moment", sample(MOMENTS, ((1,), 1), ((0,), 0), ((0, 1), 2)), ids=str)
 def test_a_killed_run_goes_on_from_the_newest_whole_checkpoint(
     moment: tuple[tuple[int, ...], int], steps: dict[int, dict[str, Tensor]], tmp_path: Path
 ) -> None:
