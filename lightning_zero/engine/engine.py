@@ -341,6 +341,9 @@ class ZeroEngine:
                 self._elsewhere[id(param)] = _Elsewhere(param, empty, kind.compute, placeholder)
         for param in self._params_elsewhere:
             own(param, owner)
+            if param.is_meta:  # its `data` cannot be of another device
+                real = nn.Parameter(self._elsewhere[id(param)].placeholder, requires_grad=param.requires_grad)
+                torch.utils.swap_tensors(param, real)  # type: ignore[no-untyped-call]
             param.data = self._elsewhere[id(param)].placeholder
             param.__class__ = ReleasedParameter
         return self._params_elsewhere
@@ -364,7 +367,10 @@ class ZeroEngine:
         for child in module.modules():
             for key, buffer in child._buffers.items():
                 if buffer is not None:
-                    child._buffers[key] = buffer.to(device)
+                    # Modules of other parts of the model were not made real.
+                    child._buffers[key] = (
+                        torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+                    )
                     self._module_buffers.append((child, key))
 
     def attach(self, *optimizers: Optimizer) -> Any:

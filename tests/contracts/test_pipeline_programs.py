@@ -429,3 +429,24 @@ def _gather(rank: int, world: int, precision: Any) -> None:
 @pytest.mark.parametrize("precision", sample(("32-true", "bf16-mixed"), "32-true"))
 def test_gathered_brings_the_parameters_of_all_stages(precision: str) -> None:
     run(_gather, 2, precision)
+
+
+class OnMeta(Program):
+    """Is built without memory, block by block on its own stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            with torch.device("meta"):
+                self.net = TinyGPT(depth=4)
+
+
+@pytest.mark.parametrize("zero", sample((1, 3), 3))
+def test_a_module_on_the_meta_device_is_made_real_on_its_stage(zero: int) -> None:
+    outcomes = run(_fit, 4, OnMeta, {**_pipeline(), "stage": zero}, {}, True)
+    for weights in outcomes:
+        assert all(torch.isfinite(value).all() for value in weights.values())
+        assert all(torch.equal(weights[name], outcomes[0][name]) for name in weights)
