@@ -91,8 +91,10 @@ class Meter:
             return {}
         stats = self.engine.stats()
         memory = {name: float(nbytes) for name, nbytes in stats.memory.items()}
-        other = memory_in_use(self.engine.communicator.device) - sum(memory.values())
-        memory |= {"other": max(other, 0.0), "gathered_peak": float(stats.peak_gathered)}
+        host = {f"host_{name}": float(nbytes) for name, nbytes in stats.host.items() if nbytes}
+        device = self.engine.communicator.device
+        other = memory_in_use(device) - sum(memory.values()) - (sum(host.values()) if device.type == "cpu" else 0.0)
+        memory |= {**host, "other": max(other, 0.0), "gathered_peak": float(stats.peak_gathered)}
         return {f"memory/{name}": nbytes for name, nbytes in memory.items()}
 
     def _sent(self, steps: int) -> dict[str, float]:

@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_zero.callbacks import ZeroMonitor
 from lightning_zero.monitor import Meter, memory_in_use, samples_in, tokens_in
+from lightning_zero.strategy import ZeroStrategy
 from tests.contracts.test_lightning_programs import Net, loader, trainer, weights
 from tests.worlds import run
 
@@ -49,6 +50,21 @@ def test_monitor_writes_a_row_per_interval(stage: int, tmp_path: Path) -> None:
     assert float(written[-1]["memory/parameters"]) == memory["parameters"]
     assert float(written[-1]["memory/optimizer"]) == memory["optimizer"]
     assert written[1]["traffic/reduce_scatter"] == written[2]["traffic/reduce_scatter"]
+
+
+def offloaded(rank: int, world: int, folder: str) -> tuple[dict[str, int], list[str]]:
+    strategy = ZeroStrategy(stage=3, offload="cpu")
+    fitted = trainer(
+        rank, world, strategy, max_epochs=1, callbacks=ZeroMonitor(), logger=CSVLogger(folder), log_every_n_steps=1
+    )
+    fitted.fit(Net(), loader(rank, world))
+    return strategy.engine.stats().host, strategy.engine.plan()
+
+
+def test_monitor_and_plan_tell_what_is_in_host_memory(tmp_path: Path) -> None:
+    host, plan = run(offloaded, WORLD, str(tmp_path))[0]
+    assert float(rows(tmp_path)[-1]["memory/host_optimizer"]) == host["optimizer"] > 0
+    assert any("in host memory: parameters 0 B, masters" in line for line in plan)
 
 
 def other_strategy(rank: int, world: int, folder: str) -> None:

@@ -910,8 +910,10 @@ class ZeroEngine:
         trained = [buffer for buffer in buffers if buffer.kind.trained]
         total = sum(buffer.layout.numel for buffer in buffers)
         largest = max(self.units, key=lambda unit: unit.numel)
-        memory = self.stats().memory
+        stats = self.stats()
+        memory, host = stats.memory, stats.host
         grad_bytes = sum(_gradient_bytes(buffer) for buffer in trained)
+        host_grads = sum(_gradient_bytes(b) for b in trained if b.is_offloaded and b.sharding.grads)
         share = self.world_size - 1
         sent_params = sum(buffer.full.nbytes // self.world_size * share for buffer in buffers)
         sent_trained = sum(buffer.full.nbytes // self.world_size * share for buffer in trained)
@@ -926,8 +928,14 @@ class ZeroEngine:
             f" with {largest.numel:,} parameters; prefetch {self._communication.prefetch}",
             f"dtypes: compute {', '.join(dtypes)}; gradients {', '.join(reduce) or 'none'}",
             f"memory per rank: parameters {_size(memory['parameters'])}, masters {_size(memory['optimizer'])},"
-            f" gradients {_size(grad_bytes)}"
-            + (f", gathered at most about {_size(self._gathered_estimate())}" if self.stage == 3 else ""),
+            f" gradients {_size(grad_bytes - host_grads)}"
+            + (f", gathered at most about {_size(self._gathered_estimate())}" if self.stage == 3 else "")
+            + (
+                f"; in host memory: parameters {_size(host['parameters'])}, masters {_size(host['optimizer'])},"
+                f" gradients {_size(host_grads)}"
+                if self._host is not None
+                else ""
+            ),
             f"sent per rank and step: {_size(sent)}"
             f" (gradients {_size(sent_grads)}, parameters {_size(sent - sent_grads)})",
         ]
@@ -935,7 +943,8 @@ class ZeroEngine:
     def _gathered_estimate(self) -> int:
         sizes = [sum(buffer.full.nbytes for buffer in unit.buffers) for unit in self.units]
         root, others = sizes[0], sorted(sizes[1:], reverse=True)
-        return root + sum(others[: 1 + self._communication.prefetch]) if self.world_size > 1 else 0
+        is_sharded = any(unit.is_sharded_between_uses for unit in self.units)
+        return root + sum(others[: 1 + self._communication.prefetch]) if is_sharded else 0
 
     # -- Inside ----------------------------------------------------------------------------------------------------
 
