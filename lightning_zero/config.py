@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import nn
@@ -13,15 +13,18 @@ __all__ = [
     "ActivationCheckpointing",
     "Communication",
     "MixedPrecision",
+    "Moments",
     "Offload",
     "Pipeline",
     "ReduceDtype",
     "Schedule",
     "Sharding",
+    "check_moments",
 ]
 
 ReduceDtype = Literal["fp32", "bf16", "fp16"]
 Place = Literal["cpu"]
+Moments = Literal["fp32", "bf16", "int8"]
 CheckpointPolicy = Literal["full", "selective", "offload"]
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 
@@ -308,3 +311,14 @@ class Pipeline:
 def _require_count(option: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"`{option}={value!r}` must be a whole number, 1 or more.")
+
+
+def check_moments(moments: str) -> Moments:
+    """Return how moments of AdamW and Adam are kept.
+
+    Raises:
+        ValueError: It is not known.
+    """
+    if moments not in get_args(Moments):
+        raise ValueError(f"`moments={moments!r}` is not known. Use 'fp32', 'bf16' or 'int8'.")
+    return cast(Moments, moments)

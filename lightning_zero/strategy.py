@@ -42,7 +42,7 @@ from lightning_zero.checkpoint.asynchronous import AsyncSaver
 from lightning_zero.checkpoint.random_state import RANDOM_STATES, gather_random_states, restore_random_state
 from lightning_zero.checkpoint.ranks import CheckpointError, Ranks
 from lightning_zero.comm.mesh import Mesh
-from lightning_zero.config import ActivationCheckpointing, Communication, Offload, Pipeline, Sharding
+from lightning_zero.config import ActivationCheckpointing, Communication, Offload, Pipeline, Sharding, check_moments
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.metrics import METRIC_STATES, metric_states, with_own_metric_states
 from lightning_zero.parallel.activation import checkpoint_activations
@@ -81,6 +81,8 @@ class ZeroStrategy(ParallelStrategy):
         communication: How ranks exchange parameters and gradients; a dict of the fields of ``Communication`` is taken
             too.
         masters: Keep fp32 masters of parameters that compute in 16 bits.
+        moments: How the moments of AdamW and Adam are kept: ``"fp32"``, ``"bf16"`` or ``"int8"``. Checkpoints hold them
+            in fp32.
         loss_scale: How the loss is scaled with fp16; a dict of the fields of ``LossScale`` is taken too.
         state_dict_type: ``"full"``: a checkpoint is one file, as with other strategies. ``"sharded"``: a directory
             that all ranks write. The default is ``"full"`` below stage 3 and ``"sharded"`` at stage 3.
@@ -113,6 +115,7 @@ class ZeroStrategy(ParallelStrategy):
         pipeline: Union[int, Pipeline, dict[str, Any], None] = None,
         communication: Union[Communication, dict[str, Any], None] = None,
         masters: bool = True,
+        moments: Literal["fp32", "bf16", "int8"] = "fp32",
         loss_scale: Union[LossScale, dict[str, Any], None] = None,
         state_dict_type: Optional[Literal["sharded", "full"]] = None,
         offload: Union[str, Offload, dict[str, Any], None] = None,
@@ -139,6 +142,7 @@ class ZeroStrategy(ParallelStrategy):
         self.units = units
         self.pipeline = _pipeline(pipeline)
         self.masters = masters
+        self.moments = check_moments(moments)
         self.loss_scale = LossScale(**loss_scale) if isinstance(loss_scale, dict) else loss_scale
         self.communication, self.timeout = _timeouts(communication, timeout)
         self.offload = Offload.of(offload)
@@ -386,6 +390,7 @@ class ZeroStrategy(ParallelStrategy):
             "device": self.root_device,
             "offload": self.offload,
             "deferred_step": self.deferred_step,
+            "moments": self.moments,
             **self._groups(),
         }
 

@@ -14,11 +14,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import Communication, MixedPrecision, Offload, Sharding
+from lightning_zero.config import Communication, MixedPrecision, Moments, Offload, Sharding, check_moments
 from lightning_zero.engine.awaited import awaited_places, awaited_values, forget_awaited
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.deferred import Deferral
 from lightning_zero.engine.hooks import Hooks
+from lightning_zero.engine.moments import widened
 from lightning_zero.engine.optimizer import Place, ShardedOptimizer, gradient_norm
 from lightning_zero.engine.order import PassOrder
 from lightning_zero.engine.parameter import ReleasedParameter, own
@@ -93,6 +94,7 @@ class ParameterRecord:
     own_range: tuple[int, int]
     _buffer: FlatBuffer | torch.Tensor = field(repr=False)  # elsewhere: an empty master
     _index: int = field(repr=False)
+    _moments: Moments = field(default="fp32", repr=False)
 
     def master(self) -> torch.Tensor:
         """Return the values that are stepped: 1-D over ``own_range``, live. ``publish`` after writing into it."""
@@ -101,9 +103,11 @@ class ParameterRecord:
         return self._buffer.segment(self._index).reshape(-1)
 
     def state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the live optimizer state: 1-D segments over ``own_range`` (whole tensors at stage 0)."""
-        state: dict[str, Any] = optimizer.state.get(self.parameter, {})
-        return state
+        """Return the optimizer state: 1-D segments over ``own_range`` (whole tensors at stage 0).
+
+        Live, except for moments that are kept in other dtypes than the master's: those are copies in its dtype.
+        """
+        return widened(optimizer.state.get(self.parameter, {}), self._moments, self.master().dtype)
 
 
 class _UnitOwner:
@@ -187,9 +191,11 @@ class ZeroEngine:
             own ``process_group``; norms, overflows and checkpoints are those of all parts.
         offload: Where optimizer states, masters and parameters sleep: ``"cpu"``, or ``Offload``.
         deferred_step: Make steps beside the next forward; the bits are the same. By default those that are offloaded.
+        moments: How the moments of ``torch.optim.AdamW`` and ``Adam`` are kept: ``"fp32"``, ``"bf16"``, or ``"int8"``
+            (a byte each, with one scale for 256 elements). Arithmetic is fp32, and so are moments in checkpoints.
 
     Raises:
-        ValueError: ``stage`` is not 0, 1, 2 or 3.
+        ValueError: ``stage`` is not 0, 1, 2 or 3, or ``moments`` is not known.
     """
 
     def __init__(
@@ -204,6 +210,7 @@ class ZeroEngine:
         parts_group: dist.ProcessGroup | None = None,
         offload: Offload | dict[str, Any] | str | None = None,
         deferred_step: bool | None = None,
+        moments: Moments = "fp32",
     ) -> None:
         self.stage = stage
         self._sharding = Sharding.from_stage(stage)
@@ -216,6 +223,7 @@ class ZeroEngine:
         self._offload = Offload.of(offload)
         if self._offload is not None:
             self._offload.check(stage)
+        self._moments = check_moments(moments)
         # - Set by `shard`
         self.module: nn.Module | None = None
         self.units: list[Unit] = []
@@ -382,7 +390,8 @@ class ZeroEngine:
             The optimizer, or a list of them if there are several.
 
         Raises:
-            ValueError: An optimizer is not element-wise at stage 1 or above, or holds a parameter of another module.
+            ValueError: An optimizer is not element-wise at stage 1 or above, holds a parameter of another module, or
+                has moments that cannot be kept as ``moments`` says.
         """
         self.detach()
         for optimizer in optimizers:
@@ -396,6 +405,7 @@ class ZeroEngine:
                     self._keeps_gradients,
                     self._deferral,
                     self._mark_stale,
+                    moments=self._moments,
                 )
             )
         return optimizers[0] if len(optimizers) == 1 else list(optimizers)
@@ -791,6 +801,7 @@ class ZeroEngine:
                     own_range=buffer.own_segment(index),
                     _buffer=buffer,
                     _index=index,
+                    _moments=self._moments,
                 )
             )
         return records
@@ -926,7 +937,8 @@ class ZeroEngine:
             f" {total:,} parameters, {sum(buffer.layout.numel for buffer in trained):,} trained",
             f"units: {sum(1 for unit in self.units if unit.buffers)}, the largest `{largest.name}`"
             f" with {largest.numel:,} parameters; prefetch {self._communication.prefetch}",
-            f"dtypes: compute {', '.join(dtypes)}; gradients {', '.join(reduce) or 'none'}",
+            f"dtypes: compute {', '.join(dtypes)}; gradients {', '.join(reduce) or 'none'}"
+            + ("" if self._moments == "fp32" else f"; moments {self._moments}"),
             f"memory per rank: parameters {_size(memory['parameters'])}, masters {_size(memory['optimizer'])},"
             f" gradients {_size(grad_bytes - host_grads)}"
             + (f", gathered at most about {_size(self._gathered_estimate())}" if self.stage == 3 else "")

@@ -2,7 +2,8 @@
 
 A *run* is a range of a buffer's own range whose parameters are of one group, at one step, and whose states lie beside
 each other. The optimizer's state keeps PyTorch's keys and one tensor per parameter; they are views of one flat tensor
-per buffer where the optimizer steps all of the buffer.
+per buffer where the optimizer steps all of the buffer. Int8 moments (``lightning_zero/engine/moments.py``) are codes of
+one segment each, and so is a run.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from lightning_zero.config import Moments
 from lightning_zero.engine.buffer import FlatBuffer
-from lightning_zero_ops import adamw, sgd
+from lightning_zero.engine.moments import CODE_KEYS, DTYPES, make_codes
+from lightning_zero_ops import adamw, adamw_int8, sgd
 from lightning_zero_ops.chunks import vector_numel
 
 __all__ = ["FlatStep"]
@@ -34,24 +37,38 @@ class _Rule:
     """How one class of optimizers steps a run.
 
     Args:
-        moments: The keys of its state that are as long as the parameter, for a group.
+        moments: The keys of its state that the op takes, for a group.
         step: Calls the op: group, number of the step, parameter, moments, gradient, and the op's own options.
+        counts: The optimizer's state counts the steps.
     """
 
     moments: Callable[[Mapping[str, Any]], tuple[str, ...]]
     step: Callable[..., None]
+    counts: bool
 
 
 def _step_adam(
     group: Mapping[str, Any], step: int, param: Tensor, moments: list[Tensor], grad: Tensor, **options: Any
 ) -> None:
     exp_avg, exp_avg_sq = moments
+    adamw.pytorch_step_(param, exp_avg, exp_avg_sq, grad=grad, step=step, **_adam_options(group), **options)
+
+
+def _step_adam_int8(
+    group: Mapping[str, Any], step: int, param: Tensor, moments: list[Tensor], grad: Tensor, **options: Any
+) -> None:
+    del options["tails"]  # nobody promises bits
+    m, m_scales, v, v_scales = moments
+    adamw_int8.pytorch_step_(param, m, m_scales, v, v_scales, grad=grad, step=step, **_adam_options(group), **options)
+
+
+def _adam_options(group: Mapping[str, Any]) -> dict[str, Any]:
     beta1, beta2 = group["betas"]
     decay, is_decoupled = group["weight_decay"], group["decoupled_weight_decay"]
-    adamw.pytorch_step_(
-        param, exp_avg, exp_avg_sq, grad=grad, step=step, lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"],
-        weight_decay=decay if is_decoupled else 0.0, l2=0.0 if is_decoupled else decay, **options,
-    )  # fmt: skip
+    return {
+        **{"lr": group["lr"], "beta1": beta1, "beta2": beta2, "eps": group["eps"]},
+        **{"weight_decay": decay if is_decoupled else 0.0, "l2": 0.0 if is_decoupled else decay},
+    }
 
 
 def _step_sgd(
@@ -63,11 +80,12 @@ def _step_sgd(
     )  # fmt: skip
 
 
-_ADAM = _Rule(moments=lambda group: ("exp_avg", "exp_avg_sq"), step=_step_adam)
+_ADAM = _Rule(moments=lambda group: ("exp_avg", "exp_avg_sq"), step=_step_adam, counts=True)
+_ADAM_INT8 = _Rule(moments=lambda group: CODE_KEYS, step=_step_adam_int8, counts=True)
 _RULES: dict[type[Optimizer], _Rule] = {
     Adam: _ADAM,
     AdamW: _ADAM,
-    SGD: _Rule(moments=lambda group: ("momentum_buffer",) if group["momentum"] else (), step=_step_sgd),
+    SGD: _Rule(moments=lambda group: ("momentum_buffer",) if group["momentum"] else (), step=_step_sgd, counts=False),
 }
 
 
@@ -77,12 +95,16 @@ class FlatStep:
     Args:
         optimizer: Exactly of one of PyTorch's classes; see ``suits``.
         places: Where its parameters lie, by ``id``; it may grow.
+        moments: How the moments of AdamW and Adam are kept.
     """
 
-    def __init__(self, optimizer: Optimizer, places: Mapping[int, Place]) -> None:
+    def __init__(self, optimizer: Optimizer, places: Mapping[int, Place], moments: Moments = "fp32") -> None:
         self._optimizer = optimizer
         self._places = places
+        self._moments = moments
         self._rule = _RULES[type(optimizer)]
+        if self._rule is _ADAM and moments == "int8":
+            self._rule = _ADAM_INT8
         self._flat: dict[tuple[int, str], Tensor] = {}  # states over an own range, by (buffer, key)
         self._calls: dict[int, list[Callable[[], None]]] = {}  # of the step that is being taken, by buffer
 
@@ -108,6 +130,7 @@ class FlatStep:
             group: One of the optimizer's groups. Its step window is open.
             rounds: Write the parameters in the dtype in which they compute too.
         """
+        self.refuse_moments(group)
         if not self._covers(group):
             return list(group["params"])
         left: list[nn.Parameter] = []
@@ -117,13 +140,44 @@ class FlatStep:
             has_flat_gradient = buffer.take_gradient(index)
             if has_flat_gradient and self._suits_buffer(group, buffer) and self._suits_state(group, buffer, index):
                 chosen.setdefault(id(buffer), (buffer, []))[1].append(index)
-            else:
-                left.append(param)
+                continue
+            if has_flat_gradient and self._moments != "fp32":
+                raise RuntimeError(
+                    f"The state of `{buffer.layout.slots[index].name}` in `{type(self._optimizer).__name__}` does not"
+                    f" fit its segment, so `moments={self._moments!r}` cannot be kept. Load the state of this rank, or"
+                    " a checkpoint."
+                )
+            left.append(param)
         for buffer, indices in chosen.values():
             self._step_buffer(group, buffer, sorted(indices), rounds)
         return left
 
     # -- What can be stepped ---------------------------------------------------------------------------------------
+
+    def refuse_moments(self, group: Mapping[str, Any]) -> None:
+        """Refuse a group whose moments PyTorch would have to keep, where they are to be kept otherwise.
+
+        Raises:
+            ValueError: ``moments`` is not ``"fp32"``, and the group is not stepped by runs.
+        """
+        if self._moments == "fp32":
+            return
+        names = ("lr", "weight_decay", "betas", "fused", *_UNSUPPORTED)
+        if not self._rule.counts:
+            found = f"`{type(self._optimizer).__name__}`"
+        elif not self._covers(group):
+            found = ", ".join(f"`{name}={group[name]!r}`" for name in names if name in group)
+        else:
+            buffers = (self._places[id(param)][0] for param in group["params"])
+            buffer = next((buffer for buffer in buffers if not self._suits_buffer(group, buffer)), None)
+            if buffer is None:
+                return
+            found = f"{buffer.stepped.dtype} values of unit `{buffer.name}` with `fused={group['fused']!r}`"
+        raise ValueError(
+            f"`moments={self._moments!r}` is for `torch.optim.AdamW` and `Adam` that step fp32 values with numbers as"
+            " options, `fused=None` or, on a CPU, True, and without `foreach`, `amsgrad`, `maximize`, `capturable`,"
+            f" `differentiable` and PyTorch's `GradScaler`; got {found}. Change that, or use `moments='fp32'`."
+        )
 
     def _covers(self, group: Mapping[str, Any]) -> bool:
         scaled = [getattr(self._optimizer, name, None) for name in ("grad_scale", "found_inf")]  # torch.amp.GradScaler
@@ -146,14 +200,15 @@ class FlatStep:
         if not state:
             return True
         segment = buffer.segment(index)
-        moments = [state.get(key) for key in self._rule.moments(group)]
-        if self._rule is not _ADAM:
+        keys = [key for key in self._rule.moments(group) if not key.endswith("_scales")]
+        moments = [state.get(key) for key in keys]
+        if not self._rule.counts:
             moments = [moment for moment in moments if moment is not None]
         elif not torch.is_tensor(state.get("step")):
             return False
+        dtypes = (segment.dtype, DTYPES[self._moments])
         return all(
-            torch.is_tensor(moment) and moment.shape == segment.shape and moment.dtype == segment.dtype
-            for moment in moments
+            torch.is_tensor(moment) and moment.shape == segment.shape and moment.dtype in dtypes for moment in moments
         )
 
     # -- Runs ------------------------------------------------------------------------------------------------------
@@ -167,7 +222,10 @@ class FlatStep:
         out = buffer.computed if rounds else None
         for lo, hi, members in self._runs(group, buffer, indices, steps):
             first = self._optimizer.state.get(buffer.params[members[0]], {})
-            moments = [_stretched(first[key], hi - lo) for key in self._rule.moments(group)]
+            moments = [
+                first[key] if key.endswith("_scales") else _stretched(first[key], hi - lo)
+                for key in self._rule.moments(group)
+            ]
             call = partial(
                 self._rule.step,
                 group,
@@ -218,10 +276,14 @@ class FlatStep:
         for index in indices:
             state = self._optimizer.state[buffer.params[index]] if keys else {}
             is_first = not all(key in state and state[key] is not None for key in keys)
-            if self._rule is _ADAM:
+            if self._rule.counts:
                 steps[index] = self._count(state, group, buffer)
             else:
                 steps[index] = 1 if is_first else 2  # SGD asks for nothing else
+            if self._rule is _ADAM_INT8:
+                with torch.inference_mode(False):
+                    make_codes(state, buffer.segment(index))
+                continue
             for key in keys:
                 self._place_state(state, key, buffer, index, is_whole)
         return steps
@@ -238,15 +300,21 @@ class FlatStep:
         present, place = state.get(key), (id(buffer), key)
         with torch.inference_mode(False):
             if place not in self._flat and not is_whole:
-                state[key] = torch.zeros_like(buffer.segment(index)) if present is None else present
+                dtype = self._dtype(buffer)
+                state[key] = (
+                    torch.zeros_like(buffer.segment(index), dtype=dtype) if present is None else present.to(dtype)
+                )
                 return
             if place not in self._flat:
-                self._flat[place] = torch.zeros_like(buffer.stepped)
+                self._flat[place] = torch.zeros_like(buffer.stepped, dtype=self._dtype(buffer))
             view = buffer.segment(index, self._flat[place])
         if present is None:
             state[key] = view.zero_()
         elif present.data_ptr() != view.data_ptr():  # loaded, or made when other parameters had no gradient
             state[key] = view.copy_(present)
+
+    def _dtype(self, buffer: FlatBuffer) -> torch.dtype:
+        return buffer.stepped.dtype if self._moments == "fp32" else DTYPES[self._moments]
 
     def _steps_whole(self, buffer: FlatBuffer) -> bool:
         """Say whether this optimizer steps every element that this rank has of a buffer."""

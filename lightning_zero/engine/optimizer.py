@@ -19,10 +19,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.config import Moments
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.deferred import Deferral
 from lightning_zero.engine.flat_step import FlatStep
 from lightning_zero.engine.gradient import norm_over_ranks
+from lightning_zero.engine.moments import widened
 from lightning_zero.engine.parts import Parts
 
 __all__ = ["Place", "ShardedOptimizer", "gradient_norm", "is_elementwise"]
@@ -43,6 +45,7 @@ class ShardedOptimizer:
         keeps_gradients: Says whether ``zero_grad`` must leave the gradients alone.
         deferral: Which steps are made later.
         after_defer: Called with each buffer whose step is.
+        moments: How the moments of AdamW and Adam are kept.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class ShardedOptimizer:
         keeps_gradients: Callable[[], bool] = lambda: False,
         deferral: Deferral | None = None,
         after_defer: Callable[[FlatBuffer], None] = lambda buffer: None,
+        moments: Moments = "fp32",
     ) -> None:
         self.optimizer = optimizer
         self.is_open = False
@@ -68,16 +72,20 @@ class ShardedOptimizer:
         self._after_defer = after_defer
         self._by_torch: dict[int, FlatBuffer] = {}  # buffers of which PyTorch steps a part in this step
         self._attached: dict[int, Place] = {}
-        self._flat_step = FlatStep(optimizer, self._attached) if FlatStep.suits(optimizer) else None
+        self._moments = moments
+        self._flat_step = FlatStep(optimizer, self._attached, moments) if FlatStep.suits(optimizer) else None
         self._refuse_unless_elementwise()
         for group in optimizer.param_groups:
             self._attach_params(group["params"])
             self._refuse_idle_steps(group)
+            self._refuse_moments(group)
         optimizer.__class__ = _subclass(self)
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+        if moments != "fp32":
+            self._hooks.append(optimizer.register_state_dict_post_hook(self._widen))
 
     def detach(self) -> None:
         """Give the optimizer back as it was; its state stays."""
@@ -85,6 +93,9 @@ class ShardedOptimizer:
         for hook in self._hooks:
             hook.remove()
         self.optimizer.__class__ = self._original_class
+        if self._moments != "fp32":
+            for param, state in self.optimizer.state.items():
+                self.optimizer.state[param] = self._widened(param, state)
 
     # -- Parameters ------------------------------------------------------------------------------------------------
 
@@ -121,6 +132,27 @@ class ShardedOptimizer:
                     f"`fused=True`: PyTorch's fused `{self._original_class.__name__}` does not step {stepped.dtype}"
                     " values on a CPU. Use `fused=False`, or fp32 masters (`masters=True`)."
                 )
+
+    def _refuse_moments(self, group: dict[str, Any]) -> None:
+        if self._flat_step is not None:
+            self._flat_step.refuse_moments(group)
+        elif self._moments != "fp32":
+            raise ValueError(
+                f"`moments={self._moments!r}` is for `torch.optim.AdamW` and `Adam` themselves, got"
+                f" `{self._original_class.__name__}`. Use one of them, or `moments='fp32'`."
+            )
+
+    def _widen(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Let ``state_dict`` have the moments that PyTorch's own step would have."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for key, state in state_dict["state"].items():
+            param = params[key] if isinstance(key, int) else key
+            state_dict["state"][key] = self._widened(param, state)
+
+    def _widened(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        buffer, _ = self._attached[id(param)]
+        buffer.flush()
+        return widened(state, self._moments, buffer.stepped.dtype)
 
     def _cut_state(self, param: nn.Parameter, place: Place) -> None:
         """Cut state that the optimizer made in its constructor to this rank's segment."""
@@ -342,6 +374,7 @@ def _subclass(sharded: ShardedOptimizer) -> type[Optimizer]:
         base.add_param_group(self, param_group)
         sharded._attach_params(self.param_groups[-1]["params"])
         sharded._refuse_idle_steps(self.param_groups[-1])
+        sharded._refuse_moments(self.param_groups[-1])
 
     def _init_group(self: Optimizer, group: dict[str, Any], *lists: Any) -> Any:
         return base._init_group(self, sharded.step_runs(group), *lists)  # type: ignore[attr-defined]
