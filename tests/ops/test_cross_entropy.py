@@ -203,6 +203,30 @@ def test_gradients_of_half_precision_survive_many_tokens_and_a_loss_scale() -> N
         assert ((one.double() / 2**12 - other).norm() / other.norm()).item() < 2e-3
 
 
+@pytest.mark.parametrize("scale", [1.0, 2.0**-6])
+def test_gradients_of_half_precision_survive_the_sum_over_many_tokens(scale: float) -> None:
+    """The sum needs no headroom: its gradients are not divided by tokens, and a loss scale comes in time for them."""
+    x, weight, target, bias = _inputs(4096, 4, 512, torch.float16, torch.Generator().manual_seed(0))
+
+    def scaled(*args: Any, **kwargs: Any) -> Tensor:
+        return scale * linear_cross_entropy(*args, **kwargs)
+
+    found = _with_gradients(scaled, x, weight, target, bias, reduction="sum")
+    exact = _with_gradients(_plain, x.double(), weight.double(), target, bias.double(), reduction="sum")
+    for one, other in zip(found[1:], exact[1:], strict=True):
+        assert ((one.double() / scale - other).norm() / other.norm()).item() < 2e-3
+
+
+def test_gradients_of_half_precision_are_finite_where_most_tokens_are_ignored() -> None:
+    """The headroom was that of all tokens: with one that counts, its gradient overflowed at every loss scale."""
+    x, weight, target, bias = _inputs(8192, 64, 512, torch.float16, torch.Generator().manual_seed(0))
+    x, target = 8 * x, torch.where(torch.arange(8192) == 7, target, -100)
+    found = _with_gradients(linear_cross_entropy, x, weight, target, bias)
+    exact = _with_gradients(_plain, x.double(), weight.double(), target, bias.double())
+    for one, other in zip(found[1:], exact[1:], strict=True):
+        assert ((one.double() - other).norm() / other.norm()).item() < 2e-3
+
+
 @pytest.mark.parametrize("frozen", ["x", "weight", "bias", "all"])
 def test_what_is_frozen_has_no_gradient(frozen: str) -> None:
     x, weight, target, bias = _inputs(20, 8, 30, torch.float32, torch.Generator().manual_seed(0))
