@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests import worlds
 
@@ -29,6 +31,17 @@ def pytest_sessionfinish() -> None:
 @pytest.fixture(autouse=True)
 def _fresh_randomness() -> None:
     worlds.seed()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_for_other_processes() -> Iterator[None]:
+    """Give the environment back: a Trainer in this process sets a port that programs started later would take."""
+    before = dict(os.environ)
+    yield
+    for key in set(os.environ) - set(before):
+        del os.environ[key]
+    os.environ.update(before)
+    assert not dist.is_initialized(), "the test left a process group in this process; run it in `tests.worlds`"
 
 
 @pytest.fixture(autouse=True)

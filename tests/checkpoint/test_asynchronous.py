@@ -202,11 +202,16 @@ def test_a_failed_save_is_an_error_of_the_fit_on_every_rank(tmp_path: Path) -> N
     assert os.listdir(tmp_path) == []
 
 
-def test_what_a_background_save_cannot_keep_is_refused(tmp_path: Path) -> None:
-    linking = ModelCheckpoint(tmp_path, save_last="link")
-    refused = trainer(0, 1, ZeroStrategy(stage=1, async_save=True), callbacks=[linking], enable_checkpointing=True)
+def _refused(rank: int, world: int, folder: str) -> None:
+    linking = ModelCheckpoint(folder, save_last="link")
+    refused = trainer(rank, world, ZeroStrategy(async_save=True), callbacks=[linking], enable_checkpointing=True)
     with pytest.raises(ValueError, match="`save_last='link'` links to a checkpoint"):
-        refused.fit(seeded(Net), loader(0, 1))
-    refused = trainer(0, 1, ZeroStrategy(stage=1, async_save=True), plugins=[AsyncCheckpointIO()])
+        refused.fit(seeded(Net), loader(rank, world))
+    strategy = ZeroStrategy(stage=1, async_save=True)
+    refused = trainer(rank, world, strategy, plugins=[AsyncCheckpointIO()])
     with pytest.raises(ValueError, match="`AsyncCheckpointIO` would not be asked"):
-        refused.fit(seeded(Net), loader(0, 1))
+        refused.fit(seeded(Net), loader(rank, world))
+
+
+def test_what_a_background_save_cannot_keep_is_refused(tmp_path: Path) -> None:
+    worlds.run(_refused, 1, str(tmp_path))
