@@ -70,6 +70,7 @@ class ShardedOptimizer:
         self._original_class = type(optimizer)
         self._deferral = deferral
         self._after_defer = after_defer
+        self._deferred: list[FlatBuffer] = []  # in the last step
         self._by_torch: dict[int, FlatBuffer] = {}  # buffers of which PyTorch steps a part in this step
         self._attached: dict[int, Place] = {}
         self._moments = moments
@@ -90,6 +91,7 @@ class ShardedOptimizer:
     def detach(self) -> None:
         """Give the optimizer back as it was; its state stays."""
         self.close()
+        self.finish_deferred()
         for hook in self._hooks:
             hook.remove()
         self.optimizer.__class__ = self._original_class
@@ -250,13 +252,20 @@ class ShardedOptimizer:
     def _defer(self) -> None:
         """Hand over the steps that are made later, in the order of the units."""
         self._by_torch.clear()
+        self._deferred.clear()
         if self._flat_step is None or self._deferral is None:
             return
         for buffer in self.buffers:
             if self._flat_step.has_calls(buffer):
                 calls = self._flat_step.take_calls(buffer)
                 buffer.defer(self._deferral.update(buffer.name, calls, buffer.is_offloaded))
+                self._deferred.append(buffer)
                 self._after_defer(buffer)
+
+    def finish_deferred(self) -> None:
+        """Make the steps that are due: somebody looks at the states. No collective."""
+        while self._deferred:
+            self._deferred.pop(0).flush()
 
     def _is_last(self) -> bool:
         """Say whether nobody but the engine is called between a step and its publication."""
@@ -379,9 +388,18 @@ def _subclass(sharded: ShardedOptimizer) -> type[Optimizer]:
     def _init_group(self: Optimizer, group: dict[str, Any], *lists: Any) -> Any:
         return base._init_group(self, sharded.step_runs(group), *lists)  # type: ignore[attr-defined]
 
-    methods = {"zero_grad": zero_grad, "add_param_group": add_param_group, "__module__": base.__module__}
+    def state(self: Optimizer) -> Any:
+        sharded.finish_deferred()
+        return vars(self)["state"]
+
+    methods: dict[str, Any] = {
+        "zero_grad": zero_grad,
+        "add_param_group": add_param_group,
+        "__module__": base.__module__,
+    }
     if sharded._flat_step is not None:
         methods["_init_group"] = _init_group
+        methods["state"] = property(state, lambda self, value: vars(self).update(state=value))
     return type(base.__name__, (base,), methods)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_zero.config import MixedPrecision, Offload
 from lightning_zero.engine import flat_step
+from lightning_zero.engine.deferred import Update
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.parameter import PendingParameter, ReducedParameter
 from lightning_zero.strategy import ZeroStrategy
@@ -192,6 +195,37 @@ def _act_between_steps(rank: int, world: int, stage: int) -> list[str]:
 def test_what_is_done_between_a_step_and_the_next_forward_sees_the_step(stage: int, world: int) -> None:
     for wrong in worlds.run(_act_between_steps, world, stage):
         assert not wrong
+
+
+def _states_right_after_a_step(rank: int, world: int, stage: int) -> None:
+    run = Update._run
+
+    def late(update: Update) -> None:
+        time.sleep(0.05)
+        run(update)
+
+    seen = []
+    for options in ({"deferred_step": False}, {"deferred_step": True}, {"offload": "cpu"}):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Update, "_run", late)
+            engine, module, optimizer = _started(stage, **options)
+            for look in (lambda o=optimizer: o.state_dict()["state"], lambda o=optimizer: list(o.state.values()),
+                         lambda o=optimizer, e=engine: [record.state(o) for record in e.records()]):  # fmt: skip
+                _step(engine, module, optimizer, 0)
+                seen.append(copy.deepcopy(look()))
+            _step(engine, module, optimizer, 0)
+            engine.detach()
+            seen.append(copy.deepcopy(list(optimizer.state.values())))
+            engine.close()
+    leaves = [[leaf for leaf in tree_leaves(one) if torch.is_tensor(leaf)] for one in seen]
+    for index in range(4):
+        for other in (leaves[4 + index], leaves[8 + index]):
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(other, leaves[index], strict=True))
+
+
+@pytest.mark.parametrize("stage", [1, 3], ids="stage{}".format)
+def test_whoever_looks_at_the_states_sees_the_step(stage: int) -> None:
+    worlds.run(_states_right_after_a_step, 2, stage)
 
 
 def _is_deferred(rank: int, world: int, stage: int) -> None:
