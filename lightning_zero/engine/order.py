@@ -71,10 +71,16 @@ class PassOrder:
         """Whether a pass is running."""
         return self._kind is not None
 
-    def begin(self, kind: Hashable, *, gathers: bool) -> None:
-        """Begin a pass. Every rank begins the same kind, and knows the same of whether units may be gathered in it."""
+    def begin(self, kind: Hashable, *, gathers: bool | None = None) -> None:
+        """Begin a pass. Every rank begins the same kind.
+
+        Args:
+            kind: What its list is remembered by.
+            gathers: Whether units may be gathered in it, the same on every rank; by default whether they are sharded
+                between uses.
+        """
         assert self._kind is None
-        self._gathers = gathers
+        self._gathers = any(unit.is_sharded_between_uses for unit in self._units) if gathers is None else gathers
         self._kind = kind
         self._list = self._lists.get(kind)
         self._position = 0
