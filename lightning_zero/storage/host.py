@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from typing import Any
 
 import torch
 
-from lightning_zero.storage.store import Kind
+from lightning_zero.storage.store import Accounts, Kind
 
 __all__ = ["HostStore"]
 
 
-class HostStore:
+class HostStore(Accounts):
     """Tensors in host memory, with the bytes of each kind that are alive.
 
     PyTorch's own pinned allocator rounds sizes up to powers of two; here a tensor takes the bytes it has. Where the
@@ -24,10 +23,9 @@ class HostStore:
     """
 
     def __init__(self, *, pinned: bool) -> None:
+        super().__init__()
         self.device = torch.device("cpu")
         self.is_pinned = pinned
-        self._live: Counter[Kind] = Counter()
-        self._peak: Counter[Kind] = Counter()
         self._locked: list[torch.Tensor] = []  # registered with the driver until `close`
 
     def create(self, kind: Kind, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -51,34 +49,12 @@ class HostStore:
             stacklevel=2,
         )
 
-    def adopt(self, kind: Kind, nbytes: int) -> None:
-        """Account ``nbytes`` that were allocated elsewhere."""
-        self._live[kind] += nbytes
-        self._peak[kind] = max(self._peak[kind], self._live[kind])
-
-    def release(self, kind: Kind, nbytes: int) -> None:
-        """Account that ``nbytes`` are no longer alive."""
-        self._live[kind] -= nbytes
-
-    def live(self, kind: Kind) -> int:
-        """Bytes of ``kind`` that are alive."""
-        return self._live[kind]
-
-    def peak(self, kind: Kind) -> int:
-        """Most bytes of ``kind`` that were alive at once since ``reset_peak``."""
-        return self._peak[kind]
-
-    def reset_peak(self) -> None:
-        """Start measuring peaks anew."""
-        self._peak = Counter(self._live)
-
     def close(self) -> None:
         """Unlock all pages and forget all accounts."""
         for tensor in self._locked:
             _driver().cudaHostUnregister(tensor.data_ptr())
         self._locked.clear()
-        self._live.clear()
-        self._peak.clear()
+        super().close()
 
 
 def _driver() -> Any:

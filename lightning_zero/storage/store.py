@@ -19,7 +19,7 @@ from typing import Literal, Protocol
 
 import torch
 
-__all__ = ["DeviceStore", "Kind", "ShardStore"]
+__all__ = ["Accounts", "DeviceStore", "Kind", "ShardStore"]
 
 Kind = Literal["parameters", "gradients", "optimizer", "gathered"]
 
@@ -61,26 +61,12 @@ class ShardStore(Protocol):
         ...
 
 
-class DeviceStore:
-    """Shards in device memory.
+class Accounts:
+    """How many bytes of each kind are alive, and were at most."""
 
-    Args:
-        device: Where tensors are made.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        if device.type == "cpu":
-            _keep_freed_memory()
-        self.device = device
+    def __init__(self) -> None:
         self._live: Counter[Kind] = Counter()
         self._peak: Counter[Kind] = Counter()
-
-    def create(self, kind: Kind, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a (numel,) tensor of any content, accounted under ``kind`` until ``release``."""
-        with torch.inference_mode(False):
-            tensor = torch.empty(numel, dtype=dtype, device=self.device)
-        self.adopt(kind, tensor.nbytes)
-        return tensor
 
     def adopt(self, kind: Kind, nbytes: int) -> None:
         """Account ``nbytes`` that were allocated elsewhere."""
@@ -107,6 +93,27 @@ class DeviceStore:
         """Forget all accounts."""
         self._live.clear()
         self._peak.clear()
+
+
+class DeviceStore(Accounts):
+    """Shards in device memory.
+
+    Args:
+        device: Where tensors are made.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type == "cpu":
+            _keep_freed_memory()
+        super().__init__()
+        self.device = device
+
+    def create(self, kind: Kind, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a (numel,) tensor of any content, accounted under ``kind`` until ``release``."""
+        with torch.inference_mode(False):
+            tensor = torch.empty(numel, dtype=dtype, device=self.device)
+        self.adopt(kind, tensor.nbytes)
+        return tensor
 
 
 def _keep_freed_memory() -> None:
