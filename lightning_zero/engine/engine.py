@@ -237,6 +237,7 @@ class ZeroEngine:
         self._hooks: Hooks
         self._order: PassOrder
         self._places: dict[int, Place] = {}
+        self._unit_of: dict[int, Unit] = {}  # by buffer
         self._names: dict[int, tuple[str, ...]] = {}
         self._owners: list[_UnitOwner | _ElsewhereOwner] = []
         self._module_buffers: list[tuple[nn.Module, str]] = []
@@ -366,6 +367,7 @@ class ZeroEngine:
         self._owners.append(owner)
         aliases = {id(param): tuple(names) for param, names in zip(territory.params, territory.names, strict=True)}
         for buffer in unit.buffers:
+            self._unit_of[id(buffer)] = unit
             for index, param in enumerate(buffer.params):
                 self._places[id(param)] = (buffer, index)
                 self._names[id(param)] = aliases[id(param)]
@@ -520,7 +522,7 @@ class ZeroEngine:
             buffer.flush()
 
     def _mark_stale(self, buffer: FlatBuffer) -> None:
-        unit = next(unit for unit in self.units if buffer in unit.buffers)
+        unit = self._unit_of[id(buffer)]
         if not unit.is_sharded_between_uses:
             unit.state = UnitState.SHARDED
 
@@ -963,7 +965,7 @@ class ZeroEngine:
     def _state_bytes(self, optimizer: Optimizer) -> tuple[int, int]:
         """Return the bytes of an optimizer's states, on the device and offloaded."""
         storages: dict[bool, dict[int, int]] = {False: {}, True: {}}
-        for param, state in optimizer.state.items():
+        for param, state in vars(optimizer)["state"].items():  # sizes are known before a deferred step is made
             place = self._places.get(id(param))
             is_offloaded = place is not None and place[0].is_offloaded
             for value in state.values():

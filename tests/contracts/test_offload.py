@@ -233,6 +233,7 @@ def _is_deferred(rank: int, world: int, stage: int) -> None:
         engine, module, optimizer = _started(stage, **options)
         before = {name: param.detach().clone() for name, param in module.named_parameters()} if stage < 3 else {}
         _step(engine, module, optimizer, 0)
+        engine.stats()  # looks at sizes only
         pending = [buffer._update is not None for buffer in engine._buffers]
         assert all(pending) if expected else not any(pending)
         if stage < 3:
