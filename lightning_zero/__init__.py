@@ -8,7 +8,8 @@ from lightning_zero.checkpoint.export import export_safetensors
 from lightning_zero.checkpoint.pretrained import load_pretrained
 from lightning_zero.checkpoint_io import load_from_checkpoint
 from lightning_zero.config import ActivationCheckpointing, Communication, MixedPrecision, Offload, Pipeline, Sharding
-from lightning_zero.engine.engine import EngineStats, ZeroEngine, gathered
+from lightning_zero.engine.engine import ZeroEngine, gathered
+from lightning_zero.engine.statistics import EngineStats
 from lightning_zero.errors import CollectiveError, PipelineError, ReleasedParameterError, ShardedGradientError
 from lightning_zero.layout import FlatLayout
 from lightning_zero.precision import LossScale

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
-from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, Optional, Protocol, TypeVar, Union
+from typing import Any, Literal, Optional, TypeVar, Union
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
@@ -23,11 +21,10 @@ from lightning.fabric.utilities.distributed import (
     _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -37,39 +34,23 @@ from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_zero.checkpoint import directory, paths, state
 from lightning_zero.checkpoint.asynchronous import AsyncSaver
-from lightning_zero.checkpoint.random_state import RANDOM_STATES, gather_random_states, restore_random_state
-from lightning_zero.checkpoint.ranks import CheckpointError, Ranks
+from lightning_zero.checkpoint_hooks import CheckpointFollower, CheckpointHooks, raw
 from lightning_zero.comm.mesh import Mesh
 from lightning_zero.config import ActivationCheckpointing, Communication, Offload, Pipeline, Sharding, check_moments
 from lightning_zero.engine.engine import ZeroEngine
-from lightning_zero.metrics import METRIC_STATES, metric_states, with_own_metric_states
 from lightning_zero.parallel.activation import checkpoint_activations
 from lightning_zero.parallel.split import split_module
-from lightning_zero.pipelined import PipelinedSteps, refuse_program
+from lightning_zero.pipelined import PipelinedSteps
 from lightning_zero.precision import LossScale, LossScaler, ZeroPrecision, ZeroStep, adopt, engine_precision
+from lightning_zero.refusals import refuse_options
 
-__all__ = ["CheckpointFollower", "ZeroStrategy", "register_strategies"]
+__all__ = ["ZeroStrategy", "register_strategies"]
 
 T = TypeVar("T")
 
-PEERS_TIMEOUT_S = 20.0  # how long a rank that saves after an error waits for the others
 
-
-class CheckpointFollower(Protocol):
-    """Does something beside every checkpoint that ``ZeroStrategy`` saves."""
-
-    def checkpoint_saved(self, module: nn.Module, filepath: _PATH) -> None:
-        """Follow a save, which in the background may still be running. Collective: all ranks."""
-        ...
-
-    def checkpoint_removed(self, filepath: _PATH) -> None:
-        """Follow a removal, on rank 0."""
-        ...
-
-
-class ZeroStrategy(ParallelStrategy):
+class ZeroStrategy(CheckpointHooks):
     """Train with the redundancy of data parallelism removed (ZeRO, arXiv:1910.02054).
 
     Args:
@@ -174,17 +155,6 @@ class ZeroStrategy(ParallelStrategy):
 
     # -- The engine ------------------------------------------------------------------------------------------------
 
-    @property
-    def engine(self) -> ZeroEngine:
-        """The engine that shards the module.
-
-        Raises:
-            RuntimeError: the module is not sharded yet.
-        """
-        if self._engine is None:
-            raise RuntimeError("The module is not sharded before `Trainer.fit`, `validate`, `test` or `predict` runs.")
-        return self._engine
-
     def gathered(
         self, params_or_module: Any, write: Literal["rank0", "all"] | None = None
     ) -> AbstractContextManager[None]:
@@ -201,7 +171,7 @@ class ZeroStrategy(ParallelStrategy):
 
     def grad_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
         """See ``ZeroEngine.grad_norm``. Collective: all ranks."""
-        return self.engine.grad_norm(None if optimizer is None else _raw(optimizer), norm_type=norm_type)
+        return self.engine.grad_norm(None if optimizer is None else raw(optimizer), norm_type=norm_type)
 
     # -- Processes and devices -------------------------------------------------------------------------------------
 
@@ -294,7 +264,7 @@ class ZeroStrategy(ParallelStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        self._check(trainer)
+        refuse_options(self, trainer)
         self._shard(self.lightning_module)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -302,54 +272,6 @@ class ZeroStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         self.model_to_device()
         self._announce()
-
-    def _check(self, trainer: pl.Trainer) -> None:
-        """Refuse what would not do what its name says."""
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if self.stage == 3 and isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-                raise ValueError(
-                    f"`{type(callback).__name__}` averages whole parameters, which no rank has at stage 3."
-                    " Use `ZeroStrategy(stage=2)`, or remove the callback."
-                )
-        if self.state_dict_type == "sharded" and not self._has_plain_checkpoint_io:
-            raise ValueError(
-                f"`{type(self.checkpoint_io).__name__}` writes single files, and `state_dict_type='sharded'` writes a"
-                " directory from all ranks. Use `ZeroStrategy(state_dict_type='full')`, or leave the plugin out."
-            )
-        self._check_async(trainer)
-        self._check_pipeline(trainer)
-        if self.loss_scale is not None and self._step_plugin.scaler is None:
-            raise ValueError(
-                f"`loss_scale` has no effect with precision={self.precision_plugin.precision!r}."
-                " Use precision='16-mixed' (on a GPU) or '16-true', or leave `loss_scale` out."
-            )
-
-    def _check_pipeline(self, trainer: pl.Trainer) -> None:
-        if self.pipeline is None:
-            return
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        refuse_program(self._sharded_module, self.pipeline.num_microbatches if fitting else 1)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, (StochasticWeightAveraging, WeightAveraging, BaseFinetuning)):
-                raise ValueError(
-                    f"`{type(callback).__name__}` reads all parameters on every rank, and a pipeline stage has a part"
-                    " of them. Remove the callback, or `pipeline`."
-                )
-
-    def _check_async(self, trainer: pl.Trainer) -> None:
-        if not self.async_save:
-            return
-        if not self._has_plain_checkpoint_io:
-            raise ValueError(
-                f"`async_save=True` writes checkpoints itself, and `{type(self.checkpoint_io).__name__}` would not be"
-                " asked. Leave one of the two out."
-            )
-        for callback in trainer.checkpoint_callbacks:
-            if getattr(callback, "save_last", None) == "link":
-                raise ValueError(
-                    "`save_last='link'` links to a checkpoint that `async_save=True` is still writing: after a crash"
-                    " the link would lead nowhere. Use `ModelCheckpoint(save_last=True)`."
-                )
 
     def _shard(self, module: pl.LightningModule) -> None:
         recipe = self._recipe()
@@ -451,11 +373,6 @@ class ZeroStrategy(ParallelStrategy):
             device = nullcontext() if self.stage == 3 else self.root_device
         with device, self.precision_plugin.tensor_init_context():
             yield
-
-    @property
-    def _sharded_module(self) -> pl.LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
 
     def _whole_state_dict(self) -> dict[str, Any]:
         """Return the module's ``state_dict`` with whole values in host memory, on every rank. Collective: all ranks."""
@@ -575,166 +492,6 @@ class ZeroStrategy(ParallelStrategy):
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         return tensor
 
-    # -- Checkpoints -----------------------------------------------------------------------------------------------
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Every rank reads what it holds, so the module is sharded first."""
-        return True
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """Lightning calls ``load_optimizer_state_dict``."""
-        return True
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return this rank's segments of the parameters and everything else the module keeps."""
-        if self._engine is None:
-            return super().lightning_module_state_dict()
-        if self._steps is not None:
-            self._steps.gather_buffers()
-        return state.model_state(self._engine, self._sharded_module)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return this rank's segments of the optimizer's state, by parameter name."""
-        if self._engine is None:
-            return super().optimizer_state(optimizer)
-        with self._engine.whole_groups(_raw(optimizer)):
-            return state.optimizer_state(self._engine, _raw(optimizer))
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Write a checkpoint. Collective: all ranks.
-
-        Raises:
-            CheckpointError: Not all ranks came to save, or another one could not write.
-        """
-        if self._engine is None:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        if not self._all_ranks_came():
-            return
-        filepath = Ranks(self._engine).from_first(filepath)
-        if "loops" in checkpoint:  # more than weights
-            checkpoint = {**checkpoint, **self._states_of_ranks(self._engine)}
-        is_full = self.state_dict_type == "full"
-        is_plain = self._has_plain_checkpoint_io and not _has_protocol(filepath) and storage_options is None
-        if is_full and not is_plain and not self.async_save:
-            whole = directory.gather_full(self._engine, checkpoint)
-            super().save_checkpoint(whole, filepath, storage_options)
-        elif storage_options is not None:
-            raise ValueError(
-                "`storage_options` needs a single file. Use `ZeroStrategy(state_dict_type='full')`, without"
-                " `async_save`."
-            )
-        elif self.async_save:
-            self._saver_of(self._engine).save(checkpoint, filepath, full=is_full)
-        else:
-            directory.save(self._engine, checkpoint, filepath, full=is_full)
-        for follower in self.followers:
-            follower.checkpoint_saved(self._sharded_module, filepath)
-
-    def _states_of_ranks(self, engine: ZeroEngine) -> dict[str, Any]:
-        """Return what every rank has of its own. Collective: all ranks."""
-        metrics = Ranks(engine).gather(metric_states(self._sharded_module))[: engine.world_size]  # stages have the same
-        return {RANDOM_STATES: gather_random_states(engine), **({METRIC_STATES: metrics} if any(metrics) else {})}
-
-    def _saver_of(self, engine: ZeroEngine) -> AsyncSaver:
-        if self._saver is not None and self._saver.engine is not engine:
-            self._saver.close()
-            self._saver = None
-        if self._saver is None:
-            self._saver = AsyncSaver(engine)
-        return self._saver
-
-    def wait_for_save(self) -> None:
-        """Return when every checkpoint saved with ``async_save=True`` is on the disk.
-
-        Raises:
-            CheckpointError, OSError: The last save failed.
-        """
-        if self._saver is not None:
-            self._saver.wait()
-
-    @property
-    def _has_plain_checkpoint_io(self) -> bool:
-        return type(self.checkpoint_io) is TorchCheckpointIO
-
-    def _all_ranks_came(self) -> bool:
-        """Wait for the previous save and for all ranks; after an error some may stay away. Collective: who is there."""
-        assert self._engine is not None
-        trainer = self._sharded_module._trainer
-        ranks = Ranks(self._engine)
-        if trainer is None or not trainer.interrupted:
-            self.wait_for_save()
-            ranks.meet("Saving a checkpoint")
-            return True
-        try:
-            self.wait_for_save()
-            ranks.meet("Saving a checkpoint", PEERS_TIMEOUT_S)
-        except (CheckpointError, OSError) as error:
-            warnings.warn(f"No checkpoint is saved after the error: {error}", stacklevel=2)
-            return False
-        return True
-
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint of any stage, number of ranks or strategy. Collective: all ranks."""
-        self.wait_for_save()
-        weights_only = self.weights_only if weights_only is None else weights_only
-        checkpoint_path = Ranks(self._engine).from_first(checkpoint_path)
-        is_plain = self._has_plain_checkpoint_io and not _has_protocol(checkpoint_path)
-        if not is_plain and not Path(checkpoint_path).is_dir():
-            return super().load_checkpoint(checkpoint_path, weights_only)
-        return directory.load(self._engine, checkpoint_path, weights_only=weights_only)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load ``checkpoint["state_dict"]`` as it is now. Collective: all ranks."""
-        module, saved = self._sharded_module, checkpoint.get(METRIC_STATES, [])
-        values, undivided = with_own_metric_states(
-            module, checkpoint["state_dict"], saved, self.engine.rank, self.engine.world_size
-        )
-        if undivided:
-            rank_zero_warn(
-                f"The checkpoint was saved on {len(saved)} ranks and is loaded on {self.world_size}. All take rank 0's"
-                f" {', '.join(f'`{name}`' for name in undivided)}: the metric does not say how to merge the states."
-            )
-        state.load_model_state(self.engine, module, values, strict=strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the states of all optimizers. Collective: all ranks."""
-        self._random_states = checkpoint.get(RANDOM_STATES)
-        with ExitStack() as stack:
-            for optimizer in self.optimizers:
-                stack.enter_context(self.engine.whole_groups(optimizer))
-            state.load_optimizer_state(self.engine, self.optimizers, checkpoint["optimizer_states"])
-
-    def on_train_end(self) -> None:
-        """Make the steps that are still due. Collective: all ranks."""
-        self.engine.flush()
-
-    def on_train_start(self) -> None:
-        """Set the random number generators as they were at the checkpoint that is resumed."""
-        states, self._random_states = self._random_states, None
-        if states is None:
-            return
-        message = restore_random_state(self.engine, states)
-        if message is None:
-            _begin_epoch_as_uninterrupted(self._sharded_module.trainer)
-        else:
-            rank_zero_warn(message)
-
-    def remove_checkpoint(self, filepath: _PATH) -> None:
-        """Remove a checkpoint file, directory or link."""
-        if not self.is_global_zero:
-            return
-        if self._saver is not None:
-            self._saver.remove(filepath)
-        elif (self._has_plain_checkpoint_io and not _has_protocol(filepath)) or Path(filepath).is_dir():
-            paths.remove(filepath)
-        else:
-            self.checkpoint_io.remove_checkpoint(filepath)
-        for follower in self.followers:
-            follower.checkpoint_removed(filepath)
-
     # -- The end ---------------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
@@ -752,18 +509,6 @@ class ZeroStrategy(ParallelStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-    def _finish_saving(self) -> None:
-        saver, self._saver = self._saver, None
-        if saver is None:
-            return
-        trainer = self._sharded_module._trainer
-        try:
-            saver.close()
-        except Exception as error:
-            if trainer is None or not trainer.interrupted:
-                raise
-            warnings.warn(f"The last checkpoint is not complete: {error}", stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
         made = dict.fromkeys(("_engine", "_saver", "_mesh", "_steps", "_announced"))
@@ -789,29 +534,6 @@ _made_for: weakref.WeakKeyDictionary[ZeroEngine, tuple[Any, ...]] = weakref.Weak
 
 
 # -- Helpers -----------------------------------------------------------------------------------------------------------
-
-
-def _has_protocol(path: _PATH) -> bool:
-    return "://" in str(path)
-
-
-def _raw(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer behind Lightning's wrapper."""
-    return getattr(optimizer, "_optimizer", optimizer)
-
-
-def _begin_epoch_as_uninterrupted(trainer: pl.Trainer) -> None:
-    """Draw for the iterator of the next epoch's data what an uninterrupted run draws, if the last epoch was complete.
-
-    Lightning has made that iterator before the generators were set, and making one draws numbers.
-    """
-    fit_loop = trainer.fit_loop
-    if not fit_loop.epoch_loop.batch_progress.is_last_batch:
-        return
-    if fit_loop.epoch_loop.restarted_on_train_batch_end and fit_loop._data_fetcher is not None:
-        iter(fit_loop._data_fetcher)
-    else:
-        fit_loop._resuming_from_checkpoint = False  # Lightning makes it again, after the hooks of the epoch's start
 
 
 def _is_initialized() -> bool:

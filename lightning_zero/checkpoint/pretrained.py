@@ -29,7 +29,8 @@ from lightning_zero.checkpoint.standins import StandIn, stand_ins
 from lightning_zero.checkpoint.state import copy_ranges
 from lightning_zero.checkpoint.weightfiles import open_weights
 from lightning_zero.engine.awaited import Place, await_values
-from lightning_zero.engine.engine import ParameterRecord, ZeroEngine, engine_of
+from lightning_zero.engine.engine import ZeroEngine, engine_of
+from lightning_zero.engine.records import ParameterRecord
 
 __all__ = ["IncompatibleKeys", "Rename", "load_pretrained"]
 

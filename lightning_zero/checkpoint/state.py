@@ -23,7 +23,8 @@ from lightning_zero.checkpoint.stored import StoredTensor, fill
 from lightning_zero.errors import nearest
 
 if TYPE_CHECKING:
-    from lightning_zero.engine.engine import ParameterRecord, ZeroEngine
+    from lightning_zero.engine.engine import ZeroEngine
+    from lightning_zero.engine.records import ParameterRecord
 
 __all__ = ["copy_ranges", "load_model_state", "load_optimizer_state", "model_state", "optimizer_state"]
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
-from weakref import WeakKeyDictionary, WeakSet
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -18,96 +17,26 @@ from lightning_zero.config import Communication, MixedPrecision, Moments, Offloa
 from lightning_zero.engine.awaited import awaited_places, awaited_values, forget_awaited
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.deferred import Deferral
+from lightning_zero.engine.elsewhere import Elsewhere
 from lightning_zero.engine.hooks import Hooks
-from lightning_zero.engine.moments import widened
+from lightning_zero.engine.module_buffers import ModuleBuffers
 from lightning_zero.engine.optimizer import Place, ShardedOptimizer, gradient_norm
 from lightning_zero.engine.order import PassOrder
-from lightning_zero.engine.parameter import ReleasedParameter, own
-from lightning_zero.engine.partition import Territory, build_unit, choose_territories, kind_of
+from lightning_zero.engine.parameter import own
+from lightning_zero.engine.partition import Territory, build_unit, choose_territories
 from lightning_zero.engine.parts import Parts
+from lightning_zero.engine.records import ParameterRecord, record_elsewhere, record_here
 from lightning_zero.engine.reduction import Reducer
+from lightning_zero.engine.statistics import EngineStats, Statistics
 from lightning_zero.engine.unit import Unit, UnitState
+from lightning_zero.engine.whole import Whole, Write
 from lightning_zero.errors import PipelineError
 from lightning_zero.storage.host import HostStore
-from lightning_zero.storage.store import DeviceStore, Kind
+from lightning_zero.storage.store import DeviceStore
 
-__all__ = ["EngineStats", "ParameterRecord", "Write", "ZeroEngine", "engine_of", "gathered"]
-
-Write = Literal["rank0", "all"]
+__all__ = ["ZeroEngine", "engine_of", "gathered"]
 
 _ENGINES: WeakSet[ZeroEngine] = WeakSet()
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """What an engine holds and has sent.
-
-    Attributes:
-        stage: ZeRO stage.
-        world_size: Ranks that share the model.
-        num_units: Units with parameters.
-        memory: Bytes that are alive on this rank: ``parameters``, ``gradients``, ``optimizer`` (masters and states),
-            ``gathered`` (whole parameters at stage 3).
-        host: Bytes of these kinds that are offloaded to host memory.
-        traffic: Bytes this rank has sent since ``reset_stats``: ``all_gather``, ``reduce_scatter``, ``broadcast``
-            (buffers), ``control``.
-        calls: Number of calls of each of these.
-        wait_s: Seconds this rank has waited for collectives.
-        peak_gathered: Most bytes of whole parameters that were alive at once.
-    """
-
-    stage: int
-    world_size: int
-    num_units: int
-    memory: dict[str, int]
-    host: dict[str, int]
-    traffic: dict[str, int]
-    calls: dict[str, int]
-    wait_s: float
-    peak_gathered: int
-
-
-@dataclass(frozen=True)
-class ParameterRecord:
-    """One parameter as checkpoints see it.
-
-    Attributes:
-        name: First fully qualified name.
-        aliases: All names of a tied parameter, ``name`` first.
-        shape: Shape of the whole parameter.
-        parameter: The user's object.
-        trained: Whether an optimizer steps it.
-        dtype: The dtype in which the user gave it; it may compute and be stepped in others.
-        save_range: Elements of the flattened parameter that this rank should write. The ranges of all ranks tile the
-            parameter exactly once, at every stage.
-        own_range: Elements whose master and optimizer state this rank holds; all of them at stage 0. Both ranges are
-            empty where another part of the model holds the parameter.
-    """
-
-    name: str
-    aliases: tuple[str, ...]
-    shape: tuple[int, ...]
-    parameter: nn.Parameter
-    trained: bool
-    dtype: torch.dtype
-    save_range: tuple[int, int]
-    own_range: tuple[int, int]
-    _buffer: FlatBuffer | torch.Tensor = field(repr=False)  # elsewhere: an empty master
-    _index: int = field(repr=False)
-    _moments: Moments = field(default="fp32", repr=False)
-
-    def master(self) -> torch.Tensor:
-        """Return the values that are stepped: 1-D over ``own_range``, live. ``publish`` after writing into it."""
-        if isinstance(self._buffer, torch.Tensor):
-            return self._buffer
-        return self._buffer.segment(self._index).reshape(-1)
-
-    def state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer state: 1-D segments over ``own_range`` (whole tensors at stage 0).
-
-        Live, except for moments that are kept in other dtypes than the master's: those are copies in its dtype.
-        """
-        return widened(optimizer.state.get(self.parameter, {}), self._moments, self.master().dtype)
 
 
 class _UnitOwner:
@@ -129,42 +58,6 @@ class _UnitOwner:
     def forget_gradient(self, param: nn.Parameter) -> None:
         buffer, index = self._engine._places[id(param)]
         buffer.forget([index])
-
-
-@dataclass(frozen=True)
-class _Elsewhere:
-    """A parameter that another part of the model holds."""
-
-    param: nn.Parameter
-    master: torch.Tensor  # without elements, in the dtype of the master
-    compute: torch.dtype
-    placeholder: torch.Tensor
-
-
-class _ElsewhereOwner:
-    """Answers for the parameters that other parts of the model hold."""
-
-    def __init__(self, engine: ZeroEngine) -> None:
-        self._engine = engine
-
-    def param_name(self, param: nn.Parameter) -> str:
-        return self._engine.param_name(param)
-
-    def touch(self, param: nn.Parameter) -> bool:
-        parts = self._engine.parts
-        assert parts is not None
-        raise PipelineError(
-            f"Parameter `{self.param_name(param)}` lies on pipeline stage {parts.first_holder(param)}, and code of"
-            f" stage {parts.communicator.rank} uses its values. If several stages use it, name it:"
-            f" `Pipeline(shared=[{self.param_name(param)!r}])`; for a copy call `strategy.full_param(param)` on every"
-            " rank."
-        )
-
-    def show_gradient(self, param: nn.Parameter) -> None:
-        pass
-
-    def forget_gradient(self, param: nn.Parameter) -> None:
-        pass
 
 
 class ZeroEngine:
@@ -228,7 +121,7 @@ class ZeroEngine:
         self.module: nn.Module | None = None
         self.units: list[Unit] = []
         self.parts: Parts | None = None  # of a model that is cut; None if it is whole
-        self._elsewhere: dict[int, _Elsewhere] = {}
+        self._elsewhere: Elsewhere | None = None  # with `parts`
         self._communicator: Communicator | None = None
         self._everyone: Communicator | None = None
         self._store: DeviceStore
@@ -236,14 +129,14 @@ class ZeroEngine:
         self._host: HostStore | None = None  # where offloaded tensors sleep
         self._hooks: Hooks
         self._order: PassOrder
+        self._whole: Whole
+        self._statistics: Statistics
         self._places: dict[int, Place] = {}
         self._unit_of: dict[int, Unit] = {}  # by buffer
         self._names: dict[int, tuple[str, ...]] = {}
-        self._owners: list[_UnitOwner | _ElsewhereOwner] = []
-        self._module_buffers: list[tuple[nn.Module, str]] = []
+        self._owners: list[_UnitOwner] = []
         # - Set by `attach`
         self._sharded_optimizers: list[ShardedOptimizer] = []
-        self._all_groups: WeakKeyDictionary[Optimizer, list[list[nn.Parameter]]] = WeakKeyDictionary()  # of all parts
         self._zeroed: bool | None = None  # whether `zero_grad` was called since `begin_gradients`; None: drop gradients
         self._loose: list[Place] = []  # parameters of no optimizer whose gradient is shown
 
@@ -272,8 +165,10 @@ class ZeroEngine:
         device = self._device or _device_of(module)
         self._communicator = Communicator(self._communication, device, self._process_group)
         self._everyone = self._communicator
-        elsewhere = self._take_part(module, holders, device) if holders is not None else []
-        territories = choose_territories(module, self._unit_classes, {id(param) for param in elsewhere})
+        if holders is not None:
+            self._take_part(module, holders, device)
+        absent = [] if self._elsewhere is None else self._elsewhere.params
+        territories = choose_territories(module, self._unit_classes, {id(param) for param in absent})
         self._store = DeviceStore(device)
         if self._offload is not None:
             self._host = HostStore(pinned=self._offload.pin_memory and device.type == "cuda")
@@ -299,7 +194,7 @@ class ZeroEngine:
             unit.reshard()
         if self.parts is not None:
             self.parts.start_equal(self._buffers)
-        self._adopt_module_buffers(module, device)
+        module_buffers = ModuleBuffers(module, device, self.communicator)
         ahead = self._communication.prefetch
         reducer = Reducer(self.units, self.communicator, min(ahead, 1))
         self._order = PassOrder(self.units, self.communicator, reducer, ahead)
@@ -309,11 +204,22 @@ class ZeroEngine:
             self._order,
             reducer,
             close_windows=self._close_windows,
-            broadcast_buffers=self._broadcast_buffers,
+            broadcast_buffers=module_buffers.broadcast,
             reduces_each_backward=sharding.grads,
         )
+        self._whole = Whole(self.units, self.communicator, self._hooks, self._order, self._elsewhere)
+        self._statistics = Statistics(
+            self.stage,
+            self.units,
+            self._places,
+            communicator=self.communicator,
+            store=self._store,
+            host=self._host,
+            prefetch=ahead,
+            moments=self._moments,
+        )
         self.module = module
-        self._broadcast_buffers()
+        module_buffers.broadcast()
         for values in awaited_values(module):
             values.load(self)
         forget_awaited(module)
@@ -329,37 +235,13 @@ class ZeroEngine:
         stays = (1.0 - self._offload.fraction) * sum(sizes)
         return {index for index in range(len(sizes)) if sum(sizes[: index + 1]) > stays}
 
-    def _take_part(
-        self, module: nn.Module, holders: Mapping[str, tuple[int, ...]], device: torch.device
-    ) -> list[nn.Parameter]:
-        """Give up the values of the parameters that other parts hold, and return them."""
-        communicator = Communicator(self._communication, device, self._parts_group)
-        self.parts = Parts(communicator, dict(module.named_parameters()), holders)
+    def _take_part(self, module: nn.Module, holders: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
+        """Give up the values of the parameters that other parts hold."""
+        self.parts = Parts(
+            Communicator(self._communication, device, self._parts_group), dict(module.named_parameters()), holders
+        )
         self._everyone = Communicator(self._communication, device)
-        self._owners.append(owner := _ElsewhereOwner(self))
-        for name, param in module.named_parameters(remove_duplicate=False):
-            if self.parts.is_here(param):
-                continue
-            self._names[id(param)] = (*self._names.get(id(param), ()), name)
-            if id(param) not in self._elsewhere:
-                holder = module.get_submodule(name.rpartition(".")[0])
-                kind = kind_of(param, holder, self._precision, self._communication)
-                dtype = kind.master if kind.trained else kind.compute
-                empty = torch.empty(0, dtype=dtype, device=device)
-                placeholder = torch.full((), float("nan"), dtype=param.dtype, device=device).expand(param.shape)
-                self._elsewhere[id(param)] = _Elsewhere(param, empty, kind.compute, placeholder)
-        for param in self._params_elsewhere:
-            own(param, owner)
-            if param.is_meta:  # its `data` cannot be of another device
-                real = nn.Parameter(self._elsewhere[id(param)].placeholder, requires_grad=param.requires_grad)
-                torch.utils.swap_tensors(param, real)  # type: ignore[no-untyped-call]
-            param.data = self._elsewhere[id(param)].placeholder
-            param.__class__ = ReleasedParameter
-        return self._params_elsewhere
-
-    @property
-    def _params_elsewhere(self) -> list[nn.Parameter]:
-        return [one.param for one in self._elsewhere.values()]
+        self._elsewhere = Elsewhere(module, self.parts, self._names, self._precision, self._communication, device)
 
     def _register(self, unit: Unit, territory: Territory) -> None:
         owner = _UnitOwner(self, unit)
@@ -372,16 +254,6 @@ class ZeroEngine:
                 self._places[id(param)] = (buffer, index)
                 self._names[id(param)] = aliases[id(param)]
                 own(param, owner)
-
-    def _adopt_module_buffers(self, module: nn.Module, device: torch.device) -> None:
-        for child in module.modules():
-            for key, buffer in child._buffers.items():
-                if buffer is not None:
-                    # Modules of other parts of the model were not made real.
-                    child._buffers[key] = (
-                        torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
-                    )
-                    self._module_buffers.append((child, key))
 
     def attach(self, *optimizers: Optimizer) -> Any:
         """Make optimizers step this rank's segments; they replace those attached before.
@@ -414,25 +286,12 @@ class ZeroEngine:
 
     def drop_elsewhere(self, optimizer: Optimizer) -> None:
         """Take the parameters that other parts of the model hold out of an optimizer's groups; ``attach`` it then."""
-        if not self._elsewhere:
-            return
-        self._all_groups[optimizer] = [list(group["params"]) for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["params"] = [param for param in group["params"] if id(param) not in self._elsewhere]
+        if self._elsewhere is not None:
+            self._elsewhere.drop(optimizer)
 
-    @contextmanager
-    def whole_groups(self, optimizer: Optimizer) -> Iterator[None]:
+    def whole_groups(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Put the parameters of other parts back into an optimizer's groups for a while: checkpoints name them all."""
-        here = [group["params"] for group in optimizer.param_groups]
-        for group, whole in zip(optimizer.param_groups, self._all_groups.get(optimizer, here), strict=False):
-            group["params"] = whole
-        try:
-            yield
-        finally:
-            for group, params in zip(optimizer.param_groups, here, strict=True):
-                group["params"] = params
-            for param in self._params_elsewhere:
-                optimizer.state.pop(param, None)
+        return nullcontext() if self._elsewhere is None else self._elsewhere.whole_groups(optimizer)
 
     def detach(self) -> None:
         """Let go of the optimizers and of all gradients."""
@@ -477,7 +336,7 @@ class ZeroEngine:
         return module
 
     def _original_dtype(self, param: nn.Parameter) -> torch.dtype:
-        return param.dtype if id(param) in self._elsewhere else self._places[id(param)][0].kind.original
+        return param.dtype if self._is_elsewhere(param) else self._places[id(param)][0].kind.original
 
     def close(self) -> None:
         """Take the hooks out and give the process groups back. No collective.
@@ -653,125 +512,27 @@ class ZeroEngine:
             ValueError: ``write`` is not known, or ``"rank0"`` in pipeline stages.
             RuntimeError: A parameter was changed although ``write`` is None.
         """
-        if write not in (None, "rank0", "all"):
-            raise ValueError(f"`write={write!r}` is not known. Use None, 'rank0' or 'all'.")
-        if write == "rank0" and self.parts is not None:
-            raise ValueError(
-                "`write='rank0'` needs all parameters on rank 0, and a pipeline stage has its own. Make the same change"
-                " on every rank and use `write='all'`."
-            )
         params = _params_of(params_or_module)
         units = self._units_of(params_or_module if isinstance(params_or_module, nn.Module) else params)
         self._close_windows()
-        with self._hooks.boundary():
-            for unit in units:
-                unit.holds += 1
-                if not unit.holds > 1 and unit.state is UnitState.SHARDED:
-                    unit.unshard()
-                unit.wait()
-        all_held = all(unit.holds for unit in self.units)
-        self._order.is_suspended += all_held
-        for unit in units:
-            for buffer in unit.buffers:
-                buffer.collect_writes()
-        try:
-            with self._borrowed(params):
-                yield
-            self._accept(units, write)
-        finally:
-            self._order.is_suspended -= all_held
-            for unit in units:
-                unit.holds -= 1
-                if not unit.is_busy:
-                    unit.reshard()
-
-    @contextmanager
-    def _borrowed(self, params: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Let parameters of other parts have values for a while. Collective on entry: all ranks."""
-        if self.parts is None:
+        with self._whole.gathered(units, params, write):
             yield
-            return
-        borrowed = []
-        with torch.inference_mode(False), torch.no_grad():
-            for param in [one for one in params if isinstance(one, nn.Parameter) and id(one) in self._names]:
-                away = self._elsewhere.get(id(param))
-                if away is None:
-                    values = param.detach().clone()
-                else:
-                    values = torch.empty(param.shape, dtype=away.compute, device=away.master.device)
-                    borrowed.append((away, values))
-                what = f"parameter `{self.param_name(param)}`"
-                self.parts.communicator.broadcast(values, what, self.parts.first_holder(param))
-        for away, values in borrowed:
-            away.param.__class__ = nn.Parameter
-            away.param.data = values
-        try:
-            yield
-        finally:
-            for away, _ in borrowed:
-                away.param.__class__ = nn.Parameter
-                away.param.data = away.placeholder
-                away.param.__class__ = ReleasedParameter
-
-    def _accept(self, units: list[Unit], write: Write | None) -> None:
-        for unit in units:
-            for buffer in unit.buffers:
-                if write is None:
-                    if buffer.is_written():
-                        raise RuntimeError(
-                            f"A parameter of unit `{unit.name}` was changed inside `gathered`. Say whose change counts:"
-                            " `gathered(…, write='rank0')` or `write='all'`."
-                        )
-                    continue
-                buffer.collect_writes()
-                if write == "rank0":
-                    self.communicator.broadcast(buffer.full, f"unit `{unit.name}`")
-                buffer.accept_writes()
 
     def full_param(self, param: nn.Parameter) -> torch.Tensor:
         """Return a copy of a parameter's values as they are stepped (fp32 masters), whole. Collective: all ranks."""
-        if self.parts is not None:
-            return self._full_of_parts(param, self.parts)
-        return self._full_here(param)
-
-    def _full_of_parts(self, param: nn.Parameter, parts: Parts) -> torch.Tensor:
-        if parts.is_here(param):
-            whole = self._full_here(param)
-        else:
-            master = self._elsewhere[id(param)].master
-            whole = torch.empty(param.shape, dtype=master.dtype, device=master.device)
-        what = f"parameter `{self.param_name(param)}`"
-        parts.communicator.broadcast(whole, what, parts.first_holder(param))
-        return whole
-
-    def _full_here(self, param: nn.Parameter) -> torch.Tensor:
-        buffer, index = self._place(param)
+        self._require_module()
         self._close_windows()
-        buffer.refresh_master()
-        return self._whole(buffer, index, buffer.segment(index))
+        if self._elsewhere is None:
+            return self._whole.values(*self._place(param))
+        here = None if param in self._elsewhere else self._whole.values(*self._place(param))
+        return self._whole.values_of_part(param, here, self._elsewhere)
 
     def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:
         """Return a copy of a parameter's reduced gradient, whole; None if it has none. Collective: all ranks.
 
         Of a parameter that another part of the model holds it is None.
         """
-        if id(param) in self._elsewhere:
-            return None
-        buffer, index = self._place(param)
-        values = buffer.gradient()
-        if index not in buffer.has_grad or values is None:
-            return None
-        return self._whole(buffer, index, buffer.segment(index, values).to(buffer.stepped.dtype))
-
-    def _whole(self, buffer: FlatBuffer, index: int, piece: torch.Tensor) -> torch.Tensor:
-        slot = buffer.layout.slots[index]
-        if not buffer.sharding.optim:
-            return piece.detach().clone()
-        start, stop = buffer.own_segment(index)
-        with torch.inference_mode(False), torch.no_grad():
-            whole = torch.zeros(slot.numel, dtype=piece.dtype, device=piece.device)
-            whole[start:stop] = piece
-            return self.communicator.all_reduce(whole, f"parameter `{slot.name}`", kind="reads").view(slot.shape)
+        return None if self._is_elsewhere(param) else self._whole.gradient(*self._place(param))
 
     # -- Checkpoints -----------------------------------------------------------------------------------------------
 
@@ -785,25 +546,20 @@ class ZeroEngine:
         assert self.module is not None
         records = []
         for param in self.module.parameters():
-            if id(param) in self._elsewhere:
-                records.append(self._record_elsewhere(param))
+            names = self._names[id(param)]
+            if self._elsewhere is not None and param in self._elsewhere:
+                records.append(record_elsewhere(param, names, self._elsewhere.master(param)))
                 continue
             buffer, index = self._places[id(param)]
-            segment = buffer.layout.segment(index, self.communicator.rank)
-            names = self._names[id(param)]
+            is_saved = self.parts is None or self.parts.is_counted_here(param)
             records.append(
-                ParameterRecord(
-                    name=names[0],
-                    aliases=names,
-                    shape=buffer.layout.slots[index].shape,
-                    parameter=param,
+                record_here(
+                    buffer,
+                    index,
+                    names,
                     trained=id(param) in trained,
-                    dtype=buffer.kind.original,
-                    save_range=(segment.start, segment.stop) if self._is_saved_here(param) else (0, 0),
-                    own_range=buffer.own_segment(index),
-                    _buffer=buffer,
-                    _index=index,
-                    _moments=self._moments,
+                    saved_by=self.rank if is_saved else None,
+                    moments=self._moments,
                 )
             )
         return records
@@ -820,23 +576,8 @@ class ZeroEngine:
         if self.parts is not None:
             self.parts.start_equal(self._buffers)
 
-    def _record_elsewhere(self, param: nn.Parameter) -> ParameterRecord:
-        names = self._names[id(param)]
-        return ParameterRecord(
-            name=names[0],
-            aliases=names,
-            shape=tuple(param.shape),
-            parameter=param,
-            dtype=param.dtype,
-            trained=False,
-            save_range=(0, 0),
-            own_range=(0, 0),
-            _buffer=self._elsewhere[id(param)].master,
-            _index=0,
-        )
-
-    def _is_saved_here(self, param: nn.Parameter) -> bool:
-        return self.parts is None or self.parts.is_counted_here(param)
+    def _is_elsewhere(self, param: torch.Tensor) -> bool:
+        return self._elsewhere is not None and param in self._elsewhere
 
     def publish(self) -> None:
         """Make the masters the parameters' values. Collective: all ranks. Call after writing into ``master()``."""
@@ -892,87 +633,19 @@ class ZeroEngine:
     def stats(self) -> EngineStats:
         """Return what the engine holds and has sent on this rank. No collective."""
         self._require_module()
-        memory: dict[str, int] = {kind: self._store.live(kind) for kind in get_args(Kind)}
-        host: dict[str, int] = {kind: 0 if self._host is None else self._host.live(kind) for kind in get_args(Kind)}
-        for optimizer in self.optimizers:
-            device_bytes, host_bytes = self._state_bytes(optimizer)
-            memory["optimizer"] += device_bytes
-            host["optimizer"] += host_bytes
-        traffic = dict.fromkeys(("all_gather", "reduce_scatter", "broadcast", "control"), 0)
-        return EngineStats(
-            stage=self.stage,
-            world_size=self.world_size,
-            num_units=sum(1 for unit in self.units if unit.buffers),
-            memory=memory,
-            host=host,
-            traffic={**traffic, **self.communicator.sent_bytes},
-            calls={**traffic, **self.communicator.calls},
-            wait_s=self.communicator.wait_s,
-            peak_gathered=self._store.peak("gathered"),
-        )
+        return self._statistics.take(self.optimizers)
 
     def reset_stats(self) -> None:
         """Start counting traffic and peaks anew."""
-        self.communicator.reset_stats()
-        self._store.reset_peak()
+        self._require_module()
+        self._statistics.reset()
 
     def plan(self) -> list[str]:
         """Return about six lines that say what the engine is going to do."""
         self._require_module()
-        buffers = self._buffers
-        trained = [buffer for buffer in buffers if buffer.kind.trained]
-        total = sum(buffer.layout.numel for buffer in buffers)
-        largest = max(self.units, key=lambda unit: unit.numel)
-        stats = self.stats()
-        memory, host = stats.memory, stats.host
-        grad_bytes = sum(_gradient_bytes(buffer) for buffer in trained)
-        host_grads = sum(_gradient_bytes(b) for b in trained if b.is_offloaded and b.sharding.grads)
-        share = self.world_size - 1
-        sent_params = sum(buffer.full.nbytes // self.world_size * share for buffer in buffers)
-        sent_trained = sum(buffer.full.nbytes // self.world_size * share for buffer in trained)
-        sent_grads = sum(buffer.layout.shard_numel * buffer.kind.reduce.itemsize * share for buffer in trained)
-        sent = sent_grads + {0: sent_grads, 3: 2 * sent_params}.get(self.stage, sent_trained)
-        dtypes = sorted({_short(buffer.kind.compute) for buffer in buffers})
-        reduce = sorted({_short(buffer.kind.reduce) for buffer in trained})
-        return [
-            f"ZeRO stage {self.stage} on {self.world_size} rank(s), {self.communicator.device.type}:"
-            f" {total:,} parameters, {sum(buffer.layout.numel for buffer in trained):,} trained",
-            f"units: {sum(1 for unit in self.units if unit.buffers)}, the largest `{largest.name}`"
-            f" with {largest.numel:,} parameters; prefetch {self._communication.prefetch}",
-            f"dtypes: compute {', '.join(dtypes)}; gradients {', '.join(reduce) or 'none'}"
-            + ("" if self._moments == "fp32" else f"; moments {self._moments}"),
-            f"memory per rank: parameters {_size(memory['parameters'])}, masters {_size(memory['optimizer'])},"
-            f" gradients {_size(grad_bytes - host_grads)}"
-            + (f", gathered at most about {_size(self._gathered_estimate())}" if self.stage == 3 else "")
-            + (
-                f"; in host memory: parameters {_size(host['parameters'])}, masters {_size(host['optimizer'])},"
-                f" gradients {_size(host_grads)}"
-                if self._host is not None
-                else ""
-            ),
-            f"sent per rank and step: {_size(sent)}"
-            f" (gradients {_size(sent_grads)}, parameters {_size(sent - sent_grads)})",
-        ]
-
-    def _gathered_estimate(self) -> int:
-        sizes = [sum(buffer.full.nbytes for buffer in unit.buffers) for unit in self.units]
-        root, others = sizes[0], sorted(sizes[1:], reverse=True)
-        is_sharded = any(unit.is_sharded_between_uses for unit in self.units)
-        return root + sum(others[: 1 + self._communication.prefetch]) if is_sharded else 0
+        return self._statistics.plan()
 
     # -- Inside ----------------------------------------------------------------------------------------------------
-
-    def _state_bytes(self, optimizer: Optimizer) -> tuple[int, int]:
-        """Return the bytes of an optimizer's states, on the device and offloaded."""
-        storages: dict[bool, dict[int, int]] = {False: {}, True: {}}
-        for param, state in vars(optimizer)["state"].items():  # sizes are known before a deferred step is made
-            place = self._places.get(id(param))
-            is_offloaded = place is not None and place[0].is_offloaded
-            for value in state.values():
-                if torch.is_tensor(value):
-                    storage = value.untyped_storage()
-                    storages[is_offloaded][storage._cdata] = storage.nbytes()
-        return sum(storages[False].values()), sum(storages[True].values())
 
     @property
     def _buffers(self) -> list[FlatBuffer]:
@@ -998,7 +671,7 @@ class ZeroEngine:
     def _knows(self, params_or_module: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> bool:
         """Say whether parameters are of this engine's module; those of other parts of a pipeline are too."""
         params = _params_of(params_or_module)
-        known = any(id(param) in self._places or id(param) in self._elsewhere for param in params)
+        known = any(id(param) in self._places or self._is_elsewhere(param) for param in params)
         return known or params_or_module is self.module
 
     def _sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
@@ -1049,20 +722,6 @@ class ZeroEngine:
         buffer.show(index)
         self._loose.append((buffer, index))
 
-    def _broadcast_buffers(self) -> None:
-        """Give all ranks rank 0's module buffers, in one message."""
-        if self.communicator.world_size == 1 or not self._module_buffers:
-            return
-        buffers = [buffer for child, key in self._module_buffers if (buffer := child._buffers.get(key)) is not None]
-        with torch.inference_mode(False), torch.no_grad():
-            message = torch.cat([buffer.reshape(-1).contiguous().view(torch.uint8) for buffer in buffers])
-            self.communicator.broadcast(message, "module buffers")
-            if self.rank == 0:
-                return
-            pieces = torch.split(message, [buffer.nbytes for buffer in buffers])
-            for buffer, piece in zip(buffers, pieces, strict=True):
-                buffer.copy_(piece.clone().view(buffer.dtype).view(buffer.shape))
-
 
 @contextmanager
 def gathered(
@@ -1106,20 +765,3 @@ def _device_of(module: nn.Module) -> torch.device:
         found = ", ".join(sorted(str(device) for device in devices))
         raise ValueError(f"The parameters are on several devices ({found}). Pass `device=`, or move the module to one.")
     return devices.pop() if devices else torch.device("cpu")
-
-
-def _gradient_bytes(buffer: FlatBuffer) -> int:
-    numel = buffer.layout.shard_numel if buffer.sharding.grads else buffer.layout.padded_numel
-    return numel * buffer.kind.reduce.itemsize
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024 or unit == "GiB":
-            return f"{nbytes:.1f} {unit}" if unit != "B" else f"{nbytes:.0f} B"
-        nbytes /= 1024
-    raise AssertionError

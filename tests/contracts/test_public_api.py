@@ -28,9 +28,11 @@ def _members(name: str, value: Any) -> Iterator[str]:
     if not inspect.isclass(value):
         return
     fields = {field.name for field in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else set()
-    for key, member in sorted(vars(value).items()):
-        is_inherited = any(hasattr(base, key) for base in value.__bases__)
-        if key.startswith("_") or key in fields or is_inherited:
+    ours = [one for one in value.__mro__ if one.__module__.split(".")[0] in MODULES]
+    foreign = [one for one in value.__mro__ if one not in ours]
+    members = {key: member for one in reversed(ours) for key, member in vars(one).items()}
+    for key, member in sorted(members.items()):
+        if key.startswith("_") or key in fields or any(hasattr(base, key) for base in foreign):
             continue
         if isinstance(member, property):
             yield f"{name}.{key}: property"

@@ -1,0 +1,271 @@
+"""The strategy's hooks for checkpoints: what Lightning calls to save, load and remove them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zero.checkpoint import directory, paths, state
+from lightning_zero.checkpoint.asynchronous import AsyncSaver
+from lightning_zero.checkpoint.random_state import RANDOM_STATES, gather_random_states, restore_random_state
+from lightning_zero.checkpoint.ranks import CheckpointError, Ranks
+from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.metrics import METRIC_STATES, metric_states, with_own_metric_states
+from lightning_zero.pipelined import PipelinedSteps
+
+__all__ = ["CheckpointFollower", "CheckpointHooks", "raw"]
+
+PEERS_TIMEOUT_S = 20.0  # how long a rank that saves after an error waits for the others
+
+
+class CheckpointFollower(Protocol):
+    """Does something beside every checkpoint that ``ZeroStrategy`` saves."""
+
+    def checkpoint_saved(self, module: nn.Module, filepath: _PATH) -> None:
+        """Follow a save, which in the background may still be running. Collective: all ranks."""
+        ...
+
+    def checkpoint_removed(self, filepath: _PATH) -> None:
+        """Follow a removal, on rank 0."""
+        ...
+
+
+class CheckpointHooks(ParallelStrategy):
+    """The part of a strategy that deals with checkpoints.
+
+    Attributes:
+        state_dict_type: ``"full"``: a checkpoint is one file. ``"sharded"``: a directory that all ranks write.
+        async_save: Write checkpoints in the background.
+        weights_only: Passed to ``torch.load`` when the Trainer does not say.
+        followers: Told of checkpoints, in this order.
+    """
+
+    state_dict_type: Literal["sharded", "full"]
+    async_save: bool
+    weights_only: bool | None
+    followers: list[CheckpointFollower]
+    _engine: ZeroEngine | None
+    _saver: AsyncSaver | None  # from the first asynchronous save to teardown
+    _steps: PipelinedSteps | None  # with a pipeline
+    _random_states: list[dict[str, Any]] | None  # what a checkpoint leaves for the start of training
+
+    @property
+    def engine(self) -> ZeroEngine:
+        """The engine that shards the module.
+
+        Raises:
+            RuntimeError: the module is not sharded yet.
+        """
+        if self._engine is None:
+            raise RuntimeError("The module is not sharded before `Trainer.fit`, `validate`, `test` or `predict` runs.")
+        return self._engine
+
+    @property
+    def _sharded_module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Every rank reads what it holds, so the module is sharded first."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Lightning calls ``load_optimizer_state_dict``."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return this rank's segments of the parameters and everything else the module keeps."""
+        if self._engine is None:
+            return super().lightning_module_state_dict()
+        if self._steps is not None:
+            self._steps.gather_buffers()
+        return state.model_state(self._engine, self._sharded_module)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return this rank's segments of the optimizer's state, by parameter name."""
+        if self._engine is None:
+            return super().optimizer_state(optimizer)
+        with self._engine.whole_groups(raw(optimizer)):
+            return state.optimizer_state(self._engine, raw(optimizer))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Write a checkpoint. Collective: all ranks.
+
+        Raises:
+            CheckpointError: Not all ranks came to save, or another one could not write.
+        """
+        if self._engine is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if not self._all_ranks_came():
+            return
+        filepath = Ranks(self._engine).from_first(filepath)
+        if "loops" in checkpoint:  # more than weights
+            checkpoint = {**checkpoint, **self._states_of_ranks(self._engine)}
+        is_full = self.state_dict_type == "full"
+        is_plain = self.has_plain_checkpoint_io and not _has_protocol(filepath) and storage_options is None
+        if is_full and not is_plain and not self.async_save:
+            whole = directory.gather_full(self._engine, checkpoint)
+            super().save_checkpoint(whole, filepath, storage_options)
+        elif storage_options is not None:
+            raise ValueError(
+                "`storage_options` needs a single file. Use `ZeroStrategy(state_dict_type='full')`, without"
+                " `async_save`."
+            )
+        elif self.async_save:
+            self._saver_of(self._engine).save(checkpoint, filepath, full=is_full)
+        else:
+            directory.save(self._engine, checkpoint, filepath, full=is_full)
+        for follower in self.followers:
+            follower.checkpoint_saved(self._sharded_module, filepath)
+
+    def _states_of_ranks(self, engine: ZeroEngine) -> dict[str, Any]:
+        """Return what every rank has of its own. Collective: all ranks."""
+        metrics = Ranks(engine).gather(metric_states(self._sharded_module))[: engine.world_size]  # stages have the same
+        return {RANDOM_STATES: gather_random_states(engine), **({METRIC_STATES: metrics} if any(metrics) else {})}
+
+    def _saver_of(self, engine: ZeroEngine) -> AsyncSaver:
+        if self._saver is not None and self._saver.engine is not engine:
+            self._saver.close()
+            self._saver = None
+        if self._saver is None:
+            self._saver = AsyncSaver(engine)
+        return self._saver
+
+    def wait_for_save(self) -> None:
+        """Return when every checkpoint saved with ``async_save=True`` is on the disk.
+
+        Raises:
+            CheckpointError, OSError: The last save failed.
+        """
+        if self._saver is not None:
+            self._saver.wait()
+
+    @property
+    def has_plain_checkpoint_io(self) -> bool:
+        """Whether single files are written as ``torch.save`` does."""
+        return type(self.checkpoint_io) is TorchCheckpointIO
+
+    def _all_ranks_came(self) -> bool:
+        """Wait for the previous save and for all ranks; after an error some may stay away. Collective: who is there."""
+        assert self._engine is not None
+        trainer = self._sharded_module._trainer
+        ranks = Ranks(self._engine)
+        if trainer is None or not trainer.interrupted:
+            self.wait_for_save()
+            ranks.meet("Saving a checkpoint")
+            return True
+        try:
+            self.wait_for_save()
+            ranks.meet("Saving a checkpoint", PEERS_TIMEOUT_S)
+        except (CheckpointError, OSError) as error:
+            warnings.warn(f"No checkpoint is saved after the error: {error}", stacklevel=2)
+            return False
+        return True
+
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint of any stage, number of ranks or strategy. Collective: all ranks."""
+        self.wait_for_save()
+        weights_only = self.weights_only if weights_only is None else weights_only
+        checkpoint_path = Ranks(self._engine).from_first(checkpoint_path)
+        is_plain = self.has_plain_checkpoint_io and not _has_protocol(checkpoint_path)
+        if not is_plain and not Path(checkpoint_path).is_dir():
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        return directory.load(self._engine, checkpoint_path, weights_only=weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load ``checkpoint["state_dict"]`` as it is now. Collective: all ranks."""
+        module, saved = self._sharded_module, checkpoint.get(METRIC_STATES, [])
+        values, undivided = with_own_metric_states(
+            module, checkpoint["state_dict"], saved, self.engine.rank, self.engine.world_size
+        )
+        if undivided:
+            rank_zero_warn(
+                f"The checkpoint was saved on {len(saved)} ranks and is loaded on {self.world_size}. All take rank 0's"
+                f" {', '.join(f'`{name}`' for name in undivided)}: the metric does not say how to merge the states."
+            )
+        state.load_model_state(self.engine, module, values, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the states of all optimizers. Collective: all ranks."""
+        self._random_states = checkpoint.get(RANDOM_STATES)
+        with ExitStack() as stack:
+            for optimizer in self.optimizers:
+                stack.enter_context(self.engine.whole_groups(optimizer))
+            state.load_optimizer_state(self.engine, self.optimizers, checkpoint["optimizer_states"])
+
+    def on_train_end(self) -> None:
+        """Make the steps that are still due. Collective: all ranks."""
+        self.engine.flush()
+
+    def on_train_start(self) -> None:
+        """Set the random number generators as they were at the checkpoint that is resumed."""
+        states, self._random_states = self._random_states, None
+        if states is None:
+            return
+        message = restore_random_state(self.engine, states)
+        if message is None:
+            _begin_epoch_as_uninterrupted(self._sharded_module.trainer)
+        else:
+            rank_zero_warn(message)
+
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        """Remove a checkpoint file, directory or link."""
+        if not self.is_global_zero:
+            return
+        if self._saver is not None:
+            self._saver.remove(filepath)
+        elif (self.has_plain_checkpoint_io and not _has_protocol(filepath)) or Path(filepath).is_dir():
+            paths.remove(filepath)
+        else:
+            self.checkpoint_io.remove_checkpoint(filepath)
+        for follower in self.followers:
+            follower.checkpoint_removed(filepath)
+
+    def _finish_saving(self) -> None:
+        saver, self._saver = self._saver, None
+        if saver is None:
+            return
+        trainer = self._sharded_module._trainer
+        try:
+            saver.close()
+        except Exception as error:
+            if trainer is None or not trainer.interrupted:
+                raise
+            warnings.warn(f"The last checkpoint is not complete: {error}", stacklevel=2)
+
+
+def _has_protocol(path: _PATH) -> bool:
+    return "://" in str(path)
+
+
+def raw(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer behind Lightning's wrapper."""
+    return getattr(optimizer, "_optimizer", optimizer)
+
+
+def _begin_epoch_as_uninterrupted(trainer: pl.Trainer) -> None:
+    """Draw for the iterator of the next epoch's data what an uninterrupted run draws, if the last epoch was complete.
+
+    Lightning has made that iterator before the generators were set, and making one draws numbers.
+    """
+    fit_loop = trainer.fit_loop
+    if not fit_loop.epoch_loop.batch_progress.is_last_batch:
+        return
+    if fit_loop.epoch_loop.restarted_on_train_batch_end and fit_loop._data_fetcher is not None:
+        iter(fit_loop._data_fetcher)
+    else:
+        fit_loop._resuming_from_checkpoint = False  # Lightning makes it again, after the hooks of the epoch's start

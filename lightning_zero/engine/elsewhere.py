@@ -1,0 +1,162 @@
+"""Parameters that other parts of the model hold: placeholders here, values for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zero.config import Communication, MixedPrecision
+from lightning_zero.engine.parameter import ReleasedParameter, own
+from lightning_zero.engine.partition import kind_of
+from lightning_zero.engine.parts import Parts
+from lightning_zero.errors import PipelineError
+
+__all__ = ["Elsewhere"]
+
+
+@dataclass(frozen=True)
+class _Absent:
+    """One parameter that another part of the model holds."""
+
+    param: nn.Parameter
+    master: torch.Tensor  # without elements, in the dtype of the master
+    compute: torch.dtype
+    placeholder: torch.Tensor
+
+
+class Elsewhere:
+    """What of a module other parts of the model hold.
+
+    Args:
+        module: The whole module. The values that are not of this part are given up.
+        parts: Which part holds what.
+        names: First fully qualified name and aliases of every parameter, by ``id``; names of absent ones are added.
+        precision: Compute and master dtypes.
+        communication: Dtype of reductions.
+        device: Where the module goes.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parts: Parts,
+        names: dict[int, tuple[str, ...]],
+        precision: MixedPrecision,
+        communication: Communication,
+        device: torch.device,
+    ) -> None:
+        self.parts = parts
+        self._names = names
+        self._absent: dict[int, _Absent] = {}
+        self._all_groups: WeakKeyDictionary[Optimizer, list[list[nn.Parameter]]] = WeakKeyDictionary()
+        for name, param in module.named_parameters(remove_duplicate=False):
+            if parts.is_here(param):
+                continue
+            names[id(param)] = (*names.get(id(param), ()), name)
+            if id(param) not in self._absent:
+                kind = kind_of(param, module.get_submodule(name.rpartition(".")[0]), precision, communication)
+                dtype = kind.master if kind.trained else kind.compute
+                empty = torch.empty(0, dtype=dtype, device=device)
+                placeholder = torch.full((), float("nan"), dtype=param.dtype, device=device).expand(param.shape)
+                self._absent[id(param)] = _Absent(param, empty, kind.compute, placeholder)
+        for absent in self._absent.values():
+            self._give_up(absent)
+
+    def _give_up(self, absent: _Absent) -> None:
+        param = absent.param
+        own(param, self)
+        if param.is_meta:  # its `data` cannot be of another device
+            real = nn.Parameter(absent.placeholder, requires_grad=param.requires_grad)
+            torch.utils.swap_tensors(param, real)  # type: ignore[no-untyped-call]
+        param.data = absent.placeholder
+        param.__class__ = ReleasedParameter
+
+    def __contains__(self, param: object) -> bool:
+        return id(param) in self._absent
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters that other parts hold, in the module's order."""
+        return [absent.param for absent in self._absent.values()]
+
+    def master(self, param: nn.Parameter) -> torch.Tensor:
+        """Return the master of an absent parameter: no elements, in the dtype of the master."""
+        return self._absent[id(param)].master
+
+    @contextmanager
+    def borrowed(self, params: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Let parameters of other parts have values for a while. Collective on entry: all ranks."""
+        borrowed = []
+        with torch.inference_mode(False), torch.no_grad():
+            for param in [one for one in params if isinstance(one, nn.Parameter) and id(one) in self._names]:
+                away = self._absent.get(id(param))
+                if away is None:
+                    values = param.detach().clone()
+                else:
+                    values = torch.empty(param.shape, dtype=away.compute, device=away.master.device)
+                    borrowed.append((away, values))
+                what = f"parameter `{self.param_name(param)}`"
+                self.parts.communicator.broadcast(values, what, self.parts.first_holder(param))
+        for away, values in borrowed:
+            away.param.__class__ = nn.Parameter
+            away.param.data = values
+        try:
+            yield
+        finally:
+            for away, _ in borrowed:
+                away.param.__class__ = nn.Parameter
+                away.param.data = away.placeholder
+                away.param.__class__ = ReleasedParameter
+
+    # -- Optimizers ------------------------------------------------------------------------------------------------
+
+    def drop(self, optimizer: Optimizer) -> None:
+        """Take the absent parameters out of an optimizer's groups."""
+        self._all_groups[optimizer] = [list(group["params"]) for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = [param for param in group["params"] if param not in self]
+
+    @contextmanager
+    def whole_groups(self, optimizer: Optimizer) -> Iterator[None]:
+        """Put the absent parameters back into an optimizer's groups for a while."""
+        here = [group["params"] for group in optimizer.param_groups]
+        for group, whole in zip(optimizer.param_groups, self._all_groups.get(optimizer, here), strict=False):
+            group["params"] = whole
+        try:
+            yield
+        finally:
+            for group, params in zip(optimizer.param_groups, here, strict=True):
+                group["params"] = params
+            for param in self.params:
+                optimizer.state.pop(param, None)
+
+    # -- Answers for absent parameters -----------------------------------------------------------------------------
+
+    def param_name(self, param: nn.Parameter) -> str:
+        """Return the first fully qualified name of a parameter."""
+        return self._names[id(param)][0]
+
+    def touch(self, param: nn.Parameter) -> bool:
+        """Refuse the values of an absent parameter.
+
+        Raises:
+            PipelineError: Always.
+        """
+        raise PipelineError(
+            f"Parameter `{self.param_name(param)}` lies on pipeline stage {self.parts.first_holder(param)}, and code of"
+            f" stage {self.parts.communicator.rank} uses its values. If several stages use it, name it:"
+            f" `Pipeline(shared=[{self.param_name(param)!r}])`; for a copy call `strategy.full_param(param)` on every"
+            " rank."
+        )
+
+    def show_gradient(self, param: nn.Parameter) -> None:
+        """Do nothing: there is none."""
+
+    def forget_gradient(self, param: nn.Parameter) -> None:
+        """Do nothing: there is none."""

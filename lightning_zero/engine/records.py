@@ -1,0 +1,104 @@
+"""One parameter as checkpoints see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zero.config import Moments
+from lightning_zero.engine.buffer import FlatBuffer
+from lightning_zero.engine.moments import widened
+
+__all__ = ["ParameterRecord", "record_elsewhere", "record_here"]
+
+
+@dataclass(frozen=True)
+class ParameterRecord:
+    """One parameter as checkpoints see it.
+
+    Attributes:
+        name: First fully qualified name.
+        aliases: All names of a tied parameter, ``name`` first.
+        shape: Shape of the whole parameter.
+        parameter: The user's object.
+        trained: Whether an optimizer steps it.
+        dtype: The dtype in which the user gave it; it may compute and be stepped in others.
+        save_range: Elements of the flattened parameter that this rank should write. The ranges of all ranks tile the
+            parameter exactly once, at every stage.
+        own_range: Elements whose master and optimizer state this rank holds; all of them at stage 0. Both ranges are
+            empty where another part of the model holds the parameter.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    parameter: nn.Parameter
+    trained: bool
+    dtype: torch.dtype
+    save_range: tuple[int, int]
+    own_range: tuple[int, int]
+    _buffer: FlatBuffer | torch.Tensor = field(repr=False)  # elsewhere: an empty master
+    _index: int = field(repr=False)
+    _moments: Moments = field(default="fp32", repr=False)
+
+    def master(self) -> torch.Tensor:
+        """Return the values that are stepped: 1-D over ``own_range``, live. ``publish`` after writing into it."""
+        if isinstance(self._buffer, torch.Tensor):
+            return self._buffer
+        return self._buffer.segment(self._index).reshape(-1)
+
+    def state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the optimizer state: 1-D segments over ``own_range`` (whole tensors at stage 0).
+
+        Live, except for moments that are kept in other dtypes than the master's: those are copies in its dtype.
+        """
+        return widened(optimizer.state.get(self.parameter, {}), self._moments, self.master().dtype)
+
+
+def record_here(
+    buffer: FlatBuffer, index: int, names: tuple[str, ...], *, trained: bool, saved_by: int | None, moments: Moments
+) -> ParameterRecord:
+    """Return the record of a parameter that lies in a buffer.
+
+    Args:
+        buffer: The buffer.
+        index: The parameter's slot in it.
+        names: Its names, the first one first.
+        trained: An optimizer steps it.
+        saved_by: This rank; None where another part of the model saves the parameter.
+        moments: How the moments of AdamW and Adam are kept.
+    """
+    segment = None if saved_by is None else buffer.layout.segment(index, saved_by)
+    return ParameterRecord(
+        name=names[0],
+        aliases=names,
+        shape=buffer.layout.slots[index].shape,
+        parameter=buffer.params[index],
+        trained=trained,
+        dtype=buffer.kind.original,
+        save_range=(0, 0) if segment is None else (segment.start, segment.stop),
+        own_range=buffer.own_segment(index),
+        _buffer=buffer,
+        _index=index,
+        _moments=moments,
+    )
+
+
+def record_elsewhere(param: nn.Parameter, names: tuple[str, ...], master: torch.Tensor) -> ParameterRecord:
+    """Return the record of a parameter that another part of the model holds, with an empty master."""
+    return ParameterRecord(
+        name=names[0],
+        aliases=names,
+        shape=tuple(param.shape),
+        parameter=param,
+        trained=False,
+        dtype=param.dtype,
+        save_range=(0, 0),
+        own_range=(0, 0),
+        _buffer=master,
+        _index=0,
+    )

@@ -1,0 +1,186 @@
+"""What an engine holds, has sent and is going to do, in numbers and in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.config import Moments
+from lightning_zero.engine.buffer import FlatBuffer
+from lightning_zero.engine.optimizer import Place
+from lightning_zero.engine.unit import Unit
+from lightning_zero.storage.host import HostStore
+from lightning_zero.storage.store import DeviceStore, Kind
+
+__all__ = ["EngineStats", "Statistics"]
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What an engine holds and has sent.
+
+    Attributes:
+        stage: ZeRO stage.
+        world_size: Ranks that share the model.
+        num_units: Units with parameters.
+        memory: Bytes that are alive on this rank: ``parameters``, ``gradients``, ``optimizer`` (masters and states),
+            ``gathered`` (whole parameters at stage 3).
+        host: Bytes of these kinds that are offloaded to host memory.
+        traffic: Bytes this rank has sent since ``reset_stats``: ``all_gather``, ``reduce_scatter``, ``broadcast``
+            (buffers), ``control``.
+        calls: Number of calls of each of these.
+        wait_s: Seconds this rank has waited for collectives.
+        peak_gathered: Most bytes of whole parameters that were alive at once.
+    """
+
+    stage: int
+    world_size: int
+    num_units: int
+    memory: dict[str, int]
+    host: dict[str, int]
+    traffic: dict[str, int]
+    calls: dict[str, int]
+    wait_s: float
+    peak_gathered: int
+
+
+class Statistics:
+    """Counts for one engine.
+
+    Args:
+        stage: ZeRO stage, as the user gave it.
+        units: The engine's units.
+        places: Where its parameters lie, by ``id``.
+        communicator: What moves the shards.
+        store: What lies on the device.
+        host: What is offloaded to host memory; None if nothing is.
+        prefetch: Units that are gathered ahead.
+        moments: How the moments of AdamW and Adam are kept.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        units: Sequence[Unit],
+        places: Mapping[int, Place],
+        *,
+        communicator: Communicator,
+        store: DeviceStore,
+        host: HostStore | None,
+        prefetch: int,
+        moments: Moments,
+    ) -> None:
+        self._stage = stage
+        self._units = units
+        self._places = places
+        self._communicator = communicator
+        self._store = store
+        self._host = host
+        self._prefetch = prefetch
+        self._moments = moments
+
+    def take(self, optimizers: Iterable[Optimizer]) -> EngineStats:
+        """Return what the engine holds and has sent on this rank. No collective."""
+        memory, host = self._held(self._store), self._held(self._host)
+        for optimizer in optimizers:
+            device_bytes, host_bytes = self._state_bytes(optimizer)
+            memory["optimizer"] += device_bytes
+            host["optimizer"] += host_bytes
+        traffic = dict.fromkeys(("all_gather", "reduce_scatter", "broadcast", "control"), 0)
+        return EngineStats(
+            stage=self._stage,
+            world_size=self._communicator.world_size,
+            num_units=sum(1 for unit in self._units if unit.buffers),
+            memory=memory,
+            host=host,
+            traffic={**traffic, **self._communicator.sent_bytes},
+            calls={**traffic, **self._communicator.calls},
+            wait_s=self._communicator.wait_s,
+            peak_gathered=self._store.peak("gathered"),
+        )
+
+    def reset(self) -> None:
+        """Start counting traffic and peaks anew."""
+        self._communicator.reset_stats()
+        self._store.reset_peak()
+
+    def plan(self) -> list[str]:
+        """Return about six lines that say what the engine is going to do."""
+        buffers = [buffer for unit in self._units for buffer in unit.buffers]
+        trained = [buffer for buffer in buffers if buffer.kind.trained]
+        total = sum(buffer.layout.numel for buffer in buffers)
+        largest = max(self._units, key=lambda unit: unit.numel)
+        memory, host = self._held(self._store), self._held(self._host)
+        grad_bytes = sum(_gradient_bytes(buffer) for buffer in trained)
+        host_grads = sum(_gradient_bytes(b) for b in trained if b.is_offloaded and b.sharding.grads)
+        share = self._communicator.world_size - 1
+        sent_params = sum(buffer.full.nbytes // self._communicator.world_size * share for buffer in buffers)
+        sent_trained = sum(buffer.full.nbytes // self._communicator.world_size * share for buffer in trained)
+        sent_grads = sum(buffer.layout.shard_numel * buffer.kind.reduce.itemsize * share for buffer in trained)
+        sent = sent_grads + {0: sent_grads, 3: 2 * sent_params}.get(self._stage, sent_trained)
+        dtypes = sorted({_short(buffer.kind.compute) for buffer in buffers})
+        reduce = sorted({_short(buffer.kind.reduce) for buffer in trained})
+        return [
+            f"ZeRO stage {self._stage} on {self._communicator.world_size} rank(s), {self._communicator.device.type}:"
+            f" {total:,} parameters, {sum(buffer.layout.numel for buffer in trained):,} trained",
+            f"units: {sum(1 for unit in self._units if unit.buffers)}, the largest `{largest.name}`"
+            f" with {largest.numel:,} parameters; prefetch {self._prefetch}",
+            f"dtypes: compute {', '.join(dtypes)}; gradients {', '.join(reduce) or 'none'}"
+            + ("" if self._moments == "fp32" else f"; moments {self._moments}"),
+            f"memory per rank: parameters {_size(memory['parameters'])}, masters {_size(memory['optimizer'])},"
+            f" gradients {_size(grad_bytes - host_grads)}"
+            + (f", gathered at most about {_size(self._gathered_estimate())}" if self._stage == 3 else "")
+            + (
+                f"; in host memory: parameters {_size(host['parameters'])}, masters {_size(host['optimizer'])},"
+                f" gradients {_size(host_grads)}"
+                if self._host is not None
+                else ""
+            ),
+            f"sent per rank and step: {_size(sent)}"
+            f" (gradients {_size(sent_grads)}, parameters {_size(sent - sent_grads)})",
+        ]
+
+    @staticmethod
+    def _held(store: DeviceStore | HostStore | None) -> dict[str, int]:
+        """Return the bytes that are alive, by kind."""
+        return {kind: 0 if store is None else store.live(kind) for kind in get_args(Kind)}
+
+    def _gathered_estimate(self) -> int:
+        sizes = [sum(buffer.full.nbytes for buffer in unit.buffers) for unit in self._units]
+        root, others = sizes[0], sorted(sizes[1:], reverse=True)
+        is_sharded = any(unit.is_sharded_between_uses for unit in self._units)
+        return root + sum(others[: 1 + self._prefetch]) if is_sharded else 0
+
+    def _state_bytes(self, optimizer: Optimizer) -> tuple[int, int]:
+        """Return the bytes of an optimizer's states, on the device and offloaded."""
+        storages: dict[bool, dict[int, int]] = {False: {}, True: {}}
+        for param, state in vars(optimizer)["state"].items():  # sizes are known before a deferred step is made
+            place = self._places.get(id(param))
+            is_offloaded = place is not None and place[0].is_offloaded
+            for value in state.values():
+                if torch.is_tensor(value):
+                    storage = value.untyped_storage()
+                    storages[is_offloaded][storage._cdata] = storage.nbytes()
+        return sum(storages[False].values()), sum(storages[True].values())
+
+
+def _gradient_bytes(buffer: FlatBuffer) -> int:
+    numel = buffer.layout.shard_numel if buffer.sharding.grads else buffer.layout.padded_numel
+    return numel * buffer.kind.reduce.itemsize
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024 or unit == "GiB":
+            return f"{nbytes:.1f} {unit}" if unit != "B" else f"{nbytes:.0f} B"
+        nbytes /= 1024
+    raise AssertionError

@@ -1,0 +1,125 @@
+"""Whole parameters: gathered for a while; copies of values and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Literal
+
+import torch
+from torch import nn
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.engine.buffer import FlatBuffer
+from lightning_zero.engine.elsewhere import Elsewhere
+from lightning_zero.engine.hooks import Hooks
+from lightning_zero.engine.order import PassOrder
+from lightning_zero.engine.unit import Unit, UnitState
+
+__all__ = ["Whole", "Write"]
+
+Write = Literal["rank0", "all"]
+
+
+class Whole:
+    """Makes parameters whole outside of forward and backward. Step windows are closed before.
+
+    Args:
+        units: The engine's units.
+        communicator: Over the ranks that share the model.
+        hooks: The engine's hooks.
+        order: The engine's order of gathers.
+        elsewhere: What other parts of the model hold; None if it is whole.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        communicator: Communicator,
+        hooks: Hooks,
+        order: PassOrder,
+        elsewhere: Elsewhere | None,
+    ) -> None:
+        self._units = units
+        self._communicator = communicator
+        self._hooks = hooks
+        self._order = order
+        self._elsewhere = elsewhere
+
+    @contextmanager
+    def gathered(self, units: Sequence[Unit], params: Sequence[torch.Tensor], write: Write | None) -> Iterator[None]:
+        """Hold units whole, and let parameters of other parts have values; see ``ZeroEngine.gathered``."""
+        if write not in (None, "rank0", "all"):
+            raise ValueError(f"`write={write!r}` is not known. Use None, 'rank0' or 'all'.")
+        if write == "rank0" and self._elsewhere is not None:
+            raise ValueError(
+                "`write='rank0'` needs all parameters on rank 0, and a pipeline stage has its own. Make the same change"
+                " on every rank and use `write='all'`."
+            )
+        with self._hooks.boundary():
+            for unit in units:
+                unit.holds += 1
+                if not unit.holds > 1 and unit.state is UnitState.SHARDED:
+                    unit.unshard()
+                unit.wait()
+        all_held = all(unit.holds for unit in self._units)
+        self._order.is_suspended += all_held
+        for unit in units:
+            for buffer in unit.buffers:
+                buffer.collect_writes()
+        try:
+            with self._elsewhere.borrowed(params) if self._elsewhere is not None else nullcontext():
+                yield
+            self._accept(units, write)
+        finally:
+            self._order.is_suspended -= all_held
+            for unit in units:
+                unit.holds -= 1
+                if not unit.is_busy:
+                    unit.reshard()
+
+    def _accept(self, units: Sequence[Unit], write: Write | None) -> None:
+        for unit in units:
+            for buffer in unit.buffers:
+                if write is None:
+                    if buffer.is_written():
+                        raise RuntimeError(
+                            f"A parameter of unit `{unit.name}` was changed inside `gathered`. Say whose change counts:"
+                            " `gathered(…, write='rank0')` or `write='all'`."
+                        )
+                    continue
+                buffer.collect_writes()
+                if write == "rank0":
+                    self._communicator.broadcast(buffer.full, f"unit `{unit.name}`")
+                buffer.accept_writes()
+
+    def values(self, buffer: FlatBuffer, index: int) -> torch.Tensor:
+        """Return a copy of a parameter's values as they are stepped. Collective: all ranks of its part."""
+        buffer.refresh_master()
+        return self._whole(buffer, index, buffer.segment(index))
+
+    def values_of_part(self, param: nn.Parameter, here: torch.Tensor | None, elsewhere: Elsewhere) -> torch.Tensor:
+        """Return a parameter's values, given those of the part that holds it. Collective: all parts."""
+        if here is None:
+            master = elsewhere.master(param)
+            here = torch.empty(param.shape, dtype=master.dtype, device=master.device)
+        parts = elsewhere.parts
+        parts.communicator.broadcast(here, f"parameter `{elsewhere.param_name(param)}`", parts.first_holder(param))
+        return here
+
+    def gradient(self, buffer: FlatBuffer, index: int) -> torch.Tensor | None:
+        """Return a copy of a parameter's reduced gradient; None if it has none. Collective: all ranks."""
+        values = buffer.gradient()
+        if index not in buffer.has_grad or values is None:
+            return None
+        return self._whole(buffer, index, buffer.segment(index, values).to(buffer.stepped.dtype))
+
+    def _whole(self, buffer: FlatBuffer, index: int, piece: torch.Tensor) -> torch.Tensor:
+        slot = buffer.layout.slots[index]
+        if not buffer.sharding.optim:
+            return piece.detach().clone()
+        start, stop = buffer.own_segment(index)
+        with torch.inference_mode(False), torch.no_grad():
+            whole = torch.zeros(slot.numel, dtype=piece.dtype, device=piece.device)
+            whole[start:stop] = piece
+            return self._communicator.all_reduce(whole, f"parameter `{slot.name}`", kind="reads").view(slot.shape)

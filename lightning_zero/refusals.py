@@ -1,0 +1,89 @@
+"""Options and callbacks that would not do what their names say, refused before the first step."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_zero.config import Pipeline
+from lightning_zero.pipelined import refuse_program
+from lightning_zero.precision import LossScale
+
+__all__ = ["refuse_options"]
+
+
+class _Options(Protocol):
+    """What is read of ``ZeroStrategy``."""
+
+    stage: int
+    state_dict_type: Literal["sharded", "full"]
+    async_save: bool
+    pipeline: Pipeline | None
+    loss_scale: LossScale | None
+
+    @property
+    def has_plain_checkpoint_io(self) -> bool: ...
+
+    @property
+    def checkpoint_io(self) -> Any: ...
+
+    @property
+    def precision_plugin(self) -> Any: ...
+
+
+def refuse_options(strategy: _Options, trainer: pl.Trainer) -> None:
+    """Refuse what would not do what its name says.
+
+    Raises:
+        ValueError: Names the option, and what to do.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if strategy.stage == 3 and isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            raise ValueError(
+                f"`{type(callback).__name__}` averages whole parameters, which no rank has at stage 3."
+                " Use `ZeroStrategy(stage=2)`, or remove the callback."
+            )
+    if strategy.state_dict_type == "sharded" and not strategy.has_plain_checkpoint_io:
+        raise ValueError(
+            f"`{type(strategy.checkpoint_io).__name__}` writes single files, and `state_dict_type='sharded'` writes a"
+            " directory from all ranks. Use `ZeroStrategy(state_dict_type='full')`, or leave the plugin out."
+        )
+    _refuse_async(strategy, trainer)
+    _refuse_pipeline(strategy, trainer)
+    if strategy.loss_scale is not None and strategy.precision_plugin.scaler is None:
+        raise ValueError(
+            f"`loss_scale` has no effect with precision={strategy.precision_plugin.precision!r}."
+            " Use precision='16-mixed' (on a GPU) or '16-true', or leave `loss_scale` out."
+        )
+
+
+def _refuse_pipeline(strategy: _Options, trainer: pl.Trainer) -> None:
+    if strategy.pipeline is None:
+        return
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    refuse_program(trainer.lightning_module, strategy.pipeline.num_microbatches if fitting else 1)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging, BaseFinetuning)):
+            raise ValueError(
+                f"`{type(callback).__name__}` reads all parameters on every rank, and a pipeline stage has a part"
+                " of them. Remove the callback, or `pipeline`."
+            )
+
+
+def _refuse_async(strategy: _Options, trainer: pl.Trainer) -> None:
+    if not strategy.async_save:
+        return
+    if not strategy.has_plain_checkpoint_io:
+        raise ValueError(
+            f"`async_save=True` writes checkpoints itself, and `{type(strategy.checkpoint_io).__name__}` would not be"
+            " asked. Leave one of the two out."
+        )
+    for callback in trainer.checkpoint_callbacks:
+        if getattr(callback, "save_last", None) == "link":
+            raise ValueError(
+                "`save_last='link'` links to a checkpoint that `async_save=True` is still writing: after a crash"
+                " the link would lead nowhere. Use `ModelCheckpoint(save_last=True)`."
+            )
