@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parents[2]
 GPT = ROOT / "examples" / "gpt"
+FINETUNE = ROOT / "examples" / "finetune_offload"
 
 TOY = {
     "--trainer.max_steps": "4",
@@ -30,6 +33,15 @@ TOY = {
     "--data.batch_size": "2",
     "--sample_bytes": "8",
 }
+
+SMALL = [
+    "--trainer.max_steps=8",
+    "--trainer.limit_val_batches=2",
+    "--trainer.enable_progress_bar=false",
+    "--data.max_bytes=20000",
+    "--data.context=16",
+    "--model.lr=0.03",
+]
 
 
 def start(*command: str | Path, cwd: Path) -> str:
@@ -89,3 +101,33 @@ def test_gpt_yaml_has_the_size_it_says(name: str, billions: float) -> None:
     with torch.device("meta"):
         model = model_file["GPT"](model_file["GPTConfig"](**config["model"]["size"]))
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.06)
+
+
+def finetuned(name: str, *options: str, cwd: Path) -> tuple[float, float]:
+    """Run a YAML of the fine-tuning example; return the losses before and after."""
+    output = start(FINETUNE / "train.py", "fit", "--config", FINETUNE / f"{name}.yaml", *SMALL, *options, cwd=cwd)
+    (found,) = re.findall(r"validation loss (\d+\.\d+) before, (\d+\.\d+) after", output)
+    return float(found[0]), float(found[1])
+
+
+def exported(cwd: Path) -> dict[str, torch.Tensor]:
+    (file,) = cwd.glob("runs/*/version_0/checkpoints/*-safetensors/*.safetensors")
+    return load_file(file)
+
+
+def test_finetuning_example_trains_adapters_beside_weights_of_a_folder(tmp_path: Path) -> None:
+    size = {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 32}
+    config = LlamaConfig(**size, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=64)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    before, after = finetuned("adapters", f"--model.path={tmp_path / 'llama'}", cwd=tmp_path)
+    assert after < before
+    adapters = exported(tmp_path)
+    assert len(adapters) == 2 * 2 * 2  # layers, projections, factors
+    assert all(".adapter." in name and value.any() for name, value in adapters.items())
+
+
+@pytest.mark.slow
+def test_finetuning_example_trains_all_of_a_random_model(tmp_path: Path) -> None:
+    before, after = finetuned("full", "--model.width=16", "--model.depth=2", cwd=tmp_path)
+    assert after < before
+    assert any(name.endswith("q_proj.weight") for name in exported(tmp_path))
