@@ -173,6 +173,14 @@ class ZeroStrategy(CheckpointHooks):
         """See ``ZeroEngine.grad_norm``. Collective: all ranks."""
         return self.engine.grad_norm(None if optimizer is None else raw(optimizer), norm_type=norm_type)
 
+    def offload_states(self) -> None:
+        """See ``ZeroEngine.offload_states``. Collective: all ranks."""
+        self.engine.offload_states()
+
+    def reload_states(self) -> None:
+        """See ``ZeroEngine.reload_states``."""
+        self.engine.reload_states()
+
     # -- Processes and devices -------------------------------------------------------------------------------------
 
     @property
@@ -265,7 +273,7 @@ class ZeroStrategy(CheckpointHooks):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         refuse_options(self, trainer)
-        self._shard(self.lightning_module)
+        self._shard(self.lightning_module, is_fitting=trainer.state.fn == TrainerFn.FITTING)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             self._show_values_to_finetuning(trainer)
@@ -273,7 +281,7 @@ class ZeroStrategy(CheckpointHooks):
         self.model_to_device()
         self._announce()
 
-    def _shard(self, module: pl.LightningModule) -> None:
+    def _shard(self, module: pl.LightningModule, *, is_fitting: bool) -> None:
         recipe = self._recipe()
         made_for = (self.precision_plugin.precision, recipe, self.activation_checkpointing)
         engine = next((engine for engine in _made_for if engine.module is module), None)
@@ -285,15 +293,23 @@ class ZeroStrategy(CheckpointHooks):
                 self._layer_sync.apply(module)
             self.precision_plugin.convert_module(module)
             checkpoint_activations(module, self.activation_checkpointing)
-            engine = ZeroEngine(**recipe)
+            engine = ZeroEngine(**recipe if is_fitting else {**recipe, "offload": self._offload_without_optimizer()})
             self._steps = None
             if self._mesh is None:
                 engine.shard(module)
             else:
                 self._cut(module, engine, self._mesh)
             _made_for[engine] = made_for
+        if is_fitting and self.offload is not None and self.offload.params is None:
+            engine.keep_params_on_device()
         engine.resume()
         self._engine = self._step_plugin.engine = engine
+
+    def _offload_without_optimizer(self) -> Offload | None:
+        """Return what is offloaded of a model that is only evaluated: at stage 3 its parameters, unit by unit."""
+        if self.offload is None or self.stage < 3:
+            return self.offload
+        return replace(self.offload, params=self.offload.params or self.offload.optimizer)
 
     def _cut(self, module: pl.LightningModule, engine: ZeroEngine, mesh: Mesh) -> None:
         assert self.pipeline is not None

@@ -15,7 +15,7 @@ The own range is the shard where optimizer states are sharded, else the whole bu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -121,6 +121,7 @@ class FlatBuffer:
         self._update: Update | None = None  # not made yet
         self.is_stale = False  # whole parameters do not show a step that was asked for
         self.factor: torch.Tensor | None = None  # () fp32; ``reduced`` is still to be multiplied by it
+        self.wake: Callable[[], None] | None = None  # brings back what was put aside, which is not computed with
         # - The step window
         self._window_grad: torch.Tensor | None = None  # ``reduced`` in the master's dtype, while the window is open
         self._shown: dict[int, torch.Tensor] = {}  # the gradients that parameters show
@@ -129,9 +130,16 @@ class FlatBuffer:
         self.bind()
 
     def _fill(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Copy the values in, take rank 0's, and return this rank's shard and master."""
+        """Copy the values in, take rank 0's, and return this rank's shard and master.
+
+        Where something is offloaded, a master that has nothing the shard does not have is made when an optimizer is
+        attached: a model that is only evaluated needs none.
+        """
         kind, communicator = self.kind, self.communicator
-        exact = kind.trained and (kind.master != kind.compute or self.is_offloaded)
+        may_wait = kind.original.itemsize <= kind.compute.itemsize and (
+            self.is_offloaded or self.params_home is not self.store
+        )
+        exact = kind.trained and kind.master != kind.compute and not may_wait
         values = torch.zeros_like(self.full, dtype=kind.master) if exact else self.full.zero_()
         for slot, param in zip(self.layout.slots, self.params, strict=True):
             values[slot.offset : slot.stop].copy_(param.detach().reshape(-1))
@@ -191,10 +199,22 @@ class FlatBuffer:
             self._round()
 
     def make_master(self) -> None:
-        """Make a master if there is none and the dtypes differ (a frozen buffer that is to be trained)."""
-        if self.master is None and self.kind.master != self.kind.compute:
+        """Make a master if one is needed and not there: an optimizer is going to step the buffer."""
+        sleeps_at_home = self.sharding.params and self.params_home is self.home
+        is_needed = self.kind.master != self.kind.compute or (self.is_offloaded and not sleeps_at_home)
+        if self.master is None and is_needed:
             self.master = self.home.create("optimizer", self._own_numel, self.kind.master)
             self.master.copy_(self.computed)
+
+    def move_shard(self, home: ShardStore) -> None:
+        """Let the shard sleep elsewhere (stage 3), before optimizers are attached."""
+        if not self.sharding.params or self.params_home is home:
+            return
+        self.flush()
+        shard = home.create("parameters", self.shard.numel(), self.shard.dtype)
+        self.params_home.release("parameters", self.shard.nbytes)
+        with torch.inference_mode(False), torch.no_grad():
+            self.shard, self.params_home = shard.copy_(self.shard), home
 
     def gather(self) -> Pending:
         """Start making the buffer whole. Collective: all ranks. ``bind`` when the result has been waited for."""
@@ -293,6 +313,7 @@ class FlatBuffer:
         """
         if self.sharding.optim:
             return None
+        self._awake()
         lo, hi = self.layout.shard_range(self.communicator.rank)
         with torch.inference_mode(False), torch.no_grad():
             return self.communicator.all_gather(self.stepped, self.stepped[lo:hi], f"masters of unit `{self.name}`")
@@ -342,7 +363,12 @@ class FlatBuffer:
             self.summed.add(index)
         self.used.add(index)
 
+    def _awake(self) -> None:
+        if self.wake is not None:
+            self.wake()
+
     def _local_sums(self) -> torch.Tensor:
+        self._awake()
         if not self.sharding.grads:
             self.flush()  # its gradient is there
         if self.reduced is not None and not self.sharding.grads:
@@ -371,7 +397,7 @@ class FlatBuffer:
                 if index not in self.summed:
                     local[slot.offset : slot.stop].zero_()
             lo, hi = self.layout.shard_range(self.communicator.rank)
-            if self.sharding.grads:
+            if self.sharding.grads and self.communicator.world_size > 1:
                 self._target = self.store.create("gradients", hi - lo, self.kind.reduce)
             else:
                 self._target = local[lo:hi]
@@ -392,10 +418,12 @@ class FlatBuffer:
                 self.home.release("gradients", self.reduced.nbytes)
             if self.sharding.grads and self.is_offloaded:
                 target = self._bring_home(target)
-        self.reduced, self._target = (target if self.sharding.optim else local), None
+        is_own_range = self.sharding.optim or self.sharding.grads
+        self.reduced, self._target = (target if is_own_range else local), None
         self.summed.clear()
         if self.sharding.grads:
-            self.store.release("gradients", local.nbytes)
+            if self.communicator.world_size > 1:  # alone, what was summed here is the average
+                self.store.release("gradients", local.nbytes)
             self.local = None
 
     def _bring_home(self, target: torch.Tensor) -> torch.Tensor:
@@ -407,6 +435,7 @@ class FlatBuffer:
 
     def reduced_or_zeros(self) -> torch.Tensor:
         """Return the average, made of zeros where no rank of this part has a gradient: (own range,)."""
+        self._awake()
         self.settle()
         if self.reduced is None:
             with torch.inference_mode(False), torch.no_grad():
@@ -503,6 +532,11 @@ class FlatBuffer:
         return self._home_copy(self.reduced.dtype) if self._is_away else self.reduced
 
     @property
+    def is_on_host(self) -> bool:
+        """Whether what is stepped sleeps elsewhere than on the device, for a while or always."""
+        return self.home is not self.store
+
+    @property
     def _is_away(self) -> bool:
         """Whether the reduced gradients are on the device although they are stepped elsewhere (stages 0 and 1)."""
         return self.is_offloaded and not self.sharding.grads
@@ -560,6 +594,7 @@ class FlatBuffer:
 
     def enter(self, index: int) -> None:
         """Show a parameter as the optimizer steps it: ``data`` is the master's segment; reading ``grad`` shows it."""
+        self._awake()
         param = self.params[index]
         param.__class__ = nn.Parameter
         segment = self.segment(index)

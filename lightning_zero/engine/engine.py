@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication, MixedPrecision, Moments, Offload, Sharding, check_moments
+from lightning_zero.engine.aside import Aside
 from lightning_zero.engine.awaited import awaited_places, awaited_values, forget_awaited
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.deferred import Deferral
@@ -126,7 +127,8 @@ class ZeroEngine:
         self._everyone: Communicator | None = None
         self._store: DeviceStore
         self._deferral = Deferral(deferred_step)
-        self._host: HostStore | None = None  # where offloaded tensors sleep
+        self._host: HostStore  # where offloaded tensors sleep
+        self._aside: Aside
         self._hooks: Hooks
         self._order: PassOrder
         self._whole: Whole
@@ -170,10 +172,10 @@ class ZeroEngine:
         absent = [] if self._elsewhere is None else self._elsewhere.params
         territories = choose_territories(module, self._unit_classes, {id(param) for param in absent})
         self._store = DeviceStore(device)
-        if self._offload is not None:
-            self._host = HostStore(pinned=self._offload.pin_memory and device.type == "cuda")
-        is_whole = self.communicator.world_size == 1 and not (self._offload and self._offload.params)
-        sharding = Sharding.from_stage(0) if is_whole else self._sharding
+        is_pinned = self._offload is None or self._offload.pin_memory
+        self._host = HostStore(pinned=is_pinned and device.type == "cuda")
+        self._aside = Aside(self._store, self._host)
+        sharding = self._sharding_of(self.communicator.world_size)
         offloaded = self._offloaded(territories)
         for index, territory in enumerate(territories):
             unit = build_unit(
@@ -226,6 +228,13 @@ class ZeroEngine:
         self.reset_stats()
         _ENGINES.add(self)
         return module
+
+    def _sharding_of(self, world_size: int) -> Sharding:
+        """Return what is kept sharded; alone a rank gives up only what is to sleep elsewhere (ADR 0016)."""
+        if world_size > 1 or (self._offload is not None and self._offload.params is not None):
+            return self._sharding
+        moves_gradients = self._offload is not None and self._offload.optimizer is not None and self._sharding.grads
+        return Sharding(params=False, grads=moves_gradients, optim=False)
 
     def _offloaded(self, territories: Sequence[Territory]) -> set[int]:
         """Return the indices of the territories that sleep in host memory; the first ones stay on the device."""
@@ -296,6 +305,8 @@ class ZeroEngine:
     def detach(self) -> None:
         """Let go of the optimizers and of all gradients."""
         self._close_windows()
+        if self.module is not None:
+            self.reload_states()
         for sharded in self._sharded_optimizers:
             sharded.detach()
         self._sharded_optimizers.clear()
@@ -355,8 +366,7 @@ class ZeroEngine:
             self.parts.communicator.close()
             self.everyone.close()
         self._store.close()
-        if self._host is not None:
-            self._host.close()
+        self._host.close()
         self.module = None
         _ENGINES.discard(self)
 
@@ -491,6 +501,32 @@ class ZeroEngine:
     def unscale(self, optimizer: Optimizer, inv_scale: float) -> bool:
         """Multiply an optimizer's gradients; return whether one was not finite on some rank. Collective: all ranks."""
         return self._sharded(optimizer).unscale(inv_scale)
+
+    # -- Memory for something else ---------------------------------------------------------------------------------
+
+    def offload_states(self) -> None:
+        """Move masters, optimizer states and gradients to host memory, so that the device is free for a while.
+
+        Collective at stages 1 and 2 where a step is deferred: all ranks. Parameters stay. Reading and saving work as
+        they are; the next step or backward brings everything back by itself, as ``reload_states`` does. The bits of
+        training do not change. Does nothing to what is offloaded always.
+        """
+        self._require_module()
+        if not self._aside.is_empty:
+            return
+        self._close_windows()
+        self.flush()
+        self._aside.put(self._buffers, self._sharded_optimizers)
+
+    def reload_states(self) -> None:
+        """Bring back what ``offload_states`` has moved; does nothing if nothing was. No collective."""
+        self._require_module()
+        self._aside.take_back()
+
+    def keep_params_on_device(self) -> None:
+        """Let the shards of parameters sleep on the device from now on, before optimizers are attached (stage 3)."""
+        for buffer in self._buffers:
+            buffer.move_shard(self._store)
 
     # -- Reading and writing ---------------------------------------------------------------------------------------
 
@@ -684,6 +720,7 @@ class ZeroEngine:
         )
 
     def _before_open(self, opening: ShardedOptimizer) -> None:
+        self._aside.take_back()
         self._close_loose()
         mine = set(opening._attached)
         for sharded in self._sharded_optimizers:

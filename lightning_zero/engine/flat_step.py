@@ -8,7 +8,7 @@ one segment each, and so is a run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -151,6 +151,12 @@ class FlatStep:
         for buffer, indices in chosen.values():
             self._step_buffer(group, buffer, sorted(indices), rounds)
         return left
+
+    def move_states(self, buffers: Collection[int], move: Callable[[Tensor], Tensor]) -> None:
+        """Put ``move(flat)`` in the place of the flat states of some buffers, given by ``id``."""
+        for place, flat in self._flat.items():
+            if place[0] in buffers:
+                self._flat[place] = move(flat)
 
     # -- What can be stepped ---------------------------------------------------------------------------------------
 

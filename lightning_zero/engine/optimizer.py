@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -267,6 +267,20 @@ class ShardedOptimizer:
         while self._deferred:
             self._deferred.pop(0).flush()
 
+    def move_states(self, buffers: Sequence[FlatBuffer], device: torch.device) -> None:
+        """Copy the states of what the optimizer steps of some buffers to a device."""
+        chosen = {id(buffer) for buffer in buffers}
+        move = _Move(device)
+        for param, state in vars(self.optimizer)["state"].items():
+            place = self._attached.get(id(param))
+            if place is None or id(place[0]) not in chosen:
+                continue
+            for key, value in state.items():
+                if torch.is_tensor(value) and value.dim():  # numbers stay where they are
+                    state[key] = move(value)
+        if self._flat_step is not None:
+            self._flat_step.move_states(chosen, move)
+
     def _is_last(self) -> bool:
         """Say whether nobody but the engine is called between a step and its publication."""
         hooks = [*self.optimizer._optimizer_step_post_hooks, *_global_optimizer_post_hooks]
@@ -340,6 +354,24 @@ class ShardedOptimizer:
     def _grads(self) -> list[torch.Tensor]:
         return [grad for buffer, indices in _by_buffer(self.places)
                 for grad in _pieces(buffer, indices, buffer.window_grad())]  # fmt: skip
+
+
+class _Move:
+    """Copies tensors to a device; views of one storage stay views of one storage."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._storages: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}  # old ones live on: ids are theirs
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device=self._device)
+            copy.untyped_storage().copy_(storage)
+            self._storages[storage._cdata] = storage, copy
+        _, copy = self._storages[storage._cdata]
+        moved = torch.empty(0, dtype=tensor.dtype, device=self._device)
+        return moved.set_(copy.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def gradient_norm(

@@ -58,7 +58,7 @@ class Statistics:
         places: Where its parameters lie, by ``id``.
         communicator: What moves the shards.
         store: What lies on the device.
-        host: What is offloaded to host memory; None if nothing is.
+        host: What is in host memory.
         prefetch: Units that are gathered ahead.
         moments: How the moments of AdamW and Adam are kept.
     """
@@ -71,7 +71,7 @@ class Statistics:
         *,
         communicator: Communicator,
         store: DeviceStore,
-        host: HostStore | None,
+        host: HostStore,
         prefetch: int,
         moments: Moments,
     ) -> None:
@@ -138,7 +138,7 @@ class Statistics:
             + (
                 f"; in host memory: parameters {_size(host['parameters'])}, masters {_size(host['optimizer'])},"
                 f" gradients {_size(host_grads)}"
-                if self._host is not None
+                if any(host.values())
                 else ""
             ),
             f"sent per rank and step: {_size(sent)}"
@@ -146,9 +146,9 @@ class Statistics:
         ]
 
     @staticmethod
-    def _held(store: DeviceStore | HostStore | None) -> dict[str, int]:
+    def _held(store: DeviceStore | HostStore) -> dict[str, int]:
         """Return the bytes that are alive, by kind."""
-        return {kind: 0 if store is None else store.live(kind) for kind in get_args(Kind)}
+        return {kind: store.live(kind) for kind in get_args(Kind)}
 
     def _gathered_estimate(self) -> int:
         sizes = [sum(buffer.full.nbytes for buffer in unit.buffers) for unit in self._units]
@@ -161,7 +161,7 @@ class Statistics:
         storages: dict[bool, dict[int, int]] = {False: {}, True: {}}
         for param, state in vars(optimizer)["state"].items():  # sizes are known before a deferred step is made
             place = self._places.get(id(param))
-            is_offloaded = place is not None and place[0].is_offloaded
+            is_offloaded = place is not None and place[0].is_on_host
             for value in state.values():
                 if torch.is_tensor(value):
                     storage = value.untyped_storage()

@@ -120,6 +120,6 @@ class Whole:
             return piece.detach().clone()
         start, stop = buffer.own_segment(index)
         with torch.inference_mode(False), torch.no_grad():
-            whole = torch.zeros(slot.numel, dtype=piece.dtype, device=piece.device)
+            whole = torch.zeros(slot.numel, dtype=piece.dtype, device=self._communicator.device)  # not the host's
             whole[start:stop] = piece
             return self._communicator.all_reduce(whole, f"parameter `{slot.name}`", kind="reads").view(slot.shape)

@@ -285,10 +285,11 @@ def _bytes(rank: int, world: int, stage: int, offload: Any) -> tuple[dict[str, i
     return stats.memory, stats.host, sum(param.numel() for param in module.parameters())
 
 
+@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3], ids="stage{}".format)
-def test_masters_states_and_gradients_are_in_host_memory(stage: int) -> None:
-    expected = worlds.run(_bytes, 2, stage, None)
-    for (inside, nothing, _), (device, host, _) in zip(expected, worlds.run(_bytes, 2, stage, "cpu"), strict=True):
+def test_masters_states_and_gradients_are_in_host_memory(stage: int, world: int) -> None:
+    expected = worlds.run(_bytes, world, stage, None)
+    for (inside, nothing, _), (device, host, _) in zip(expected, worlds.run(_bytes, world, stage, "cpu"), strict=True):
         assert not any(nothing.values())
         assert device["optimizer"] == 0
         assert device["parameters"] == inside["parameters"]
@@ -303,6 +304,38 @@ def test_parameters_are_in_host_memory_at_stage_3() -> None:
         inside, worlds.run(_bytes, 2, 3, Offload(optimizer="cpu", params="cpu")), strict=True
     ):
         assert (device["parameters"], host["parameters"]) == (0, memory["parameters"])
+
+
+WIDTH, DEPTH = 64, 12
+
+
+def _device_peak(rank: int, world: int, stage: int) -> tuple[int, int, int]:
+    """Return the most bytes that were outside of host memory, the parameters and those of the largest unit."""
+    engine = ZeroEngine(stage, units=["Linear"], offload="cpu", precision=PRECISIONS["bf16-mixed"])
+    module = engine.shard(nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)]))
+    optimizer = engine.attach(adamw(module))
+    for _ in range(3):
+        optimizer.zero_grad()
+        with engine.scope("training_step"), torch.autocast("cpu", torch.bfloat16):
+            loss = module(torch.ones(1, WIDTH)).float().square().mean()
+        with engine.backward_scope():
+            loss.backward()
+        engine.clip_grad_norm(optimizer, 0.5)
+        optimizer.step()
+    store = engine._store
+    peak = sum(store.peak(kind) for kind in ("parameters", "gradients", "optimizer", "gathered"))
+    assert sum(engine.stats().memory.values()) <= peak
+    return peak, WIDTH * WIDTH * DEPTH, WIDTH * WIDTH
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3], ids="stage{}".format)
+def test_the_device_holds_parameters_and_two_units(stage: int, world: int) -> None:
+    shards = world if stage == 3 else 1
+    bytes_per_param = 2 / shards + (4 if stage == 1 else 0)
+    for peak, numel, unit in worlds.run(_device_peak, world, stage):
+        two_units = 2 * (2 + 4 + 4 / world) * unit  # parameters, gradients, and their average on the way home
+        assert peak <= bytes_per_param * numel + two_units
 
 
 # -- Through the Trainer -----------------------------------------------------------------------------------------------

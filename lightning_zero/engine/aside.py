@@ -1,0 +1,92 @@
+"""Masters, optimizer states and gradients in host memory for a while: the device is free for something else.
+
+Note [Read there, stepped here]
+    What is put aside may be read and saved where it is: buffers and optimizers refer to the tensors in host memory.
+    Whoever steps, adds to gradients or shows them calls ``take_back`` first, so that every number is computed on the
+    processor that computes it always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lightning_zero.engine.buffer import FlatBuffer
+from lightning_zero.engine.optimizer import ShardedOptimizer
+from lightning_zero.storage.store import ShardStore
+
+__all__ = ["Aside"]
+
+
+class Aside:
+    """What was put aside.
+
+    Args:
+        store: Memory of the device.
+        host: Host memory.
+    """
+
+    def __init__(self, store: ShardStore, host: ShardStore) -> None:
+        self._store = store
+        self._host = host
+        self._buffers: list[FlatBuffer] = []
+        self._optimizers: list[ShardedOptimizer] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether everything is where it is stepped."""
+        return not self._buffers
+
+    def put(self, buffers: Sequence[FlatBuffer], optimizers: Sequence[ShardedOptimizer]) -> None:
+        """Move what sleeps on the device to host memory. No step is due and no window is open."""
+        self._buffers = [buffer for buffer in buffers if buffer.home is self._store]
+        self._optimizers = list(optimizers)
+        self._move(self._host)
+        for buffer in self._buffers:
+            buffer.wake = self.take_back
+
+    def take_back(self) -> None:
+        """Move it back; does nothing if nothing was put aside."""
+        if self.is_empty:
+            return
+        for buffer in self._buffers:
+            buffer.wake = None
+        self._move(self._store)
+        self._buffers, self._optimizers = [], []
+
+    def _move(self, home: ShardStore) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            for optimizer in self._optimizers:  # one by one: for a moment a storage is in both places
+                optimizer.move_states(self._buffers, home.device)
+            for buffer in self._buffers:
+                _move_buffer(buffer, home)
+
+
+def _move_buffer(buffer: FlatBuffer, home: ShardStore) -> None:
+    before, buffer.home = buffer.home, home
+    if buffer.master is not None:
+        master = home.create("optimizer", buffer.master.numel(), buffer.master.dtype)
+        before.release("optimizer", buffer.master.nbytes)
+        buffer.master = master.copy_(buffer.master)
+    if buffer.reduced is not None and buffer.sharding.grads:
+        reduced = home.create("gradients", buffer.reduced.numel(), buffer.reduced.dtype)
+        before.release("gradients", buffer.reduced.nbytes)
+        buffer.reduced = reduced.copy_(buffer.reduced)
+    if buffer.local is not None:
+        _move_local(buffer, before, home)
+
+
+def _move_local(buffer: FlatBuffer, before: ShardStore, home: ShardStore) -> None:
+    """Move a local sum, which holds the reduced gradients at stages 0 and 1; drop it if there is nothing in it."""
+    local = buffer.local
+    assert local is not None
+    before.release("gradients", local.nbytes)
+    holds_reduced = buffer.reduced is not None and not buffer.sharding.grads
+    if not (holds_reduced or buffer.summed):
+        buffer.local = None
+        return
+    buffer.local = home.create("gradients", local.numel(), local.dtype).copy_(local)
+    if holds_reduced:
+        lo, hi = buffer.own_range
+        buffer.reduced = buffer.local[lo:hi]

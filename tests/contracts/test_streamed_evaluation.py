@@ -1,0 +1,72 @@
+"""A model that is only evaluated streams its parameters from where they sleep, unit by unit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_zero.config import Offload
+from lightning_zero.strategy import ZeroStrategy
+from tests import worlds
+from tests.contracts.test_lightning_programs import Block, Net, assert_equal, loader, seeded, trainer, weights
+
+WIDTH, DEPTH = 16, 6
+
+
+class Deep(Net):
+    """Enough blocks to tell two of them from all."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+        self.blocks = nn.ModuleList([Block(WIDTH) for _ in range(DEPTH)])
+
+
+def _evaluated(rank: int, world: int, verb: str, **options: Any) -> tuple[Any, Any, Any]:
+    """Run a loop without an optimizer; return what it gave, the engine's statistics and its units' bytes."""
+    strategy = ZeroStrategy(stage=3, units=["Block"], **options.pop("strategy", {}))
+    run = trainer(rank, world, strategy, **options)
+    result = getattr(run, verb)(seeded(Deep), loader(rank, world))
+    sizes = [sum(buffer.full.nbytes for buffer in unit.buffers) for unit in strategy.engine.units]
+    return result, strategy.engine.stats(), sizes
+
+
+def _compare(rank: int, world: int) -> None:
+    for verb in ("predict", "validate", "test"):
+        for precision in ("32-true", "bf16-true"):
+            expected, *_ = _evaluated(rank, world, verb, precision=precision)
+            for offload in ("cpu", Offload(optimizer=None, params="cpu")):
+                found, stats, sizes = _evaluated(rank, world, verb, precision=precision, strategy={"offload": offload})
+                if verb == "predict":
+                    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+                else:
+                    assert found == expected
+                assert stats.memory["parameters"] == stats.memory["optimizer"] == stats.host["optimizer"] == 0
+                assert stats.host["parameters"] == sum(sizes) // world
+                assert stats.peak_gathered <= sizes[0] + 2 * max(sizes[1:])  # root, one in use, one ahead
+
+
+def test_evaluation_streams_parameters_through_two_units_of_memory() -> None:
+    for world in (1, 2):
+        worlds.run(_compare, world)
+
+
+def _train_after(rank: int, world: int) -> None:
+    plain = trainer(rank, world, ZeroStrategy(stage=3, units=["Block"]), precision="bf16-mixed")
+    plain.fit(seeded(Deep), loader(rank, world))
+    strategy = ZeroStrategy(stage=3, units=["Block"], offload="cpu")
+    module = seeded(Deep)
+    run = trainer(rank, world, strategy, precision="bf16-mixed")
+    run.validate(module, loader(rank, world), verbose=False)
+    assert strategy.engine.stats().memory["parameters"] == 0
+    engine = strategy.engine
+    run.fit(module, loader(rank, world))
+    assert strategy.engine is engine  # nothing was gathered to start anew
+    assert strategy.engine.stats().memory["parameters"] > 0
+    assert_equal(weights(run), weights(plain))
+
+
+def test_a_fit_after_a_validation_has_its_parameters_on_the_device() -> None:
+    for world in (1, 2):
+        worlds.run(_train_after, world)

@@ -1,0 +1,130 @@
+"""States in host memory for a while: bytes leave the device, bits do not change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.config import MixedPrecision
+from lightning_zero.engine.engine import ZeroEngine
+from tests import worlds
+from tests.references import TinyGPT, token_loss
+from tests.sampling import sample
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "adamw": lambda module: torch.optim.AdamW(module.parameters(), lr=1e-2),
+    "rmsprop": lambda module: torch.optim.RMSprop(module.parameters(), lr=1e-2, momentum=0.9),
+}
+
+
+class Run:
+    """A few steps, between which something happens."""
+
+    def __init__(self, stage: int, optimizer: str, **options: Any) -> None:
+        worlds.seed()
+        self.engine = ZeroEngine(
+            stage, units=["Block"], precision=MixedPrecision(compute_dtype=torch.bfloat16), **options
+        )
+        self.module = self.engine.shard(TinyGPT())
+        self.optimizer = self.engine.attach(OPTIMIZERS[optimizer](self.module))
+
+    def backward(self, number: int, last: bool = True) -> None:
+        with self.engine.microbatch(last), torch.autocast("cpu", torch.bfloat16):
+            with self.engine.scope("training_step"):
+                loss = token_loss(self.module, self.engine.rank, number)
+            with self.engine.backward_scope():
+                loss.backward()
+
+    def step(self) -> None:
+        self.engine.clip_grad_norm(self.optimizer, 0.5)
+        self.optimizer.step()
+
+    def values(self) -> list[Tensor]:
+        return [self.engine.full_param(param) for param in self.module.parameters()]
+
+    def device_bytes(self) -> int:
+        memory = self.engine.stats().memory
+        return sum(memory[kind] for kind in ("optimizer", "gradients"))
+
+    def look(self) -> list[Tensor]:
+        """Everything that a checkpoint reads."""
+        seen = []
+        for record in self.engine.records():
+            seen.append(record.master().clone())
+            state = record.state(self.optimizer)
+            seen += [state[key].clone() for key in sorted(state)]
+        return seen
+
+
+def _train(run: Run, *, puts_aside: bool) -> list[Tensor]:
+    seen: list[Tensor] = []
+
+    def pause(reloads: bool) -> None:
+        seen.extend(run.look())
+        if not puts_aside:
+            return
+        before = run.device_bytes()
+        run.engine.offload_states()
+        run.engine.offload_states()
+        assert before > run.device_bytes() == 0
+        assert run.engine.stats().host["optimizer"] > 0
+        lowered = torch.autocast("cpu", torch.bfloat16)
+        with torch.no_grad(), lowered, run.engine.scope("validation_step"):
+            token_loss(run.module, run.engine.rank, 99)
+        seen[-len(run.look()) :] = run.look()
+        assert run.device_bytes() == 0  # neither a forward nor reading brings anything back
+        if reloads:
+            run.engine.reload_states()
+            assert 0 < run.device_bytes() <= before  # an empty sum of gradients is made when it is needed
+
+    for number in range(3):
+        run.backward(2 * number, last=False)
+        pause(reloads=number == 0)
+        run.backward(2 * number + 1)
+        pause(reloads=number == 0)
+        run.step()
+        run.optimizer.zero_grad()
+        pause(reloads=number == 1)
+    return [*seen, *run.values()]
+
+
+def _compare(rank: int, world: int, stage: int) -> None:
+    for optimizer, options in (("adamw", {}), ("adamw", {"deferred_step": True}), ("rmsprop", {})):
+        plain = _train(Run(stage, optimizer, **options), puts_aside=False)
+        aside = _train(Run(stage, optimizer, **options), puts_aside=True)
+        assert len(plain) == len(aside)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(aside, plain, strict=True))
+
+
+@pytest.mark.parametrize("stage", sample((0, 1, 2, 3), 1, 3), ids="stage{}".format)
+def test_states_leave_the_device_and_return_with_the_same_bits(stage: int) -> None:
+    worlds.run(_compare, 2, stage)
+
+
+def _gradients(rank: int, world: int) -> None:
+    run = Run(2, "adamw")
+    run.backward(0)
+    expected = [run.engine.full_grad(param) for param in run.module.parameters()]
+    run.engine.offload_states()
+    for param, values in zip(run.module.parameters(), expected, strict=True):
+        found = run.engine.full_grad(param)
+        assert found is not None
+        assert values is not None
+        assert torch.equal(found, values)
+    assert run.device_bytes() == 0
+    assert run.module.head.weight.grad is not None  # the step window opens, and everything is back
+    assert run.device_bytes() > 0
+    run.engine.offload_states()
+    run.optimizer.zero_grad()
+    run.engine.detach()
+    assert run.device_bytes() == run.engine.stats().memory["optimizer"]
+    assert all(value.is_contiguous() for state in run.optimizer.state.values() for value in state.values())
+
+
+def test_gradients_are_read_where_they_are_and_shown_on_the_device() -> None:
+    worlds.run(_gradients, 2)
