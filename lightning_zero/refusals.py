@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_zero.config import Pipeline
 from lightning_zero.pipelined import refuse_program
@@ -23,6 +24,7 @@ class _Options(Protocol):
     async_save: bool
     pipeline: Pipeline | None
     loss_scale: LossScale | None
+    step_in_backward: bool
 
     @property
     def has_plain_checkpoint_io(self) -> bool: ...
@@ -53,6 +55,7 @@ def refuse_options(strategy: _Options, trainer: pl.Trainer) -> None:
         )
     _refuse_async(strategy, trainer)
     _refuse_pipeline(strategy, trainer)
+    _refuse_with_early_steps(strategy, trainer)
     if strategy.loss_scale is not None and strategy.precision_plugin.scaler is None:
         raise ValueError(
             f"`loss_scale` has no effect with precision={strategy.precision_plugin.precision!r}."
@@ -70,6 +73,26 @@ def _refuse_pipeline(strategy: _Options, trainer: pl.Trainer) -> None:
             raise ValueError(
                 f"`{type(callback).__name__}` reads all parameters on every rank, and a pipeline stage has a part"
                 " of them. Remove the callback, or `pipeline`."
+            )
+
+
+def _refuse_with_early_steps(strategy: _Options, trainer: pl.Trainer) -> None:
+    if not strategy.step_in_backward or trainer.state.fn != TrainerFn.FITTING:
+        return
+    hooks = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+    overridden = [name for name in hooks if is_overridden(name, trainer.lightning_module)]
+    found = {
+        f"`pipeline={strategy.pipeline!r}`": strategy.pipeline is not None,
+        f"`gradient_clip_val={trainer.gradient_clip_val!r}`": bool(trainer.gradient_clip_val),
+        f"`accumulate_grad_batches={trainer.accumulate_grad_batches!r}`": trainer.accumulate_grad_batches != 1,
+        f"precision={strategy.precision_plugin.precision!r}": strategy.precision_plugin.scaler is not None,
+        f"an overridden `{', '.join(overridden)}`": bool(overridden),
+    }
+    for what, is_there in found.items():
+        if is_there:
+            raise ValueError(
+                f"`step_in_backward=True` does not work with {what}: a unit's gradients are stepped and given up in the"
+                " backward. Leave one of the two out."
             )
 
 

@@ -71,6 +71,9 @@ class ZeroStrategy(CheckpointHooks):
             says it in full and offloads parameters too; a dict of its fields is taken.
         deferred_step: Make each unit's step beside the next forward, before the unit is used; the bits are the same. By
             default those that are offloaded.
+        step_in_backward: Make each unit's step in the backward, when its gradients are reduced, and give these up. The
+            bits are the same. What needs all gradients at once is refused: clipping, loss scaling, accumulation,
+            several optimizers, hooks that see gradients.
         activation_checkpointing: Compute activations again in the backward pass: ``True`` those of the repeated blocks,
             or of modules by class or class name, or ``ActivationCheckpointing``; a dict of its fields is taken too.
         async_save: Write checkpoints in the background: saving returns when this rank's part of the state is copied
@@ -101,6 +104,7 @@ class ZeroStrategy(CheckpointHooks):
         state_dict_type: Optional[Literal["sharded", "full"]] = None,
         offload: Union[str, Offload, dict[str, Any], None] = None,
         deferred_step: Optional[bool] = None,
+        step_in_backward: bool = False,
         activation_checkpointing: Union[
             bool, list[Union[str, type[nn.Module]]], ActivationCheckpointing, dict[str, Any], None
         ] = None,
@@ -130,6 +134,7 @@ class ZeroStrategy(CheckpointHooks):
         if self.offload is not None:
             self.offload.check(self.stage)
         self.deferred_step = deferred_step
+        self.step_in_backward = step_in_backward
         if pipeline is not None and (self.offload is not None or deferred_step):
             raise ValueError(
                 "`pipeline` with `offload` or `deferred_step=True` does not exist yet. Leave one of the two out."
@@ -329,6 +334,7 @@ class ZeroStrategy(CheckpointHooks):
             "offload": self.offload,
             "deferred_step": self.deferred_step,
             "moments": self.moments,
+            "step_in_backward": self.step_in_backward,
             **self._groups(),
         }
 

@@ -99,6 +99,7 @@ class Communicator:
         self._control_group: Any = None
         self._object_group: Any = None
         self._background_group: Any = None  # from its first use
+        self._promise_group: Any = None  # from its first use
         self._make_host_group: Callable[[], Any] = lambda: None
         self.timeout_s = config.timeout_s
         self._backend = ""
@@ -281,6 +282,17 @@ class Communicator:
             raise self.failure(what, error) from error
         return values
 
+    def agree_later(self, values: torch.Tensor, what: str, op: Any = dist.ReduceOp.MAX) -> Pending:
+        """Start reducing host values over the ranks, in place. Collective: all ranks, in one order of these calls."""
+        if self.world_size == 1:
+            return Pending(self, what)
+        self._count("control", values.nbytes)
+        try:
+            work = dist.all_reduce(values, op=op, group=self.promise_group, async_op=True)
+        except (RuntimeError, ValueError) as error:
+            raise self.failure(what, error) from error
+        return Pending(self, what, [work], keep=[values])
+
     # -- Bookkeeping -----------------------------------------------------------------------------------------------
 
     def failure(self, what: str, error: Exception) -> CollectiveError:
@@ -307,6 +319,16 @@ class Communicator:
         return self._background_group
 
     @property
+    def promise_group(self) -> Any:
+        """The gloo group for agreements that run beside others; None in a world of one rank.
+
+        Collective at its first use: all ranks.
+        """
+        if self._promise_group is None:
+            self._promise_group = self._make_host_group()
+        return self._promise_group
+
+    @property
     def object_group(self) -> Any:
         """The gloo group for objects and for calls of the user; None in a world of one rank.
 
@@ -325,10 +347,11 @@ class Communicator:
         # PyTorch names a group of a part of the ranks by how many there are, and must not use a name twice.
         if self._backend == "gloo" and not self._is_part and dist.is_initialized():
             groups = [self._gather_group, self._reduce_group, self._control_group, self._object_group]
-            for group in (*groups, *([self._background_group] if self._background_group is not None else [])):
+            lazy = [self._background_group, self._promise_group]
+            for group in (*groups, *(group for group in lazy if group is not None)):
                 dist.destroy_process_group(group)
         self._gather_group = self._reduce_group = self._control_group = self._object_group = None
-        self._background_group = None
+        self._background_group = self._promise_group = None
 
     def _count(self, kind: str, sent_bytes: int) -> None:
         self.sent_bytes[kind] += sent_bytes

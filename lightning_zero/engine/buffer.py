@@ -120,6 +120,8 @@ class FlatBuffer:
         # - A step that was asked for
         self._update: Update | None = None  # not made yet
         self.is_stale = False  # whole parameters do not show a step that was asked for
+        self.is_spent = False  # a step in the backward has taken the reduced gradients, which nobody has dropped yet
+        self.is_ahead = False  # stepped in the backward, and `optimizer.step()` was not called yet
         self.factor: torch.Tensor | None = None  # () fp32; ``reduced`` is still to be multiplied by it
         self.wake: Callable[[], None] | None = None  # brings back what was put aside, which is not computed with
         # - The step window
@@ -218,6 +220,7 @@ class FlatBuffer:
 
     def gather(self) -> Pending:
         """Start making the buffer whole. Collective: all ranks. ``bind`` when the result has been waited for."""
+        self._refuse_new_values()
         self.flush()
         if not self.sharding.params:
             pending = self.publish() if self.is_stale else None
@@ -229,6 +232,7 @@ class FlatBuffer:
 
     def serve(self) -> Pending:
         """Take part in a gather whose result is not needed here. Collective: all ranks."""
+        self._refuse_new_values()
         self.flush()
         with torch.inference_mode(False), torch.no_grad():
             return self.communicator.all_gather(torch.empty_like(self.full), self.shard, f"unit `{self.name}`")
@@ -294,7 +298,15 @@ class FlatBuffer:
         """Bring the master up to date where its rounded value is not what the parameters hold.
 
         Below stage 3 the values themselves are compared, because a write through ``.data`` leaves no other trace.
+
+        Raises:
+            RuntimeError: A step in the backward was made that nobody has asked for yet.
         """
+        if self.is_ahead:
+            raise RuntimeError(
+                f"Unit `{self.name}` was stepped in the backward (`step_in_backward=True`), and its values cannot be"
+                " read or saved before `optimizer.step()` is called."
+            )
         if self.is_whole:
             self.collect_writes()
         if self.master is None or (self.sharding.params and not self._written):
@@ -465,7 +477,9 @@ class FlatBuffer:
         self.used -= gone
         dropped = self.has_grad & gone
         self.has_grad -= gone
-        if self.has_grad:
+        if self.is_spent:
+            self.is_spent = self.is_ahead = bool(self.has_grad)
+        elif self.has_grad:
             self.settle()
             for index in dropped:  # what comes next is added to it
                 self.segment(index, self.reduced).zero_()
@@ -493,6 +507,29 @@ class FlatBuffer:
     def mark_reduced(self) -> None:
         """Let reads of ``grad`` find the reduced gradients."""
         self._mark_reduced()
+
+    # -- A step in the backward ------------------------------------------------------------------------------------
+
+    def spend(self) -> None:
+        """Give up the reduced gradients, which a step in the backward has taken. ``forget`` ends it."""
+        assert self.reduced is not None
+        if self.sharding.grads:
+            self.home.release("gradients", self.reduced.nbytes)
+        self.reduced = None
+        self.is_spent = self.is_ahead = True
+        self._mark_reduced()
+        if self.master is None and not self.sharding.params:  # whoever has saved the values for this backward must know
+            torch.autograd.graph.increment_version(self.params)
+            self._versions = [param._version for param in self.params]
+
+    def _refuse_new_values(self) -> None:
+        """Refuse to show stepped values before the step that asks for them."""
+        if self.is_ahead and self.master is None:
+            raise RuntimeError(
+                f"Unit `{self.name}` is used between its step in the backward (`step_in_backward=True`) and"
+                " `optimizer.step()`: behind its last gradient in the same backward, or in another forward. Use"
+                " `step_in_backward=False`, or in the first case a precision with masters."
+            )
 
     # -- Segments and the step window ------------------------------------------------------------------------------
 

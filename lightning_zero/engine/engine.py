@@ -18,6 +18,7 @@ from lightning_zero.engine.aside import Aside
 from lightning_zero.engine.awaited import awaited_places, awaited_values, forget_awaited
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.deferred import Deferral
+from lightning_zero.engine.early import EarlySteps
 from lightning_zero.engine.elsewhere import Elsewhere
 from lightning_zero.engine.hooks import Hooks
 from lightning_zero.engine.module_buffers import ModuleBuffers
@@ -87,6 +88,8 @@ class ZeroEngine:
         deferred_step: Make steps beside the next forward; the bits are the same. By default those that are offloaded.
         moments: How the moments of ``torch.optim.AdamW`` and ``Adam`` are kept: ``"fp32"``, ``"bf16"``, or ``"int8"``
             (a byte each, with one scale for 256 elements). Arithmetic is fp32, and so are moments in checkpoints.
+        step_in_backward: Make each unit's step in the backward, when its gradients are reduced, and give these up. The
+            bits are the same; what needs all gradients at once (clipping, norms, accumulation) is refused.
 
     Raises:
         ValueError: ``stage`` is not 0, 1, 2 or 3, or ``moments`` is not known.
@@ -105,6 +108,7 @@ class ZeroEngine:
         offload: Offload | dict[str, Any] | str | None = None,
         deferred_step: bool | None = None,
         moments: Moments = "fp32",
+        step_in_backward: bool = False,
     ) -> None:
         self.stage = stage
         self._sharding = Sharding.from_stage(stage)
@@ -118,6 +122,7 @@ class ZeroEngine:
         if self._offload is not None:
             self._offload.check(stage)
         self._moments = check_moments(moments)
+        self._steps_in_backward = step_in_backward
         # - Set by `shard`
         self.module: nn.Module | None = None
         self.units: list[Unit] = []
@@ -129,6 +134,7 @@ class ZeroEngine:
         self._deferral = Deferral(deferred_step)
         self._host: HostStore  # where offloaded tensors sleep
         self._aside: Aside
+        self._early: EarlySteps | None = None  # with `step_in_backward`
         self._hooks: Hooks
         self._order: PassOrder
         self._whole: Whole
@@ -198,7 +204,10 @@ class ZeroEngine:
             self.parts.start_equal(self._buffers)
         module_buffers = ModuleBuffers(module, device, self.communicator)
         ahead = self._communication.prefetch
-        reducer = Reducer(self.units, self.communicator, min(ahead, 1))
+        if self._steps_in_backward:
+            self._early = self._early_steps()
+        in_flight = 0 if self._early is not None and self.world_size == 1 else min(ahead, 1)
+        reducer = Reducer(self.units, self.communicator, in_flight, self._early)
         self._order = PassOrder(self.units, self.communicator, reducer, ahead)
         self._hooks = Hooks(
             module,
@@ -229,12 +238,22 @@ class ZeroEngine:
         _ENGINES.add(self)
         return module
 
+    def _early_steps(self) -> EarlySteps:
+        if self.parts is not None or (self.stage == 0 and self.world_size > 1):
+            what = "a pipeline" if self.parts is not None else "`stage=0`"
+            raise ValueError(
+                f"`step_in_backward=True` does not work with {what}: gradients are complete after the backward. Use"
+                " stage 1, 2 or 3 without a pipeline, or `step_in_backward=False`."
+            )
+        return EarlySteps(self.communicator)
+
     def _sharding_of(self, world_size: int) -> Sharding:
         """Return what is kept sharded; alone a rank gives up only what is to sleep elsewhere (ADR 0016)."""
         if world_size > 1 or (self._offload is not None and self._offload.params is not None):
             return self._sharding
-        moves_gradients = self._offload is not None and self._offload.optimizer is not None and self._sharding.grads
-        return Sharding(params=False, grads=moves_gradients, optim=False)
+        is_offloaded = self._offload is not None and self._offload.optimizer is not None
+        leaves = self._sharding.grads and (is_offloaded or self._steps_in_backward)
+        return Sharding(params=False, grads=leaves, optim=False)
 
     def _offloaded(self, territories: Sequence[Territory]) -> set[int]:
         """Return the indices of the territories that sleep in host memory; the first ones stay on the device."""
@@ -277,6 +296,11 @@ class ZeroEngine:
                 has moments that cannot be kept as ``moments`` says.
         """
         self.detach()
+        if self._early is not None and len(optimizers) > 1:
+            raise ValueError(
+                f"`step_in_backward=True` is for one optimizer, got {len(optimizers)}: a backward does not say which of"
+                " them is going to step. Use `step_in_backward=False`."
+            )
         for optimizer in optimizers:
             self._sharded_optimizers.append(
                 ShardedOptimizer(
@@ -291,6 +315,9 @@ class ZeroEngine:
                     moments=self._moments,
                 )
             )
+        if self._early is not None and optimizers:
+            self._sharded_optimizers[0].allow_early_steps()
+            self._early.optimizer = self._sharded_optimizers[0]
         return optimizers[0] if len(optimizers) == 1 else list(optimizers)
 
     def drop_elsewhere(self, optimizer: Optimizer) -> None:
@@ -310,6 +337,8 @@ class ZeroEngine:
         for sharded in self._sharded_optimizers:
             sharded.detach()
         self._sharded_optimizers.clear()
+        if self._early is not None:
+            self._early.optimizer = None
         for buffer in self._buffers:
             buffer.forget(range(len(buffer.params)))
 
@@ -419,7 +448,12 @@ class ZeroEngine:
             has_more_backwards: Further backwards of forwards that have run follow (a pipeline). Stage 2 then keeps its
                 gradients too, until the last of them.
             keeps_gradients: So does stage 3.
+
+        Raises:
+            ValueError: It is not the last, with ``step_in_backward=True``.
         """
+        if not last:
+            self._refuse_with_early_steps("Accumulating gradients over micro-batches")
         hooks = self._hooks
         before = hooks.is_last_microbatch, hooks.has_more_backwards, hooks.keeps_gradients
         hooks.is_last_microbatch, hooks.has_more_backwards = last, has_more_backwards
@@ -484,6 +518,7 @@ class ZeroEngine:
 
         Collective: all ranks, after backward.
         """
+        self._refuse_with_early_steps("The norm of all gradients")
         places = self._places.values() if optimizer is None else self._sharded(optimizer).places
         return gradient_norm(places, norm_type, self.communicator, self.parts)
 
@@ -492,15 +527,25 @@ class ZeroEngine:
 
         Collective: all ranks.
         """
+        self._refuse_with_early_steps("Clipping by norm")
         return self._sharded(optimizer).clip_grad_norm(max_norm)
 
     def clip_grad_value(self, optimizer: Optimizer, clip_value: float) -> None:
         """Clamp every element of an optimizer's gradients to ``[-clip_value, clip_value]``."""
+        self._refuse_with_early_steps("Clipping by value")
         self._sharded(optimizer).clip_grad_value(clip_value)
 
     def unscale(self, optimizer: Optimizer, inv_scale: float) -> bool:
         """Multiply an optimizer's gradients; return whether one was not finite on some rank. Collective: all ranks."""
+        self._refuse_with_early_steps("Scaling of the loss")
         return self._sharded(optimizer).unscale(inv_scale)
+
+    def _refuse_with_early_steps(self, what: str) -> None:
+        if self._early is not None:
+            raise ValueError(
+                f"{what} does not work with `step_in_backward=True`: a unit's gradients are stepped and given up before"
+                " those of the next one are there. Use `step_in_backward=False`."
+            )
 
     # -- Memory for something else ---------------------------------------------------------------------------------
 
@@ -568,6 +613,7 @@ class ZeroEngine:
 
         Of a parameter that another part of the model holds it is None.
         """
+        self._refuse_with_early_steps("Reading gradients")
         return None if self._is_elsewhere(param) else self._whole.gradient(*self._place(param))
 
     # -- Checkpoints -----------------------------------------------------------------------------------------------
@@ -750,6 +796,8 @@ class ZeroEngine:
         buffer, index = self._places[id(param)]
         if index not in buffer.has_grad:
             return
+        if buffer.is_spent:
+            self._refuse_with_early_steps(f"Reading the gradient of `{self.param_name(param)}`")
         for sharded in self._sharded_optimizers:
             if id(param) in sharded._attached:
                 sharded.open()

@@ -152,6 +152,28 @@ class FlatStep:
             self._step_buffer(group, buffer, sorted(indices), rounds)
         return left
 
+    def step_early(self, groups: Iterable[dict[str, Any]], buffer: FlatBuffer) -> list[Callable[[], None]]:
+        """Return what makes the step of a buffer, all of whose parameters are in ``groups``.
+
+        Raises:
+            RuntimeError: PyTorch would have to step one of them.
+        """
+        for group in groups:
+            indices = [self._places[id(param)][1] for param in group["params"] if self._places[id(param)][0] is buffer]
+            fits = all(self._suits_state(group, buffer, index) for index in indices)
+            if indices and not (fits and self._covers(group) and self._suits_buffer(group, buffer)):
+                raise RuntimeError(
+                    f"Unit `{buffer.name}` cannot be stepped in the backward: `{type(self._optimizer).__name__}` has"
+                    " options or states that PyTorch has to step. Use `step_in_backward=False`."
+                )
+            self._step_buffer(group, buffer, indices, rounds=False)
+        return self.take_calls(buffer)
+
+    def can_step(self, group: Mapping[str, Any]) -> bool:
+        """Say whether a group is stepped by runs."""
+        buffers = [self._places[id(param)][0] for param in group["params"]]
+        return self._covers(group) and all(self._suits_buffer(group, buffer) for buffer in buffers)
+
     def move_states(self, buffers: Collection[int], move: Callable[[Tensor], Tensor]) -> None:
         """Put ``move(flat)`` in the place of the flat states of some buffers, given by ``id``."""
         for place, flat in self._flat.items():

@@ -21,7 +21,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Moments
 from lightning_zero.engine.buffer import FlatBuffer
-from lightning_zero.engine.deferred import Deferral
+from lightning_zero.engine.deferred import Deferral, Update
 from lightning_zero.engine.flat_step import FlatStep
 from lightning_zero.engine.gradient import norm_over_ranks
 from lightning_zero.engine.moments import widened
@@ -71,6 +71,10 @@ class ShardedOptimizer:
         self._deferral = deferral
         self._after_defer = after_defer
         self._deferred: list[FlatBuffer] = []  # in the last step
+        self._early: dict[int, tuple[FlatBuffer, Update | None]] = {}  # stepped in the backward; steps that are running
+        self._steps_early = False
+        self._early_options: list[dict[str, Any]] = []  # of the groups, when the first of them was
+        self._in_window: list[Place] = []
         self._by_torch: dict[int, FlatBuffer] = {}  # buffers of which PyTorch steps a part in this step
         self._attached: dict[int, Place] = {}
         self._moments = moments
@@ -91,6 +95,10 @@ class ShardedOptimizer:
     def detach(self) -> None:
         """Give the optimizer back as it was; its state stays."""
         self.close()
+        for _, update in self._early.values():  # the run has ended in a backward
+            if update is not None:
+                update.finish()
+        self._early.clear()
         self.finish_deferred()
         for hook in self._hooks:
             hook.remove()
@@ -182,9 +190,11 @@ class ShardedOptimizer:
             return
         self._before_open(self)
         for buffer in self.buffers:
-            buffer.refresh_master()
+            if not buffer.is_ahead:
+                buffer.refresh_master()
+        self._in_window = [(buffer, index) for buffer, index in self.places if not buffer.is_ahead]
         with torch.inference_mode(False):
-            for buffer, index in self.places:
+            for buffer, index in self._in_window:
                 buffer.enter(index)
         self.is_open = True
 
@@ -192,7 +202,7 @@ class ShardedOptimizer:
         """Close the step window; does nothing while it is closed."""
         if not self.is_open:
             return
-        for buffer, index in self.places:
+        for buffer, index in self._in_window:
             buffer.leave(index)
         for buffer in self.buffers:
             buffer.close_window()
@@ -204,6 +214,8 @@ class ShardedOptimizer:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             return args, kwargs
+        if self._steps_early:
+            raise ValueError("`step(closure)` may call backward several times, which `step_in_backward=True` excludes.")
 
         def evaluate() -> Any:
             self._publish()
@@ -236,7 +248,9 @@ class ShardedOptimizer:
     def step_runs(self, group: dict[str, Any]) -> dict[str, Any]:
         """Step what can be stepped by runs; return a group of what PyTorch has to step."""
         assert self._flat_step is not None
-        left = self._flat_step.step(group, rounds=self._is_last())
+        self._refuse_moved_options()
+        params = [param for param in group["params"] if not self._attached[id(param)][0].is_spent]
+        left = self._flat_step.step({**group, "params": params}, rounds=self._is_last())
         mixed = {id(self._attached[id(param)][0]): self._attached[id(param)][0] for param in left}
         self._by_torch.update(mixed)
         for buffer in self.buffers:
@@ -253,14 +267,72 @@ class ShardedOptimizer:
         """Hand over the steps that are made later, in the order of the units."""
         self._by_torch.clear()
         self._deferred.clear()
+        early, self._early = self._early, {}
+        for buffer, _ in early.values():
+            buffer.is_ahead = False
         if self._flat_step is None or self._deferral is None:
             return
         for buffer in self.buffers:
+            _, update = early.get(id(buffer), (buffer, None))
             if self._flat_step.has_calls(buffer):
                 calls = self._flat_step.take_calls(buffer)
-                buffer.defer(self._deferral.update(buffer.name, calls, buffer.is_offloaded))
+                update = self._deferral.update(buffer.name, calls, buffer.is_offloaded)
+            if update is not None:
+                buffer.defer(update)
                 self._deferred.append(buffer)
                 self._after_defer(buffer)
+
+    # -- Steps in the backward -------------------------------------------------------------------------------------
+
+    def allow_early_steps(self) -> None:
+        """Let buffers be stepped in the backward (ADR 0027).
+
+        Raises:
+            ValueError: The engine does not step all groups itself.
+        """
+        flat = self._flat_step
+        if flat is None or not all(flat.can_step(group) for group in self.optimizer.param_groups):
+            raise ValueError(
+                f"`step_in_backward=True` is for `torch.optim.AdamW`, `Adam` and `SGD` that step fp32 values, with"
+                f" numbers as options and without `foreach`, `fused=False` and the like; got"
+                f" `{self._original_class.__name__}`. Use one of them, or `step_in_backward=False`."
+            )
+        self._steps_early = True
+
+    def holds_all_of(self, buffer: FlatBuffer) -> bool:
+        """Say whether the optimizer steps every trained parameter of a buffer."""
+        return all(id(param) in self._attached for param in buffer.params if param.requires_grad)
+
+    def step_early(self, buffer: FlatBuffer) -> None:
+        """Step a buffer whose gradients are complete, in the backward; ``step`` shows the result later."""
+        assert self._flat_step is not None
+        if not self._early:
+            self._early_options = [_options(group) for group in self.optimizer.param_groups]
+        with torch.inference_mode(False), torch.no_grad():
+            buffer.has_grad.update(index for index, param in enumerate(buffer.params) if param.requires_grad)
+            buffer.refresh_master()
+            calls = self._flat_step.step_early(self.optimizer.param_groups, buffer)
+            buffer.spend()
+        is_deferred = self._deferral is not None and self._is_deferred(buffer)
+        self._early[id(buffer)] = buffer, None
+        if is_deferred and buffer.is_offloaded:
+            assert self._deferral is not None
+            self._early[id(buffer)] = buffer, self._deferral.update(buffer.name, calls, buffer.is_offloaded)
+        else:
+            Update(buffer.name, calls, None).finish()
+
+    def _refuse_moved_options(self) -> None:
+        """Refuse a step whose options are not those that the steps in the backward had."""
+        if not self._early:
+            return
+        for before, group in zip(self._early_options, self.optimizer.param_groups, strict=True):
+            for name, value in _options(group).items():
+                if before.get(name) != value:
+                    raise RuntimeError(
+                        f"`{name}` was changed from {before.get(name)} to {value} between backward and"
+                        " `optimizer.step()`, but `step_in_backward=True` has made steps in the backward. Change it"
+                        " before the backward, or use `step_in_backward=False`."
+                    )
 
     def finish_deferred(self) -> None:
         """Make the steps that are due: somebody looks at the states. No collective."""
@@ -292,6 +364,7 @@ class ShardedOptimizer:
             for buffer in self.buffers
             if (buffer.has_grad or any(param.requires_grad for param in buffer.params))
             and not (self._flat_step is not None and self._flat_step.has_calls(buffer))
+            and self._early.get(id(buffer), (buffer, None))[1] is None
         ]
         for pending in [buffer.publish() for buffer in stepped]:
             if pending is not None:
@@ -299,12 +372,17 @@ class ShardedOptimizer:
 
     def forget_gradients(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero."""
+        if self._early:
+            raise RuntimeError(
+                "`zero_grad` was called between backward and `optimizer.step()`, but `step_in_backward=True` has made"
+                " steps with these gradients. Call `step` first, or use `step_in_backward=False`."
+            )
         self.close()
         if self._keeps_gradients():
             return
         for buffer in self.buffers:
             indices = [index for owner, index in self.places if owner is buffer]
-            if set_to_none:
+            if set_to_none or buffer.is_spent:
                 buffer.forget(indices)
                 continue
             buffer.flush()
@@ -354,6 +432,10 @@ class ShardedOptimizer:
     def _grads(self) -> list[torch.Tensor]:
         return [grad for buffer, indices in _by_buffer(self.places)
                 for grad in _pieces(buffer, indices, buffer.window_grad())]  # fmt: skip
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 class _Move:

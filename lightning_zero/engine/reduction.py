@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.engine.buffer import FlatBuffer
+from lightning_zero.engine.early import EarlySteps
 from lightning_zero.engine.unit import Unit
 
 __all__ = ["Reducer"]
@@ -27,17 +28,23 @@ class Reducer:
         units: All units.
         communicator: Over which ranks agree.
         in_flight: How many buffers may be reducing while backward goes on.
+        early: Steps what is reduced, while backward goes on; None: nothing is stepped in the backward.
     """
 
-    def __init__(self, units: Sequence[Unit], communicator: Communicator, in_flight: int) -> None:
+    def __init__(
+        self, units: Sequence[Unit], communicator: Communicator, in_flight: int, early: EarlySteps | None = None
+    ) -> None:
         self._units = list(units)
         self._communicator = communicator
         self._max_in_flight = in_flight
-        self._in_flight: list[tuple[FlatBuffer, Pending]] = []
+        self._early = early
+        self._in_flight: list[tuple[Unit, FlatBuffer, Pending]] = []
         self._late: set[Unit] = set()  # got a gradient after their reduction had started
 
     def begin(self) -> None:
         """Begin a backward."""
+        if self._early is not None:
+            self._early.begin(self._units)
         for unit in self._units:
             unit.begin_backward()
 
@@ -52,9 +59,11 @@ class Reducer:
         if unit.is_reduced:
             return
         unit.is_reduced = True
+        if self._early is not None:
+            self._early.promise(unit)
         for buffer in unit.reducing_buffers:
             self._drain(max(self._max_in_flight - 1, 0))
-            self._in_flight.append((buffer, buffer.reduce()))
+            self._in_flight.append((unit, buffer, buffer.reduce()))
             if self._max_in_flight == 0:
                 self._drain(0)
 
@@ -77,9 +86,11 @@ class Reducer:
 
     def _drain(self, keep: int) -> None:
         while len(self._in_flight) > keep:
-            buffer, pending = self._in_flight.pop(0)
+            unit, buffer, pending = self._in_flight.pop(0)
             pending.wait()
             buffer.finish_reduce()
+            if self._early is not None:
+                self._early.reduced(unit, buffer)
 
     def _settle(self) -> None:
         buffers = [buffer for unit in self._units for buffer in unit.reducing_buffers]
@@ -90,6 +101,8 @@ class Reducer:
             torch.tensor(flags, dtype=torch.uint8), "agreement on used parameters", dist.ReduceOp.MAX
         ).tolist()
         late = [unit for unit, flag in zip(self._units, agreed[: len(self._units)], strict=True) if flag]
+        if self._early is not None:
+            self._early.refuse_late(late)
         position = len(self._units)
         for buffer in buffers:
             used = agreed[position : position + len(buffer.params)]
