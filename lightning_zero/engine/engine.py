@@ -86,10 +86,10 @@ class ZeroEngine:
             own ``process_group``; norms, overflows and checkpoints are those of all parts.
         offload: Where optimizer states, masters and parameters sleep: ``"cpu"``, or ``Offload``.
         deferred_step: Make steps beside the next forward; the bits are the same. By default those that are offloaded.
-        moments: How the moments of ``torch.optim.AdamW`` and ``Adam`` are kept: ``"fp32"``, ``"bf16"``, or ``"int8"``
-            (a byte each, with one scale for 256 elements). Arithmetic is fp32, and so are moments in checkpoints.
         step_in_backward: Make each unit's step in the backward, when its gradients are reduced, and give these up. The
             bits are the same; what needs all gradients at once (clipping, norms, accumulation) is refused.
+        moments: How the moments of ``torch.optim.AdamW`` and ``Adam`` are kept: ``"fp32"``, ``"bf16"``, or ``"int8"``
+            (a byte each, with one scale for 256 elements). Arithmetic is fp32, and so are moments in checkpoints.
 
     Raises:
         ValueError: ``stage`` is not 0, 1, 2 or 3, or ``moments`` is not known.
@@ -107,8 +107,8 @@ class ZeroEngine:
         parts_group: dist.ProcessGroup | None = None,
         offload: Offload | dict[str, Any] | str | None = None,
         deferred_step: bool | None = None,
-        moments: Moments = "fp32",
         step_in_backward: bool = False,
+        moments: Moments = "fp32",
     ) -> None:
         self.stage = stage
         self._sharding = Sharding.from_stage(stage)
