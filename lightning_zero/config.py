@@ -25,7 +25,7 @@ __all__ = [
 ReduceDtype = Literal["fp32", "bf16", "fp16"]
 Place = Literal["cpu"]
 Moments = Literal["fp32", "bf16", "int8"]
-CheckpointPolicy = Literal["full", "selective", "offload"]
+CheckpointPolicy = Literal["full", "selective", "offload", "auto"]
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 
 _DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -156,7 +156,9 @@ class ActivationCheckpointing:
         modules: Classes, or names of classes, whose calls are checkpointed; by default the repeated blocks.
         every: Checkpoint every n-th of the modules; the others keep their activations.
         policy: What is kept of a call. ``"full"``: its inputs. ``"selective"``: the results of matrix products and
-            attention too. ``"offload"``: its inputs, in host memory.
+            attention too. ``"offload"``: its inputs, in host memory. ``"auto"``: after two steps the cheapest of
+            everything, selective, full and offload that a forecast says will fit.
+        budget_bytes: With ``"auto"``: what the chosen modules may keep on a rank; None: what a GPU has free.
         preserve_rng_state: Compute again with the same random numbers (dropout). Costs a little time; off is right only
             where nothing is random.
     """
@@ -164,14 +166,22 @@ class ActivationCheckpointing:
     modules: list[str | type[nn.Module]] | None = None
     every: int = 1
     policy: CheckpointPolicy = "full"
+    budget_bytes: int | None = None
     preserve_rng_state: bool = True
 
     def __post_init__(self) -> None:
-        if self.policy in ("partition", "auto"):
-            reason = {"partition": "needs tensor parallelism", "auto": "needs a forecast of activations"}[self.policy]
-            raise ValueError(f"`policy={self.policy!r}` {reason}, which does not exist yet. Use 'full' or 'selective'.")
+        given: str = self.policy
+        if given == "partition":
+            raise ValueError(
+                "`policy='partition'` needs tensor parallelism, which does not exist yet. Use 'full' or 'selective'."
+            )
         if self.policy not in get_args(CheckpointPolicy):
-            raise ValueError(f"`policy={self.policy!r}` is not known. Use 'full', 'selective' or 'offload'.")
+            raise ValueError(f"`policy={self.policy!r}` is not known. Use 'full', 'selective', 'offload' or 'auto'.")
+        if self.budget_bytes is not None and (self.policy != "auto" or self.budget_bytes < 0):
+            raise ValueError(
+                f"`budget_bytes={self.budget_bytes!r}` with `policy={self.policy!r}`: it is a number of bytes, 0 or"
+                " more, and for `policy='auto'` alone."
+            )
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ValueError(f"`every={self.every!r}` must be a number of modules, 1 or more.")
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any, Literal, Protocol
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_zero.config import Pipeline
+from lightning_zero.config import ActivationCheckpointing, Pipeline
 from lightning_zero.pipelined import refuse_program
 from lightning_zero.precision import LossScale
 
@@ -23,8 +24,12 @@ class _Options(Protocol):
     state_dict_type: Literal["sharded", "full"]
     async_save: bool
     pipeline: Pipeline | None
+    activation_checkpointing: ActivationCheckpointing | None
     loss_scale: LossScale | None
     step_in_backward: bool
+
+    @property
+    def root_device(self) -> torch.device: ...
 
     @property
     def has_plain_checkpoint_io(self) -> bool: ...
@@ -53,6 +58,7 @@ def refuse_options(strategy: _Options, trainer: pl.Trainer) -> None:
             f"`{type(strategy.checkpoint_io).__name__}` writes single files, and `state_dict_type='sharded'` writes a"
             " directory from all ranks. Use `ZeroStrategy(state_dict_type='full')`, or leave the plugin out."
         )
+    _refuse_activations(strategy)
     _refuse_async(strategy, trainer)
     _refuse_pipeline(strategy, trainer)
     _refuse_with_early_steps(strategy, trainer)
@@ -94,6 +100,17 @@ def _refuse_with_early_steps(strategy: _Options, trainer: pl.Trainer) -> None:
                 f"`step_in_backward=True` does not work with {what}: a unit's gradients are stepped and given up in the"
                 " backward. Leave one of the two out."
             )
+
+
+def _refuse_activations(strategy: _Options) -> None:
+    options = strategy.activation_checkpointing
+    if options is None or options.policy != "auto" or options.budget_bytes is not None:
+        return
+    if strategy.root_device.type != "cuda":
+        raise ValueError(
+            f"`policy='auto'` of `activation_checkpointing` needs `budget_bytes` on `{strategy.root_device}`: what is"
+            " free there is not this rank's alone. Say how many bytes the checkpointed modules may keep."
+        )
 
 
 def _refuse_async(strategy: _Options, trainer: pl.Trainer) -> None:

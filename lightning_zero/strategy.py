@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -39,7 +39,8 @@ from lightning_zero.checkpoint_hooks import CheckpointFollower, CheckpointHooks,
 from lightning_zero.comm.mesh import Mesh
 from lightning_zero.config import ActivationCheckpointing, Communication, Offload, Pipeline, Sharding, check_moments
 from lightning_zero.engine.engine import ZeroEngine
-from lightning_zero.parallel.activation import checkpoint_activations
+from lightning_zero.parallel.activation import checkpoint_activations, forecast_of
+from lightning_zero.parallel.forecast import Forecast
 from lightning_zero.parallel.split import split_module
 from lightning_zero.pipelined import PipelinedSteps
 from lightning_zero.precision import LossScale, LossScaler, ZeroPrecision, ZeroStep, adopt, engine_precision
@@ -153,6 +154,7 @@ class ZeroStrategy(CheckpointHooks):
         self._mesh: Mesh | None = None  # with a pipeline
         self._steps: PipelinedSteps | None = None  # with a pipeline
         self._announced: ZeroEngine | None = None  # whose plan was printed last
+        self._forecast: Forecast | None = None  # chooses the policy of `activation_checkpointing`
         self._warned_of_none = False
         # - What a checkpoint leaves for the start of training
         self._random_states: list[dict[str, Any]] | None = None
@@ -309,6 +311,7 @@ class ZeroStrategy(CheckpointHooks):
             engine.keep_params_on_device()
         engine.resume()
         self._engine = self._step_plugin.engine = engine
+        self._forecast = forecast_of(module)
 
     def _offload_without_optimizer(self) -> Offload | None:
         """Return what is offloaded of a model that is only evaluated: at stage 3 its parameters, unit by unit."""
@@ -439,6 +442,15 @@ class ZeroStrategy(CheckpointHooks):
         self.post_backward(closure_loss)
         return closure_loss
 
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Run the step; choose the policy of activation checkpointing when the first ones have been made."""
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._forecast is not None and self._forecast.policy is None:
+            line = self._forecast.settle(self._largest)
+            if line is not None:
+                rank_zero_info(line)
+        return output
+
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run ``LightningModule.validation_step`` with the parameters it needs."""
         if self._steps is not None:
@@ -514,6 +526,9 @@ class ZeroStrategy(CheckpointHooks):
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         return tensor
 
+    def _largest(self, value: int) -> int:
+        return int(self.reduce(torch.tensor(value, device=self.root_device), reduce_op="max"))
+
     # -- The end ---------------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
@@ -533,7 +548,7 @@ class ZeroStrategy(CheckpointHooks):
         self.checkpoint_io.teardown()
 
     def __getstate__(self) -> dict[str, Any]:
-        made = dict.fromkeys(("_engine", "_saver", "_mesh", "_steps", "_announced"))
+        made = dict.fromkeys(("_engine", "_saver", "_mesh", "_steps", "_announced", "_forecast"))
         return {**super().__getstate__(), **made}
 
 

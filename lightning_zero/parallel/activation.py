@@ -8,11 +8,13 @@ parameters stay what they are. What is kept of a call, besides its result:
 ``selective``  its inputs and the results of matrix products and attention, the expensive part of the forward
                (arXiv:2205.05198, section 5)
 ``offload``    its inputs, in host memory; they come back while the block after it goes backward
+``auto``       as one of these, or all; which one is known after two steps: ``lightning_zero/parallel/forecast.py``
 =============  =====================================================================================================
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,8 +28,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_zero.blocks import modules_of_classes, repeated_blocks
 from lightning_zero.config import ActivationCheckpointing
+from lightning_zero.parallel.forecast import Forecast
 
-__all__ = ["checkpoint_activations"]
+__all__ = ["checkpoint_activations", "forecast_of"]
 
 
 def checkpoint_activations(module: nn.Module, options: ActivationCheckpointing | None) -> list[nn.Module]:
@@ -42,10 +45,17 @@ def checkpoint_activations(module: nn.Module, options: ActivationCheckpointing |
     if options is None:
         return []
     chosen = [found for _, found in _chosen(module, options)]
-    lane = _Lane()
+    forecast = Forecast(options.budget_bytes, _is_product) if options.policy == "auto" else None
+    lane = _Lane(forecast)
     for child in chosen:
-        _Forward(child, options, lane)
+        _Forward(child, options, lane, forecast)
     return chosen
+
+
+def forecast_of(module: nn.Module) -> Forecast | None:
+    """Return what chooses the policy of the modules below ``module``, where the option says ``"auto"``."""
+    stand_ins = (child.__dict__.get("forward") for child in module.modules())
+    return next((one.forecast for one in stand_ins if isinstance(one, _Forward)), None)
 
 
 def _chosen(module: nn.Module, options: ActivationCheckpointing) -> Iterator[tuple[str, nn.Module]]:
@@ -70,8 +80,11 @@ def _chosen(module: nn.Module, options: ActivationCheckpointing) -> Iterator[tup
 class _Forward:
     """Stands in for the ``forward`` of one module. Copies of the module get a copy that is theirs."""
 
-    def __init__(self, module: nn.Module, options: ActivationCheckpointing, lane: _Lane) -> None:
+    def __init__(
+        self, module: nn.Module, options: ActivationCheckpointing, lane: _Lane, forecast: Forecast | None
+    ) -> None:
         self.module = module
+        self.forecast = forecast
         self._options = options
         self._lane = lane
         self._own = module.__dict__.get("forward")  # somebody else's stand-in
@@ -87,14 +100,21 @@ class _Forward:
         run = self._own if self._own is not None else partial(type(self.module).forward, self.module)
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
+        policy: str = self._options.policy
+        if self.forecast is not None:
+            if self.forecast.wants(self.module):
+                return self.forecast.trace(self.module, run, *args, **kwargs)
+            policy = self.forecast.policy or "offload"
+        if policy == "none":
+            return run(*args, **kwargs)
         call = partial(
             checkpoint,
             use_reentrant=False,
             preserve_rng_state=self._options.preserve_rng_state,
         )
-        if self._options.policy == "selective":
+        if policy == "selective":
             call = partial(call, context_fn=_keep_products)
-        elif self._options.policy == "offload":
+        elif policy == "offload":
             run, args, kwargs = self._lane.send(run, args, kwargs)
         return call(run, *args, **kwargs)
 
@@ -122,11 +142,15 @@ _PRODUCTS = frozenset(
 
 
 def _keep_products() -> Any:
-    return create_selective_checkpoint_contexts(_is_product)  # type: ignore[no-untyped-call]
+    return create_selective_checkpoint_contexts(_policy_of)  # type: ignore[no-untyped-call]
 
 
-def _is_product(context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if function in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy_of(context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if _is_product(function) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_product(function: Any) -> bool:
+    return function in _PRODUCTS
 
 
 # -- Offload -----------------------------------------------------------------------------------------------------------
@@ -135,15 +159,16 @@ def _is_product(context: Any, function: Any, *args: Any, **kwargs: Any) -> Check
 class _Lane:
     """Moves the inputs of calls to host memory and back; the backward of a call fetches those of the call before it."""
 
-    def __init__(self) -> None:
+    def __init__(self, forecast: Forecast | None = None) -> None:
+        self._forecast = forecast
         self._parked: list[weakref.ref[_Parked]] = []  # in the order of the forward; alive as long as their graph
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def __deepcopy__(self, memo: Any) -> _Lane:
-        return _Lane()
+        return _Lane(copy.deepcopy(self._forecast, memo))
 
     def __reduce__(self) -> Any:
-        return _Lane, ()
+        return _Lane, (self._forecast,)
 
     def send(
         self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -152,6 +177,8 @@ class _Lane:
         parked = _Parked(self)
         args, kwargs = tree_map_only(Tensor, parked.add, (args, kwargs))
         self._parked = [*(one for one in self._parked if one() is not None), weakref.ref(parked)]
+        if self._forecast is not None:
+            self._forecast.note_waiting(len(self._parked))
 
         def fetching(witnesses: list[Tensor], *args: Any, **kwargs: Any) -> Any:
             with parked.present():
