@@ -22,7 +22,8 @@ from torch import Tensor
 
 from lightning_zero_ops.adamw_int8 import adamw_int8_step_
 from lightning_zero_ops.chunks import step_in_chunks
-from lightning_zero_ops.registry import cdiv, check_flat, define, jit, on_device_of, tl
+from lightning_zero_ops.elementwise import launch
+from lightning_zero_ops.registry import check_flat, define, jit, tl
 
 __all__ = ["adamw_step_", "pytorch_step_"]
 
@@ -51,12 +52,6 @@ def pytorch_step_(
 
     step_in_chunks(kernel, grad, (param, exp_avg, exp_avg_sq), out=out, factor=factor, tails=tails)
 
-
-# -- Tuning ------------------------------------------------------------------------------------------------------------
-
-# 8 elements per thread: one 128-bit load of a 16-bit tensor, two of an fp32 one. No GPU has measured it yet.
-_BLOCK = 1024
-_NUM_WARPS = 4
 
 # -- Kernel ------------------------------------------------------------------------------------------------------------
 
@@ -96,14 +91,10 @@ def _launch(
     step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, l2: float,
     tails: Sequence[int],
 ) -> None:  # fmt: skip
-    if not param.numel():
-        return
-    step_size, root_bias2 = lr / (1.0 - beta1**step), math.sqrt(1.0 - beta2**step)
-    with on_device_of(param):
-        _adamw_kernel[(cdiv(param.numel(), _BLOCK),)](
-            param, exp_avg, exp_avg_sq, out, grad, factor, param.numel(), 1.0 - beta1, beta2, 1.0 - beta2, eps,
-            lr * weight_decay, l2, step_size, root_bias2, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
-        )  # fmt: skip
+    launch(
+        _adamw_kernel, param, exp_avg, exp_avg_sq, out, grad, factor, param.numel(), 1.0 - beta1, beta2, 1.0 - beta2,
+        eps, lr * weight_decay, l2, lr / (1.0 - beta1**step), math.sqrt(1.0 - beta2**step),
+    )  # fmt: skip
 
 
 # -- Registration ------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_zero_ops.elementwise import launch
 from lightning_zero_ops.registry import cdiv, check_flat, define, jit, on_device_of, tl
 
 __all__ = ["accumulate_", "clip_value_", "sq_norm_and_finite"]
@@ -45,8 +46,7 @@ def _clip_value_reference(grad: Tensor, limit: float) -> None:
 
 # -- Tuning ------------------------------------------------------------------------------------------------------------
 
-# 8 elements per thread: one 128-bit load of a 16-bit tensor, two of an fp32 one. No GPU has measured it yet.
-_BLOCK = 1024
+# Of the norm: a program's sum is written, so programs are few. No GPU has measured it yet.
 _NORM_BLOCK = 4096
 _NUM_WARPS = 4
 
@@ -89,12 +89,7 @@ def _clip_value_kernel(grad, numel, limit, BLOCK: tl.constexpr):  # type: ignore
 
 
 def _launch_accumulate(total: Tensor, grad: Tensor, alpha: float, beta: float) -> None:
-    if not total.numel():
-        return
-    with on_device_of(total):
-        _accumulate_kernel[(cdiv(total.numel(), _BLOCK),)](
-            total, grad, total.numel(), alpha, beta, READS=beta != 0.0, BLOCK=_BLOCK, num_warps=_NUM_WARPS
-        )
+    launch(_accumulate_kernel, total, grad, total.numel(), alpha, beta, READS=beta != 0.0)
 
 
 def _launch_sq_norm_and_finite(grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,10 +103,7 @@ def _launch_sq_norm_and_finite(grad: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _launch_clip_value(grad: Tensor, limit: float) -> None:
-    if not grad.numel():
-        return
-    with on_device_of(grad):
-        _clip_value_kernel[(cdiv(grad.numel(), _BLOCK),)](grad, grad.numel(), limit, BLOCK=_BLOCK, num_warps=_NUM_WARPS)
+    launch(_clip_value_kernel, grad, grad.numel(), limit)
 
 
 # -- Registration ------------------------------------------------------------------------------------------------------

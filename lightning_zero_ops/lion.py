@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_zero_ops.chunks import step_in_chunks
-from lightning_zero_ops.registry import cdiv, check_flat, define, jit, on_device_of, tl
+from lightning_zero_ops.elementwise import launch
+from lightning_zero_ops.registry import check_flat, define, jit, tl
 
 __all__ = ["lion_step_"]
 
@@ -38,12 +39,6 @@ def _reference(
 
     step_in_chunks(kernel, grad, (param, exp_avg), out=out, factor=factor, tails=())
 
-
-# -- Tuning ------------------------------------------------------------------------------------------------------------
-
-# 8 elements per thread: one 128-bit load of a 16-bit tensor, two of an fp32 one. No GPU has measured it yet.
-_BLOCK = 1024
-_NUM_WARPS = 4
 
 # -- Kernel ------------------------------------------------------------------------------------------------------------
 
@@ -78,13 +73,9 @@ def _launch(
     param: Tensor, exp_avg: Tensor, out: Tensor | None, grad: Tensor, factor: Tensor | None, lr: float, beta1: float,
     beta2: float, weight_decay: float,
 ) -> None:  # fmt: skip
-    if not param.numel():
-        return
-    with on_device_of(param):
-        _lion_kernel[(cdiv(param.numel(), _BLOCK),)](
-            param, exp_avg, out, grad, factor, param.numel(), lr, 1.0 - beta1, 1.0 - beta2, lr * weight_decay,
-            BLOCK=_BLOCK, num_warps=_NUM_WARPS,
-        )  # fmt: skip
+    launch(
+        _lion_kernel, param, exp_avg, out, grad, factor, param.numel(), lr, 1.0 - beta1, 1.0 - beta2, lr * weight_decay
+    )  # fmt: skip
 
 
 # -- Registration ------------------------------------------------------------------------------------------------------

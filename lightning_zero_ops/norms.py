@@ -83,19 +83,9 @@ def _num_warps(block: int) -> int:
 
 @jit
 def _norm_kernel(  # type: ignore[no-untyped-def]
-    x,
-    weight,
-    bias,
-    y,
-    mean,
-    rstd,
-    hidden,
-    eps,
-    offset,
-    CENTRED: tl.constexpr,
-    BIASED: tl.constexpr,
+    x, weight, bias, y, mean, rstd, hidden, eps, offset, CENTRED: tl.constexpr, BIASED: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < hidden
@@ -115,21 +105,9 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def _norm_backward_kernel(  # type: ignore[no-untyped-def]
-    grad,
-    x,
-    weight,
-    mean,
-    rstd,
-    grad_x,
-    partial_weight,
-    partial_bias,
-    num_rows,
-    hidden,
-    offset,
-    rows_per_program,
-    CENTRED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    grad, x, weight, mean, rstd, grad_x, partial_weight, partial_bias, num_rows, hidden, offset, rows_per_program,
+    CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < hidden
@@ -194,20 +172,9 @@ def _launch(
     block = next_power_of_2(x.shape[-1])
     with on_device_of(x):
         _norm_kernel[(rstd.numel(),)](
-            x,
-            weight,
-            weight if bias is None else bias,
-            y,
-            mean,
-            rstd,
-            x.shape[-1],
-            eps,
-            offset,
-            CENTRED=is_centred,
-            BIASED=bias is not None,
-            BLOCK=block,
-            num_warps=_num_warps(block),
-        )
+            x, weight, weight if bias is None else bias, y, mean, rstd, x.shape[-1], eps, offset, CENTRED=is_centred,
+            BIASED=bias is not None, BLOCK=block, num_warps=_num_warps(block),
+        )  # fmt: skip
     return y, mean, rstd
 
 
@@ -226,22 +193,9 @@ def _launch_backward(
     block = next_power_of_2(hidden)
     with on_device_of(x):
         _norm_backward_kernel[(num_programs,)](
-            grad,
-            x,
-            weight,
-            mean,
-            rstd,
-            grad_x,
-            partial_weight,
-            partial_bias,
-            num_rows,
-            hidden,
-            offset,
-            rows_per_program,
-            CENTRED=is_centred,
-            BLOCK=block,
-            num_warps=_num_warps(block),
-        )
+            grad, x, weight, mean, rstd, grad_x, partial_weight, partial_bias, num_rows, hidden, offset,
+            rows_per_program, CENTRED=is_centred, BLOCK=block, num_warps=_num_warps(block),
+        )  # fmt: skip
     return grad_x, partial_weight.sum(0), partial_bias.sum(0)
 
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_zero_ops.registry import cdiv, define, jit, on_device_of, tl
+from lightning_zero_ops.elementwise import launch
+from lightning_zero_ops.registry import define, jit, tl
 
 __all__ = ["hash_bits", "keys_of", "mix", "round_stochastic"]
 
@@ -60,12 +61,6 @@ def _signed(bits: int) -> int:
     return bits - (1 << 32) if bits >= 1 << 31 else bits
 
 
-# -- Tuning space ------------------------------------------------------------------------------------------------------
-
-# Eight elements a thread. Not measured on a GPU.
-_BLOCK = 1024
-_NUM_WARPS = 4
-
 # -- Kernel ------------------------------------------------------------------------------------------------------------
 
 
@@ -103,11 +98,7 @@ def _check(x: Tensor) -> None:
 def _launch(x: Tensor, seed: int) -> Tensor:
     _check(x)
     y = torch.empty_like(x, dtype=torch.bfloat16)
-    if x.numel():
-        with on_device_of(x):
-            _round_stochastic_kernel[(cdiv(x.numel(), _BLOCK),)](
-                x, y, x.numel(), *keys_of(seed), BLOCK=_BLOCK, num_warps=_NUM_WARPS
-            )
+    launch(_round_stochastic_kernel, x, y, x.numel(), *keys_of(seed))
     return y
 
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from lightning_zero_ops.chunks import step_in_chunks
-from lightning_zero_ops.registry import cdiv, check_flat, define, jit, on_device_of, tl
+from lightning_zero_ops.elementwise import launch
+from lightning_zero_ops.registry import check_flat, define, jit, tl
 
 __all__ = ["sgd_step_", "pytorch_step_"]
 
@@ -43,12 +44,6 @@ def pytorch_step_(
     states = (param,) if momentum_buffer is None else (param, momentum_buffer)
     step_in_chunks(kernel, grad, states, out=out, factor=factor, tails=tails)
 
-
-# -- Tuning ------------------------------------------------------------------------------------------------------------
-
-# 8 elements per thread: one 128-bit load of a 16-bit tensor, two of an fp32 one. No GPU has measured it yet.
-_BLOCK = 1024
-_NUM_WARPS = 4
 
 # -- Kernel ------------------------------------------------------------------------------------------------------------
 
@@ -88,13 +83,10 @@ def _launch(
     step: int, lr: float, momentum: float, dampening: float, weight_decay: float, nesterov: bool,
     tails: Sequence[int],
 ) -> None:  # fmt: skip
-    if not param.numel():
-        return
-    with on_device_of(param):
-        _sgd_kernel[(cdiv(param.numel(), _BLOCK),)](
-            param, momentum_buffer, out, grad, factor, param.numel(), lr, momentum, 1.0 - dampening,
-            weight_decay, IS_FIRST=step == 1, NESTEROV=nesterov, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
-        )  # fmt: skip
+    launch(
+        _sgd_kernel, param, momentum_buffer, out, grad, factor, param.numel(), lr, momentum, 1.0 - dampening,
+        weight_decay, IS_FIRST=step == 1, NESTEROV=nesterov,
+    )  # fmt: skip
 
 
 # -- Registration ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero_ops import adamw, adamw_step_
+from lightning_zero_ops import adamw, adamw_step_, elementwise
 from tests.ops.accuracy import AT_LEAST, SIZES, assert_close, fresh
 from tests.ops.ahead_of_time import Compilation, assert_lean
 from tests.ops.optimizers import DTYPES, ODD, compare, tensors
@@ -53,7 +53,7 @@ def _compilation(grad: str, out: str | None, moments: str, factor: bool) -> Comp
     }
     types |= dict.fromkeys(_SCALARS, "fp32") | {"out": f"*{out}", "factor": "*fp32"}
     absent = {name: None for name, given in {"out": out, "factor": factor}.items() if not given}
-    return Compilation(adamw._adamw_kernel, types, {"BLOCK": adamw._BLOCK, **absent}, adamw._NUM_WARPS)
+    return Compilation(adamw._adamw_kernel, types, {"BLOCK": elementwise.BLOCK, **absent}, elementwise.NUM_WARPS)
 
 
 COMPILED = {

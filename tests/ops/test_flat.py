@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero_ops import accumulate_, clip_value_, flat, sq_norm_and_finite
+from lightning_zero_ops import accumulate_, clip_value_, elementwise, flat, sq_norm_and_finite
 from tests.ops.accuracy import AT_LEAST, SIZES, assert_close, fresh, ulp
 from tests.ops.ahead_of_time import Compilation, assert_lean
 from tests.ops.processes import CAPABILITIES, compiled, interpreted
@@ -77,7 +77,9 @@ def test_kernel_is_its_reference_in_the_interpreter(case: str) -> None:
 
 def _accumulate_case(total: str, grad: str, reads: bool) -> Compilation:
     types = {"total": f"*{total}", "grad": f"*{grad}", "numel": "i64", "alpha": "fp32", "beta": "fp32"}
-    return Compilation(flat._accumulate_kernel, types, {"READS": reads, "BLOCK": flat._BLOCK}, flat._NUM_WARPS)
+    return Compilation(
+        flat._accumulate_kernel, types, {"READS": reads, "BLOCK": elementwise.BLOCK}, elementwise.NUM_WARPS
+    )
 
 
 COMPILED = {
@@ -96,8 +98,8 @@ COMPILED = {
         f"clip-value-{a}": Compilation(
             flat._clip_value_kernel,
             {"grad": f"*{a}", "numel": "i64", "limit": "fp32"},
-            {"BLOCK": flat._BLOCK},
-            flat._NUM_WARPS,
+            {"BLOCK": elementwise.BLOCK},
+            elementwise.NUM_WARPS,
         )
         for a in DTYPES
     },

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_zero_ops import gated, geglu, swiglu
+from lightning_zero_ops import elementwise, gated, geglu, swiglu
 from tests.ops.accuracy import SIZES, assert_close, fresh
 from tests.ops.ahead_of_time import Compilation, assert_lean
 from tests.ops.processes import CAPABILITIES, compiled, interpreted
@@ -70,7 +70,7 @@ def test_kernel_is_its_reference_in_the_interpreter(case: str) -> None:
 
 def _compilation(kernel: Any, names: tuple[str, ...], dtype: str, activation: str) -> Compilation:
     types = {**dict.fromkeys(names, f"*{dtype}"), "numel": "i64"}
-    return Compilation(kernel, types, {"ACTIVATION": activation, "BLOCK": gated._BLOCK}, gated._NUM_WARPS)
+    return Compilation(kernel, types, {"ACTIVATION": activation, "BLOCK": elementwise.BLOCK}, elementwise.NUM_WARPS)
 
 
 BACKWARD_NAMES = ("grad", "gate", "up", "grad_gate", "grad_up")

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_zero_ops import lion, lion_step_
+from lightning_zero_ops import elementwise, lion, lion_step_
 from tests.ops.accuracy import AT_LEAST, SIZES, assert_close, fresh
 from tests.ops.ahead_of_time import Compilation, assert_lean
 from tests.ops.optimizers import DTYPES, ODD, compare, tensors
@@ -43,7 +43,7 @@ def _compilation(grad: str, out: str | None, moment: str) -> Compilation:
     types = {"param": "*fp32", "exp_avg": f"*{moment}", "out": f"*{out}", "grad": f"*{grad}", "factor": "*fp32"}
     types |= {"numel": "i64"} | dict.fromkeys(("lr", "rest1", "rest2", "decay"), "fp32")
     absent = {"out": None} if out is None else {}
-    return Compilation(lion._lion_kernel, types, {"BLOCK": lion._BLOCK, **absent}, lion._NUM_WARPS)
+    return Compilation(lion._lion_kernel, types, {"BLOCK": elementwise.BLOCK, **absent}, elementwise.NUM_WARPS)
 
 
 COMPILED = {

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero_ops import round_stochastic, rounding
+from lightning_zero_ops import elementwise, round_stochastic, rounding
 from tests.ops.accuracy import SIZES, fresh, ulp
 from tests.ops.ahead_of_time import Compilation, assert_lean
 from tests.ops.processes import CAPABILITIES, compiled, interpreted
@@ -44,8 +44,8 @@ COMPILED = {
     dtype: Compilation(
         rounding._round_stochastic_kernel,
         {"x": f"*{dtype}", "y": "*bf16", "numel": "i64", "key_low": "i64", "key_high": "i64"},
-        {"BLOCK": rounding._BLOCK},
-        rounding._NUM_WARPS,
+        {"BLOCK": elementwise.BLOCK},
+        elementwise.NUM_WARPS,
     )
     for dtype in DTYPES
 }

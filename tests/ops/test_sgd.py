@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero_ops import sgd, sgd_step_
+from lightning_zero_ops import elementwise, sgd, sgd_step_
 from tests.ops.accuracy import AT_LEAST, SIZES, assert_close, fresh
 from tests.ops.ahead_of_time import Compilation, assert_lean
 from tests.ops.optimizers import DTYPES, ODD, compare, tensors
@@ -50,10 +50,10 @@ def test_kernel_is_its_reference_in_the_interpreter(case: str) -> None:
 def _compilation(grad: str, out: str | None, kind: str, is_first: bool) -> Compilation:
     types = {"param": "*fp32", "momentum_buffer": "*fp32", "out": f"*{out}", "grad": f"*{grad}", "factor": "*fp32"}
     types |= {"numel": "i64", "lr": "fp32", "momentum": "fp32", "undamped": "fp32", "weight_decay": "fp32"}
-    constants: dict[str, Any] = {"IS_FIRST": is_first, "NESTEROV": kind == "nesterov", "BLOCK": sgd._BLOCK}
+    constants: dict[str, Any] = {"IS_FIRST": is_first, "NESTEROV": kind == "nesterov", "BLOCK": elementwise.BLOCK}
     constants |= {"momentum_buffer": None} if kind == "plain" else {}
     constants |= {"out": None} if out is None else {}
-    return Compilation(sgd._sgd_kernel, types, constants, sgd._NUM_WARPS)
+    return Compilation(sgd._sgd_kernel, types, constants, elementwise.NUM_WARPS)
 
 
 COMPILED = {
