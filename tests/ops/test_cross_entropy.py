@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -317,6 +318,8 @@ class _Bytes(TorchDispatchMode):
     def __init__(self, *inputs: Tensor) -> None:
         super().__init__()
         self.alive = self.peak = 0
+        self._changes: list[tuple[int, int]] = []  # numbers of storages, and by how many bytes more are alive
+        self._numbers: dict[int, int] = {}  # of the storages that are alive
         self._seen = {tensor.untyped_storage()._cdata for tensor in inputs}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -337,16 +340,27 @@ class _Bytes(TorchDispatchMode):
             return
         self._seen.add(key)
         self.alive += nbytes
+        number = self._numbers[key] = len(self._changes)
+        self._changes.append((number, nbytes))
         self.peak = max(self.peak, self.alive)
-        weakref.finalize(storage, self._forget, key, nbytes)
+        weakref.finalize(storage, self._forget, key, number, nbytes)
 
-    def _forget(self, key: int, nbytes: int) -> None:
+    def _forget(self, key: int, number: int, nbytes: int) -> None:
         self._seen.discard(key)
         self.alive -= nbytes
+        self._changes.append((number, -nbytes))
+
+    def peak_without(self, *tensors: Tensor) -> int:
+        """Return the peak of all storages but those of tensors that are alive now."""
+        left_out = {self._numbers[tensor.untyped_storage()._cdata] for tensor in tensors}
+        return max(itertools.accumulate(nbytes for number, nbytes in self._changes if number not in left_out))
 
 
-def _transient_bytes(function: Callable[..., Tensor], dtype: torch.dtype, hidden: int, tokens: int = 8192) -> int:
-    """Return the peak of forward and backward on the meta device, without inputs, output and gradients."""
+def _peaks(function: Callable[..., Tensor], dtype: torch.dtype, hidden: int, tokens: int = 8192) -> tuple[int, int]:
+    """Return the peak of forward and backward on the meta device in two ways.
+
+    Less the bytes of the gradients, whether or not they were alive then; and of all that is no gradient.
+    """
     x = torch.empty(tokens, hidden, dtype=dtype, device="meta", requires_grad=True)
     weight = torch.empty(32000, hidden, dtype=dtype, device="meta", requires_grad=True)
     target = torch.empty(tokens, dtype=torch.int64, device="meta")
@@ -354,15 +368,23 @@ def _transient_bytes(function: Callable[..., Tensor], dtype: torch.dtype, hidden
         function(x, weight, target).backward()
     assert x.grad is not None
     assert weight.grad is not None
-    return meter.peak - x.grad.nbytes - weight.grad.nbytes
+    return meter.peak - x.grad.nbytes - weight.grad.nbytes, meter.peak_without(x.grad, weight.grad)
 
 
 @pytest.mark.parametrize("hidden", [64, 1024, 4096])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_transient_bytes_are_at_most_a_tenth_of_pytorchs(dtype: torch.dtype, hidden: int) -> None:
     """8,192 tokens, 32,000 words."""
-    ours, eager = _transient_bytes(linear_cross_entropy, dtype, hidden), _transient_bytes(_eager, dtype, hidden)
-    print(f"{ours / 2**20:.0f} MiB of {eager / 2**20:.0f}")
+    for ours, eager in zip(_peaks(linear_cross_entropy, dtype, hidden), _peaks(_eager, dtype, hidden), strict=True):
+        print(f"{ours / 2**20:.0f} MiB of {eager / 2**20:.0f}")
+        assert ours <= eager / 10
+
+
+@pytest.mark.parametrize("hidden", [8192, 16384])
+def test_transient_bytes_of_wide_models_are_a_tenth_where_gradients_are_none_of_them(hidden: int) -> None:
+    """PyTorch's peak is before its gradients are there, so they may not be taken from it: docs/LOG.md."""
+    _, ours = _peaks(linear_cross_entropy, torch.bfloat16, hidden)
+    _, eager = _peaks(_eager, torch.bfloat16, hidden)
     assert ours <= eager / 10
 
 
