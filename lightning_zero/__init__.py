@@ -12,6 +12,7 @@ from lightning_zero.engine.engine import ZeroEngine, gathered
 from lightning_zero.engine.statistics import EngineStats
 from lightning_zero.errors import CollectiveError, PipelineError, ReleasedParameterError, ShardedGradientError
 from lightning_zero.layout import FlatLayout
+from lightning_zero.parallel.specs import LayerSpec, TiedLayerSpec
 from lightning_zero.precision import LossScale
 from lightning_zero.strategy import ZeroStrategy, register_strategies
 
@@ -22,6 +23,7 @@ __all__ = [
     "EngineStats",
     "ExportSafetensors",
     "FlatLayout",
+    "LayerSpec",
     "LossScale",
     "MixedPrecision",
     "Offload",
@@ -30,6 +32,7 @@ __all__ = [
     "ReleasedParameterError",
     "Sharding",
     "ShardedGradientError",
+    "TiedLayerSpec",
     "ZeroEngine",
     "ZeroMonitor",
     "ZeroStrategy",

@@ -135,7 +135,9 @@ class CheckpointHooks(ParallelStrategy):
     def _states_of_ranks(self, engine: ZeroEngine) -> dict[str, Any]:
         """Return what every rank has of its own. Collective: all ranks."""
         metrics = Ranks(engine).gather(metric_states(self._sharded_module))[: engine.world_size]  # stages have the same
-        return {RANDOM_STATES: gather_random_states(engine), **({METRIC_STATES: metrics} if any(metrics) else {})}
+        of_chunks = None if self._steps is None else self._steps.random_states()
+        random_states = gather_random_states(engine, of_chunks)
+        return {RANDOM_STATES: random_states, **({METRIC_STATES: metrics} if any(metrics) else {})}
 
     def _saver_of(self, engine: ZeroEngine) -> AsyncSaver:
         if self._saver is not None and self._saver.engine is not engine:
@@ -219,7 +221,9 @@ class CheckpointHooks(ParallelStrategy):
         message = restore_random_state(self.engine, states)
         if message is None:
             _begin_epoch_as_uninterrupted(self._sharded_module.trainer)
-        else:
+            if self._steps is not None:
+                message = self._steps.take_random_states(states[self.engine.everyone.rank])
+        if message is not None:
             rank_zero_warn(message)
 
     def remove_checkpoint(self, filepath: _PATH) -> None:

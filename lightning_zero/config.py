@@ -17,6 +17,7 @@ __all__ = [
     "Offload",
     "Pipeline",
     "ReduceDtype",
+    "ReduceTime",
     "Schedule",
     "Sharding",
     "check_moments",
@@ -27,6 +28,7 @@ Place = Literal["cpu"]
 Moments = Literal["fp32", "bf16", "int8"]
 CheckpointPolicy = Literal["full", "selective", "offload", "auto"]
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b"]
+ReduceTime = Literal["auto", "step", "microbatch"]
 
 _DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -232,8 +234,9 @@ class Pipeline:
         module: Name of the list of blocks that is cut (``"net.blocks"``), or of a module around it. The default is the
             list in which the most parameters can be spread over stages.
         partition: Where the list is cut. ``"parameters"`` evens out the parameters of the stages, ``"uniform"`` the
-            blocks, ``"type:Regex"`` the blocks whose class name matches. A list names the first block of every stage
-            but the first, by name or position.
+            blocks, ``"type:Regex"`` the blocks whose class name matches, ``"flops"`` the counted operations of a
+            forward, ``"measured"`` the time it takes: rank 0 runs a step on the first batch. A list names the first
+            block of every stage but the first, by name or position.
         microbatches: Pieces into which a training batch is cut; they must divide it. The default is as many as stages.
         schedule: ``"gpipe"``: all forwards, then all backwards. ``"1f1b"``: one forward, one backward; keeps fewer
             activations (PipeDream, arXiv:1806.03377). ``"interleaved_1f1b"``: several chunks of the model a stage, for
@@ -243,6 +246,9 @@ class Pipeline:
         last: Modules behind the blocks that are registered in front of them.
         shared: Parameters that code of several stages uses by name, for example an embedding's weight as the head's;
             a parameter under two names is found.
+        reduce: When the copies of a stage reduce gradients at ZeRO stage 3. ``"microbatch"``: after every backward.
+            ``"step"``: once per batch, and hold the stage's whole gradients until then; what the other ZeRO stages and
+            several chunks a stage do anyway. ``"auto"``: once if they take at most a tenth of the device's memory.
     """
 
     stages: int = 2
@@ -254,6 +260,7 @@ class Pipeline:
     first: list[str] | None = None
     last: list[str] | None = None
     shared: list[str] | None = None
+    reduce: ReduceTime = "auto"
 
     def __post_init__(self) -> None:
         _require_count("stages", self.stages)
@@ -273,8 +280,27 @@ class Pipeline:
                 f"`chunks={self.chunks}` does not fit `schedule={self.schedule!r}`: 'interleaved_1f1b' needs 2 or more"
                 " chunks a stage, the others have 1."
             )
+        if self.reduce not in get_args(ReduceTime):
+            raise ValueError(f"`reduce={self.reduce!r}` is not known. Use 'auto', 'step' or 'microbatch'.")
+        if self.reduce == "microbatch" and is_interleaved:
+            raise ValueError(
+                "`reduce='microbatch'` does not work with `schedule='interleaved_1f1b'`: a reduction takes all chunks"
+                " of a stage. Use 'auto' or 'step'."
+            )
         self._check_microbatches()
         self._check_partition()
+
+    def check(self, stage: int) -> None:
+        """Refuse what a ZeRO stage cannot do.
+
+        Raises:
+            ValueError: Gradients are to be reduced after every micro-batch below stage 3.
+        """
+        if self.reduce == "microbatch" and stage < 3:
+            raise ValueError(
+                f"`Pipeline(reduce='microbatch')` needs `stage=3` (got `stage={stage}`): below it gradients are reduced"
+                " once per batch. Use 'auto' or 'step'."
+            )
 
     def _check_microbatches(self) -> None:
         number = self.num_microbatches
@@ -301,10 +327,10 @@ class Pipeline:
                 re.compile(self.partition.removeprefix("type:"))
             except re.error as error:
                 raise ValueError(f"`partition={self.partition!r}` is no regular expression: {error}.") from error
-        elif self.partition not in ("parameters", "uniform"):
+        elif self.partition not in ("parameters", "uniform", "flops", "measured"):
             raise ValueError(
-                f"`partition={self.partition!r}` is not known. Use 'parameters', 'uniform', 'type:Regex', or the list"
-                " of the first blocks of the stages."
+                f"`partition={self.partition!r}` is not known. Use 'parameters', 'uniform', 'type:Regex', 'flops',"
+                " 'measured', or the list of the first blocks of the stages."
             )
 
     @property

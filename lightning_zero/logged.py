@@ -114,6 +114,20 @@ class MetricStates:
         for metric in self._metrics.values():
             metric.process_group = metric.process_group or group
 
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Let calls of the metrics do nothing."""
+        before = {name: {key: vars(metric).get(key) for key in _CALLS} for name, metric in self._metrics.items()}
+        for metric in self._metrics.values():
+            vars(metric).update(dict.fromkeys(_CALLS, _do_nothing))
+        try:
+            yield
+        finally:
+            for name, metric in self._metrics.items():
+                for key, value in before[name].items():
+                    vars(metric).pop(key)
+                    vars(metric).update({} if value is None else {key: value})
+
     def begin(self) -> None:
         """Set aside what the metrics hold."""
         self._held = {}
@@ -163,6 +177,13 @@ class MetricStates:
             tails = {key: states[key] + _to(tail, metric.device) for key, tail in lists.items()}
             _set(metric, count, {**_to(tensors, metric.device), **tails})
             metric._forward_cache = _to(cache, metric.device)
+
+
+_CALLS = ("update", "forward", "compute")
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> Tensor:
+    return torch.zeros(())
 
 
 def _is_mergeable(metric: Metric) -> bool:

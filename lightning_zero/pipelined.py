@@ -7,25 +7,32 @@ accumulation: losses, gradients and logged numbers are the means over the micro-
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_zero.comm.mail import Mailbox
 from lightning_zero.comm.mesh import Mesh
 from lightning_zero.config import Pipeline
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.errors import PipelineError
 from lightning_zero.logged import Logs, MetricStates
+from lightning_zero.parallel.captured import CapturedSteps
+from lightning_zero.parallel.denominators import Denominators, count_elements
+from lightning_zero.parallel.handed import HandedStep, HandedSteps
+from lightning_zero.parallel.keeping import device_bytes, reduces_once
 from lightning_zero.parallel.microbatches import batch_digest, shapes_of, split_batch
-from lightning_zero.parallel.pipeline import PipelineRunner
+from lightning_zero.parallel.pipeline import PipelineRunner, Route
 from lightning_zero.parallel.split import Split
-from lightning_zero.parallel.streams import RandomState
+from lightning_zero.parallel.streams import RandomState, RandomStreams
 
 __all__ = ["PipelinedSteps", "refuse_program"]
+
+_CHUNKS = "pipeline_chunks"  # key of a rank's random states
 
 Contexts = Callable[[], AbstractContextManager[Any]]
 
@@ -45,7 +52,21 @@ class PipelinedSteps:
     def __init__(
         self, module: Any, engine: ZeroEngine, split: Split, pipeline: Pipeline, mesh: Mesh, device: torch.device
     ) -> None:
-        self.runner = PipelineRunner(module, split, pipeline, mesh, engine, device)
+        self._streams = RandomStreams(device)
+        self._is_handed = hasattr(module, "pipeline_step")
+        self._keeps_gradients = self._reduces_once(engine, pipeline, device)
+        self.runner: PipelineRunner[Any] = PipelineRunner(
+            module,
+            split,
+            pipeline,
+            mesh,
+            engine,
+            route=self._route(module, engine, split, mesh, device),
+            streams=self._streams,
+            mail=Mailbox(mesh.message_group, device),
+            keeps_gradients=self._keeps_gradients,
+        )
+        self._split = split
         self._module = module
         self._engine = engine
         self._mesh = mesh
@@ -53,6 +74,33 @@ class PipelinedSteps:
         self._logs = Logs(module)
         self._metrics = MetricStates(module, mesh.copy_group)
         self._buffers = _buffers_by_stage(module, split)
+        # - The losses of a step
+        self._has_counts: bool | None = None  # whether their numbers of elements can be told before; None: not tried
+        self._denominators: Denominators | None = None  # of the batch that is running
+
+    def _route(self, module: Any, engine: ZeroEngine, split: Split, mesh: Mesh, device: torch.device) -> Route[Any]:
+        def any_copy(flag: bool) -> bool:
+            what = "agreement on a new kind of step"
+            return bool(engine.communicator.agree(torch.tensor([flag], dtype=torch.uint8), what).item())
+
+        if self._is_handed:
+            return HandedSteps(module, split, mesh, self._streams, engine.scope, any_copy, device)
+        return CapturedSteps(module, split, mesh, self._streams, engine.scope, any_copy)
+
+    def _reduces_once(self, engine: ZeroEngine, pipeline: Pipeline, device: torch.device) -> bool:
+        trained = [buffer for unit in engine.units for buffer in unit.buffers if buffer.kind.trained]
+        needed = sum(buffer.layout.padded_numel * buffer.kind.reduce.itemsize for buffer in trained)
+        once = reduces_once(pipeline.reduce, needed, device_bytes(device, dist.get_world_size()))
+        flag = torch.tensor([not once], dtype=torch.uint8)
+        return not engine.communicator.agree(flag, "agreement on when to reduce").item()
+
+    def summary(self) -> str:
+        """Return a line or two that say what lies where, and when gradients are reduced."""
+        lines = [self._split.summary()]
+        if self._engine.stage == 3:
+            often = "batch" if self._keeps_gradients or self._split.num_chunks > self._mesh.stages else "micro-batch"
+            lines.append(f"gradients of this stage are reduced once per {often}")
+        return "\n".join(lines)
 
     # -- Training ------------------------------------------------------------------------------------------------------
 
@@ -75,21 +123,56 @@ class PipelinedSteps:
             self._engine.begin_gradients()
         reduces = self._engine.is_last_microbatch
 
-        def step(index: int) -> Any:
-            with context():
-                return self._module.training_step(pieces[index], *rest)
-
         def loss_of(output: Any) -> Tensor:
             return _loss(output) * (scale / number)
 
         self._metrics.begin()
+        step, kind = self._step("training_step", pieces, rest, context), shapes_of(pieces[0])
+        self._denominators = self._survey(step, kind)
         with self._logs.recording(), torch.enable_grad():
-            outputs = self.runner.train(step, loss_of, shapes_of(pieces[0]), reduces=reduces)
+            outputs = self.runner.train(step, loss_of, kind, reduces=reduces)
+        if self._denominators is not None:
+            self._denominators.check()
+            self._denominators = None
         if reduces:
             self._engine.sum_shared_gradients()
         loss = torch.stack([_loss(output).detach().float() for output in outputs]).mean() if outputs else None
         mean = self._share(None if loss is None else loss.cpu())
         return torch.as_tensor(mean, device=self._device)
+
+    def _step(self, name: str, pieces: list[Any], rest: list[Any], context: Contexts) -> Any:
+        """Return what the runner's route runs."""
+        module = self._module
+
+        def captured(index: int) -> Any:
+            with context(), self._watching(index):
+                return getattr(module, name)(pieces[index], *rest)
+
+        def begin(index: int) -> Any:
+            return module.pipeline_step(pieces[index], *rest)
+
+        def finish(output: Any, index: int) -> Any:
+            with self._watching(index):
+                return module.pipeline_loss(output, pieces[index], *rest)
+
+        return HandedStep(begin, finish, context) if self._is_handed else captured
+
+    def _watching(self, index: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._denominators is None else self._denominators.microbatch(index)
+
+    def _survey(self, step: Any, kind: Hashable) -> Denominators | None:
+        """Return the denominators of a batch's losses, on the last stage. Collective: all its ranks."""
+        if self.runner.num_microbatches == 1 or not self.runner.is_last:
+            return None
+        counts: list[Tensor | None] = []
+        if self._has_counts is not False:
+            with self._logs.recording(), self._metrics.muted(), torch.enable_grad():
+                self.runner.survey(step, kind, lambda run: counts.append(count_elements(run)))
+        if self._has_counts is None:
+            found = torch.tensor([any(count is not None for count in counts)], dtype=torch.uint8)
+            self._has_counts = bool(self._engine.communicator.agree(found, "agreement on the kind of losses").item())
+        known = [count for count in counts if count is not None]
+        return Denominators(torch.stack(known).tolist() if known and len(known) == len(counts) else None)
 
     # -- Evaluation ----------------------------------------------------------------------------------------------------
 
@@ -107,15 +190,12 @@ class PipelinedSteps:
         return _to_device(self._share(_to_device(self._evaluate("predict_step", args, context), "cpu")), self._device)
 
     def _evaluate(self, name: str, args: tuple[Any, ...], context: Contexts) -> Any:
-        self._require_same(args[0])
-
-        def step(index: int) -> Any:
-            with context():
-                return getattr(self._module, name)(*args)
-
+        batch, *rest = args
+        self._require_same(batch)
+        step = self._step(name, [batch], rest, context)
         self._metrics.begin()
         with self._logs.recording():
-            return self.runner.evaluate(step, name, shapes_of(args[0]))
+            return self.runner.evaluate(step, name, shapes_of(batch))
 
     # -- What the stages tell one another ------------------------------------------------------------------------------
 
@@ -163,6 +243,22 @@ class PipelinedSteps:
         busy, total = (sum(float(one[index]) for one in everyone) for index in (0, 1))
         return {**row, "pipeline/bubble_share": 1.0 - busy / total if total else 0.0}
 
+    def random_states(self) -> dict[str, Any]:
+        """Return the random numbers of this stage's chunks, for a checkpoint."""
+        return {_CHUNKS: {"of": self._split.num_chunks, "states": self._streams.plain()}}
+
+    def take_random_states(self, states: Mapping[str, Any]) -> str | None:
+        """Go on from what ``random_states`` has returned; return what could not carry over."""
+        saved = states.get(_CHUNKS, {"of": 1})
+        if saved["of"] != self._split.num_chunks:
+            return (
+                f"The checkpoint was saved with {saved['of']} chunk(s) of a pipeline and is resumed with"
+                f" {self._split.num_chunks}: the random numbers inside the model (dropout) are not those of an"
+                " uninterrupted run."
+            )
+        self._streams.take(saved["states"])
+        return None
+
     def gather_buffers(self) -> None:
         """Give all stages the module buffers of the stage that computes with them, for a checkpoint.
 
@@ -179,8 +275,14 @@ def refuse_program(module: Any, microbatches: int) -> None:
     """Refuse what a LightningModule does that pipeline stages cannot do; warn of what they do otherwise.
 
     Raises:
-        ValueError: Manual optimization, or an overridden hook that would not be called.
+        ValueError: Manual optimization, an overridden hook that would not be called, one of two hooks.
     """
+    if hasattr(module, "pipeline_step") != hasattr(module, "pipeline_loss"):
+        one, other = ("step", "loss") if hasattr(module, "pipeline_step") else ("loss", "step")
+        raise ValueError(
+            f"`{type(module).__name__}` has `pipeline_{one}` and no `pipeline_{other}`. A step in three parts needs"
+            " both: what the first block is called with, and what is done with the output of the last one."
+        )
     if not module.automatic_optimization:
         raise ValueError(
             "`pipeline` runs backward inside `training_step`, so manual optimization cannot work with it. Use automatic"

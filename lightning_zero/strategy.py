@@ -39,9 +39,11 @@ from lightning_zero.checkpoint_hooks import CheckpointFollower, CheckpointHooks,
 from lightning_zero.comm.mesh import Mesh
 from lightning_zero.config import ActivationCheckpointing, Communication, Offload, Pipeline, Sharding, check_moments
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.measured import layer_costs
 from lightning_zero.parallel.activation import checkpoint_activations, forecast_of
 from lightning_zero.parallel.forecast import Forecast
-from lightning_zero.parallel.split import split_module
+from lightning_zero.parallel.specs import SpecifiedLayers
+from lightning_zero.parallel.split import Split, split_module
 from lightning_zero.pipelined import PipelinedSteps
 from lightning_zero.precision import LossScale, LossScaler, ZeroPrecision, ZeroStep, adopt, engine_precision
 from lightning_zero.refusals import refuse_options
@@ -127,6 +129,8 @@ class ZeroStrategy(CheckpointHooks):
         self.state_dict_type = state_dict_type or ("sharded" if self.stage == 3 else "full")
         self.units = units
         self.pipeline = _pipeline(pipeline)
+        if self.pipeline is not None:
+            self.pipeline.check(self.stage)
         self.masters = masters
         self.moments = check_moments(moments)
         self.loss_scale = LossScale(**loss_scale) if isinstance(loss_scale, dict) else loss_scale
@@ -296,16 +300,17 @@ class ZeroStrategy(CheckpointHooks):
             engine.unshard()
             engine = None
         if engine is None:
+            split = self._split(module)
             if self._layer_sync is not None:
                 self._layer_sync.apply(module)
             self.precision_plugin.convert_module(module)
             checkpoint_activations(module, self.activation_checkpointing)
             engine = ZeroEngine(**recipe if is_fitting else {**recipe, "offload": self._offload_without_optimizer()})
             self._steps = None
-            if self._mesh is None:
+            if split is None:
                 engine.shard(module)
             else:
-                self._cut(module, engine, self._mesh)
+                self._cut(module, engine, split)
             _made_for[engine] = made_for
         if is_fitting and self.offload is not None and self.offload.params is None:
             engine.keep_params_on_device()
@@ -319,12 +324,24 @@ class ZeroStrategy(CheckpointHooks):
             return self.offload
         return replace(self.offload, params=self.offload.params or self.offload.optimizer)
 
-    def _cut(self, module: pl.LightningModule, engine: ZeroEngine, mesh: Mesh) -> None:
+    def _split(self, module: pl.LightningModule) -> Split | None:
+        """Build the layers that are specified, and return what lies on which stage of a pipeline."""
+        layers = SpecifiedLayers(module)
+        if self.pipeline is None or self._mesh is None:
+            layers.build(None)
+            return None
+        layers.outline()
+        costs = layer_costs(module, self.pipeline, self.root_device, self.precision_plugin.train_step_context)
+        split = split_module(module, self.pipeline, costs)
+        layers.build(split, self._mesh.stage)
+        return split
+
+    def _cut(self, module: pl.LightningModule, engine: ZeroEngine, split: Split) -> None:
         assert self.pipeline is not None
-        split = split_module(module, self.pipeline)
+        assert self._mesh is not None
         engine.shard(module, split.holders)
-        self._steps = PipelinedSteps(module, engine, split, self.pipeline, mesh, self.root_device)
-        rank_zero_info(split.summary())
+        self._steps = PipelinedSteps(module, engine, split, self.pipeline, self._mesh, self.root_device)
+        rank_zero_info(self._steps.summary())
 
     def _recipe(self) -> dict[str, Any]:
         """Arguments of the engine."""

@@ -16,21 +16,21 @@ Note [Gates]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_zero.errors import PipelineError
+from lightning_zero.parallel.denominators import unwatched
+from lightning_zero.parallel.fakes import VALUES_NEEDED, Fakes, is_fake
 from lightning_zero.parallel.split import Place, Split
 
-__all__ = ["Gates", "Message", "is_fake"]
+__all__ = ["Gates", "Message"]
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,9 @@ class _Visit:
     chunk: int
     start: int  # first block of the chunk
     stop: int  # first block of the next one
+    computes: bool = True  # False: a survey
     expected: Sequence[Message] = ()
-    received: Sequence[torch.Tensor] = ()
+    receive: Callable[[], Sequence[Tensor]] = tuple
     reached: int = -1  # block that was run last
     passed: int = -1  # block that was passed over last
     is_inside: bool = False  # a gated module is running
@@ -81,25 +82,23 @@ class Gates:
         self._places = {id(module.get_submodule(place.name)): place for place in split.places}
         self._modules = [module.get_submodule(place.name) for place in split.places]
         self._classes: dict[type[nn.Module], type[nn.Module]] = {}
-        self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
-        self._parameters: dict[int, dict[str, nn.Parameter]] = {}  # of a module, as fakes
-        self._ungated = _ungated_parameters(module, split)
-        self._known: dict[nn.Parameter, torch.Tensor] = {}  # of these, as fakes
-        self._outputs: dict[Hashable, tuple[TreeSpec, list[Any]]] = {}  # of calls that were passed over
+        names = {key: place.name for key, place in self._places.items()}
+        self._fakes = Fakes(names, _ungated_parameters(module, split))
         self._visit: _Visit | None = None
 
     # -- Running a step ------------------------------------------------------------------------------------------------
 
     def run(
-        self, step: Callable[[], Any], chunk: int, expected: Sequence[Message], received: Sequence[torch.Tensor]
+        self, step: Callable[[], Any], chunk: int, expected: Sequence[Message], receive: Callable[[], Sequence[Tensor]]
     ) -> tuple[bool, Any]:
         """Run a step for one chunk.
 
         Args:
             step: The user's code.
             chunk: The chunk that computes.
-            expected: What ``received`` is.
-            received: What the chunk before has sent.
+            expected: What comes from the chunk before.
+            receive: Waits for it and returns it. Called at the chunk's first block, so that what is in front of it does
+                not wait.
 
         Returns:
             Whether the step came to its end (the last chunk), and what it returned; else the leaves of the arguments of
@@ -109,7 +108,7 @@ class Gates:
             PipelineError: The step cannot be run in chunks.
         """
         bounds = self._split.bounds
-        visit = _Visit(chunk, bounds[chunk], bounds[chunk + 1], expected, received)
+        visit = _Visit(chunk, bounds[chunk], bounds[chunk + 1], expected=expected, receive=receive)
         finished, result = self._run(step, visit)
         if finished and chunk < self._split.num_chunks - 1:
             raise PipelineError(
@@ -136,28 +135,27 @@ class Gates:
         result: list[Any] = leaves
         return result
 
+    def survey(self, step: Callable[[], Any]) -> Any:
+        """Run a step in which no module of the split computes: what they return is zeros without memory."""
+        return self._run(step, _Visit(-1, 0, 0, computes=False))
+
     def _run(self, step: Callable[[], Any], visit: _Visit) -> tuple[bool, Any]:
         assert self._visit is None
         self._visit = visit
-        self._introduce_parameters()
+        self._fakes.introduce_parameters()
         try:
             with self._installed():
                 return True, step()
         except _BrokenOff as end:
             return False, end.leaves
+        except VALUES_NEEDED as error:
+            raise PipelineError(
+                "The step needs a value that an earlier pipeline stage computes, outside of the blocks of"
+                f" `{self._split.blocks}`: {error}. The line is in the traceback. Move it into a block, or write"
+                " `pipeline_step` and `pipeline_loss`."
+            ) from error
         finally:
             self._visit = None
-
-    def _introduce_parameters(self) -> None:
-        """Tell what fake tensors make of parameters that code may add to them; they would read ``grad`` else."""
-        convert: Any = self._fakes.fake_tensor_converter
-        for param in self._ungated:
-            known = self._known.get(param)
-            if known is None or (known.dtype, known.requires_grad) != (param.dtype, param.requires_grad):
-                with self._fakes:
-                    known = torch.empty(param.shape, dtype=param.dtype, device=param.device)
-                self._known[param] = known.requires_grad_(param.requires_grad)
-                convert.set_tensor_memo(param, known)
 
     @contextmanager
     def _installed(self) -> Iterator[None]:
@@ -188,6 +186,8 @@ class Gates:
             return cls.__call__(module, *args, **kwargs)
         self._on_first_call()
         place = self._places[id(module)]
+        if not visit.computes:
+            return self._pass_over(module, visit, args, kwargs)
         if place.block is None:
             computes = self._computes_outside(visit, place)
         else:
@@ -197,7 +197,16 @@ class Gates:
         args, kwargs = self._with_received(visit, place, args, kwargs)
         visit.is_inside = True
         try:
-            return cls.__call__(module, *args, **kwargs)
+            with nullcontext() if place.block is None else unwatched():
+                return cls.__call__(module, *args, **kwargs)
+        finally:
+            visit.is_inside = False
+
+    def _pass_over(self, module: nn.Module, visit: _Visit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        visit.is_inside = True
+        try:
+            outputs = self._fakes.outputs if visit.computes else self._fakes.zeros
+            return outputs(module, args, kwargs)
         finally:
             visit.is_inside = False
 
@@ -236,15 +245,16 @@ class Gates:
         self, visit: _Visit, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         leaves, spec = tree_flatten((args, kwargs))
-        if visit.received and place.block == visit.start and not visit.swaps:
-            for message, tensor in zip(visit.expected, visit.received, strict=True):
+        if visit.expected and place.block == visit.start and not visit.swaps:
+            for message, tensor in zip(visit.expected, visit.receive(), strict=True):
                 visit.swaps[id(leaves[message.leaf])] = (leaves[message.leaf], tensor)
         leaves = [visit.swaps[id(leaf)][1] if id(leaf) in visit.swaps else leaf for leaf in leaves]
         if any(is_fake(leaf) for leaf in leaves):
             raise PipelineError(
                 f"`{place.name}` is given a value that an earlier pipeline stage computes, but not as an argument of"
                 f" `{self._block_name(visit.start)}`. A pipeline hands on what the first block of a stage is called"
-                " with: pass the value to every block, or cut the list elsewhere (`Pipeline(partition=[...])`)."
+                " with: pass the value to every block, cut the list elsewhere (`Pipeline(partition=[...])`), or write"
+                " `pipeline_step` and `pipeline_loss`."
             )
         args, kwargs = tree_unflatten(leaves, spec)
         return args, kwargs
@@ -259,114 +269,8 @@ class Gates:
     def _block_name(self, block: int) -> str:
         return next((place.name for place in self._split.places if place.block == block), f"block {block}")
 
-    # -- Passing over --------------------------------------------------------------------------------------------------
-
-    def _pass_over(self, module: nn.Module, visit: _Visit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the outputs of a call as fakes; see Note [Passing over]."""
-        inputs, spec = tree_flatten((args, kwargs))
-        trained = tuple(param.requires_grad for param in module.parameters())
-        known = [_describe(leaf) for leaf in inputs]
-        modes = (torch.is_grad_enabled(), torch.is_autocast_enabled(_autocast_device(inputs)), module.training)
-        key = (id(module), spec, tuple(known), trained, modes)
-        if key not in self._outputs:
-            self._outputs[key] = self._imagine(module, visit, inputs, spec)
-        out_spec, outputs = self._outputs[key]
-        with self._fakes:
-            return tree_unflatten([_again(output, inputs) for output in outputs], out_spec)
-
-    def _imagine(
-        self, module: nn.Module, visit: _Visit, inputs: list[Any], spec: TreeSpec
-    ) -> tuple[TreeSpec, list[Any]]:
-        args, kwargs = tree_unflatten(inputs, spec)
-        visit.is_inside = True
-        try:
-            with self._fakes, _reparametrize_module(module, dict(self._fake_parameters(module))):
-                output = module.forward(*args, **kwargs)
-        except Exception as error:
-            raise PipelineError(
-                f"`{self._places[id(module)].name}` lies on another pipeline stage, and what it returns could not be"
-                f" told from the shapes of its arguments: {error}"
-            ) from error
-        finally:
-            visit.is_inside = False
-        positions = {id(leaf): index for index, leaf in enumerate(inputs)}
-        leaves, out_spec = tree_flatten(output)
-        return out_spec, [_Input(positions[id(leaf)]) if id(leaf) in positions else _describe(leaf) for leaf in leaves]
-
-    def _fake_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        if id(module) not in self._parameters:
-            with self._fakes:
-                self._parameters[id(module)] = {
-                    name: nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device=param.device), False)
-                    for name, param in module.named_parameters()
-                }
-        fakes = self._parameters[id(module)]
-        for name, param in module.named_parameters():
-            fakes[name].requires_grad_(param.requires_grad)
-        return fakes
-
 
 def _ungated_parameters(module: nn.Module, split: Split) -> list[nn.Parameter]:
     """Return the parameters that lie in no module of the split."""
     inside = {id(param) for place in split.places for param in module.get_submodule(place.name).parameters()}
     return [param for param in module.parameters() if id(param) not in inside]
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """What is known of a tensor without its values."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-    is_fake: bool
-
-
-@dataclass(frozen=True)
-class _Input:
-    """An output that is an input."""
-
-    leaf: int
-
-
-def is_fake(value: Any) -> bool:
-    """Say whether a value stands for one that another stage computes."""
-    return isinstance(value, FakeTensor)
-
-
-def _describe(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        shape, stride = tuple(leaf.shape), tuple(leaf.stride())
-        return _Shape(shape, stride, leaf.dtype, leaf.device, leaf.requires_grad, is_fake(leaf))
-    return leaf if isinstance(leaf, (int, float, str, bool, bytes, torch.dtype, torch.device)) else _Object(leaf)
-
-
-class _Object:
-    """A value of which nothing is known but which one it is."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Object) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
-def _again(output: Any, inputs: Sequence[Any]) -> Any:
-    """Return an output of a call that was passed over before."""
-    if isinstance(output, _Input):
-        return inputs[output.leaf]
-    if isinstance(output, _Object):
-        return output.value
-    if not isinstance(output, _Shape):
-        return output
-    tensor = torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device=output.device)
-    return tensor.requires_grad_(output.requires_grad)
-
-
-def _autocast_device(leaves: Sequence[Any]) -> str:
-    return next((leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)), "cpu")

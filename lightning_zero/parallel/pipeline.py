@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import time
-import zlib
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lightning_zero.comm.mail import Letter, Mailbox
 from lightning_zero.comm.mesh import Mesh
 from lightning_zero.config import Pipeline
 from lightning_zero.errors import PipelineError
-from lightning_zero.parallel.gates import Gates, Message, is_fake
+from lightning_zero.parallel.fakes import is_fake
+from lightning_zero.parallel.gates import Message
 from lightning_zero.parallel.plan import Action, compute_order, evaluation_order, simulate
 from lightning_zero.parallel.split import Split
 from lightning_zero.parallel.streams import RandomStreams
 
-__all__ = ["PipelineRunner", "Stepper", "Timing"]
+__all__ = ["PipelineRunner", "Route", "Stepper", "Timing"]
+
+Step = TypeVar("Step", contravariant=True)
 
 
 class Stepper(Protocol):
@@ -40,6 +42,43 @@ class Stepper(Protocol):
 
     def backward_scope(self) -> AbstractContextManager[None]:
         """Run a backward."""
+        ...
+
+
+class Route(Protocol[Step]):
+    """How a step gets from chunk to chunk."""
+
+    def messages(self, step: Step, kind: Hashable) -> dict[int, tuple[Message, ...]]:
+        """Return what goes into every chunk this rank sends to or receives from.
+
+        Collective: all ranks of this stage; where the kind of step is new to one of them, all ranks.
+        """
+        ...
+
+    def survey(self, step: Step, index: int) -> None:
+        """Run a micro-batch's code without the model, on the last stage. Collective: all ranks of this stage."""
+        ...
+
+    def run(
+        self,
+        step: Step,
+        index: int,
+        chunk: int,
+        expected: Sequence[Message],
+        receive: Callable[[], Sequence[torch.Tensor]],
+    ) -> tuple[bool, Any]:
+        """Run a micro-batch through a chunk.
+
+        Args:
+            step: The step.
+            index: The micro-batch.
+            chunk: The chunk.
+            expected: What comes from the chunk before.
+            receive: Waits for it and returns it; called once, at the chunk's first block.
+
+        Returns:
+            Whether the step came to its end, and what it returned; else the leaves of what goes to the next chunk.
+        """
         ...
 
 
@@ -61,7 +100,7 @@ class Timing:
         return 1.0 - self.busy_s / self.total_s if self.total_s else 0.0
 
 
-class PipelineRunner:
+class PipelineRunner(Generic[Step]):
     """Runs steps of a module that is cut into stages.
 
     Args:
@@ -70,11 +109,24 @@ class PipelineRunner:
         pipeline: Schedule and number of micro-batches.
         mesh: The ranks.
         engine: Holds the parameters of this stage.
-        device: Device of this rank.
+        route: How steps get from chunk to chunk.
+        streams: Random numbers of the chunks.
+        mail: To the other stages.
+        keeps_gradients: Whether stage 3 reduces once per batch.
     """
 
     def __init__(
-        self, module: nn.Module, split: Split, pipeline: Pipeline, mesh: Mesh, engine: Stepper, device: torch.device
+        self,
+        module: nn.Module,
+        split: Split,
+        pipeline: Pipeline,
+        mesh: Mesh,
+        engine: Stepper,
+        *,
+        route: Route[Step],
+        streams: RandomStreams,
+        mail: Mailbox,
+        keeps_gradients: bool,
     ) -> None:
         # - What runs where
         self.split = split
@@ -85,13 +137,13 @@ class PipelineRunner:
         orders = compute_order(pipeline.schedule, stages, chunks, self.num_microbatches)
         self._actions = simulate(orders, chunks)[0][mesh.stage]
         self._evaluation = simulate(evaluation_order(stages, chunks), chunks)[0][mesh.stage]
-        self._own_chunks = range(mesh.stage, chunks, stages)
+        # A backward reduces all units of the stage, also those of its other chunks.
+        self._keeps_gradients = keeps_gradients or chunks > stages
         # - How it runs
         self._module = module
-        self._streams = RandomStreams(device)
-        self._gates = Gates(module, split, self._streams.leave_common)
-        self._mail = Mailbox(mesh.message_group, device)
-        self._messages: dict[Hashable, dict[int, tuple[Message, ...]]] = {}  # into every chunk, by kind of step
+        self._route = route
+        self._streams = streams
+        self._mail = mail
         self.timing = Timing()
         # - The step that is running
         self._letters: dict[Action, list[Letter]] = {}
@@ -111,24 +163,22 @@ class PipelineRunner:
 
     # -- Steps ---------------------------------------------------------------------------------------------------------
 
-    def train(
-        self, step: Callable[[int], Any], loss_of: Callable[[Any], torch.Tensor], kind: Hashable, *, reduces: bool
-    ) -> list[Any]:
+    def train(self, step: Step, loss_of: Callable[[Any], torch.Tensor], kind: Hashable, *, reduces: bool) -> list[Any]:
         """Run forwards and backwards of all micro-batches.
 
         Collective: all ranks of a copy; with ``reduces`` and at ZeRO stages 2 and 3 all ranks.
 
         Args:
-            step: Runs the user's step on a micro-batch.
-            loss_of: Returns what is to be differentiated of what ``step`` returned.
+            step: The user's step.
+            loss_of: Returns what is to be differentiated of what the step returned.
             kind: Differs where shapes of tensors between stages may differ.
             reduces: The gradients of these micro-batches are the last before the optimizer's step.
 
         Returns:
-            What ``step`` returned, by micro-batch, on the last stage; elsewhere nothing.
+            What the step returned, by micro-batch, on the last stage; elsewhere nothing.
         """
         started = time.perf_counter()
-        messages = self._agreed_messages(("train", kind, self._trained()), step)
+        messages = self._route.messages(step, ("train", kind, self._trained()))
         backwards = [action for action in self._actions if action.kind == "backward"]
         self._streams.begin()
         try:
@@ -147,12 +197,34 @@ class PipelineRunner:
         finally:
             self._forget()
 
-    def evaluate(self, step: Callable[[int], Any], name: str, kind: Hashable) -> Any:
-        """Run the forward of one batch and return what ``step`` returned on the last stage, elsewhere None.
+    def survey(self, step: Step, kind: Hashable, look: Callable[[Callable[[], None]], None]) -> None:
+        """Run all micro-batches without the model, and leave no trace.
+
+        Collective: all ranks of the last stage, before they ``train``.
+
+        Args:
+            step: The step.
+            kind: As in ``train``.
+            look: Given what runs a micro-batch.
+        """
+        self._route.messages(step, ("train", kind, self._trained()))
+
+        def run() -> None:
+            self._streams.begin()
+            with self._engine.scope("survey"), torch.no_grad():
+                for index in range(self.num_microbatches):
+                    self._streams.enter(self.split.num_chunks - 1, index)
+                    look(partial(self._route.survey, step, index))
+                    self._streams.leave_common()
+
+        self._streams.apart(run)
+
+    def evaluate(self, step: Step, name: str, kind: Hashable) -> Any:
+        """Run the forward of one batch and return what the step returned on the last stage, elsewhere None.
 
         Collective: all ranks of a copy.
         """
-        messages = self._agreed_messages((name, kind), step)
+        messages = self._route.messages(step, (name, kind))
         self._streams.begin()
         try:
             for action in self._evaluation:
@@ -172,20 +244,22 @@ class PipelineRunner:
         self._outputs.clear()
         self._results.clear()
 
-    def _forward(
-        self, action: Action, step: Callable[[int], Any], messages: dict[int, tuple[Message, ...]], name: str
-    ) -> None:
+    def _forward(self, action: Action, step: Step, messages: dict[int, tuple[Message, ...]], name: str) -> None:
         chunk, index = action.chunk, action.microbatch
         expected = messages.get(chunk, ())
-        received = [letter.wait() for letter in self._letters.pop(Action("recv_input", chunk, index), [])]
-        for message, tensor in zip(expected, received, strict=True):
-            tensor.requires_grad_(message.requires_grad)
-        started = time.perf_counter()
-        self._streams.enter(chunk, index)
-        with self._engine.scope(name):
-            finished, result = self._gates.run(lambda: step(index), chunk, expected, received)
-        self._streams.leave(chunk)
-        self.timing.busy_s += time.perf_counter() - started
+        received: list[torch.Tensor] = []
+
+        def receive() -> Sequence[torch.Tensor]:
+            received.extend(letter.wait() for letter in self._letters.pop(Action("recv_input", chunk, index), []))
+            for message, tensor in zip(expected, received, strict=True):
+                tensor.requires_grad_(message.requires_grad)
+            return received
+
+        with self._working():
+            self._streams.enter(chunk, index)
+            with self._engine.scope(name):
+                finished, result = self._route.run(step, index, chunk, expected, receive)
+            self._streams.leave(chunk)
         if torch.is_grad_enabled():
             self._inputs[chunk, index] = received
         if finished:
@@ -226,19 +300,23 @@ class PipelineRunner:
     ) -> None:
         chunk, index = action.chunk, action.microbatch
         gradients = [letter.wait() for letter in self._letters.pop(Action("recv_gradient", chunk, index), [])]
-        started = time.perf_counter()
         if chunk == self.split.num_chunks - 1:
             roots, seeds = [loss_of(self._results[index])], None
         else:
             roots = [tensor for tensor in self._outputs.pop((chunk, index)) if tensor.requires_grad]
             seeds = gradients
-        # A backward reduces all units of the stage, also those of its other chunks.
-        keeps = len(self._own_chunks) > 1
-        with self._engine.microbatch(reduces, has_more, keeps), self._engine.backward_scope():
+        keeps = self._keeps_gradients
+        with self._working(), self._engine.microbatch(reduces, has_more, keeps), self._engine.backward_scope():
             roots = [root for root in roots if root.requires_grad]
             if roots:
                 torch.autograd.backward(roots, seeds)
-        self.timing.busy_s += time.perf_counter() - started
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Count the time as work, but for what is waited for messages."""
+        started, waited = time.perf_counter(), self._mail.wait_s
+        yield
+        self.timing.busy_s += time.perf_counter() - started - (self._mail.wait_s - waited)
 
     def _trained(self) -> int:
         """Return a number that differs where other parameters are trained."""
@@ -266,68 +344,6 @@ class PipelineRunner:
         if torch.is_grad_enabled():
             return self._outputs[chunk, index]
         return self._outputs.pop((chunk, index))
-
-    def _agreed_messages(self, kind: Hashable, step: Callable[[int], Any]) -> dict[int, tuple[Message, ...]]:
-        """Return which leaves go into every chunk this rank sends to or receives from.
-
-        Both ends run the step as the receiving chunk does, without computing, and compare: what is fake there is sent,
-        and so is what differs between them, for example a mask that is drawn inside the model.
-        Collective where the kind of step is new: all ranks of a copy.
-        """
-        if kind not in self._messages:
-            mine = {
-                (chunk, acting): self._description(step, chunk, acting)
-                for acting in self._own_chunks
-                for chunk in (acting, acting + 1)
-                if 0 < chunk < self.split.num_chunks
-            }
-            everyone: list[Any] = [None] * self.mesh.stages
-            dist.all_gather_object(everyone, mine, group=self.mesh.host_group)
-            table = {key: value for one in everyone for key, value in one.items()}
-            self._messages[kind] = {
-                chunk: _needed(chunk, table[chunk, chunk], table[chunk, chunk - 1])
-                for chunk in range(1, self.split.num_chunks)
-            }
-        return self._messages[kind]
-
-    def _description(self, step: Callable[[int], Any], chunk: int, acting: int) -> list[Any]:
-        """Describe the arguments of a chunk's first block as ``acting`` would find them."""
-
-        def look() -> list[Any]:
-            self._streams.begin()
-            self._streams.enter(acting, 0)
-            with self._engine.scope("arguments"):
-                return [_describe(leaf) for leaf in self._gates.arguments(lambda: step(0), chunk)]
-
-        description: list[Any] = self._streams.apart(look)
-        return description
-
-
-def _describe(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return repr(leaf) if isinstance(leaf, (int, float, str, bool)) or leaf is None else type(leaf).__name__
-    values = None if is_fake(leaf) else _checksum(leaf)
-    return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad, values)
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-
-
-def _needed(chunk: int, here: Sequence[Any], there: Sequence[Any]) -> tuple[Message, ...]:
-    """Return what must be sent into a chunk, given what both ends have."""
-    if len(here) != len(there):
-        raise PipelineError(f"Pipeline stages call the first block of chunk {chunk} with different arguments.")
-    messages = []
-    for index, (mine, theirs) in enumerate(zip(here, there, strict=True)):
-        if isinstance(mine, tuple) and (mine[3] is None or mine != theirs):
-            messages.append(Message(index, *mine[:3]))
-        elif mine != theirs:
-            raise PipelineError(
-                f"The first block of pipeline chunk {chunk} is called with {mine} on its stage and {theirs} on the one"
-                " before. Values that are no tensors must not depend on random numbers drawn inside the model."
-            )
-    return tuple(messages)
 
 
 def _words(value: Any) -> str:

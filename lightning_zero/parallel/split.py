@@ -8,7 +8,7 @@ used anywhere: every stage has them. A parameter under names in several chunks i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -16,7 +16,7 @@ from torch import nn
 from lightning_zero.config import Pipeline
 from lightning_zero.errors import nearest
 
-__all__ = ["Place", "Split", "balanced_bounds", "split_module"]
+__all__ = ["Place", "Split", "balanced_bounds", "costed_layers", "split_module"]
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 
@@ -70,8 +70,24 @@ class Split:
         return f"pipeline stages (blocks of `{self.blocks}`): {', '.join(parts)}"
 
 
-def split_module(module: nn.Module, pipeline: Pipeline) -> Split:
+def costed_layers(module: nn.Module, pipeline: Pipeline) -> list[str]:
+    """Return the names of the blocks, and of the modules around them.
+
+    Raises:
+        ValueError: A name matches nothing, or there is nothing to cut.
+    """
+    name, blocks = _find_list(module, pipeline.module)
+    first, last = _around(module, name, pipeline)
+    return [*first, *blocks, *last]
+
+
+def split_module(module: nn.Module, pipeline: Pipeline, costs: Mapping[str, int] | None = None) -> Split:
     """Decide what lies where.
+
+    Args:
+        module: The root.
+        pipeline: The options.
+        costs: Of ``costed_layers``, where the partition is by measured ones.
 
     Raises:
         ValueError: A name matches nothing, there is nothing to cut, or there are more chunks than blocks.
@@ -79,19 +95,23 @@ def split_module(module: nn.Module, pipeline: Pipeline) -> Split:
     name, blocks = _find_list(module, pipeline.module)
     _check_blocks(name, blocks, pipeline)
     first, last = _around(module, name, pipeline)
-    costs = _costs(list(blocks.values()), pipeline.partition)
-    counted = (first, last) if pipeline.partition == "parameters" else ([], [])
-    ends = (_numel(module, counted[0]), _numel(module, counted[1]))
+    if costs is not None:
+        sizes = [costs[block] for block in blocks]
+        ends = (sum(costs[one] for one in first), sum(costs[one] for one in last))
+    else:
+        sizes = _costs(list(blocks.values()), pipeline.partition)
+        counted = (first, last) if pipeline.partition == "parameters" else ([], [])
+        ends = (_numel(module, counted[0]), _numel(module, counted[1]))
     chunks = pipeline.num_chunks
     if isinstance(pipeline.partition, str):
-        bounds = balanced_bounds(costs, chunks, *ends)
+        bounds = balanced_bounds(sizes, chunks, *ends)
     else:
         bounds = _given_bounds(list(blocks), name, pipeline.partition)
     places = [Place(one, 0, None) for one in first]
     for chunk, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
         places += [Place(one, chunk, start + index) for index, one in enumerate(list(blocks)[start:stop])]
     places += [Place(one, chunks - 1, None) for one in last]
-    sums = [sum(costs[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    sums = [sum(sizes[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)]
     sums[0], sums[-1] = sums[0] + ends[0], sums[-1] + ends[1]
     return Split(name, bounds, tuple(places), pipeline.stages, tuple(sums), _holders(module, places, pipeline))
 

@@ -12,7 +12,7 @@ import copy
 import random
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,28 @@ class RandomState:
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
 
+    def plain(self) -> dict[str, Any]:
+        """Return the state as tensors and plain values, for a checkpoint."""
+        version, words, gauss = self._python
+        numpy = None
+        if isinstance(self._numpy, tuple):  # not so with a bit generator that the user has set
+            kind, key, *rest = self._numpy
+            numpy = (kind, torch.tensor(key.tolist()), *rest)
+        of_device = {} if self._on_device is None else {self._device.type: self._on_device}
+        return {"python": (version, torch.tensor(words), gauss), "numpy": numpy, "torch": self._host,
+                "device": of_device}  # fmt: skip
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any], device: torch.device) -> RandomState:
+        """Return the state that ``plain`` has described; what it does not know is as it is now."""
+        state = cls(device)
+        version, words, gauss = plain["python"]
+        state._python = (version, tuple(words.tolist()), gauss)
+        state._host = plain["torch"]
+        state._on_device = plain["device"].get(device.type, state._on_device)
+        state._numpy = plain["numpy"] and _numpy_state(plain["numpy"])
+        return state
+
     def moved_to(self, device: torch.device) -> RandomState:
         """Return the same state for another device of the same kind."""
         moved = copy.copy(self)
@@ -48,6 +70,11 @@ class RandomState:
     def digest(self) -> int:
         """Return a number that differs where the states of the host do; the same in every process."""
         return zlib.crc32(self._host.numpy().tobytes(), zlib.crc32(repr(self._python).encode()))
+
+
+def _numpy_state(plain: Sequence[Any]) -> tuple[Any, ...]:
+    kind, key, *rest = plain
+    return (kind, key.numpy().astype("uint32"), *rest)
 
 
 class RandomStreams:
@@ -65,6 +92,14 @@ class RandomStreams:
         self._own: dict[int, RandomState] = {}  # of every chunk
         self._common: list[RandomState] = []  # before every micro-batch of the step
         self._entered: tuple[int, int] | None = None  # (chunk, micro-batch) that is in the common part
+
+    def plain(self) -> dict[int, dict[str, Any]]:
+        """Return the state of every chunk's stream as tensors and plain values, for a checkpoint."""
+        return {chunk: state.plain() for chunk, state in self._own.items()}
+
+    def take(self, plain: Mapping[int, Mapping[str, Any]]) -> None:
+        """Go on from what ``plain`` has returned."""
+        self._own = {chunk: RandomState.of(state, self._device) for chunk, state in plain.items()}
 
     def begin(self) -> None:
         """Begin a step."""

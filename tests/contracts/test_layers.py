@@ -36,6 +36,7 @@ LEVELS: dict[str, int] = {
     "lightning_zero.metrics": 4,
     "lightning_zero.logged": 5,
     "lightning_zero.pipelined": 5,
+    "lightning_zero.measured": 5,
     "lightning_zero.__main__": 6,
     "lightning_zero": 7,
 }

@@ -383,30 +383,6 @@ def test_a_decoder_of_transformers_trains_as_without_a_pipeline(zero: int, tied:
             torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6, msg=name)
 
 
-def _count(rank: int, world: int, zero: int, schedule: Any) -> tuple[int, int, int]:
-    strategy = ZeroStrategy(stage=zero, pipeline=Pipeline(stages=2, microbatches=4, schedule=schedule))  # type: ignore[arg-type]
-    calls: list[int] = []
-
-    class Counts(Program):
-        def on_train_batch_end(self, *args: Any) -> None:
-            calls.append(strategy.engine.stats().calls["reduce_scatter"])
-
-    lightning = trainer(rank, world, strategy, max_epochs=1)
-    lightning.fit(seeded(Counts), _loader(2, rank % 2, size=48))
-    buffers = sum(len(unit.buffers) for unit in strategy.engine.units)
-    return calls[-1] - calls[-2], calls[-2] - calls[-3], buffers
-
-
-@pytest.mark.parametrize("schedule", sample(("gpipe", "1f1b", "interleaved_1f1b"), "gpipe"))
-@pytest.mark.parametrize(("zero", "times"), [(1, 1), (2, 1), (3, 4)])
-def test_gradients_are_reduced_once_a_step_and_once_a_microbatch_at_stage_3(
-    zero: int, times: int, schedule: str
-) -> None:
-    times = 1 if schedule == "interleaved_1f1b" else times  # with several chunks a stage, once a step
-    for last, before, buffers in run(_count, 4, zero, schedule):
-        assert last == before == times * buffers
-
-
 def _gather(rank: int, world: int, precision: Any) -> None:
     strategy = ZeroStrategy(**_pipeline())
     module = seeded(Around)

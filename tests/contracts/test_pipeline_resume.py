@@ -15,6 +15,7 @@ from lightning_zero.strategy import ZeroStrategy
 from tests.checkpoint import programs
 from tests.contracts.test_lightning_programs import seeded, trainer
 from tests.contracts.test_pipeline_parity import BATCH, LanguageModel, loader
+from tests.contracts.test_pipeline_programs import Dropout, _loader
 from tests.sampling import sample
 from tests.worlds import run
 
@@ -105,3 +106,24 @@ def test_resume_at_another_number_of_stages_is_exact(
     plain = run(_fit, copies, 1, zero, kind, len(stages), tied, None, None, timeout_s=120.0)
     for name, value in plain[0][2].items():
         torch.testing.assert_close(outcomes[0][2][name], value, rtol=0, atol=1e-6, msg=name)
+
+
+def _fit_dropout(rank: int, world: int, schedule: Any, epochs: int, save: str | None, load: str | None) -> Any:
+    pipeline = Pipeline(stages=2, microbatches=4, schedule=schedule)
+    strategy = ZeroStrategy(stage=2, pipeline=pipeline)
+    lightning = trainer(rank, world, strategy, max_epochs=epochs)
+    module = seeded(Dropout)
+    lightning.fit(module, _loader(1, 0), ckpt_path=load)
+    if save is not None:
+        lightning.save_checkpoint(save)
+    return {name: strategy.full_param(param) for name, param in module.named_parameters()}
+
+
+@pytest.mark.parametrize("schedule", sample(("gpipe", "1f1b", "interleaved_1f1b"), "interleaved_1f1b"))
+def test_dropout_goes_on_where_it_was(schedule: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "dropout.ckpt")
+    whole = run(_fit_dropout, 2, schedule, 2, None, None)[0]
+    half = run(_fit_dropout, 2, schedule, 1, path, None)[0]
+    resumed = run(_fit_dropout, 2, schedule, 2, None, path)[0]
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+    assert not any(torch.equal(half[name], value) for name, value in whole.items() if "weight" in name)

@@ -47,3 +47,21 @@ def test_a_look_leaves_no_trace() -> None:
     before = RandomState(CPU)
     RandomStreams(CPU).apart(lambda: (torch.rand(3), random.random()))
     assert RandomState(CPU).digest() == before.digest()
+
+
+def test_a_resumed_stream_draws_what_an_uninterrupted_one_draws() -> None:
+    def draw(streams: RandomStreams) -> list[float]:
+        streams.begin()
+        streams.enter(1, 0)
+        streams.leave_common()
+        drawn = [torch.rand(()).item(), random.random()]
+        streams.leave(1)
+        return drawn
+
+    streams = RandomStreams(CPU)
+    first = draw(streams)
+    saved = streams.plain()
+    second = draw(streams)
+    resumed = RandomStreams(CPU)
+    resumed.take(saved)
+    assert draw(resumed) == second != first

@@ -1,0 +1,174 @@
+"""Steps in three parts, for models whose code around the blocks cannot be captured: begin, the blocks, finish.
+
+The first stage begins: what it returns is given to the first block. What a block returns is given to the next one. The
+last stage finishes. In between goes a tensor, or a tuple of tensors, of the same shapes in all micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_zero.comm.mesh import Mesh
+from lightning_zero.errors import PipelineError
+from lightning_zero.parallel.gates import Message
+from lightning_zero.parallel.split import Split
+from lightning_zero.parallel.streams import RandomStreams
+
+__all__ = ["HandedStep", "HandedSteps"]
+
+
+@dataclass(frozen=True)
+class HandedStep:
+    """The parts of a step.
+
+    Attributes:
+        begin: Given the micro-batch, returns what the first block is called with.
+        finish: Given what the last block has returned and the micro-batch, returns what the step does.
+        context: Around everything.
+    """
+
+    begin: Callable[[int], Any]
+    finish: Callable[[Any, int], Any]
+    context: Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class _Boundary:
+    """What goes from one chunk to the next."""
+
+    is_tuple: bool
+    messages: tuple[Message, ...]
+
+    def state(self, tensors: Sequence[Tensor]) -> Any:
+        return tuple(tensors) if self.is_tuple else tensors[0]
+
+    def zeros(self, device: torch.device) -> Any:
+        return self.state([torch.zeros((), dtype=one.dtype, device=device).expand(one.shape) for one in self.messages])
+
+
+class HandedSteps:
+    """Runs the blocks of a chunk, one on what the other returns.
+
+    Args:
+        module: The root.
+        split: What lies where.
+        mesh: The ranks.
+        streams: Random numbers of the chunks.
+        scope: Makes usable what the engine holds, for the named purpose. Collective: all ranks of this stage.
+        any_copy: Says whether a flag is set on some rank of this stage. Collective: all of them.
+        device: Device of this rank.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        split: Split,
+        mesh: Mesh,
+        streams: RandomStreams,
+        scope: Callable[[str], AbstractContextManager[None]],
+        any_copy: Callable[[bool], bool],
+        device: torch.device,
+    ) -> None:
+        self._split = split
+        self._mesh = mesh
+        self._streams = streams
+        self._scope = scope
+        self._any_copy = any_copy
+        self._device = device
+        places = sorted((place for place in split.places if place.block is not None), key=lambda one: one.block or 0)
+        self._blocks = [(place.name, module.get_submodule(place.name)) for place in places]
+        self._known: dict[Hashable, dict[int, _Boundary]] = {}  # into every chunk, and behind the last, by kind of step
+        self._boundaries: dict[int, _Boundary] = {}  # of the step that is running
+
+    def messages(self, step: HandedStep, kind: Hashable) -> dict[int, tuple[Message, ...]]:
+        """Return what goes into every chunk.
+
+        Collective: all ranks of this stage; where the kind of step is new to one of them, all ranks.
+        """
+        if self._any_copy(kind not in self._known):
+            self._known[kind] = self._streams.apart(lambda: self._described(step))
+        self._boundaries = self._known[kind]
+        return {chunk: boundary.messages for chunk, boundary in self._boundaries.items()}
+
+    def _described(self, step: HandedStep) -> dict[int, _Boundary]:
+        """Run the first micro-batch once, with zeros where a chunk receives."""
+        self._streams.begin()
+        boundaries: dict[int, _Boundary] = {}
+        for chunk in range(self._split.num_chunks):
+            stage = chunk % self._mesh.stages
+            found: list[_Boundary | None] = [None]
+            if self._mesh.stage == stage:
+                self._streams.enter(chunk, 0)
+                self._streams.leave_common()
+                with self._scope("arguments"), step.context():
+                    state = self._through(chunk, self._start(step, chunk, boundaries))
+                    found = [self._boundary(chunk, state)]
+            dist.broadcast_object_list(found, group=self._mesh.host_group, group_src=stage)
+            assert found[0] is not None
+            boundaries[chunk + 1] = found[0]
+        return boundaries
+
+    def _start(self, step: HandedStep, chunk: int, boundaries: dict[int, _Boundary]) -> Any:
+        if chunk == 0:
+            return step.begin(0)
+        tensors = [
+            torch.zeros(one.shape, dtype=one.dtype, device=self._device).requires_grad_(one.requires_grad)
+            for one in boundaries[chunk].messages
+        ]
+        return boundaries[chunk].state(tensors)
+
+    def _boundary(self, chunk: int, state: Any) -> _Boundary:
+        tensors = self._tensors(chunk, state)
+        return _Boundary(
+            isinstance(state, (tuple, list)),
+            tuple(
+                Message(index, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+                for index, tensor in enumerate(tensors)
+            ),
+        )
+
+    def _tensors(self, chunk: int, state: Any) -> list[Tensor]:
+        tensors = list(state) if isinstance(state, (tuple, list)) else [state]
+        if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
+            name = self._blocks[self._split.bounds[chunk + 1] - 1][0]
+            raise PipelineError(
+                f"`{name}` returned {', '.join(type(one).__name__ for one in tensors) or 'nothing'}. With"
+                " `pipeline_step` a block must return a tensor or a tuple of tensors, which the next one is given."
+            )
+        return tensors
+
+    def _through(self, chunk: int, state: Any) -> Any:
+        bounds = self._split.bounds
+        for _, block in self._blocks[bounds[chunk] : bounds[chunk + 1]]:
+            state = block(*state) if isinstance(state, (tuple, list)) else block(state)
+        return state
+
+    def run(
+        self,
+        step: HandedStep,
+        index: int,
+        chunk: int,
+        expected: Sequence[Message],
+        receive: Callable[[], Sequence[Tensor]],
+    ) -> tuple[bool, Any]:
+        """Run the blocks of a chunk; begin in front of the first, finish behind the last one."""
+        self._streams.leave_common()
+        with step.context():
+            state = step.begin(index) if chunk == 0 else self._boundaries[chunk].state(list(receive()))
+            state = self._through(chunk, state)
+            if chunk == self._split.num_chunks - 1:
+                return True, step.finish(state, index)
+        return False, self._tensors(chunk, state)
+
+    def survey(self, step: HandedStep, index: int) -> None:
+        """Finish a micro-batch on zeros."""
+        self._streams.leave_common()
+        with step.context():
+            step.finish(self._boundaries[self._split.num_chunks].zeros(self._device), index)

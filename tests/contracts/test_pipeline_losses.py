@@ -1,0 +1,105 @@
+"""Losses whose denominators depend on the batch are those of the batch, not of its micro-batches."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+from lightning_zero.errors import PipelineError
+from lightning_zero.strategy import ZeroStrategy
+from tests.contracts.test_lightning_programs import seeded, trainer
+from tests.contracts.test_pipeline_programs import Program, _fit, _loader, _pipeline
+from tests.sampling import sample
+from tests.worlds import run
+
+
+class Padded(Program):
+    """Ignores a token and all that follow it: samples have very different lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.mean = MeanMetric()
+
+    def labels(self, batch: Any) -> Tensor:
+        return batch[1].masked_fill((batch[1] > 7).cumsum(-1) > 0, -100)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.mean(1.0)
+        self.log("mean", self.mean)
+        self.log("before", 2.0)
+        logits = self.logits(batch[0])
+        loss = F.cross_entropy(logits.flatten(0, 1), self.labels(batch).flatten())
+        self.calls += 1
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss + 0.1 * logits.square().mean()
+
+
+class PaddedInParts(Padded):
+    def pipeline_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net.embedding(batch[0])
+
+    def pipeline_loss(self, output: Tensor, batch: Any, batch_idx: int) -> Tensor:
+        self.logits = lambda ids: self.net.head(self.net.norm(output))  # type: ignore[method-assign]
+        loss = self.training_step(batch, batch_idx)
+        del self.logits
+        return loss
+
+
+class AfterTheModel(Padded):
+    """Draws what counts behind the model, where a pipeline draws other numbers."""
+
+    def labels(self, batch: Any) -> Tensor:
+        return batch[1].masked_fill(torch.rand(batch[1].shape) < 0.5, -100)
+
+
+class Logged(Padded):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.logits(batch[0]).flatten(0, 1), self.labels(batch).flatten())
+        self.log("perplexity", loss.exp())
+        return loss
+
+
+def _train(rank: int, world: int, make: Any, options: dict[str, Any]) -> Any:
+    strategy = ZeroStrategy(**options)
+    copies = world // (strategy.pipeline.stages if strategy.pipeline else 1)
+    lightning = trainer(rank, world, strategy, max_epochs=2, accumulate_grad_batches=2)
+    module = seeded(make)
+    lightning.fit(module, _loader(copies, rank % copies))
+    logged = {key: float(value) for key, value in lightning.callback_metrics.items()}
+    return {name: strategy.full_param(param) for name, param in module.named_parameters()}, logged, module.calls
+
+
+@pytest.mark.parametrize("make", sample((Padded, PaddedInParts), Padded), ids=lambda make: make.__name__)
+@pytest.mark.parametrize("ranks", sample(((1, 1), (2, 2), (3, 2)), (1, 1)), ids="zero{0[0]}-dp{0[1]}".format)
+@pytest.mark.parametrize("schedule", sample(("gpipe", "1f1b", "interleaved_1f1b"), "1f1b"))
+def test_labels_that_are_ignored_train_as_without_a_pipeline(make: Any, schedule: str, ranks: Any) -> None:
+    zero, copies = ranks
+    expected, logged, calls = run(_train, copies, Padded, {"stage": 0})[0]
+    options = {**_pipeline(schedule=schedule, microbatches=4), "stage": zero}
+    outcomes = run(_train, 2 * copies, make, options)
+    for weights, numbers, _ in outcomes:
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6, msg=name)
+        assert numbers == outcomes[0][1] or copies > 1
+    assert outcomes[0][1] == pytest.approx(logged, rel=2e-6)
+    assert outcomes[-1][2] == 4 * calls  # the survey ends at the loss
+
+
+REFUSED: list[tuple[Any, str]] = [
+    (AfterTheModel, "`cross_entropy` is a mean over a number of elements that differs"),
+    (Logged, "`exp` of a loss that is a mean over a number of elements"),
+]
+
+
+@pytest.mark.parametrize("case", sample(REFUSED, REFUSED[0]), ids=lambda case: case[0].__name__)
+def test_denominators_that_cannot_be_told_are_refused(case: Any) -> None:
+    make, message = case
+    with pytest.raises(PipelineError, match=re.escape(message)):
+        run(_fit, 2, make, _pipeline(), {}, True)
