@@ -47,12 +47,14 @@ def _loss(lowered: bool, module: nn.Module, rank: int, step: int) -> Tensor:
         return token_loss(module, rank, step)
 
 
-def _trained(rank: int, world: int, stage: int, precision: str, optimizer: str, **options: Any) -> Outcome:
+def _trained(
+    rank: int, world: int, stage: int, precision: str, optimizer: str, steps: int = STEPS, **options: Any
+) -> Outcome:
     program = partial(
         train,
         loss=partial(_loss, precision != "fp32"),
         optimizer=OPTIMIZERS[optimizer],
-        steps=STEPS,
+        steps=steps,
         micro_batches=2,
         max_norm=0.5,
     )
@@ -61,12 +63,18 @@ def _trained(rank: int, world: int, stage: int, precision: str, optimizer: str, 
     )
 
 
-def _compare(rank: int, world: int, stage: int, precision: str, optimizer: str, placements: list[Any]) -> list[str]:
-    expected = _trained(rank, world, stage, precision, optimizer)
+def _compare(
+    rank: int, world: int, stage: int, precision: str, optimizer: str, placements: list[Any], **options: Any
+) -> list[str]:
+    expected = _trained(rank, world, stage, precision, optimizer, **options)
     return [
-        difference(_trained(rank, world, stage, precision, optimizer, **placement), expected)
+        difference(_trained(rank, world, stage, precision, optimizer, **placement, **options), expected)
         for placement in placements
     ]
+
+
+def _compare_long(rank: int, world: int, *case: Any) -> list[str]:
+    return _compare(rank, world, *case, steps=50)
 
 
 PLACEMENTS = [
@@ -100,6 +108,34 @@ def test_every_placement_gives_the_same_bits(case: tuple[int, int, str, str]) ->
     placements = PLACEMENTS + (AT_STAGE_3 if stage == 3 else [])
     for found in worlds.run(_compare, world, stage, precision, optimizer, placements):
         assert not any(found), dict(zip(map(str, placements), found, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3], ids="stage{}".format)
+def test_every_placement_gives_the_same_bits_after_fifty_steps(stage: int, precision: str, world: int) -> None:
+    at_stage_3 = [{**placement, "deferred_step": deferred} for placement in AT_STAGE_3 for deferred in (True, False)]
+    placements = PLACEMENTS + (at_stage_3 if stage == 3 else [])
+    for found in worlds.run(_compare_long, world, stage, precision, "adamw", placements, timeout_s=240.0):
+        assert not any(found), dict(zip(map(str, placements), found, strict=True))
+
+
+def _compare_moments(rank: int, world: int, moments: str, stage: int) -> list[str]:
+    placements = PLACEMENTS + (AT_STAGE_3 if stage == 3 else [])
+    return _compare(rank, world, stage, "bf16-mixed", "adamw", placements, moments=moments)
+
+
+@pytest.mark.parametrize(
+    "case",
+    sample([(world, moments, stage) for world in (1, 2) for moments in ("bf16", "int8") for stage in (0, 1, 2, 3)],
+           (2, "int8", 3), (1, "bf16", 2)),
+    ids=lambda case: "{}ranks-{}-stage{}".format(*case),
+)  # fmt: skip
+def test_moments_of_fewer_bytes_have_the_same_bits_wherever_they_are(case: tuple[int, str, int]) -> None:
+    world, *options = case
+    for found in worlds.run(_compare_moments, world, *options):
+        assert not any(found), found
 
 
 # -- Steps that are made later -----------------------------------------------------------------------------------------
@@ -341,22 +377,28 @@ def test_the_device_holds_parameters_and_two_units(stage: int, world: int) -> No
 # -- Through the Trainer -----------------------------------------------------------------------------------------------
 
 
+SAVED = [
+    {"stage": 1, "offload": "cpu"},
+    {"stage": 2, "offload": {"optimizer": "cpu", "fraction": 0.5}, "deferred_step": False},
+    {"stage": 2, "deferred_step": True},
+    {"stage": 3, "offload": {"optimizer": "cpu", "params": "cpu"}},
+    {"stage": 3},
+]
+RESUMED = [{"stage": 3, "offload": "cpu"}, {"stage": 3, "offload": {"params": "cpu"}}, {"stage": 1}]
+
+
 def _fit(rank: int, world: int, folder: str) -> None:
     plain = trainer(rank, world, ZeroStrategy(stage=3), max_epochs=2, gradient_clip_val=0.1)
     plain.fit(seeded(Net), loader(rank, world))
-    for stage in (1, 2, 3):
-        path = f"{folder}/{stage}.ckpt"
-        for strategy in (
-            ZeroStrategy(stage=stage, offload="cpu"),
-            ZeroStrategy(stage=stage, offload={"optimizer": "cpu", "fraction": 0.5}, deferred_step=False),
-            ZeroStrategy(stage=stage, deferred_step=True),
-        ):
-            first = trainer(rank, world, strategy, max_epochs=1, gradient_clip_val=0.1)
-            first.fit(seeded(Net), loader(rank, world))
-            first.save_checkpoint(path)
-            again = trainer(rank, world, ZeroStrategy(stage=3, offload="cpu"), max_epochs=2, gradient_clip_val=0.1)
+    for number, options in enumerate(SAVED):
+        path = f"{folder}/{number}.ckpt"
+        first = trainer(rank, world, ZeroStrategy(**options), max_epochs=1, gradient_clip_val=0.1)
+        first.fit(seeded(Net), loader(rank, world))
+        first.save_checkpoint(path)
+        for others in RESUMED[number % 2 :: 2]:
+            again = trainer(rank, world, ZeroStrategy(**others), max_epochs=2, gradient_clip_val=0.1)
             again.fit(seeded(Net), loader(rank, world), ckpt_path=path)
-            assert_equal(weights(again), weights(plain), what=f"stage {stage}")
+            assert_equal(weights(again), weights(plain), what=f"{options} -> {others}")
 
 
 def test_fits_resume_across_placements(tmp_path: Path) -> None:
