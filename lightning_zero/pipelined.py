@@ -85,7 +85,7 @@ class PipelinedSteps:
 
         if self._is_handed:
             return HandedSteps(module, split, mesh, self._streams, engine.scope, any_copy, device)
-        return CapturedSteps(module, split, mesh, self._streams, engine.scope, any_copy)
+        return CapturedSteps(module, split, mesh, self._streams, engine.scope, any_copy, engine.asleep)
 
     def _reduces_once(self, engine: ZeroEngine, pipeline: Pipeline, device: torch.device) -> bool:
         trained = [buffer for unit in engine.units for buffer in unit.buffers if buffer.kind.trained]

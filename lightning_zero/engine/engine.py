@@ -434,6 +434,15 @@ class ZeroEngine:
             yield
 
     @contextmanager
+    def asleep(self) -> Iterator[None]:
+        """Take no note of forwards: they compute nothing, with stand-ins for parameters. No collective."""
+        self._hooks.is_asleep = True
+        try:
+            yield
+        finally:
+            self._hooks.is_asleep = False
+
+    @contextmanager
     def backward_scope(self) -> Iterator[None]:
         """Run a backward in which every rank reduces, also one whose loss uses no parameter. Collective: all ranks."""
         with self._hooks.backward_scope():

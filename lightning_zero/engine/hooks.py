@@ -128,6 +128,7 @@ class Hooks:
         self.is_last_microbatch = True
         self.has_more_backwards = False  # of forwards that have run: a pipeline runs several ahead
         self.keeps_gradients = False  # at stage 3 too, until the last of them
+        self.is_asleep = False  # forwards compute nothing
         self._open_calls: list[tuple[Unit, bool]] = []
         self._handles: list[Any] = []
         self.install(module)
@@ -268,6 +269,8 @@ class Hooks:
     # -- Forward ---------------------------------------------------------------------------------------------------
 
     def _before_forward(self, unit: Unit, args: Any, kwargs: Any) -> None:
+        if self.is_asleep:
+            return
         opens_scope = self._depth == 0 and not _in_backward()
         self._open_calls.append((unit, opens_scope))
         if opens_scope:
@@ -283,7 +286,7 @@ class Hooks:
                 self._watch_inputs(unit, (args, kwargs))
 
     def _after_forward(self, unit: Unit, output: Any) -> None:
-        if not self._open_calls:  # an error came before
+        if self.is_asleep or not self._open_calls:  # an error came before
             return
         unit, opened_scope = self._open_calls.pop()
         is_raising = output is None and sys.exc_info()[0] is not None

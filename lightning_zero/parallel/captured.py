@@ -33,6 +33,7 @@ class CapturedSteps:
         streams: Random numbers of the chunks.
         scope: Makes usable what the engine holds, for the named purpose. Collective: all ranks of this stage.
         any_copy: Says whether a flag is set on some rank of this stage. Collective: all of them.
+        asleep: Lets forwards that compute nothing go unnoticed.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class CapturedSteps:
         streams: RandomStreams,
         scope: Callable[[str], AbstractContextManager[None]],
         any_copy: Callable[[bool], bool],
+        asleep: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._split = split
         self._mesh = mesh
@@ -50,7 +52,7 @@ class CapturedSteps:
         self._scope = scope
         self._any_copy = any_copy
         self._own_chunks = range(mesh.stage, split.num_chunks, mesh.stages)
-        self._gates = Gates(module, split, streams.leave_common)
+        self._gates = Gates(module, split, streams.leave_common, asleep)
         self._messages: dict[Hashable, dict[int, tuple[Message, ...]]] = {}  # into every chunk, by kind of step
 
     def run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +33,17 @@ class Fakes:
     Args:
         names: Of the modules, by ``id``; for errors.
         free: Parameters that code outside of these modules uses.
+        asleep: Lets forwards of modules go unnoticed.
     """
 
-    def __init__(self, names: Mapping[int, str], free: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        names: Mapping[int, str],
+        free: Sequence[nn.Parameter],
+        asleep: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self._names = names
+        self._asleep = asleep
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._parameters: dict[int, dict[str, nn.Parameter]] = {}  # of a module, as fakes
         self._free = free
@@ -79,7 +87,7 @@ class Fakes:
     def _imagine(self, module: nn.Module, inputs: list[Any], spec: TreeSpec) -> tuple[TreeSpec, list[Any]]:
         args, kwargs = tree_unflatten(inputs, spec)
         try:
-            with self._mode, _reparametrize_module(module, dict(self._fake_parameters(module))):
+            with self._asleep(), self._mode, _reparametrize_module(module, dict(self._fake_parameters(module))):
                 output = module.forward(*args, **kwargs)
         except Exception as error:
             raise PipelineError(

@@ -17,7 +17,7 @@ Note [Gates]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -74,16 +74,23 @@ class Gates:
         module: The root.
         split: What lies where.
         on_first_call: Called when a step calls a module of the split, at the latest for its first one.
+        asleep: Lets forwards that compute nothing go unnoticed.
     """
 
-    def __init__(self, module: nn.Module, split: Split, on_first_call: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        split: Split,
+        on_first_call: Callable[[], None],
+        asleep: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._split = split
         self._on_first_call = on_first_call
         self._places = {id(module.get_submodule(place.name)): place for place in split.places}
         self._modules = [module.get_submodule(place.name) for place in split.places]
         self._classes: dict[type[nn.Module], type[nn.Module]] = {}
         names = {key: place.name for key, place in self._places.items()}
-        self._fakes = Fakes(names, _ungated_parameters(module, split))
+        self._fakes = Fakes(names, _ungated_parameters(module, split), asleep)
         self._visit: _Visit | None = None
 
     # -- Running a step ------------------------------------------------------------------------------------------------

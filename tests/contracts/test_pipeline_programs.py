@@ -426,3 +426,37 @@ def test_a_module_on_the_meta_device_is_made_real_on_its_stage(zero: int) -> Non
     for weights in outcomes:
         assert all(torch.isfinite(value).all() for value in weights.values())
         assert all(torch.equal(weights[name], outcomes[0][name]) for name in weights)
+
+
+def _fit_lengths(rank: int, world: int, options: dict[str, Any]) -> Any:
+    """Train with batches that are shorter on the second copy, every other time."""
+    strategy = ZeroStrategy(**options)
+    copies = world // (strategy.pipeline.stages if strategy.pipeline else 1)
+    generator = torch.Generator().manual_seed(3)
+    batches = []
+    for number in range(4):
+        tokens = torch.randint(0, VOCAB, (copies, 8, 7), generator=generator)[rank % copies]
+        tokens = tokens[:, : 7 - (rank % copies) * (number % 2)]
+        batches.append((tokens[:, :-1], tokens[:, 1:]))
+    lightning = trainer(rank, world, strategy, max_epochs=2, use_distributed_sampler=False)
+    module = seeded(Program)
+    lightning.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    return {name: strategy.full_param(param) for name, param in module.named_parameters()}
+
+
+@pytest.mark.parametrize("zero", sample((1, 2, 3), 3))
+def test_copies_may_have_batches_of_different_lengths(zero: int) -> None:
+    """A copy with a length that is new to it once began gathers that the other copy did not join."""
+    expected = run(_fit_lengths, 2, {"stage": 0})[0]
+    for weights in run(_fit_lengths, 4, {**_pipeline(), "stage": zero}):
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("schedule", sample(("1f1b", "interleaved_1f1b"), "interleaved_1f1b"))
+def test_units_inside_blocks_are_not_gathered_where_blocks_do_not_compute(schedule: str) -> None:
+    options = {**_pipeline(schedule=schedule), "stage": 3, "units": ["Linear", "Block"]}
+    expected = run(_fit, 2, Program, {"stage": 0}, {}, True)[0]
+    for weights in run(_fit, 4, Program, options, {}, True):
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6, msg=name)
