@@ -140,10 +140,6 @@ class ZeroStrategy(CheckpointHooks):
             self.offload.check(self.stage)
         self.deferred_step = deferred_step
         self.step_in_backward = step_in_backward
-        if pipeline is not None and (self.offload is not None or deferred_step):
-            raise ValueError(
-                "`pipeline` with `offload` or `deferred_step=True` does not exist yet. Leave one of the two out."
-            )
         self.activation_checkpointing = ActivationCheckpointing.of(activation_checkpointing)
         self.async_save = async_save
         self.weights_only = weights_only

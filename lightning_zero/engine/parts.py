@@ -70,11 +70,13 @@ class Parts:
         for buffer in _shared_of(buffers):
             what = f"parameter `{buffer.kind.shared}`"
             ranks = self._holders[id(buffer.params[0])]
+            values = buffer.stepped.to(self.communicator.device)
             if self.communicator.rank == ranks[0]:
                 for rank in ranks[1:]:
-                    self.communicator.send(buffer.stepped, rank, what)
+                    self.communicator.send(values, rank, what)
                 continue
-            self.communicator.receive(buffer.stepped, ranks[0], what)
+            self.communicator.receive(values, ranks[0], what)
+            buffer.stepped.copy_(values)
             pending = buffer.publish()
             if pending is not None:
                 pending.wait()
@@ -97,10 +99,12 @@ class Parts:
     def _sum(self, buffer: FlatBuffer) -> None:
         what = f"gradient of the shared parameter `{buffer.kind.shared}`"
         ranks = self._holders[id(buffer.params[0])]
-        total = buffer.reduced_or_zeros()
+        home = buffer.reduced_or_zeros()
+        total = home.to(self.communicator.device)  # itself, unless it is offloaded
         if self.communicator.rank != ranks[0]:
             self.communicator.send(total, ranks[0], what)
             self.communicator.receive(total, ranks[0], what)
+            home.copy_(total)
             return
         for rank in ranks[1:]:
             other = torch.empty_like(total)
@@ -108,6 +112,7 @@ class Parts:
             total.add_(other)
         for rank in ranks[1:]:
             self.communicator.send(total, rank, what)
+        home.copy_(total)
 
 
 def _shared_of(buffers: Iterable[FlatBuffer]) -> list[FlatBuffer]:
