@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Compilation", "Report", "assert_lean", "build"]
+__all__ = ["Compilation", "Report", "assert_lean", "build", "mend_interpreter"]
 
 VECTOR_BITS = 128
 
@@ -108,6 +108,22 @@ def _widths(code: str, instructions: str) -> dict[int, int]:
         width = max(named, default=32)
         widths[width] = widths.get(width, 0) + 1
     return widths
+
+
+def mend_interpreter() -> None:
+    """Let an argument bound a loop in the interpreter of Triton 3.6, which NumPy 2.4 does not allow there."""
+    import triton
+    from triton.runtime import interpreter
+
+    if not triton.__version__.startswith("3.6."):
+        return
+    patch = interpreter._patch_lang_tensor
+
+    def mended(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = mended
 
 
 def assert_lean(
