@@ -201,7 +201,7 @@ GRADIENTS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-def _reduce(rank: int, world: int, name: str) -> str:
+def _reduce(rank: int, world: int) -> str:
     for stage in (1, 2, 3):
         trainer = _sharded(rank, world, stage)
         trainer.attach(torch.optim.SGD(trainer.module.parameters(), lr=0.0))
@@ -209,8 +209,9 @@ def _reduce(rank: int, world: int, name: str) -> str:
             loss = token_loss(trainer.module, rank, 0)
         trainer.backward(loss)
         gradient = trainer.module.blocks[1].up.weight.grad
-        with pytest.raises(ShardedGradientError, match="full_grad"):
-            GRADIENTS[name](gradient)
+        for name, reduction in GRADIENTS.items():
+            with pytest.raises(ShardedGradientError, match="full_grad"):
+                pytest.fail(f"{name}: {reduction(gradient)}")
         trainer.engine.optimizers[0].step()
         trainer.engine.optimizers[0].zero_grad()
         wrong = _unchanged(trainer)
@@ -220,9 +221,8 @@ def _reduce(rank: int, world: int, name: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("name", list(GRADIENTS))
-def test_reductions_of_a_sharded_gradient_other_than_norms_are_refused(name: str) -> None:
-    assert worlds.run(_reduce, 2, name) == ["", ""]
+def test_reductions_of_a_sharded_gradient_other_than_norms_are_refused() -> None:
+    assert worlds.run(_reduce, 2) == ["", ""]
 
 
 def _use_before_shard(rank: int, world: int) -> list[str]:

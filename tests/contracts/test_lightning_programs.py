@@ -1415,7 +1415,7 @@ def start(folder: Path, launcher: list[str], *args: str, script: str = SCRIPT) -
 
 
 @pytest.mark.parametrize("stage", sample([2, 3], 3))
-@pytest.mark.parametrize("start_method", ["popen", "spawn", "fork"])
+@pytest.mark.parametrize("start_method", sample(["popen", "spawn", "fork"], "popen", "fork"))
 def test_start_methods(start_method: str, stage: int, tmp_path: Path) -> None:
     result = start(tmp_path, [], start_method, str(stage))
     assert result.returncode == 0, result.stderr[-3000:]
@@ -1463,6 +1463,7 @@ trainer:
 """
 
 
+@pytest.mark.slow
 def test_yaml_run_is_reproduced_by_the_config_it_logs(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(CLI_YAML)
     first = start(tmp_path, [], "fit", "--config=c.yaml", "--trainer.strategy.stage=3", script=CLI_SCRIPT)

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_zero.config import Communication, MixedPrecision
 from tests import worlds
+from tests.sampling import sample
 
 WIDTH = 256
 DEPTH = 8
@@ -107,7 +108,7 @@ def _measure(stage: int, reduce_dtype: Any) -> tuple[int, int]:
 
 @pytest.mark.parametrize("reduce_dtype", [None, "bf16"], ids=["fp32-gradients", "bf16-gradients"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("world", [1, 2, 4, 64, 1024])
+@pytest.mark.parametrize("world", sample([1, 2, 4, 64, 1024], 1, 2, 64, 1024))
 def test_bytes_at_the_end_of_backward_follow_the_formula(world: int, stage: int, reduce_dtype: Any) -> None:
     pretended = world if world > 4 else None
     answers = worlds.run(_persistent, 1 if pretended else world, stage, reduce_dtype, pretended)
@@ -146,8 +147,9 @@ def _transient(rank: int, world: int, prefetch: int) -> tuple[int, int]:
     return peak - gradients, reported
 
 
-@pytest.mark.parametrize(("prefetch", "units"), [(0, 2), (1, 3)])
-def test_stage_3_gathers_at_most_two_units_or_three_with_prefetch(prefetch: int, units: int) -> None:
+@pytest.mark.parametrize("prefetch", sample([0, 1], 1))
+def test_stage_3_gathers_at_most_two_units_or_three_with_prefetch(prefetch: int) -> None:
+    units = 2 + prefetch
     unit = WIDTH * WIDTH * (2 + 4)  # parameters and gradients
     for counted, reported in worlds.run(_transient, 2, prefetch):
         assert 0 < counted <= 1.01 * units * unit

@@ -73,7 +73,7 @@ def _assert_buffers(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 
 @pytest.mark.world(4)
 @pytest.mark.parametrize(
-    "saved", sample([*itertools.product(STAGES, WORLDS)], (1, 3), (3, 2)), ids="stage{0[0]}-w{0[1]}".format
+    "saved", sample([*itertools.product(STAGES, WORLDS)], (3, 2)), ids="stage{0[0]}-w{0[1]}".format
 )
 def test_a_directory_of_any_stage_and_world_loads_at_any_other_bit_for_bit(
     saved: tuple[int, int], tmp_path: Path
@@ -90,7 +90,7 @@ def test_a_file_of_any_stage_and_world_loads_at_any_other_bit_for_bit(saved: tup
 
 
 @pytest.mark.world(4)
-@pytest.mark.parametrize("stage", sample([0, 1, 2, 3], 1, 3), ids="stage{}".format)
+@pytest.mark.parametrize("stage", sample([0, 1, 2, 3], 3), ids="stage{}".format)
 def test_masters_of_16_bit_parameters_are_kept(stage: int, tmp_path: Path) -> None:
     _check_everywhere(str(tmp_path / "saved.ckpt"), stage, 2, False, MixedPrecision(compute_dtype=torch.bfloat16))
 
@@ -400,10 +400,13 @@ def test_losses_after_a_resume_in_the_middle_of_an_epoch_are_those_of_an_uninter
 
 
 @pytest.mark.parametrize("kind", sample(KINDS, 1), ids=str)
-@pytest.mark.parametrize(("every", "step"), [(None, 6), (6, 6), (None, 12)], ids=["epoch-end", "last-batch", "second"])
+@pytest.mark.parametrize(
+    "saved", sample([(None, 6), (6, 6), (None, 12)], (6, 6)), ids=["epoch-end", "last-batch", "second"]
+)
 def test_losses_after_a_resume_between_epochs_are_those_of_an_uninterrupted_run(
-    every: int | None, step: int, kind: Any, tmp_path: Path
+    saved: tuple[int | None, int], kind: Any, tmp_path: Path
 ) -> None:
+    every, step = saved
     worlds.run(_go_on_noisily, 2, str(tmp_path), kind, shuffling, every, (step,))
 
 
