@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from lightning_zero.callbacks import ZeroMonitor
 from lightning_zero.config import Pipeline
 from lightning_zero.errors import PipelineError
 from lightning_zero.strategy import ZeroStrategy
@@ -460,3 +463,20 @@ def test_units_inside_blocks_are_not_gathered_where_blocks_do_not_compute(schedu
     for weights in run(_fit, 4, Program, options, {}, True):
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6, msg=name)
+
+
+def _watch(rank: int, world: int, folder: str) -> None:
+    program = {"callbacks": ZeroMonitor(), "logger": TensorBoardLogger(folder), "log_every_n_steps": 1}
+    _fit(rank, world, Program, _pipeline(), program, True)
+
+
+def test_tensorboard_shows_the_time_of_every_stage_and_the_bubble(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run(_watch, 2, str(tmp_path))
+    events = accumulator.EventAccumulator(str(next(tmp_path.rglob("events.*")).parent)).Reload()
+    names = ["pipeline/busy_s_0", "pipeline/busy_s_1", "pipeline/bubble_share"]
+    assert set(names) <= set(events.Tags()["scalars"])
+    for name in names:
+        values = [event.value for event in events.Scalars(name)]
+        assert len(values) == 4
+        assert all(0.0 < value < 1.0 for value in values), name
