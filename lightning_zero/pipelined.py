@@ -240,8 +240,9 @@ class PipelinedSteps:
         dist.all_gather(everyone, mine, group=self._mesh.host_group)
         timing.busy_s = timing.total_s = 0.0
         row = {f"pipeline/busy_s_{stage}": float(one[0]) / steps for stage, one in enumerate(everyone)}
-        busy, total = (sum(float(one[index]) for one in everyone) for index in (0, 1))
-        return {**row, "pipeline/bubble_share": 1.0 - busy / total if total else 0.0}
+        # A step lasts as long as on the first stage, which is done last: the others wait for it, here or elsewhere.
+        busy, total = sum(float(one[0]) for one in everyone), max(float(one[1]) for one in everyone)
+        return {**row, "pipeline/bubble_share": 1.0 - busy / (total * self._mesh.stages) if total else 0.0}
 
     def random_states(self) -> dict[str, Any]:
         """Return the random numbers of this stage's chunks, for a checkpoint."""

@@ -62,9 +62,10 @@ class CapturedSteps:
         chunk: int,
         expected: Sequence[Message],
         receive: Callable[[], Sequence[Tensor]],
+        send: Callable[[Sequence[Any]], None],
     ) -> tuple[bool, Any]:
         """Run the step until the next chunk's first block; see ``Gates.run``."""
-        return self._gates.run(lambda: step(index), chunk, expected, receive)
+        return self._gates.run(lambda: step(index), chunk, expected, receive, send)
 
     def survey(self, step: CapturedStep, index: int) -> None:
         """Run the step as it would go on if no module of the split computed."""

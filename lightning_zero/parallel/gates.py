@@ -53,6 +53,7 @@ class _Visit:
     computes: bool = True  # False: a survey
     expected: Sequence[Message] = ()
     receive: Callable[[], Sequence[Tensor]] = tuple
+    send: Callable[[Sequence[Any]], None] | None = None
     reached: int = -1  # block that was run last
     passed: int = -1  # block that was passed over last
     is_inside: bool = False  # a gated module is running
@@ -96,7 +97,12 @@ class Gates:
     # -- Running a step ------------------------------------------------------------------------------------------------
 
     def run(
-        self, step: Callable[[], Any], chunk: int, expected: Sequence[Message], receive: Callable[[], Sequence[Tensor]]
+        self,
+        step: Callable[[], Any],
+        chunk: int,
+        expected: Sequence[Message],
+        receive: Callable[[], Sequence[Tensor]],
+        send: Callable[[Sequence[Any]], None],
     ) -> tuple[bool, Any]:
         """Run a step for one chunk.
 
@@ -106,16 +112,16 @@ class Gates:
             expected: What comes from the chunk before.
             receive: Waits for it and returns it. Called at the chunk's first block, so that what is in front of it does
                 not wait.
+            send: Called with the leaves of the arguments of the next chunk's first block, when it is called.
 
         Returns:
-            Whether the step came to its end (the last chunk), and what it returned; else the leaves of the arguments of
-            the next chunk's first block.
+            Whether the step came to its end (the last chunk), and what it returned.
 
         Raises:
             PipelineError: The step cannot be run in chunks.
         """
         bounds = self._split.bounds
-        visit = _Visit(chunk, bounds[chunk], bounds[chunk + 1], expected=expected, receive=receive)
+        visit = _Visit(chunk, bounds[chunk], bounds[chunk + 1], expected=expected, receive=receive, send=send)
         finished, result = self._run(step, visit)
         if finished and chunk < self._split.num_chunks - 1:
             raise PipelineError(
@@ -236,7 +242,10 @@ class Gates:
         self, visit: _Visit, place: Place, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         if block == visit.stop:
-            raise _BrokenOff(args, kwargs)
+            end = _BrokenOff(args, kwargs)
+            if visit.send is not None:
+                visit.send(end.leaves)
+            raise end
         if block < visit.start and visit.reached < 0:
             visit.passed = block
             return False

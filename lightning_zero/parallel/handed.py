@@ -157,6 +157,7 @@ class HandedSteps:
         chunk: int,
         expected: Sequence[Message],
         receive: Callable[[], Sequence[Tensor]],
+        send: Callable[[Sequence[Any]], None],
     ) -> tuple[bool, Any]:
         """Run the blocks of a chunk; begin in front of the first, finish behind the last one."""
         self._streams.leave_common()
@@ -165,7 +166,8 @@ class HandedSteps:
             state = self._through(chunk, state)
             if chunk == self._split.num_chunks - 1:
                 return True, step.finish(state, index)
-        return False, self._tensors(chunk, state)
+            send(self._tensors(chunk, state))
+        return False, None
 
     def survey(self, step: HandedStep, index: int) -> None:
         """Finish a micro-batch on zeros."""

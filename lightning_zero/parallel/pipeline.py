@@ -66,6 +66,7 @@ class Route(Protocol[Step]):
         chunk: int,
         expected: Sequence[Message],
         receive: Callable[[], Sequence[torch.Tensor]],
+        send: Callable[[Sequence[Any]], None],
     ) -> tuple[bool, Any]:
         """Run a micro-batch through a chunk.
 
@@ -75,9 +76,10 @@ class Route(Protocol[Step]):
             chunk: The chunk.
             expected: What comes from the chunk before.
             receive: Waits for it and returns it; called once, at the chunk's first block.
+            send: Called with the leaves of what goes to the next chunk, as soon as they are there.
 
         Returns:
-            Whether the step came to its end, and what it returned; else the leaves of what goes to the next chunk.
+            Whether the step came to its end, and what it returned.
         """
         ...
 
@@ -93,11 +95,6 @@ class Timing:
 
     busy_s: float = 0.0
     total_s: float = 0.0
-
-    @property
-    def bubble_share(self) -> float:
-        """Part of the time in which the stage did not compute."""
-        return 1.0 - self.busy_s / self.total_s if self.total_s else 0.0
 
 
 class PipelineRunner(Generic[Step]):
@@ -154,7 +151,7 @@ class PipelineRunner(Generic[Step]):
     @property
     def is_last(self) -> bool:
         """Whether steps come to their end on this rank."""
-        return self.mesh.stage == (self.split.num_chunks - 1) % self.mesh.stages
+        return self.mesh.stage == self.last_stage
 
     @property
     def last_stage(self) -> int:
@@ -188,8 +185,8 @@ class PipelineRunner(Generic[Step]):
                 elif action.kind == "backward":
                     is_final = action == backwards[-1]
                     self._backward(action, loss_of, messages, reduces=reduces and is_final, has_more=not is_final)
-                else:
-                    self._pass_message(action, messages)
+                elif action.kind in ("recv_input", "recv_gradient"):
+                    self._receive(action, messages)
             self._mail.flush()
             self._streams.end()
             self.timing.total_s += time.perf_counter() - started
@@ -230,8 +227,8 @@ class PipelineRunner(Generic[Step]):
             for action in self._evaluation:
                 if action.kind == "forward":
                     self._forward(action, step, messages, name)
-                else:
-                    self._pass_message(action, messages)
+                elif action.kind in ("recv_input", "recv_gradient"):
+                    self._receive(action, messages)
             self._mail.flush()
             self._streams.end()
             return self._results.get(0)
@@ -255,17 +252,23 @@ class PipelineRunner(Generic[Step]):
                 tensor.requires_grad_(message.requires_grad)
             return received
 
+        def send(leaves: Sequence[Any]) -> None:
+            outputs = self._checked(leaves, chunk + 1, messages[chunk + 1])
+            for tensor in outputs:
+                self._mail.send((chunk + 1) % self.mesh.stages, tensor, _words_of("output", action))
+            if is_training:
+                self._outputs[chunk, index] = outputs
+
+        is_training = torch.is_grad_enabled()
         with self._working():
             self._streams.enter(chunk, index)
             with self._engine.scope(name):
-                finished, result = self._route.run(step, index, chunk, expected, receive)
+                finished, result = self._route.run(step, index, chunk, expected, receive, send)
             self._streams.leave(chunk)
-        if torch.is_grad_enabled():
+        if is_training:
             self._inputs[chunk, index] = received
         if finished:
             self._results[index] = result
-        else:
-            self._outputs[chunk, index] = self._checked(result, chunk + 1, messages[chunk + 1])
 
     def _checked(self, leaves: Sequence[Any], chunk: int, messages: Sequence[Message]) -> list[torch.Tensor]:
         """Return what is sent into a chunk, after comparing it with what is expected there."""
@@ -310,6 +313,13 @@ class PipelineRunner(Generic[Step]):
             roots = [root for root in roots if root.requires_grad]
             if roots:
                 torch.autograd.backward(roots, seeds)
+            self._send_gradients(action)  # before the reductions are finished
+
+    def _send_gradients(self, action: Action) -> None:
+        for tensor in self._inputs.pop((action.chunk, action.microbatch)):
+            if tensor.requires_grad:
+                gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+                self._mail.send((action.chunk - 1) % self.mesh.stages, gradient, _words_of("gradient", action))
 
     @contextmanager
     def _working(self) -> Iterator[None]:
@@ -322,28 +332,19 @@ class PipelineRunner(Generic[Step]):
         """Return a number that differs where other parameters are trained."""
         return hash(tuple(param.requires_grad for param in self._module.parameters()))
 
-    # -- Messages ------------------------------------------------------------------------------------------------------
+    def _receive(self, action: Action, messages: dict[int, tuple[Message, ...]]) -> None:
+        """Start receiving. What is sent is sent where it is computed, which is where the plan has it."""
+        is_input = action.kind == "recv_input"
+        into, sender = (action.chunk, action.chunk - 1) if is_input else (action.chunk + 1, action.chunk + 1)
+        wanted = [one for one in messages[into] if is_input or one.requires_grad]
+        what = _words_of("input" if is_input else "gradient of the output", action)
+        self._letters[action] = [
+            self._mail.receive(sender % self.mesh.stages, one.shape, one.dtype, what) for one in wanted
+        ]
 
-    def _pass_message(self, action: Action, messages: dict[int, tuple[Message, ...]]) -> None:
-        chunk, stages = action.chunk, self.mesh.stages
-        into = chunk if action.kind in ("recv_input", "send_gradient") else chunk + 1
-        lies_at = (into if into != chunk else chunk - 1) % stages  # the other end
-        what = f"{action.kind.replace('_', ' ')} of chunk {chunk}, micro-batch {action.microbatch}"
-        if action.kind == "send_output":
-            for tensor in self._sendable(chunk, action.microbatch):
-                self._mail.send(lies_at, tensor, what)
-        elif action.kind == "send_gradient":
-            for tensor in self._inputs.pop((chunk, action.microbatch)):
-                if tensor.requires_grad:
-                    self._mail.send(lies_at, torch.zeros_like(tensor) if tensor.grad is None else tensor.grad, what)
-        else:
-            wanted = [one for one in messages[into] if action.kind == "recv_input" or one.requires_grad]
-            self._letters[action] = [self._mail.receive(lies_at, one.shape, one.dtype, what) for one in wanted]
 
-    def _sendable(self, chunk: int, index: int) -> list[torch.Tensor]:
-        if torch.is_grad_enabled():
-            return self._outputs[chunk, index]
-        return self._outputs.pop((chunk, index))
+def _words_of(what: str, action: Action) -> str:
+    return f"{what} of chunk {action.chunk}, micro-batch {action.microbatch}"
 
 
 def _words(value: Any) -> str:
