@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 ReduceDtype = Literal["fp32", "bf16", "fp16"]
-Place = Literal["cpu"]
+Place = Literal["cpu", "nvme"]
 Moments = Literal["fp32", "bf16", "int8"]
 CheckpointPolicy = Literal["full", "selective", "offload", "auto"]
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b"]
@@ -98,27 +98,54 @@ class Offload:
 
     Args:
         optimizer: ``"cpu"``: masters, optimizer states and reduced gradients are in host memory; the CPU steps them.
-            None: they stay on the device.
-        params: At stage 3, where parameters sleep between uses: ``"cpu"``, or None (the device).
+            ``"nvme"``: they are in files below ``path``, and in memory for a few units at a time. None: they stay on
+            the device.
+        params: At stage 3, where parameters sleep between uses: ``"cpu"``, ``"nvme"``, or None (the device).
+        path: A directory on a local disk, or several, over which blocks are striped. Needed for ``"nvme"``, and used
+            for nothing else. Nothing is left in it when the process ends, however it ends.
         fraction: Part of the parameters, by number of elements, whose units are offloaded; the first units of the model
             stay on the device.
         pin_memory: Lock host memory in place, for faster copies. Without CUDA it means nothing.
+        buffer_bytes: Bytes of one read or write of a disk; a multiple of 4096.
+        io_threads: Reads and writes that run at once.
+        direct: Read and write past the page cache of the system, which would take the memory that offloading saves.
     """
 
     optimizer: Place | None = "cpu"
     params: Place | None = None
+    path: str | list[str] | None = None
     fraction: float = 1.0
     pin_memory: bool = True
+    buffer_bytes: int = 2**23
+    io_threads: int = 4
+    direct: bool = True
 
     def __post_init__(self) -> None:
         for name in ("optimizer", "params"):
             value = getattr(self, name)
-            if value == "nvme":
-                raise ValueError(f"`Offload({name}='nvme')` does not exist yet. Use 'cpu' or None.")
             if value is not None and value not in get_args(Place):
-                raise ValueError(f"`Offload({name}={value!r})` is not known. Use 'cpu' or None.")
+                raise ValueError(f"`Offload({name}={value!r})` is not known. Use 'cpu', 'nvme' or None.")
         if isinstance(self.fraction, (bool, str)) or not 0 <= self.fraction <= 1:
             raise ValueError(f"`Offload(fraction={self.fraction!r})` must be a number from 0 to 1.")
+        if self.uses_disks != bool(self.path):
+            raise ValueError(
+                f"`Offload(optimizer={self.optimizer!r}, params={self.params!r}, path={self.path!r})`: `path` says in"
+                " which directories 'nvme' keeps its files. Give both or neither."
+            )
+        _require_count("io_threads", self.io_threads)
+        _require_count("buffer_bytes", self.buffer_bytes)
+        if self.buffer_bytes % 4096:
+            raise ValueError(f"`Offload(buffer_bytes={self.buffer_bytes!r})` must be a multiple of 4096.")
+
+    @property
+    def uses_disks(self) -> bool:
+        """Whether something is in files."""
+        return "nvme" in (self.optimizer, self.params)
+
+    @property
+    def paths(self) -> list[str]:
+        """The directories of ``path``."""
+        return [self.path] if isinstance(self.path, str) else list(self.path or [])
 
     @classmethod
     def of(cls, value: Any) -> Offload | None:
@@ -132,7 +159,7 @@ class Offload:
         if isinstance(value, dict):
             return cls(**value)
         if value == "nvme":
-            raise ValueError("`offload='nvme'` does not exist yet. Use 'cpu', `Offload(...)` or None.")
+            raise ValueError("`offload='nvme'` needs a path: `Offload(optimizer='nvme', path='/a/directory')`.")
         if value not in get_args(Place):
             raise ValueError(f"`offload={value!r}` is not known. Use 'cpu', `Offload(...)` or None.")
         return cls(optimizer=value)

@@ -29,10 +29,14 @@ from lightning_zero.engine.parameter import (
     PendingParameter,
     ReducedParameter,
     ReleasedParameter,
+    SleepingParameter,
     raw_grad,
     set_raw_grad,
 )
+from lightning_zero.engine.sleep import BufferSleep
 from lightning_zero.layout import FlatLayout
+from lightning_zero.storage.disk import DiskStore
+from lightning_zero.storage.sleeping import is_asleep, ordinary
 from lightning_zero.storage.store import ShardStore
 
 __all__ = ["BufferKind", "FlatBuffer"]
@@ -91,6 +95,7 @@ class FlatBuffer:
         self.is_offloaded = home is not None and kind.trained
         self.home = home if home is not None and kind.trained else store
         self.params_home = params_home or store
+        self.sleep = BufferSleep(self, self.home) if isinstance(self.home, DiskStore) else None
         shapes = [(key, tuple(param.shape)) for key, param in zip(names, params, strict=True)]
         self.layout = FlatLayout.build(shapes, communicator.world_size)
         numel = self.layout.padded_numel
@@ -129,6 +134,8 @@ class FlatBuffer:
         self._shown: dict[int, torch.Tensor] = {}  # the gradients that parameters show
         self._entered: set[int] = set()  # slots whose parameter shows what is stepped
         self._rounded: set[int] = set()  # slots whose stepped values the step has rounded into the own range
+        if self.sleep is not None and self.master is not None:
+            self.sleep.watch_master()
         self.bind()
 
     def _fill(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -151,13 +158,13 @@ class FlatBuffer:
         lo, hi = self.layout.shard_range(communicator.rank)
         shard = self.full[lo:hi]
         if self.sharding.params:
-            shard = self.params_home.create("parameters", hi - lo, kind.compute)
-            shard.copy_(self.full[lo:hi])
+            shard = self.params_home.keep("parameters", self.full[lo:hi], f"parameters of unit `{self.name}`")
         if not exact:
             return shard, None
-        master = self.home.create("optimizer", self._own_numel, kind.master)
-        master.copy_(values[self.own_range[0] : self.own_range[1]])
-        return shard, master
+        return shard, self._keep_master(values[self.own_range[0] : self.own_range[1]])
+
+    def _keep_master(self, values: torch.Tensor) -> torch.Tensor:
+        return self.home.keep("optimizer", values.to(self.kind.master), f"masters of unit `{self.name}`")
 
     # -- Values ----------------------------------------------------------------------------------------------------
 
@@ -169,17 +176,18 @@ class FlatBuffer:
     def computed(self) -> torch.Tensor:
         """The own range in the compute dtype: (own range,)."""
         self.flush()
-        return self._computed
+        return self.raw_computed
 
     @property
-    def _computed(self) -> torch.Tensor:
+    def raw_computed(self) -> torch.Tensor:
+        """The same, whether or not a step is due."""
         return self.shard if self.sharding.optim else self.full
 
     @property
     def stepped(self) -> torch.Tensor:
         """What the optimizer steps: (own range,)."""
         self.flush()
-        return self._computed if self.master is None else self.master
+        return self.raw_computed if self.master is None else self.master
 
     def defer(self, update: Update) -> None:
         """Take a step that is made later."""
@@ -191,22 +199,27 @@ class FlatBuffer:
         for param in self.params:
             param.__class__ = PendingParameter
 
-    def flush(self) -> None:
-        """Make the step that was asked for. No collective: other ranks' parts of whole parameters stay as they are."""
+    def flush(self) -> bool:
+        """Make the step that was asked for, if one was; say whether one was.
+
+        No collective: other ranks' parts of whole parameters stay as they are.
+        """
         if self._update is None:
-            return
+            return False
         update, self._update = self._update, None
         update.finish()
         with torch.inference_mode(False), torch.no_grad():
             self._round()
+        return True
 
     def make_master(self) -> None:
         """Make a master if one is needed and not there: an optimizer is going to step the buffer."""
         sleeps_at_home = self.sharding.params and self.params_home is self.home
         is_needed = self.kind.master != self.kind.compute or (self.is_offloaded and not sleeps_at_home)
         if self.master is None and is_needed:
-            self.master = self.home.create("optimizer", self._own_numel, self.kind.master)
-            self.master.copy_(self.computed)
+            self.master = self._keep_master(self.computed)
+            if self.sleep is not None:
+                self.sleep.watch_master()
 
     def move_shard(self, home: ShardStore) -> None:
         """Let the shard sleep elsewhere (stage 3), before optimizers are attached."""
@@ -312,6 +325,9 @@ class FlatBuffer:
         if self.master is None or (self.sharding.params and not self._written):
             return
         self._written = False
+        if self.sleep is not None:
+            self.sleep.note_writes()
+            return
         with torch.inference_mode(False), torch.no_grad():
             values = self.computed.to(self.master.device)
             rounded = self.master.to(values.dtype)
@@ -327,25 +343,38 @@ class FlatBuffer:
             return None
         self._awake()
         lo, hi = self.layout.shard_range(self.communicator.rank)
+        what = f"masters of unit `{self.name}`"
         with torch.inference_mode(False), torch.no_grad():
-            return self.communicator.all_gather(self.stepped, self.stepped[lo:hi], f"masters of unit `{self.name}`")
+            if not is_asleep(self.stepped):
+                return self.communicator.all_gather(self.stepped, self.stepped[lo:hi], what)
+            whole = self.stepped.clone()
+            self.communicator.all_gather(whole, whole[lo:hi], what).wait()
+            self.stepped.copy_(whole)
+        return None
 
     def publish(self) -> Pending | None:
         """Make stepped values the parameters': round them, and gather where parameters are whole.
 
         Collective at stages 1 and 2: all ranks.
         """
-        self.flush()
+        is_rounded = self.flush()
         with torch.inference_mode(False), torch.no_grad():
-            self._round()
+            if not is_rounded:
+                self._round()
             if self.sharding.optim and not self.sharding.params:
                 return self.communicator.all_gather(self.full, self.shard, f"unit `{self.name}`")
         return None
 
     def _round(self) -> None:
         if self.master is not None and not self._is_rounded():
-            self._computed.copy_(self.master)
+            self.raw_computed.copy_(self.master)
         self._rounded.clear()
+
+    def round_in_place(self) -> None:
+        """Round what is stepped, in memory, where the step has not."""
+        if self.master is not None and not self._is_rounded():
+            ordinary(self.raw_computed).copy_(ordinary(self.master))
+            self.note_rounded(range(len(self.params)))
 
     def note_rounded(self, indices: Iterable[int]) -> None:
         """Note that a step has rounded what it stepped, so that ``publish`` need not."""
@@ -427,7 +456,7 @@ class FlatBuffer:
             elif self.sharding.grads and self.reduced is not None:
                 self.settle()
                 target.add_(self.reduced.to(target.device))
-                self.home.release("gradients", self.reduced.nbytes)
+                self._release_reduced()
             if self.sharding.grads and self.is_offloaded:
                 target = self._bring_home(target)
         is_own_range = self.sharding.optim or self.sharding.grads
@@ -440,10 +469,16 @@ class FlatBuffer:
 
     def _bring_home(self, target: torch.Tensor) -> torch.Tensor:
         """Move reduced gradients to where they sleep."""
-        at_home = self.home.create("gradients", target.numel(), target.dtype)
-        at_home.copy_(target)
+        if self.sleep is not None:
+            at_home = self.sleep.keep_gradient(target)
+        else:
+            at_home = self.home.keep("gradients", target, f"gradients of unit `{self.name}`")
         self.store.release("gradients", target.nbytes)
         return at_home
+
+    def _release_reduced(self) -> None:
+        if self.reduced is not None and not is_asleep(self.reduced):  # a record is kept for the next gradient
+            self.home.release("gradients", self.reduced.nbytes)
 
     def reduced_or_zeros(self) -> torch.Tensor:
         """Return the average, made of zeros where no rank of this part has a gradient: (own range,)."""
@@ -480,14 +515,15 @@ class FlatBuffer:
         if self.is_spent:
             self.is_spent = self.is_ahead = bool(self.has_grad)
         elif self.has_grad:
+            self.flush()  # another optimizer's step reads the same tensor
             self.settle()
             for index in dropped:  # what comes next is added to it
                 self.segment(index, self.reduced).zero_()
                 if self._window_grad is not None:
                     self.segment(index, self._window_grad).zero_()
         elif self.reduced is not None or self._retained is not None:
-            if self.sharding.grads and self.reduced is not None:
-                self.home.release("gradients", self.reduced.nbytes)
+            if self.sharding.grads:
+                self._release_reduced()
             self.reduced = self._retained = self.factor = self._window_grad = None
         for index in gone:
             if type(self.params[index]) is ReducedParameter:
@@ -566,7 +602,13 @@ class FlatBuffer:
         assert self.reduced is not None
         if self._window_grad is not None:
             return self._window_grad
-        return self._home_copy(self.reduced.dtype) if self._is_away else self.reduced
+        is_here = self.sleep is not None and self.reduced.device == self.stepped.device
+        return self._home_copy(self.reduced.dtype) if self._is_away and not is_here else self.reduced
+
+    def known_norm(self, order: float) -> torch.Tensor | None:
+        """Return the norm of all reduced gradients, if it is known without reading them: () float64."""
+        is_untouched = self.factor is None and self._window_grad is None and is_asleep(self.reduced)
+        return self.sleep.norm(order) if is_untouched and self.sleep is not None else None
 
     @property
     def is_on_host(self) -> bool:
@@ -587,7 +629,7 @@ class FlatBuffer:
         """Return the reduced gradients in the dtype in which they are stepped, for writing: (own range,)."""
         if self.reduced is None:
             return None
-        if self.reduced.dtype == self.stepped.dtype and not self._is_away:
+        if self.reduced.dtype == self.stepped.dtype and not self._is_away and self._window_grad is None:
             self.settle()
             return self.reduced
         if self._window_grad is None:
@@ -611,6 +653,7 @@ class FlatBuffer:
         """Multiply the reduced gradients by the factor that was kept for the step."""
         if self.factor is None or self.reduced is None:
             return
+        self.flush()  # a step that is due multiplies by itself
         factor, self.factor = self.factor, None
         with torch.inference_mode(False), torch.no_grad():
             if self._window_grad is not None:
@@ -634,14 +677,16 @@ class FlatBuffer:
         self._awake()
         param = self.params[index]
         param.__class__ = nn.Parameter
-        segment = self.segment(index)
+        segment = ordinary(self.segment(index))
         same = (segment.data_ptr(), segment.shape, segment.dtype) == (param.data_ptr(), param.shape, param.dtype)
         if not same:
             param.data = segment
         set_raw_grad(param, None)
         self._entered.add(index)
         self._rounded.clear()
-        if index in self.has_grad and self.reduced is not None:
+        if self.sleep is not None:
+            param.__class__ = SleepingParameter
+        elif index in self.has_grad and self.reduced is not None:
             param.__class__ = ReducedParameter
 
     def show(self, index: int) -> None:
@@ -649,8 +694,10 @@ class FlatBuffer:
         values = self.window_grad() if index in self.has_grad else None
         if values is None or index not in self._entered or index in self._shown:
             return
+        if is_asleep(values):
+            values = self._window_grad = values.clone()
         param = self.params[index]
-        param.__class__ = nn.Parameter
+        param.__class__ = nn.Parameter if self.sleep is None else SleepingParameter
         grad = self.segment(index, values)
         if self.sharding.optim:
             grad.__class__ = self.gradient_class
@@ -664,6 +711,7 @@ class FlatBuffer:
         set_raw_grad(param, None)
         self._shown.pop(index, None)
         self._entered.discard(index)
+        param.__class__ = nn.Parameter
         if self.is_stale:
             param.data = self.views[index]
             param.__class__ = PendingParameter

@@ -3,16 +3,20 @@
 Note [The exact deferred step]
     ``optimizer.step()`` finishes norms and clip factors, takes note of the options as they are, and returns. Where a
     buffer is offloaded a thread steps the buffers in the order of the units, beside the next forward; elsewhere each
-    is stepped when its unit is needed. Before a unit's next gather, and before anybody reads or writes its parameters,
+    is stepped when its unit is needed. What a buffer has on disks is read while the one before is stepped. Before a unit's next gather, and before anybody reads or writes its parameters,
     masters or states, its step is finished. The arithmetic is the same, so the bits are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 
 import torch
+
+from lightning_zero.storage.disk import Visit
 
 __all__ = ["Deferral", "Update"]
 
@@ -24,11 +28,19 @@ class Update:
         name: Of the unit, for errors.
         calls: What makes the step.
         thread: Makes it as soon as it can; without one it is made when it is finished.
+        upcoming: What the step and those behind it in the thread need from disks, in order.
     """
 
-    def __init__(self, name: str, calls: Sequence[Callable[[], None]], thread: ThreadPoolExecutor | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        calls: Sequence[Callable[[], None]],
+        thread: ThreadPoolExecutor | None,
+        upcoming: deque[Visit] | None = None,
+    ) -> None:
         self._name = name
         self._calls = list(calls)
+        self._upcoming = upcoming
         self._future: Future[None] | None = None if thread is None else thread.submit(self._run)
 
     def finish(self) -> None:
@@ -46,10 +58,32 @@ class Update:
             raise RuntimeError(f"The deferred step of unit `{self._name}` failed: {error}") from error
 
     def _run(self) -> None:
-        with torch.inference_mode(False), torch.no_grad():
+        awake = nullcontext() if self._upcoming is None else _first_awake(self._upcoming)
+        with torch.inference_mode(False), torch.no_grad(), awake:
             for call in self._calls:
                 call()
         self._calls.clear()  # they hold gradients
+
+
+@contextmanager
+def _first_awake(upcoming: deque[Visit]) -> Iterator[None]:
+    """Make the first visit, and begin the one behind it as soon as there is room."""
+    visit = upcoming.popleft()
+    visit.begin()
+    _begin_next(upcoming)
+    try:
+        visit.ready()
+        yield
+    except BaseException:
+        visit.end(changes=False)
+        raise
+    visit.end()
+    _begin_next(upcoming)
+
+
+def _begin_next(upcoming: deque[Visit]) -> None:
+    if upcoming:
+        upcoming[0].begin(waits=False)
 
 
 class Deferral:
@@ -62,6 +96,7 @@ class Deferral:
     def __init__(self, everywhere: bool | None) -> None:
         self._everywhere = everywhere
         self._thread: ThreadPoolExecutor | None = None
+        self._upcoming: deque[Visit] = deque()  # of the thread
 
     def wants(self, is_offloaded: bool) -> bool:
         """Say whether the step of a buffer is deferred."""
@@ -69,9 +104,17 @@ class Deferral:
 
     def update(self, name: str, calls: Sequence[Callable[[], None]], is_offloaded: bool) -> Update:
         """Return the update that makes ``calls``."""
-        if is_offloaded and self._thread is None:
+        return Update(name, calls, self._thread_of_offloaded() if is_offloaded else None)
+
+    def update_on_disk(self, name: str, calls: Sequence[Callable[[], None]], visit: Visit) -> Update:
+        """Return the update that makes ``calls`` during ``visit``."""
+        self._upcoming.append(visit)
+        return Update(name, calls, self._thread_of_offloaded(), self._upcoming)
+
+    def _thread_of_offloaded(self) -> ThreadPoolExecutor:
+        if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero-step")
-        return Update(name, calls, self._thread if is_offloaded else None)
+        return self._thread
 
     def close(self) -> None:
         """End the thread, after the steps that were asked for."""

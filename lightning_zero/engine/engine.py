@@ -27,13 +27,13 @@ from lightning_zero.engine.order import PassOrder
 from lightning_zero.engine.parameter import own
 from lightning_zero.engine.partition import Territory, build_unit, choose_territories
 from lightning_zero.engine.parts import Parts
+from lightning_zero.engine.placement import Placement
 from lightning_zero.engine.records import ParameterRecord, record_elsewhere, record_here
 from lightning_zero.engine.reduction import Reducer
 from lightning_zero.engine.statistics import EngineStats, Statistics
 from lightning_zero.engine.unit import Unit, UnitState
 from lightning_zero.engine.whole import Whole, Write
 from lightning_zero.errors import PipelineError
-from lightning_zero.storage.host import HostStore
 from lightning_zero.storage.store import DeviceStore
 
 __all__ = ["ZeroEngine", "engine_of", "gathered"]
@@ -111,7 +111,7 @@ class ZeroEngine:
         moments: Moments = "fp32",
     ) -> None:
         self.stage = stage
-        self._sharding = Sharding.from_stage(stage)
+        Sharding.from_stage(stage)  # refuses what is none
         self._unit_classes = units
         self._communication = communication or Communication()
         self._precision = precision or MixedPrecision()
@@ -132,7 +132,7 @@ class ZeroEngine:
         self._everyone: Communicator | None = None
         self._store: DeviceStore
         self._deferral = Deferral(deferred_step)
-        self._host: HostStore  # where offloaded tensors sleep
+        self._placement: Placement
         self._aside: Aside
         self._early: EarlySteps | None = None  # with `step_in_backward`
         self._hooks: Hooks
@@ -178,11 +178,9 @@ class ZeroEngine:
         absent = [] if self._elsewhere is None else self._elsewhere.params
         territories = choose_territories(module, self._unit_classes, {id(param) for param in absent})
         self._store = DeviceStore(device)
-        is_pinned = self._offload is None or self._offload.pin_memory
-        self._host = HostStore(pinned=is_pinned and device.type == "cuda")
-        self._aside = Aside(self._store, self._host)
+        self._placement = Placement(self._offload, territories, self._communicator)
+        self._aside = Aside(self._store, self._placement.host)
         sharding = self._sharding_of(self.communicator.world_size)
-        offloaded = self._offloaded(territories)
         for index, territory in enumerate(territories):
             unit = build_unit(
                 territory,
@@ -194,8 +192,8 @@ class ZeroEngine:
                 communication=self._communication,
                 communicator=self.communicator,
                 store=self._store,
-                home=self._host if index in offloaded and self._offload and self._offload.optimizer else None,
-                params_home=self._host if index in offloaded and self._offload and self._offload.params else None,
+                home=self._placement.home(index),
+                params_home=self._placement.params_home(index),
                 is_shared=self.parts.is_shared if self.parts is not None else lambda param: False,
             )
             self._register(unit, territory)
@@ -225,7 +223,8 @@ class ZeroEngine:
             self._places,
             communicator=self.communicator,
             store=self._store,
-            host=self._host,
+            host=self._placement.host,
+            disk=self._placement.disk,
             prefetch=ahead,
             moments=self._moments,
         )
@@ -245,6 +244,11 @@ class ZeroEngine:
                 f"`step_in_backward=True` does not work with {what}: gradients are complete after the backward. Use"
                 " stage 1, 2 or 3 without a pipeline, or `step_in_backward=False`."
             )
+        if self._placement.disk is not None:
+            raise ValueError(
+                "`step_in_backward=True` does not work with 'nvme': gradients go to the disk, and a step in the backward"
+                " would wait for it. Use `deferred_step`, which is on, or `Offload(optimizer='cpu')`."
+            )
         return EarlySteps(self.communicator)
 
     def _sharding_of(self, world_size: int) -> Sharding:
@@ -254,14 +258,6 @@ class ZeroEngine:
         is_offloaded = self._offload is not None and self._offload.optimizer is not None
         leaves = self._sharding.grads and (is_offloaded or self._steps_in_backward)
         return Sharding(params=False, grads=leaves, optim=False)
-
-    def _offloaded(self, territories: Sequence[Territory]) -> set[int]:
-        """Return the indices of the territories that sleep in host memory; the first ones stay on the device."""
-        if self._offload is None:
-            return set()
-        sizes = [sum(param.numel() for param in territory.params) for territory in territories]
-        stays = (1.0 - self._offload.fraction) * sum(sizes)
-        return {index for index in range(len(sizes)) if sum(sizes[: index + 1]) > stays}
 
     def _take_part(self, module: nn.Module, holders: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
         """Give up the values of the parameters that other parts hold."""
@@ -395,7 +391,7 @@ class ZeroEngine:
             self.parts.communicator.close()
             self.everyone.close()
         self._store.close()
-        self._host.close()
+        self._placement.close()
         self.module = None
         _ENGINES.discard(self)
 

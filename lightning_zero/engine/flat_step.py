@@ -20,6 +20,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from lightning_zero.config import Moments
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.moments import CODE_KEYS, DTYPES, make_codes
+from lightning_zero.storage.sleeping import ordinary
 from lightning_zero_ops import adamw, adamw_int8, sgd
 from lightning_zero_ops.chunks import vector_numel
 
@@ -29,6 +30,10 @@ Place = tuple[FlatBuffer, int]
 _Run = tuple[int, int]
 
 _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
+_STEPPED = (
+    "fp32 values with numbers as options, `fused=None` or, on a CPU, True, and without `foreach`, `amsgrad`,"
+    " `maximize`, `capturable`, `differentiable` and PyTorch's `GradScaler`"
+)
 _UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable", "foreach")
 
 
@@ -121,6 +126,16 @@ class FlatStep:
         """Return what makes the step of a buffer, in order."""
         return self._calls.pop(id(buffer), [])
 
+    def flat_states(self, buffer: FlatBuffer) -> list[Tensor]:
+        """Return the states that lie beside each other for all of a buffer's own range."""
+        return [state for (owner, _), state in self._flat.items() if owner == id(buffer)]
+
+    def state_place(self, buffer: FlatBuffer, index: int, key: str) -> Tensor | None:
+        """Return where a state of a parameter on disks is to be; None if it is in memory."""
+        if buffer.sleep is None or key not in self._rule.moments({"momentum": True}):
+            return None
+        return buffer.segment(index, self._flat_state(buffer, key))
+
     def step(self, group: dict[str, Any], *, rounds: bool) -> list[nn.Parameter]:
         """Prepare to step what can be stepped by runs; return the parameters that PyTorch has to step.
 
@@ -131,6 +146,7 @@ class FlatStep:
             rounds: Write the parameters in the dtype in which they compute too.
         """
         self.refuse_moments(group)
+        self.refuse_on_disk(group)
         if not self._covers(group):
             return list(group["params"])
         left: list[nn.Parameter] = []
@@ -141,11 +157,11 @@ class FlatStep:
             if has_flat_gradient and self._suits_buffer(group, buffer) and self._suits_state(group, buffer, index):
                 chosen.setdefault(id(buffer), (buffer, []))[1].append(index)
                 continue
-            if has_flat_gradient and self._moments != "fp32":
+            if has_flat_gradient and (self._moments != "fp32" or buffer.sleep is not None):
+                option = "`Offload(optimizer='nvme')`" if buffer.sleep else f"`moments={self._moments!r}`"
                 raise RuntimeError(
                     f"The state of `{buffer.layout.slots[index].name}` in `{type(self._optimizer).__name__}` does not"
-                    f" fit its segment, so `moments={self._moments!r}` cannot be kept. Load the state of this rank, or"
-                    " a checkpoint."
+                    f" fit its segment, so {option} cannot be kept. Load the state of this rank, or a checkpoint."
                 )
             left.append(param)
         for buffer, indices in chosen.values():
@@ -190,22 +206,39 @@ class FlatStep:
         """
         if self._moments == "fp32":
             return
+        buffers = [self._places[id(param)][0] for param in group["params"]]
+        found = f"`{type(self._optimizer).__name__}`" if not self._rule.counts else self._obstacle(group, buffers)
+        if found is not None:
+            raise ValueError(
+                f"`moments={self._moments!r}` is for `torch.optim.AdamW` and `Adam` that step {_STEPPED}; got {found}."
+                " Change that, or use `moments='fp32'`."
+            )
+
+    def refuse_on_disk(self, group: Mapping[str, Any]) -> None:
+        """Refuse a group that PyTorch would have to step, where that is on disks.
+
+        Raises:
+            ValueError: It has parameters on disks, and is not stepped by runs over flat states.
+        """
+        asleep = [buffer for param in group["params"] if (buffer := self._places[id(param)][0]).sleep is not None]
+        if not asleep:
+            return
+        found = "`moments='int8'`" if self._rule is _ADAM_INT8 else self._obstacle(group, asleep)
+        if found is not None:
+            raise ValueError(
+                f"`Offload(optimizer='nvme')` is for `torch.optim.AdamW`, `Adam` and `SGD` that step {_STEPPED}, with"
+                f" moments in fp32 or bf16; got {found}. Change that, or use `Offload(optimizer='cpu')`."
+            )
+
+    def _obstacle(self, group: Mapping[str, Any], buffers: Iterable[FlatBuffer]) -> str | None:
+        """Return what keeps a group from being stepped by runs, if something does."""
         names = ("lr", "weight_decay", "betas", "fused", *_UNSUPPORTED)
-        if not self._rule.counts:
-            found = f"`{type(self._optimizer).__name__}`"
-        elif not self._covers(group):
-            found = ", ".join(f"`{name}={group[name]!r}`" for name in names if name in group)
-        else:
-            buffers = (self._places[id(param)][0] for param in group["params"])
-            buffer = next((buffer for buffer in buffers if not self._suits_buffer(group, buffer)), None)
-            if buffer is None:
-                return
-            found = f"{buffer.stepped.dtype} values of unit `{buffer.name}` with `fused={group['fused']!r}`"
-        raise ValueError(
-            f"`moments={self._moments!r}` is for `torch.optim.AdamW` and `Adam` that step fp32 values with numbers as"
-            " options, `fused=None` or, on a CPU, True, and without `foreach`, `amsgrad`, `maximize`, `capturable`,"
-            f" `differentiable` and PyTorch's `GradScaler`; got {found}. Change that, or use `moments='fp32'`."
-        )
+        if not self._covers(group):
+            return ", ".join(f"`{name}={group[name]!r}`" for name in names if name in group)
+        buffer = next((buffer for buffer in buffers if not self._suits_buffer(group, buffer)), None)
+        if buffer is None:
+            return None
+        return f"{buffer.stepped.dtype} values of unit `{buffer.name}` with `fused={group['fused']!r}`"
 
     def _covers(self, group: Mapping[str, Any]) -> bool:
         scaled = [getattr(self._optimizer, name, None) for name in ("grad_scale", "found_inf")]  # torch.amp.GradScaler
@@ -245,20 +278,21 @@ class FlatStep:
         group = {key: value for key, value in group.items() if key != "params"}  # schedulers move its options
         steps = self._make_states(group, buffer, indices)
         calls = self._calls.setdefault(id(buffer), [])  # none where this rank has no element: others may have some
-        gradient = buffer.unscaled_gradient()
+        # What is on disks is in memory when the calls are made.
+        gradient, stepped = ordinary(buffer.unscaled_gradient()), ordinary(buffer.stepped)
         rounds = rounds and buffer.master is not None and buffer.computed.device == buffer.stepped.device
-        out = buffer.computed if rounds else None
+        out = ordinary(buffer.computed) if rounds else None
         for lo, hi, members in self._runs(group, buffer, indices, steps):
             first = self._optimizer.state.get(buffer.params[members[0]], {})
             moments = [
-                first[key] if key.endswith("_scales") else _stretched(first[key], hi - lo)
+                first[key] if key.endswith("_scales") else _stretched(ordinary(first[key]), hi - lo)
                 for key in self._rule.moments(group)
             ]
             call = partial(
                 self._rule.step,
                 group,
                 steps[members[0]],
-                buffer.stepped[lo:hi],
+                stepped[lo:hi],
                 moments,
                 gradient[lo:hi],
                 out=None if out is None else out[lo:hi],
@@ -299,7 +333,7 @@ class FlatStep:
     def _make_states(self, group: Mapping[str, Any], buffer: FlatBuffer, indices: list[int]) -> dict[int, int]:
         """Make or move the states of parameters and count the step; return the number of this step by slot."""
         keys = self._rule.moments(group)
-        is_whole = self._steps_whole(buffer)
+        is_whole = buffer.sleep is not None or self._steps_whole(buffer)
         steps = {}
         for index in indices:
             state = self._optimizer.state[buffer.params[index]] if keys else {}
@@ -333,13 +367,21 @@ class FlatStep:
                     torch.zeros_like(buffer.segment(index), dtype=dtype) if present is None else present.to(dtype)
                 )
                 return
-            if place not in self._flat:
-                self._flat[place] = torch.zeros_like(buffer.stepped, dtype=self._dtype(buffer))
-            view = buffer.segment(index, self._flat[place])
+            flat = self._flat_state(buffer, key)
+            view = buffer.segment(index, flat)
         if present is None:
-            state[key] = view.zero_()
-        elif present.data_ptr() != view.data_ptr():  # loaded, or made when other parameters had no gradient
-            state[key] = view.copy_(present)
+            state[key] = view if buffer.sleep is not None and buffer.sleep.is_zero(flat) else view.zero_()
+        elif ordinary(present).data_ptr() != ordinary(view).data_ptr():
+            state[key] = view.copy_(present)  # loaded, or made when other parameters had no gradient
+
+    def _flat_state(self, buffer: FlatBuffer, key: str) -> Tensor:
+        place = (id(buffer), key)
+        if place not in self._flat:
+            dtype = self._dtype(buffer)
+            self._flat[place] = (
+                torch.zeros_like(buffer.stepped, dtype=dtype) if buffer.sleep is None else buffer.sleep.zeros(dtype)
+            )
+        return self._flat[place]
 
     def _dtype(self, buffer: FlatBuffer) -> torch.dtype:
         return buffer.stepped.dtype if self._moments == "fp32" else DTYPES[self._moments]

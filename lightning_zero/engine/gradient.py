@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.errors import ShardedGradientError
 
-__all__ = ["ShardedGradient", "norm_over_ranks", "sharded_gradient_class"]
+__all__ = ["ShardedGradient", "norm_of_norms", "norm_over_ranks", "norms_of", "sharded_gradient_class"]
 
 _ELEMENTWISE = frozenset([
     "clone", "detach", "detach_", "copy_", "zero_", "fill_", "to", "float", "double", "half", "bfloat16", "type",
@@ -85,11 +85,20 @@ def norm_over_ranks(segments: Sequence[torch.Tensor], order: float, communicator
     Collective: all ranks, unless ``communicator`` is None because this rank holds everything. Sums are float64, so that
     how a vector is cut does not show after rounding.
     """
+    return norm_of_norms(norms_of(segments, order), order, communicator)
+
+
+def norms_of(segments: Iterable[torch.Tensor], order: float) -> list[torch.Tensor]:
+    """Return the norm of every tensor that has elements: () float64 each."""
+    return [torch.linalg.vector_norm(segment, order, dtype=torch.float64) for segment in segments if segment.numel()]
+
+
+def norm_of_norms(norms: Sequence[torch.Tensor], order: float, communicator: Communicator | None) -> torch.Tensor:
+    """Return the norm of the vector whose pieces have the norms ``norms`` on every rank; see ``norm_over_ranks``."""
 
     def over_ranks(total: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         return total if communicator is None else communicator.all_reduce(total, "a norm", op)
 
-    norms = [torch.linalg.vector_norm(segment, order, dtype=torch.float64) for segment in segments if segment.numel()]
     device = communicator.device if communicator is not None else None
     if norms:  # some gradients may be in host memory
         norms = [norm.to(device or norms[0].device) for norm in norms]

@@ -23,7 +23,7 @@ from lightning_zero.config import Moments
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.deferred import Deferral, Update
 from lightning_zero.engine.flat_step import FlatStep
-from lightning_zero.engine.gradient import norm_over_ranks
+from lightning_zero.engine.gradient import norm_of_norms, norms_of
 from lightning_zero.engine.moments import widened
 from lightning_zero.engine.parts import Parts
 
@@ -83,7 +83,7 @@ class ShardedOptimizer:
         for group in optimizer.param_groups:
             self._attach_params(group["params"])
             self._refuse_idle_steps(group)
-            self._refuse_moments(group)
+            self._refuse_what_pytorch_steps(group)
         optimizer.__class__ = _subclass(self)
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -143,9 +143,16 @@ class ShardedOptimizer:
                     " values on a CPU. Use `fused=False`, or fp32 masters (`masters=True`)."
                 )
 
-    def _refuse_moments(self, group: dict[str, Any]) -> None:
+    def _refuse_what_pytorch_steps(self, group: dict[str, Any]) -> None:
         if self._flat_step is not None:
             self._flat_step.refuse_moments(group)
+            self._flat_step.refuse_on_disk(group)
+        elif any(self._attached[id(param)][0].sleep is not None for param in group["params"]):
+            raise ValueError(
+                f"`{self._original_class.__name__}` cannot be stepped where `Offload(optimizer='nvme')` has its states:"
+                " it is for `torch.optim.AdamW`, `Adam` and `SGD` themselves. Use one of them, or"
+                " `Offload(optimizer='cpu')`."
+            )
         elif self._moments != "fp32":
             raise ValueError(
                 f"`moments={self._moments!r}` is for `torch.optim.AdamW` and `Adam` themselves, got"
@@ -255,10 +262,30 @@ class ShardedOptimizer:
         self._by_torch.update(mixed)
         for buffer in self.buffers:
             if id(buffer) in self._by_torch or not self._is_deferred(buffer):
-                for call in self._flat_step.take_calls(buffer):
-                    call()
+                if buffer.sleep is None:
+                    for call in self._flat_step.take_calls(buffer):
+                        call()
+        if group is self.optimizer.param_groups[-1]:
+            self._step_asleep()
         self._strip(self._attached[id(param)] for param in left)
         return {**group, "params": left}
+
+    def _step_asleep(self) -> None:
+        """Make the steps of buffers on disks that are not deferred: once each, for all groups."""
+        assert self._flat_step is not None
+        due = [buffer for buffer in self.buffers if self._flat_step.has_calls(buffer) and not self._is_deferred(buffer)]
+        for update in [self._update(buffer) for buffer in due]:
+            update.finish()
+
+    def _update(self, buffer: FlatBuffer) -> Update:
+        assert self._flat_step is not None
+        assert self._deferral is not None
+        calls = self._flat_step.take_calls(buffer)
+        if buffer.sleep is None:
+            return self._deferral.update(buffer.name, calls, buffer.is_offloaded)
+        states = self._flat_step.flat_states(buffer)
+        visit, calls = buffer.sleep.plan_step(calls, states, rounds=self._is_last())
+        return self._deferral.update_on_disk(buffer.name, calls, visit)
 
     def _is_deferred(self, buffer: FlatBuffer) -> bool:
         return self._deferral is not None and self._deferral.wants(buffer.is_offloaded)
@@ -275,8 +302,7 @@ class ShardedOptimizer:
         for buffer in self.buffers:
             _, update = early.get(id(buffer), (buffer, None))
             if self._flat_step.has_calls(buffer):
-                calls = self._flat_step.take_calls(buffer)
-                update = self._deferral.update(buffer.name, calls, buffer.is_offloaded)
+                update = self._update(buffer)
             if update is not None:
                 buffer.defer(update)
                 self._deferred.append(buffer)
@@ -464,9 +490,14 @@ def gradient_norm(
     is_sharded = any(buffer.sharding.optim for buffer, _ in places)
     if parts is not None:
         places = [(buffer, index) for buffer, index in places if parts.is_counted_here(buffer.params[index])]
-    grads = [grad for buffer, indices in _by_buffer(places) for grad in _pieces(buffer, indices, buffer.gradient())]
-    norm = norm_over_ranks(grads, order, communicator if is_sharded else None)
+    norms = [norm for buffer, indices in _by_buffer(places) for norm in _norms(buffer, indices, order)]
+    norm = norm_of_norms(norms, order, communicator if is_sharded else None)
     return (norm if parts is None else parts.combine_norms(norm.to(communicator.device), order)).float()
+
+
+def _norms(buffer: FlatBuffer, indices: set[int], order: float) -> list[torch.Tensor]:
+    known = buffer.known_norm(order) if buffer.has_grad <= indices else None
+    return [known] if known is not None else norms_of(_pieces(buffer, indices, buffer.gradient()), order)
 
 
 def _by_buffer(places: Iterable[Place]) -> list[tuple[FlatBuffer, set[int]]]:
@@ -497,7 +528,7 @@ def _subclass(sharded: ShardedOptimizer) -> type[Optimizer]:
         base.add_param_group(self, param_group)
         sharded._attach_params(self.param_groups[-1]["params"])
         sharded._refuse_idle_steps(self.param_groups[-1])
-        sharded._refuse_moments(self.param_groups[-1])
+        sharded._refuse_what_pytorch_steps(self.param_groups[-1])
 
     def _init_group(self: Optimizer, group: dict[str, Any], *lists: Any) -> Any:
         return base._init_group(self, sharded.step_runs(group), *lists)  # type: ignore[attr-defined]

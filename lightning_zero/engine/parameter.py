@@ -22,12 +22,14 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.errors import ReleasedParameterError
+from lightning_zero.storage.sleeping import call_awake
 
 __all__ = [
     "Owner",
     "PendingParameter",
     "ReducedParameter",
     "ReleasedParameter",
+    "SleepingParameter",
     "own",
     "owner_of",
     "raw_grad",
@@ -204,12 +206,13 @@ class PendingParameter(nn.Parameter):
     ) -> Any:
         """Answer questions about metadata; make the step for everything else."""
         kwargs = kwargs or {}
-        if func not in _METADATA:
-            for leaf in tree_leaves((args, kwargs)):
-                if type(leaf) is PendingParameter:
-                    _make_step(leaf)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for leaf in tree_leaves((args, kwargs)):
+            if type(leaf) is PendingParameter:
+                _make_step(leaf)
+        return func(*args, **kwargs)  # other arguments may have something to say
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Say what a parameter says."""
@@ -225,6 +228,32 @@ class PendingParameter(nn.Parameter):
         """Pickle what the step makes."""
         _make_step(self)
         return self.__reduce_ex__(protocol)
+
+
+class SleepingParameter(nn.Parameter):
+    """A parameter in the step window whose values are on a disk; see ``lightning_zero/storage/sleeping.py``."""
+
+    sleeps = True
+    grad = property(_read_grad, _write_grad, lambda param: _write_grad(param, None))
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Answer questions about metadata, make views, and wake for everything else."""
+        return call_awake(func, args, kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Return an ordinary copy."""
+        return memo.setdefault(id(self), nn.Parameter(self.detach().clone(), self.requires_grad))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle an ordinary copy."""
+        return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
 
 
 def _make_step(param: nn.Parameter) -> None:

@@ -14,7 +14,9 @@ from lightning_zero.config import Moments
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.optimizer import Place
 from lightning_zero.engine.unit import Unit
+from lightning_zero.storage.disk import DiskStore
 from lightning_zero.storage.host import HostStore
+from lightning_zero.storage.sleeping import is_asleep
 from lightning_zero.storage.store import DeviceStore, Kind
 
 __all__ = ["EngineStats", "Statistics"]
@@ -31,6 +33,7 @@ class EngineStats:
         memory: Bytes that are alive on this rank: ``parameters``, ``gradients``, ``optimizer`` (masters and states),
             ``gathered`` (whole parameters at stage 3).
         host: Bytes of these kinds that are offloaded to host memory.
+        disk: Bytes of these kinds that are offloaded to disks.
         traffic: Bytes this rank has sent since ``reset_stats``: ``all_gather``, ``reduce_scatter``, ``broadcast``
             (buffers), ``control``.
         calls: Number of calls of each of these.
@@ -43,6 +46,7 @@ class EngineStats:
     num_units: int
     memory: dict[str, int]
     host: dict[str, int]
+    disk: dict[str, int]
     traffic: dict[str, int]
     calls: dict[str, int]
     wait_s: float
@@ -59,6 +63,7 @@ class Statistics:
         communicator: What moves the shards.
         store: What lies on the device.
         host: What is in host memory.
+        disk: What is offloaded to disks; None if nothing is.
         prefetch: Units that are gathered ahead.
         moments: How the moments of AdamW and Adam are kept.
     """
@@ -72,6 +77,7 @@ class Statistics:
         communicator: Communicator,
         store: DeviceStore,
         host: HostStore,
+        disk: DiskStore | None,
         prefetch: int,
         moments: Moments,
     ) -> None:
@@ -81,6 +87,7 @@ class Statistics:
         self._communicator = communicator
         self._store = store
         self._host = host
+        self._disk = disk
         self._prefetch = prefetch
         self._moments = moments
 
@@ -98,6 +105,7 @@ class Statistics:
             num_units=sum(1 for unit in self._units if unit.buffers),
             memory=memory,
             host=host,
+            disk=self._held(self._disk),
             traffic={**traffic, **self._communicator.sent_bytes},
             calls={**traffic, **self._communicator.calls},
             wait_s=self._communicator.wait_s,
@@ -146,9 +154,9 @@ class Statistics:
         ]
 
     @staticmethod
-    def _held(store: DeviceStore | HostStore) -> dict[str, int]:
+    def _held(store: DeviceStore | HostStore | DiskStore | None) -> dict[str, int]:
         """Return the bytes that are alive, by kind."""
-        return {kind: store.live(kind) for kind in get_args(Kind)}
+        return {kind: 0 if store is None else store.live(kind) for kind in get_args(Kind)}
 
     def _gathered_estimate(self) -> int:
         sizes = [sum(buffer.full.nbytes for buffer in unit.buffers) for unit in self._units]
@@ -163,7 +171,7 @@ class Statistics:
             place = self._places.get(id(param))
             is_offloaded = place is not None and place[0].is_on_host
             for value in state.values():
-                if torch.is_tensor(value):
+                if torch.is_tensor(value) and not is_asleep(value):  # the store counts those
                     storage = value.untyped_storage()
                     storages[is_offloaded][storage._cdata] = storage.nbytes()
         return sum(storages[False].values()), sum(storages[True].values())

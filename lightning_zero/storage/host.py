@@ -37,6 +37,10 @@ class HostStore(Accounts):
         self.adopt(kind, tensor.nbytes)
         return tensor
 
+    def keep(self, kind: Kind, values: torch.Tensor, name: str) -> torch.Tensor:
+        """Return a copy of a 1-D tensor in host memory."""
+        return self.create(kind, values.numel(), values.dtype).copy_(values)
+
     def _lock(self, tensor: torch.Tensor) -> None:
         code = _driver().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
         if int(code) == 0:

@@ -16,15 +16,17 @@ Note [Direct access]
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import secrets
 import shutil
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -62,16 +64,39 @@ class Transfer:
         self._keep: torch.Tensor | None = keep
 
     def wait(self) -> None:
-        """Return when it is done; calling it again does nothing.
+        """Return when it is done; calling it again says the same again. Any thread may.
 
         Raises:
             StorageError: The disk failed, or the bytes are not those that were written.
         """
-        futures, self._futures = self._futures, []
-        errors = [error for future in futures if (error := future.exception()) is not None]
+        errors = [error for future in self._futures if (error := future.exception()) is not None]
         self._keep = None
         if errors:
             raise errors[0]
+
+    @property
+    def has_succeeded(self) -> bool:
+        """Whether it is done, without an error."""
+        return all(future.done() and future.exception() is None for future in self._futures)
+
+    def settle(self) -> None:
+        """Return when it is done, whether or not it failed."""
+        for future in self._futures:
+            future.exception()
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Call ``call`` once when it is done, whether or not it failed; in this thread, or in one of the disk's."""
+        countdown = itertools.count(1)
+        lasts = len(self._futures)
+
+        def done(_: Any = None) -> None:
+            if next(countdown) == lasts:  # atomic
+                call()
+
+        for future in self._futures:
+            future.add_done_callback(done)
+        if not self._futures:
+            call()
 
 
 class NvmeStore:

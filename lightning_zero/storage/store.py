@@ -3,9 +3,10 @@
 Call protocol of a ``ShardStore`` (every call on the rank that owns the shard; no collectives):
 
 1. ``create`` makes a shard and accounts it under its kind.
-2. ``adopt`` and ``release`` account storages that the engine allocates itself (gathered parameters, full gradients).
-3. ``live`` and ``peak`` answer how many bytes are, or were at most, alive.
-4. ``close`` forgets everything.
+2. ``keep`` makes one and gives it values.
+3. ``adopt`` and ``release`` account storages that the engine allocates itself (gathered parameters, full gradients).
+4. ``live`` and ``peak`` answer how many bytes are, or were at most, alive.
+5. ``close`` forgets everything.
 
 ``DeviceStore`` keeps shards in the memory of the device, where they may be used directly.
 """
@@ -34,6 +35,10 @@ class ShardStore(Protocol):
 
     def create(self, kind: Kind, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a (numel,) tensor of any content, accounted under ``kind``."""
+        ...
+
+    def keep(self, kind: Kind, values: torch.Tensor, name: str) -> torch.Tensor:
+        """Return a tensor with the values of a 1-D tensor, accounted under ``kind``; errors call it ``name``."""
         ...
 
     def adopt(self, kind: Kind, nbytes: int) -> None:
@@ -114,6 +119,10 @@ class DeviceStore(Accounts):
             tensor = torch.empty(numel, dtype=dtype, device=self.device)
         self.adopt(kind, tensor.nbytes)
         return tensor
+
+    def keep(self, kind: Kind, values: torch.Tensor, name: str) -> torch.Tensor:
+        """Return a copy of a 1-D tensor in device memory."""
+        return self.create(kind, values.numel(), values.dtype).copy_(values)
 
 
 def _keep_freed_memory() -> None:

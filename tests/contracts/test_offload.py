@@ -308,6 +308,35 @@ def test_an_error_in_a_deferred_step_names_the_unit() -> None:
     worlds.run(_failing, 2)
 
 
+def _with_two_optimizers(rank: int, world: int, stage: int) -> list[bool]:
+    results = []
+    for options in ({"deferred_step": False}, {"deferred_step": True}, {"offload": "cpu"}):
+        worlds.seed()
+        engine = ZeroEngine(stage, units=["Block"], **options)
+        module = engine.shard(TinyGPT())
+        params = list(module.parameters())
+        optimizers = [torch.optim.AdamW(params[start::2], lr=1e-2) for start in (0, 1)]
+        engine.attach(*optimizers)
+        for number in range(2):
+            with engine.scope("training_step"):
+                loss = token_loss(module, rank, number)
+            with engine.backward_scope():
+                loss.backward()
+            for optimizer in optimizers:
+                engine.clip_grad_norm(optimizer, 1e-3)
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append(_values(engine, module))
+        engine.close()
+    return [_same(values, results[0]) for values in results[1:]]
+
+
+@pytest.mark.parametrize("stage", [1, 3], ids="stage{}".format)
+def test_gradients_of_a_step_that_is_due_outlive_zero_grad_beside_another_optimizer(stage: int) -> None:
+    for same in worlds.run(_with_two_optimizers, 2, stage):
+        assert all(same)
+
+
 # -- Bytes -------------------------------------------------------------------------------------------------------------
 
 

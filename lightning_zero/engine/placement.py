@@ -1,0 +1,101 @@
+"""Where each unit sleeps: on the device, in host memory or on disks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.config import Offload
+from lightning_zero.engine.partition import Territory
+from lightning_zero.storage.disk import DiskStore
+from lightning_zero.storage.host import HostStore
+from lightning_zero.storage.nvme import NvmeStore, StorageError
+from lightning_zero.storage.store import ShardStore
+
+__all__ = ["Placement"]
+
+
+class Placement:
+    """Host memory and disks of one engine, and which unit uses which.
+
+    Collective: all ranks; a path that one rank cannot use is an error on every rank.
+
+    Args:
+        offload: The option; None for nothing.
+        territories: What becomes the units, in order.
+        communicator: Over the ranks that share the model.
+
+    Raises:
+        StorageError: A path cannot be used here, or on another rank.
+    """
+
+    def __init__(
+        self, offload: Offload | None, territories: Sequence[Territory], communicator: Communicator
+    ) -> None:
+        self._offload = offload
+        self._communicator = communicator
+        is_pinned = offload is None or offload.pin_memory
+        self.host = HostStore(pinned=is_pinned and communicator.device.type == "cuda")
+        self.disk: DiskStore | None = None
+        self._offloaded = _offloaded(offload, [sum(param.numel() for param in one.params) for one in territories])
+        if offload is not None and offload.uses_disks:
+            self.disk = self._open(offload)
+
+    def _open(self, offload: Offload) -> DiskStore:
+        error: StorageError | None = None
+        try:
+            disks = NvmeStore(
+                [Path(path) for path in offload.paths],
+                block_bytes=offload.buffer_bytes,
+                threads=offload.io_threads,
+                direct=offload.direct,
+            )
+        except StorageError as caught:
+            error = caught
+        self.agree(error)
+        return DiskStore(disks)
+
+    def agree(self, error: Exception | None) -> None:
+        """Raise an error of this rank, and on the others one that names this rank. Collective: all ranks."""
+        rank, world_size = self._communicator.rank, self._communicator.world_size
+        failed = torch.zeros(world_size, dtype=torch.uint8)
+        failed[rank] = error is not None
+        self._communicator.agree(failed, "agreement on the disks of `Offload(path=...)`")
+        if error is not None:
+            raise error
+        if failed.any():
+            ranks = ", ".join(map(str, failed.nonzero().flatten().tolist()))
+            raise StorageError(
+                f"rank {rank} of {world_size}: `Offload(path={self._offload.path!r})` cannot be used on rank(s)"  # type: ignore[union-attr]
+                f" {ranks}; the error there says why."
+            )
+
+    def home(self, index: int) -> ShardStore | None:
+        """Return where masters, states and reduced gradients of a unit sleep; None is the device."""
+        return self._store(self._offload.optimizer if self._offload is not None else None, index)
+
+    def params_home(self, index: int) -> ShardStore | None:
+        """Return where the parameters of a unit sleep at stage 3; None is the device."""
+        return self._store(self._offload.params if self._offload is not None else None, index)
+
+    def _store(self, place: str | None, index: int) -> ShardStore | None:
+        if place is None or index not in self._offloaded:
+            return None
+        return self.host if place == "cpu" else self.disk
+
+    def close(self) -> None:
+        """Give host memory and the room on disks back."""
+        self.host.close()
+        if self.disk is not None:
+            self.disk.close()
+
+
+def _offloaded(offload: Offload | None, sizes: Sequence[int]) -> set[int]:
+    """Return the indices of the units that are offloaded; the first ones stay on the device."""
+    if offload is None:
+        return set()
+    stays = (1.0 - offload.fraction) * sum(sizes)
+    return {index for index in range(len(sizes)) if sum(sizes[: index + 1]) > stays}

@@ -1,0 +1,132 @@
+"""What of a flat buffer is on disks: its master, the states of its optimizer, its reduced gradients (ADR 0025).
+
+Note [Reading each tensor once a step]
+    A gradient goes down when it is reduced, and its norm is taken on the way, so that clipping reads nothing. A step
+    reads master, states and gradient of one buffer while those of the buffer before are stepped, and writes masters
+    and states while those of the next one are. What was written into parameters from outside is taken over in the same
+    visit. Everybody else who uses one of these tensors wakes it, after the step that is due.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightning_zero.storage.disk import DiskStore, Visit
+from lightning_zero.storage.sleeping import is_asleep, ordinary
+
+if TYPE_CHECKING:
+    from lightning_zero.engine.buffer import FlatBuffer
+
+__all__ = ["BufferSleep"]
+
+
+class BufferSleep:
+    """The sleeping tensors of one buffer.
+
+    Args:
+        buffer: The buffer, whose values are filled in.
+        store: Where they sleep.
+    """
+
+    def __init__(self, buffer: FlatBuffer, store: DiskStore) -> None:
+        self._buffer = buffer
+        self._store = store
+        self._gradient: torch.Tensor | None = None  # from the first one
+        self._norm: tuple[int, torch.Tensor] | None = None  # of the gradient, with its version
+        self._is_merge_due = False  # parameters may have been written from outside
+
+    def watch_master(self) -> None:
+        """Let a master be used by anybody: the step that is due comes first, and what was written from outside."""
+        assert self._buffer.master is not None
+        self._store.watch(self._buffer.master, self._buffer.flush, self._merge_if_due)
+
+    def zeros(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return a state of the optimizer over the own range: (own range,)."""
+        buffer = self._buffer
+        numel = buffer.own_range[1] - buffer.own_range[0]
+        face = self._store.create("optimizer", numel, dtype, f"optimizer states of unit `{buffer.name}`")
+        self._store.watch(face, buffer.flush)
+        return face
+
+    def is_zero(self, state: torch.Tensor) -> bool:
+        """Say whether a state is zero because nobody has written it."""
+        return self._store.is_blank(state)
+
+    # -- Gradients -------------------------------------------------------------------------------------------------
+
+    def keep_gradient(self, values: torch.Tensor) -> torch.Tensor:
+        """Return reduced gradients as they sleep, of which the norm is known. What slept before is overwritten."""
+        buffer = self._buffer
+        if self._gradient is None:
+            name = f"gradients of unit `{buffer.name}`"
+            self._gradient = self._store.create("gradients", values.numel(), values.dtype, name)
+            self._store.watch(self._gradient, buffer.flush)
+        buffer.flush()  # it reads the gradient before
+        norm = torch.linalg.vector_norm(values, dtype=torch.float64)
+        self._store.put(self._gradient, values)
+        self._norm = self._store.version(self._gradient), norm
+        return self._gradient
+
+    def norm(self, order: float) -> torch.Tensor | None:
+        """Return the norm of the sleeping gradient, if it is known: () float64."""
+        if order != 2.0 or self._norm is None or self._gradient is None:
+            return None
+        version, norm = self._norm
+        return norm if version == self._store.version(self._gradient) else None
+
+    # -- Steps -----------------------------------------------------------------------------------------------------
+
+    def note_writes(self) -> None:
+        """Note that parameters may have been written from outside; the master takes that over when it is read."""
+        self._is_merge_due = True
+
+    def _merge_if_due(self) -> bool:
+        due, self._is_merge_due = self._is_merge_due, False
+        return due and self._merge(self._buffer.raw_computed.clone())
+
+    def _merge(self, values: torch.Tensor) -> bool:
+        """Take over values that are not the rounded master's; say whether there were any."""
+        assert self._buffer.master is not None
+        master = ordinary(self._buffer.master)
+        values = values.to(master.device)
+        rounded = master.to(values.dtype)
+        if torch.equal(rounded, values):
+            return False
+        master.copy_(torch.where(rounded == values, master, values.to(master.dtype)))
+        return True
+
+    def plan_step(
+        self, calls: Sequence[Callable[[], None]], states: Sequence[torch.Tensor], *, rounds: bool
+    ) -> tuple[Visit, list[Callable[[], None]]]:
+        """Return what a step needs in memory, and what is to be called when it is there.
+
+        Args:
+            calls: What makes the step, on ordinary tensors over the memory of the sleeping ones.
+            states: The optimizer's, over the own range.
+            rounds: Write the parameters in the dtype in which they compute too.
+        """
+        buffer = self._buffer
+        computed, reduced = buffer.raw_computed, buffer.reduced
+        stepped = [buffer.master] if buffer.master is not None else []
+        merges, self._is_merge_due = self._is_merge_due and bool(stepped), False
+        shards = [computed] if is_asleep(computed) else []
+        is_overwritten = bool(stepped) and rounds and not merges
+        visit = Visit(
+            self._store,
+            read=[reduced] if reduced is not None and is_asleep(reduced) else [],
+            changed=[*stepped, *states, *([] if is_overwritten else shards)],
+            overwritten=shards if is_overwritten else [],
+        )
+        planned = list(calls)
+        if merges:
+            planned.insert(0, lambda: _ignore(self._merge(ordinary(computed))))
+        if rounds and stepped:
+            planned.append(buffer.round_in_place)
+        return visit, planned
+
+
+def _ignore(value: object) -> None:
+    del value

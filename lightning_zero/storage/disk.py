@@ -1,0 +1,340 @@
+"""Shards on disks: each tensor has a record, and memory only while somebody uses its values.
+
+Call protocol of ``DiskStore`` (each rank has its own; no collectives):
+
+1. ``create`` and ``keep`` return a ``SleepingTensor``, which may be used like any tensor: using it reads it.
+2. ``put`` gives one new values; they are written while the caller goes on.
+3. A ``Visit`` is the fast way for those who know what they need: ``begin`` starts reading, ``ready`` waits, ``end``
+   starts writing what was changed. Visits begin ahead of their use as long as there is room.
+4. ``close`` gives everything back.
+
+Note [Room]
+    What visits and writes hold in memory is at most three times the largest visit: one that is read, one that is used,
+    one that is written. What was woken by a use outside of visits stays up to the size of one visit; the oldest goes
+    first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from lightning_zero.storage.nvme import NvmeStore, StorageError, Transfer
+from lightning_zero.storage.pages import Pages
+from lightning_zero.storage.sleeping import SleepingTensor, register, sleeper_of
+from lightning_zero.storage.store import Accounts, Kind
+
+__all__ = ["DiskStore", "Visit"]
+
+_VISITS = 3
+_IDLE_BYTES = 2**22  # at least this much may stay awake
+
+
+class _Sleeper:
+    """One tensor: its record, and its memory while it has any. All state is guarded by the store's lock."""
+
+    def __init__(self, store: DiskStore, name: str, numel: int, dtype: torch.dtype) -> None:
+        self.store = store
+        self.name = name
+        self.nbytes = numel * dtype.itemsize
+        self.record = store.disks.reserve(name, self.nbytes)
+        try:
+            self.pages = Pages(self.nbytes)
+        except OSError as error:
+            raise StorageError(f"There is no address space for `{name}`, {self.nbytes} bytes: {error}.") from error
+        self.plain = self.pages.content[: self.nbytes].view(dtype)
+        self.face = register(self.plain, self)
+        # - What is in memory
+        self.holds = 0  # who uses the memory
+        self.has_values = False  # in memory; the read may still be running
+        self.is_blank = True  # nothing was written yet: zeros
+        self.is_changed = False  # since it was read or written
+        self.version = 0  # moves with every change
+        self.reading: Transfer | None = None
+        self.writing: Transfer | None = None
+        # - Called when somebody outside of visits uses it: before it is read, and after, with what is in memory
+        self.before_use: Callable[[], object] = lambda: None
+        self.after_read: Callable[[], bool] = lambda: False  # whether it changed the values
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory while it is awake."""
+        return self.pages.content.nbytes
+
+    @contextmanager
+    def awake(self, others: Sequence[_Sleeper], written: Sequence[_Sleeper]) -> Iterator[None]:
+        """Have the values of ``others``, this one among them, in memory for a while."""
+        for one in others:
+            one.before_use()
+        with self.store.using(others):
+            try:
+                yield
+            finally:
+                self.store.note_changes(written)
+
+
+class DiskStore(Accounts):
+    """Shards in records on disks, as ``SleepingTensor``.
+
+    Args:
+        disks: Where the records are; closed with the store.
+    """
+
+    def __init__(self, disks: NvmeStore) -> None:
+        super().__init__()
+        self.device = torch.device("cpu")
+        self.disks = disks
+        self._sleepers: list[_Sleeper] = []
+        self._lock = threading.Condition(threading.RLock())
+        self._used_bytes = 0  # by visits and writes
+        self._largest_visit = 0
+        self._idle: OrderedDict[int, _Sleeper] = OrderedDict()  # awake because somebody used them, oldest first
+        self._use_lock = threading.RLock()  # of what is idle
+
+    # -- Tensors ---------------------------------------------------------------------------------------------------
+
+    def create(self, kind: Kind, numel: int, dtype: torch.dtype, name: str = "") -> SleepingTensor:
+        """Return a (numel,) tensor of zeros whose room is taken.
+
+        Raises:
+            StorageError: The disks are full.
+        """
+        sleeper = _Sleeper(self, name or kind, numel, dtype)
+        self._sleepers.append(sleeper)
+        self.adopt(kind, sleeper.nbytes)
+        return sleeper.face
+
+    def keep(self, kind: Kind, values: torch.Tensor, name: str = "") -> SleepingTensor:
+        """Return a tensor with the values of ``values``, which are written while the caller goes on."""
+        face = self.create(kind, values.numel(), values.dtype, name)
+        self.put(face, values)
+        return face
+
+    def put(self, face: torch.Tensor, values: torch.Tensor) -> None:
+        """Overwrite a whole sleeping tensor; it is written while the caller goes on."""
+        sleeper = sleeper_of(face)
+        visit = Visit(self, overwritten=[face])
+        visit.begin()
+        visit.ready()
+        with torch.inference_mode(False), torch.no_grad():
+            sleeper.plain.copy_(values)
+        visit.end()
+
+    def version(self, face: torch.Tensor) -> int:
+        """Return a number that moves whenever the values of a sleeping tensor change."""
+        return int(sleeper_of(face).version)
+
+    def is_blank(self, face: torch.Tensor) -> bool:
+        """Say whether a sleeping tensor is zero because nobody has written it."""
+        return bool(sleeper_of(face).is_blank)
+
+    def watch(
+        self, face: torch.Tensor, before_use: Callable[[], object], after_read: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Have something called when a sleeping tensor is used outside of visits.
+
+        Args:
+            face: The tensor.
+            before_use: Called first.
+            after_read: Called when the values are in memory; says whether it has changed them.
+        """
+        sleeper = sleeper_of(face)
+        sleeper.before_use, sleeper.after_read = before_use, after_read
+
+    @property
+    def awake_bytes(self) -> int:
+        """Bytes of memory that hold values now."""
+        with self._lock:
+            return sum(sleeper.held_bytes for sleeper in self._sleepers if sleeper.has_values)
+
+    def close(self) -> None:
+        """Wait for what is being written, and give memory and room back."""
+        with self._use_lock, self._lock:
+            self._idle.clear()
+        self.disks.close()
+        for sleeper in self._sleepers:
+            sleeper.pages.drop()
+        self._sleepers.clear()
+        super().close()
+
+    # -- Memory ----------------------------------------------------------------------------------------------------
+
+    def begin_hold(self, sleeper: _Sleeper, *, reads: bool) -> None:
+        """Start having a sleeper's values in memory; without ``reads`` the caller overwrites all of them."""
+        with self._lock:
+            sleeper.holds += 1
+            if sleeper.has_values:
+                return
+            sleeper.has_values = True
+            if reads and not sleeper.is_blank:
+                sleeper.reading = self.disks.read(sleeper.record, sleeper.pages.content)
+
+    def await_hold(self, sleeper: _Sleeper) -> None:
+        """Return when the values may be used and changed.
+
+        Raises:
+            StorageError: They could not be read, or were not written.
+        """
+        for transfer in (sleeper.reading, sleeper.writing):
+            if transfer is not None:
+                transfer.wait()
+        sleeper.reading = None
+
+    def end_hold(self, sleeper: _Sleeper, *, changes: bool) -> Transfer | None:
+        """Stop using a sleeper's values; return the write that follows, if one does."""
+        if sleeper.reading is not None:  # nobody waited for it
+            sleeper.reading.settle()
+        with self._lock:
+            if changes:
+                self.note_changes([sleeper])
+            sleeper.holds -= 1
+            if sleeper.holds:
+                return None
+            if not sleeper.is_changed:
+                self._drop(sleeper)
+                return None
+            sleeper.is_changed = False
+            sleeper.writing = transfer = self.disks.write(sleeper.record, sleeper.pages.content)
+        transfer.then(lambda: self._written(sleeper, transfer))
+        return transfer
+
+    def note_changes(self, sleepers: Sequence[_Sleeper]) -> None:
+        """Note that values in memory are not those of the record."""
+        with self._lock:
+            for sleeper in sleepers:
+                sleeper.is_changed, sleeper.is_blank = True, False
+                sleeper.version += 1
+
+    def _written(self, sleeper: _Sleeper, transfer: Transfer) -> None:
+        with self._lock:
+            if sleeper.writing is transfer and transfer.has_succeeded:
+                sleeper.writing = None  # else the next use raises its error
+            if not sleeper.holds and not sleeper.is_changed and sleeper.writing is not transfer:
+                self._drop(sleeper)
+
+    def _drop(self, sleeper: _Sleeper) -> None:
+        sleeper.has_values = False
+        sleeper.pages.drop()
+
+    # -- Uses outside of visits ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def using(self, sleepers: Sequence[_Sleeper]) -> Iterator[None]:
+        """Have the values of sleepers in memory for a while; some stay for the next use."""
+        with self._use_lock:
+            fresh = [sleeper for sleeper in sleepers if id(sleeper) not in self._idle]
+            for sleeper in fresh:
+                self.begin_hold(sleeper, reads=True)
+                self._idle[id(sleeper)] = sleeper
+            for sleeper in sleepers:
+                self.await_hold(sleeper)
+                self._idle.move_to_end(id(sleeper))
+            for sleeper in sleepers:
+                if sleeper.after_read():
+                    self.note_changes([sleeper])
+            yield
+            self._rest({id(sleeper) for sleeper in sleepers})
+
+    def _rest(self, used: set[int]) -> None:
+        """Let go of what has been idle for longest, above the bytes that may stay."""
+        limit = max(self._largest_visit, _IDLE_BYTES)
+        while sum(sleeper.held_bytes for sleeper in self._idle.values()) > limit:
+            key = next(iter(self._idle))
+            if key in used:
+                return
+            transfer = self.end_hold(self._idle.pop(key), changes=False)
+            if transfer is not None:
+                transfer.wait()
+
+    # -- Room ------------------------------------------------------------------------------------------------------
+
+    def take_room(self, nbytes: int, *, waits: bool) -> bool:
+        """Take room for a visit, see Note [Room]; say whether there was enough."""
+        with self._lock:
+            self._largest_visit = max(self._largest_visit, nbytes)
+            while self._used_bytes and self._used_bytes + nbytes > _VISITS * self._largest_visit:
+                if not waits:
+                    return False
+                self._lock.wait()
+            self._used_bytes += nbytes
+            return True
+
+    def give_room(self, nbytes: int) -> None:
+        """Give room back."""
+        with self._lock:
+            self._used_bytes -= nbytes
+            self._lock.notify_all()
+
+
+class Visit:
+    """Tensors whose values are in memory from ``begin`` to ``end``. One thread at a time.
+
+    Args:
+        store: Of the tensors.
+        read: Used and not changed.
+        changed: Used and changed.
+        overwritten: Not read; all of their values are written.
+    """
+
+    def __init__(
+        self,
+        store: DiskStore,
+        *,
+        read: Sequence[torch.Tensor] = (),
+        changed: Sequence[torch.Tensor] = (),
+        overwritten: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self._store = store
+        self._read = [sleeper_of(face) for face in read]
+        self._changed = [sleeper_of(face) for face in changed]
+        self._overwritten = [sleeper_of(face) for face in overwritten]
+        self._nbytes = sum(sleeper.held_bytes for sleeper in self._all)
+        self.has_begun = False
+
+    @property
+    def _all(self) -> list[_Sleeper]:
+        return [*self._read, *self._changed, *self._overwritten]
+
+    def begin(self, *, waits: bool = True) -> bool:
+        """Start reading, unless that has begun; say whether it has. With ``waits`` return when there was room."""
+        if not self.has_begun and self._store.take_room(self._nbytes, waits=waits):
+            self.has_begun = True
+            for sleeper in self._all:
+                self._store.begin_hold(sleeper, reads=sleeper not in self._overwritten)
+        return self.has_begun
+
+    def ready(self) -> None:
+        """Return when the values are in memory.
+
+        Raises:
+            StorageError: They could not be read, or those before were not written.
+        """
+        for sleeper in self._all:
+            self._store.await_hold(sleeper)
+
+    def end(self, *, changes: bool = True) -> None:
+        """Start writing what was changed, and give memory back when that is done.
+
+        Args:
+            changes: False after an error: nothing is written.
+        """
+        transfers = [
+            self._store.end_hold(sleeper, changes=changes and sleeper not in self._read) for sleeper in self._all
+        ]
+        writes = [transfer for transfer in transfers if transfer is not None]
+        left = [len(writes)]
+
+        def done() -> None:
+            with self._store._lock:
+                left[0] -= 1
+                if left[0] <= 0:
+                    self._store.give_room(self._nbytes)
+
+        for transfer in writes:
+            transfer.then(done)
+        if not writes:
+            done()

@@ -1,0 +1,197 @@
+"""Tensors whose values are on a disk until somebody uses them.
+
+Shape, dtype and views of a ``SleepingTensor`` are answered without reading. Any other operation wakes it first: its
+record is read, the operation runs on ordinary memory, and what it changed is written before the memory is given back.
+A view of one is one too. Copies (``clone``, ``to``, ``numpy``, pickles) are ordinary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = ["Sleeper", "SleepingTensor", "asleep", "call_awake", "is_asleep", "ordinary", "register", "sleeper_of"]
+
+
+class Sleeper(Protocol):
+    """Who has the values of a sleeping tensor."""
+
+    name: str
+
+    def awake(self, others: Sequence[Any], written: Sequence[Any]) -> AbstractContextManager[None]:
+        """Have the values of this sleeper and ``others`` in memory; those of ``written`` are changed."""
+        ...
+
+
+_SLEEPERS: WeakValueDictionary[int, Sleeper] = WeakValueDictionary()  # by storage, which a sleeper keeps alive
+
+_METADATA = frozenset(
+    "numel nelement dim ndimension size stride element_size is_floating_point is_complex is_contiguous get_device"
+    " storage_offset __hash__ is_inference __len__ is_shared is_pinned requires_grad_ has_names is_same_size"
+    " register_hook register_post_accumulate_grad_hook zeros_like ones_like empty_like full_like rand_like randn_like"
+    " new_empty new_zeros new_ones new_full new_tensor is_tensor dense_dim sparse_dim is_signed is_conj is_neg"
+    " result_type can_cast is_storage retain_grad".split()
+)
+_VIEWS = frozenset(
+    "detach view view_as narrow select chunk split split_with_sizes unbind squeeze unsqueeze expand expand_as t"
+    " transpose permute as_strided alias movedim diagonal unfold tensor_split as_subclass".split()
+)
+_VIEWS_IF_CONTIGUOUS = frozenset(["reshape", "reshape_as", "flatten", "ravel", "contiguous"])
+_COPIED_FIRST = frozenset(["numpy", "__array__", "__dlpack__"])
+_REFUSED = frozenset(["data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_", "set_", "resize_"])
+_READS = frozenset(["__invert__", "__int__", "__index__"])
+# Of other functions that write, every argument is taken to be changed.
+_WRITE_FIRST_ONLY = frozenset(
+    "copy_ add_ sub_ mul_ div_ lerp_ addcmul_ addcdiv_ __setitem__ __iadd__ __isub__ __imul__ __itruediv__".split()
+)
+
+
+class SleepingTensor(torch.Tensor):
+    """A tensor that is read from its record when its values are used."""
+
+    sleeps = True
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Answer questions about metadata, make views, and wake for everything else."""
+        return call_awake(func, args, kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Return an ordinary copy."""
+        return memo.setdefault(id(self), self.clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle an ordinary copy."""
+        return self.clone().__reduce_ex__(protocol)
+
+
+def register(tensor: torch.Tensor, sleeper: Sleeper) -> SleepingTensor:
+    """Return a sleeping tensor over the memory of ``tensor``, which ``sleeper`` answers for and must keep alive."""
+    _SLEEPERS[_storage(tensor)] = sleeper
+    return asleep(tensor)
+
+
+def asleep(tensor: torch.Tensor) -> Any:
+    """Return a sleeping tensor over the same memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        alias = tensor.detach()
+    alias.__class__ = SleepingTensor
+    return alias
+
+
+def ordinary(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an ordinary tensor over the same memory, for those who know when there is something in it."""
+    if not is_asleep(tensor):
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach()
+
+
+def is_asleep(tensor: Any) -> bool:
+    """Say whether a tensor is one that has to be woken."""
+    return getattr(type(tensor), "sleeps", False)
+
+
+def sleeper_of(tensor: torch.Tensor) -> Any:
+    """Return who has the values of a tensor, or None for one that does not sleep.
+
+    Raises:
+        RuntimeError: Its record was given back.
+    """
+    if not is_asleep(tensor):
+        return None
+    found = _SLEEPERS.get(_storage(tensor))
+    if found is None:
+        raise RuntimeError(
+            f"The values of a tensor of shape {_shape(tensor)} were on a disk and are gone: its engine was closed."
+            " Save a checkpoint, or copy what is needed (`tensor.clone()`), before."
+        )
+    return found
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return int(tensor.untyped_storage()._cdata)
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tuple(tensor.shape)
+
+
+# -- Operations --------------------------------------------------------------------------------------------------------
+
+
+def call_awake(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
+    """Call ``func`` with sleeping tensors among its arguments; see the note of the module."""
+    kwargs = dict(kwargs or {})
+    name = getattr(func, "__name__", str(func)).split(".")[0]
+    if name in _REFUSED:
+        raise RuntimeError(
+            f"`{name}` reaches for the memory of a tensor of shape {_shape(args[0])} whose values are on a disk. Use a"
+            " copy of it: `tensor.clone()`."
+        )
+    if name in _METADATA or name in ("__get__", "__set__", "__delete__") or _makes_view(name, args):
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        return result if name == "__set__" else tree_map_only(torch.Tensor, _as_sleeping_view, result)
+    if name in _COPIED_FIRST:
+        return func(args[0].clone(), *args[1:], **kwargs)
+    return _call(func, name, args, kwargs)
+
+
+def _call(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    sleepers, written = _sleepers_in((args, kwargs)), _written(name, args, kwargs)
+    with sleepers[0].awake(sleepers, written), torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **kwargs)
+        # What was written is returned as it is; `to` and the like, which may return what they are given, copy.
+        given = {id(leaf) for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)} if written else set()
+        return tree_map_only(torch.Tensor, lambda tensor: _own_memory(tensor, given), result)
+
+
+def _sleepers_in(values: Any) -> list[Any]:
+    found = [sleeper_of(leaf) for leaf in tree_leaves(values) if is_asleep(leaf)]
+    return list({id(sleeper): sleeper for sleeper in found}.values())
+
+
+def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    changed = _sleepers_in(kwargs["out"]) if kwargs.get("out") is not None else []
+    is_operator = name.startswith("__")
+    if name in _WRITE_FIRST_ONLY or (name.startswith("_foreach_") and name.endswith("_")):
+        return changed + _sleepers_in(args[:1])
+    if (name.endswith("_") and not is_operator) or (is_operator and name[2:3] == "i" and name not in _READS):
+        return changed + _sleepers_in((args, kwargs))
+    return changed
+
+
+def _makes_view(name: str, args: tuple[Any, ...]) -> bool:
+    if name in _VIEWS:
+        return True
+    if name in _VIEWS_IF_CONTIGUOUS:
+        with torch._C.DisableTorchFunctionSubclass():
+            return is_asleep(args[0]) and bool(args[0].is_contiguous())
+    if name == "__getitem__":
+        keys = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return all(key is None or key is Ellipsis or type(key) in (int, slice) for key in keys)
+    return False
+
+
+def _as_sleeping_view(tensor: torch.Tensor) -> torch.Tensor:
+    is_plain = type(tensor) is torch.Tensor
+    return asleep(tensor) if is_plain and _storage(tensor) in _SLEEPERS else tensor
+
+
+def _own_memory(tensor: torch.Tensor, given: set[int]) -> torch.Tensor:
+    """Return a result that outlives the call: a copy, if it shares memory with a sleeping tensor."""
+    return tensor if id(tensor) in given or _storage(tensor) not in _SLEEPERS else tensor.clone()

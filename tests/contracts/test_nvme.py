@@ -1,0 +1,145 @@
+"""On disks as in memory: the same bits, whoever looks in between, and no more than a few units awake."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.config import Offload
+from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.storage.sleeping import SleepingTensor, is_asleep
+from lightning_zero.strategy import ZeroStrategy
+from tests import worlds
+from tests.contracts import test_offload
+from tests.contracts.test_lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
+from tests.contracts.test_offload import PRECISIONS, clamp, evaluate, forget_gradients, move_options, step_again
+from tests.references import difference, token_loss
+from tests.sampling import sample
+
+
+def on_disk(path: Any, **options: Any) -> Offload:
+    return Offload(**{"optimizer": "nvme", "path": str(path), "buffer_bytes": 4096, "io_threads": 2, **options})
+
+
+def _compare(rank: int, world: int, stage: int, precision: str, optimizer: str, path: str) -> list[str]:
+    placements: list[dict[str, Any]] = [
+        {"offload": on_disk(path)},
+        {"offload": on_disk(path), "deferred_step": False},
+        {"offload": on_disk([f"{path}/a", f"{path}/b"], fraction=0.5)},
+    ]
+    expected = test_offload._trained(rank, world, stage, precision, optimizer)
+    return [
+        difference(test_offload._trained(rank, world, stage, precision, optimizer, **placement), expected)
+        for placement in placements
+    ]
+
+
+CASES = [
+    (world, stage, precision, optimizer)
+    for world in (1, 2)
+    for stage in (0, 1, 2, 3)
+    for precision in PRECISIONS
+    for optimizer in ("adamw", "sgd")
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    sample(CASES, (2, 3, "bf16-mixed", "adamw"), (1, 3, "fp32", "adamw"), (2, 1, "fp32", "sgd"),
+           (1, 0, "bf16-mixed", "adamw")),
+    ids=lambda case: "{}ranks-stage{}-{}-{}".format(*case),
+)  # fmt: skip
+def test_disks_give_the_bits_of_memory(case: tuple[int, int, str, str], tmp_path: Path) -> None:
+    world, *rest = case
+    for found in worlds.run(_compare, world, *rest, str(tmp_path)):
+        assert not any(found), found
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+# -- Whoever looks in between ------------------------------------------------------------------------------------------
+
+
+def change_states(engine: ZeroEngine, module: nn.Module, optimizer: Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["exp_avg"].mul_(0.5)
+        state["exp_avg_sq"] += 1e-4
+        torch._foreach_mul_([state["exp_avg"]], 2.0)
+        state["exp_avg_sq"].view(-1)[:1] = 0.5
+
+
+def drop_states(engine: ZeroEngine, module: nn.Module, optimizer: Optimizer) -> None:
+    for param in list(optimizer.state):
+        del optimizer.state[param]
+
+
+def change_masters(engine: ZeroEngine, module: nn.Module, optimizer: Optimizer) -> None:
+    engine.open_window(optimizer)
+    for param in module.parameters():
+        with torch.no_grad():
+            param.mul_(0.9)
+            param.data.add_(0.01)
+    engine.close_window(optimizer)
+    engine.publish()
+
+
+def change_gradients(engine: ZeroEngine, module: nn.Module, optimizer: Optimizer) -> None:
+    engine.clip_grad_value(optimizer, 1e-3)
+    engine.clip_grad_norm(optimizer, 1e-3)
+    for param in list(module.parameters())[::2]:
+        assert param.grad is not None
+        param.grad.mul_(0.5)
+    optimizer.step()
+
+
+def read_gradients(engine: ZeroEngine, module: nn.Module, optimizer: Optimizer) -> None:
+    engine.clip_grad_norm(optimizer, 1e-3)
+    optimizer.step()
+    for param in module.parameters():
+        engine.full_grad(param)
+    engine.grad_norm(optimizer)
+
+
+def load_states(engine: ZeroEngine, module: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+ACTS = [clamp, evaluate, forget_gradients, move_options, step_again, change_states, drop_states, change_masters,
+        change_gradients, read_gradients]  # fmt: skip
+IN_THE_OPEN = [test_offload.clamp_in_the_open, test_offload.clamp_data]
+
+
+def _act_between_steps(rank: int, world: int, stage: int, precision: str, path: str) -> list[str]:
+    wrong = []
+    # PyTorch's `load_state_dict` casts states to the dtype of the parameters.
+    for act in [*ACTS, *(IN_THE_OPEN if stage < 3 else []), *([load_states] if precision == "fp32" else [])]:
+        results = []
+        for options in ({}, {"offload": on_disk(path)}, {"offload": on_disk(path), "deferred_step": False}):
+            engine, module, optimizer = test_offload._started(stage, precision=PRECISIONS[precision], **options)
+            for number in range(3):
+                with torch.autocast("cpu", torch.bfloat16, enabled=precision != "fp32"):
+                    test_offload._step(engine, module, optimizer, number)
+                    act(engine, module, optimizer)
+            results.append(test_offload._values(engine, module))
+            engine.close()
+        wrong += [f"{act.__name__} {kind}" for kind, values in zip(("deferred", "at once"), results[1:], strict=True)
+                  if not test_offload._same(values, results[0])]  # fmt: skip
+    return wrong
+
+
+@pytest.mark.parametrize(
+    "case",
+    sample([(world, stage, precision) for world in (1, 2) for stage in (0, 1, 2, 3) for precision in PRECISIONS],
+           (1, 2, "fp32"), (2, 3, "bf16-mixed")),
+    ids=lambda case: "{}ranks-stage{}-{}".format(*case),
+)  # fmt: skip
+def test_who_uses_a_sleeping_tensor_wakes_it(case: tuple[int, int, str], tmp_path: Path) -> None:
+    world, *rest = case
+    for wrong in worlds.run(_act_between_steps, world, *rest, str(tmp_path)):
+        assert not wrong
