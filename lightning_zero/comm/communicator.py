@@ -13,7 +13,7 @@ Note [Own groups]
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -71,6 +71,34 @@ class Pending:
         self._keep.clear()
 
 
+class _LateGather(Pending):
+    """A gather whose shard is still being read."""
+
+    def __init__(self, communicator: Communicator, full: torch.Tensor, fetch: Callable[[], None], what: str) -> None:
+        super().__init__(communicator, what, keep=[full])
+        self._full = full
+        self._fetch = fetch
+        self._gather: Pending | None = None
+
+    @property
+    def is_started(self) -> bool:
+        """Whether the other ranks can go on."""
+        return self._gather is not None
+
+    def start(self) -> None:
+        """Wait for the shard and start gathering."""
+        self._fetch()
+        numel = self._full.numel() // self._communicator.world_size
+        own = self._full[self._communicator.rank * numel :][:numel]
+        self._gather = self._communicator._gather_now(self._full, own, self._what)
+
+    def wait(self) -> None:
+        """Return when the result may be used; calling it again does nothing."""
+        self._communicator._start_late(self)
+        assert self._gather is not None
+        self._gather.wait()
+
+
 class Communicator:
     """The collectives of one sharding group.
 
@@ -104,6 +132,7 @@ class Communicator:
         self.timeout_s = config.timeout_s
         self._backend = ""
         self._is_part = False  # other ranks exist, and need not know of this group
+        self._late: deque[_LateGather] = deque()  # in the order in which all ranks start them
         self._tags: Counter[int] = Counter()  # of a group: tells apart its point-to-point exchanges in flight
         # - What it cost since the last reset
         self.sent_bytes: Counter[str] = Counter()
@@ -144,6 +173,10 @@ class Communicator:
             shard: (numel / world,) of the same dtype.
             what: Named in errors.
         """
+        self._start_late()
+        return self._gather_now(full, shard, what)
+
+    def _gather_now(self, full: torch.Tensor, shard: torch.Tensor, what: str) -> Pending:
         lo = self.rank * shard.numel()
         own = full[lo : lo + shard.numel()]
         is_in_place = own.data_ptr() == shard.data_ptr()
@@ -162,6 +195,28 @@ class Communicator:
             return Pending(self, what)
         work = _all_gather_flat(full, own, group=self._gather_group, async_op=True)
         return Pending(self, f"all-gather of {what}", [work], keep=[full])
+
+    def all_gather_later(self, full: torch.Tensor, fetch: Callable[[], None], what: str) -> Pending:
+        """Fill ``full`` with the shards of all ranks, of which this rank's is still being read.
+
+        Collective: all ranks, in the order of the calls, whenever each rank is ready: at the next gather, or when the
+        result is waited for.
+
+        Args:
+            full: (numel,) contiguous.
+            fetch: Returns when this rank's place in ``full`` is filled.
+            what: Named in errors.
+        """
+        if self.world_size == 1:
+            return Pending(self, what, finish=fetch)
+        late = _LateGather(self, full, fetch, what)
+        self._late.append(late)
+        return late
+
+    def _start_late(self, last: _LateGather | None = None) -> None:
+        """Start the gathers that wait for a read, in their order, up to ``last``."""
+        while self._late and (last is None or not last.is_started):
+            self._late.popleft().start()
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, what: str) -> Pending:
         """Average ``full`` over the ranks and write this rank's part into ``shard``.

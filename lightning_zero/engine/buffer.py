@@ -136,6 +136,8 @@ class FlatBuffer:
         self._rounded: set[int] = set()  # slots whose stepped values the step has rounded into the own range
         if self.sleep is not None and self.master is not None:
             self.sleep.watch_master()
+        if isinstance(self.params_home, DiskStore) and sharding.params:
+            self.params_home.watch(self.shard, self.flush)
         self.bind()
 
     def _fill(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -215,7 +217,9 @@ class FlatBuffer:
     def make_master(self) -> None:
         """Make a master if one is needed and not there: an optimizer is going to step the buffer."""
         sleeps_at_home = self.sharding.params and self.params_home is self.home
-        is_needed = self.kind.master != self.kind.compute or (self.is_offloaded and not sleeps_at_home)
+        is_needed = self.kind.master != self.kind.compute or (
+            not sleeps_at_home and (self.is_offloaded or is_asleep(self.shard))
+        )
         if self.master is None and is_needed:
             self.master = self._keep_master(self.computed)
             if self.sleep is not None:
@@ -226,10 +230,13 @@ class FlatBuffer:
         if not self.sharding.params or self.params_home is home:
             return
         self.flush()
-        shard = home.create("parameters", self.shard.numel(), self.shard.dtype)
-        self.params_home.release("parameters", self.shard.nbytes)
         with torch.inference_mode(False), torch.no_grad():
-            self.shard, self.params_home = shard.copy_(self.shard), home
+            shard = home.keep("parameters", self.shard, f"parameters of unit `{self.name}`")
+        if isinstance(self.params_home, DiskStore):
+            self.params_home.discard("parameters", self.shard)
+        else:
+            self.params_home.release("parameters", self.shard.nbytes)
+        self.shard, self.params_home = shard, home
 
     def gather(self) -> Pending:
         """Start making the buffer whole. Collective: all ranks. ``bind`` when the result has been waited for."""
@@ -241,14 +248,21 @@ class FlatBuffer:
         with torch.inference_mode(False), torch.no_grad():
             self.full.untyped_storage().resize_(self.full.nbytes)
             self.store.adopt("gathered", self.full.nbytes)
-            return self.communicator.all_gather(self.full, self.shard, f"unit `{self.name}`")
+            return self._gather_into(self.full)
 
     def serve(self) -> Pending:
         """Take part in a gather whose result is not needed here. Collective: all ranks."""
         self._refuse_new_values()
         self.flush()
         with torch.inference_mode(False), torch.no_grad():
-            return self.communicator.all_gather(torch.empty_like(self.full), self.shard, f"unit `{self.name}`")
+            return self._gather_into(torch.empty_like(self.full))
+
+    def _gather_into(self, full: torch.Tensor) -> Pending:
+        what = f"unit `{self.name}`"
+        if not isinstance(self.params_home, DiskStore):
+            return self.communicator.all_gather(full, self.shard, what)
+        lo, hi = self.layout.shard_range(self.communicator.rank)
+        return self.communicator.all_gather_later(full, self.params_home.fetch(self.shard, full[lo:hi]), what)
 
     def bind(self) -> None:
         """Make the parameters views of the whole buffer."""
@@ -303,9 +317,15 @@ class FlatBuffer:
         """Make the values of the whole buffer the shard's."""
         if self.sharding.params:
             lo, hi = self.layout.shard_range(self.communicator.rank)
-            with torch.no_grad():
-                self.shard.copy_(self.full[lo:hi])
+            self._put_shard(self.full[lo:hi])
         self._written = True
+
+    def _put_shard(self, values: torch.Tensor) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            if isinstance(self.params_home, DiskStore):
+                self.params_home.put(self.shard, values)
+            else:
+                self.shard.copy_(values)
 
     def refresh_master(self) -> None:
         """Bring the master up to date where its rounded value is not what the parameters hold.
@@ -339,7 +359,7 @@ class FlatBuffer:
 
         Collective there: all ranks.
         """
-        if self.sharding.optim:
+        if self.sharding.optim or self.communicator.world_size == 1:
             return None
         self._awake()
         lo, hi = self.layout.shard_range(self.communicator.rank)
@@ -367,7 +387,10 @@ class FlatBuffer:
 
     def _round(self) -> None:
         if self.master is not None and not self._is_rounded():
-            self.raw_computed.copy_(self.master)
+            if self.sharding.params:
+                self._put_shard(self.master)
+            else:
+                self.raw_computed.copy_(self.master)
         self._rounded.clear()
 
     def round_in_place(self) -> None:
@@ -499,7 +522,7 @@ class FlatBuffer:
 
     def gather_reduced(self) -> Pending | None:
         """Start gathering the average where every rank steps everything (stage 0). Collective there: all ranks."""
-        if self.sharding.optim or self.reduced is None:
+        if self.sharding.optim or self.reduced is None or self.communicator.world_size == 1:
             return None
         lo, hi = self.layout.shard_range(self.communicator.rank)
         with torch.inference_mode(False), torch.no_grad():

@@ -3,8 +3,9 @@
 Note [The exact deferred step]
     ``optimizer.step()`` finishes norms and clip factors, takes note of the options as they are, and returns. Where a
     buffer is offloaded a thread steps the buffers in the order of the units, beside the next forward; elsewhere each
-    is stepped when its unit is needed. What a buffer has on disks is read while the one before is stepped. Before a unit's next gather, and before anybody reads or writes its parameters,
-    masters or states, its step is finished. The arithmetic is the same, so the bits are.
+    is stepped when its unit is needed. What a buffer has on disks is read while the one before is stepped.
+    Before a unit's next gather, and before anybody reads or writes its parameters, masters or states, its step is
+    finished. The arithmetic is the same, so the bits are.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class ZeroEngine:
         moments: Moments = "fp32",
     ) -> None:
         self.stage = stage
-        Sharding.from_stage(stage)  # refuses what is none
+        self._sharding = Sharding.from_stage(stage)
         self._unit_classes = units
         self._communication = communication or Communication()
         self._precision = precision or MixedPrecision()
@@ -246,8 +246,8 @@ class ZeroEngine:
             )
         if self._placement.disk is not None:
             raise ValueError(
-                "`step_in_backward=True` does not work with 'nvme': gradients go to the disk, and a step in the backward"
-                " would wait for it. Use `deferred_step`, which is on, or `Offload(optimizer='cpu')`."
+                "`step_in_backward=True` does not work with 'nvme': gradients go to the disk, and a step would wait for"
+                " it. Steps are made beside the next forward anyhow; or use `Offload(optimizer='cpu')`."
             )
         return EarlySteps(self.communicator)
 

@@ -20,7 +20,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from lightning_zero.config import Moments
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.moments import CODE_KEYS, DTYPES, make_codes
-from lightning_zero.storage.sleeping import ordinary
+from lightning_zero.storage.sleeping import is_asleep, ordinary
 from lightning_zero_ops import adamw, adamw_int8, sgd
 from lightning_zero_ops.chunks import vector_numel
 
@@ -281,6 +281,7 @@ class FlatStep:
         # What is on disks is in memory when the calls are made.
         gradient, stepped = ordinary(buffer.unscaled_gradient()), ordinary(buffer.stepped)
         rounds = rounds and buffer.master is not None and buffer.computed.device == buffer.stepped.device
+        rounds = rounds and (buffer.sleep is not None or not is_asleep(buffer.computed))
         out = ordinary(buffer.computed) if rounds else None
         for lo, hi, members in self._runs(group, buffer, indices, steps):
             first = self._optimizer.state.get(buffer.params[members[0]], {})

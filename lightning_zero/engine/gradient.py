@@ -102,7 +102,7 @@ def norm_of_norms(norms: Sequence[torch.Tensor], order: float, communicator: Com
     device = communicator.device if communicator is not None else None
     if norms:  # some gradients may be in host memory
         norms = [norm.to(device or norms[0].device) for norm in norms]
-    local = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)
+    local = torch.stack(list(norms)) if norms else torch.zeros(1, dtype=torch.float64, device=device)
     if math.isinf(order) and order > 0:
         return over_ranks(local.max(), dist.ReduceOp.MAX)
     if math.isinf(order):

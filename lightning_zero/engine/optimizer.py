@@ -261,10 +261,10 @@ class ShardedOptimizer:
         mixed = {id(self._attached[id(param)][0]): self._attached[id(param)][0] for param in left}
         self._by_torch.update(mixed)
         for buffer in self.buffers:
-            if id(buffer) in self._by_torch or not self._is_deferred(buffer):
-                if buffer.sleep is None:
-                    for call in self._flat_step.take_calls(buffer):
-                        call()
+            is_due_now = id(buffer) in self._by_torch or not self._is_deferred(buffer)
+            if is_due_now and buffer.sleep is None:
+                for call in self._flat_step.take_calls(buffer):
+                    call()
         if group is self.optimizer.param_groups[-1]:
             self._step_asleep()
         self._strip(self._attached[id(param)] for param in left)

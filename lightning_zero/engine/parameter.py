@@ -253,7 +253,8 @@ class SleepingParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle an ordinary copy."""
-        return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+        copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def _make_step(param: nn.Parameter) -> None:

@@ -32,9 +32,7 @@ class Placement:
         StorageError: A path cannot be used here, or on another rank.
     """
 
-    def __init__(
-        self, offload: Offload | None, territories: Sequence[Territory], communicator: Communicator
-    ) -> None:
+    def __init__(self, offload: Offload | None, territories: Sequence[Territory], communicator: Communicator) -> None:
         self._offload = offload
         self._communicator = communicator
         is_pinned = offload is None or offload.pin_memory

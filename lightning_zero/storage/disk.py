@@ -25,7 +25,7 @@ import torch
 
 from lightning_zero.storage.nvme import NvmeStore, StorageError, Transfer
 from lightning_zero.storage.pages import Pages
-from lightning_zero.storage.sleeping import SleepingTensor, register, sleeper_of
+from lightning_zero.storage.sleeping import SleepingTensor, register, sleeper_of, unregister
 from lightning_zero.storage.store import Accounts, Kind
 
 __all__ = ["DiskStore", "Visit"]
@@ -124,6 +124,39 @@ class DiskStore(Accounts):
             sleeper.plain.copy_(values)
         visit.end()
 
+    def fetch(self, face: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
+        """Start copying a sleeping tensor; return what is to be called before ``out``, (numel,), is used.
+
+        It is read straight into host memory, and through memory of its own for other devices.
+        """
+        sleeper = sleeper_of(face)
+        with self._lock:
+            if out.is_cpu and not sleeper.has_values and not sleeper.is_blank:
+                return self.disks.read(sleeper.record, out).wait
+        visit = Visit(self, read=[face])
+        visit.begin()
+
+        def finish() -> None:
+            visit.ready()
+            with torch.inference_mode(False), torch.no_grad():
+                out.copy_(sleeper.plain)
+            visit.end()
+
+        return finish
+
+    def discard(self, kind: Kind, face: torch.Tensor) -> None:
+        """Give memory and room of a sleeping tensor back, which nobody uses any more."""
+        sleeper = sleeper_of(face)
+        with self._use_lock:
+            if self._idle.pop(id(sleeper), None) is not None:
+                self.end_hold(sleeper, changes=False)
+        if sleeper.writing is not None:
+            sleeper.writing.settle()
+        self._sleepers.remove(sleeper)
+        unregister(face)
+        self.disks.give_back(sleeper.record)
+        self.release(kind, sleeper.nbytes)
+
     def version(self, face: torch.Tensor) -> int:
         """Return a number that moves whenever the values of a sleeping tensor change."""
         return int(sleeper_of(face).version)
@@ -157,6 +190,7 @@ class DiskStore(Accounts):
             self._idle.clear()
         self.disks.close()
         for sleeper in self._sleepers:
+            unregister(sleeper.face)
             sleeper.pages.drop()
         self._sleepers.clear()
         super().close()

@@ -15,7 +15,17 @@ from weakref import WeakValueDictionary
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["Sleeper", "SleepingTensor", "asleep", "call_awake", "is_asleep", "ordinary", "register", "sleeper_of"]
+__all__ = [
+    "Sleeper",
+    "SleepingTensor",
+    "asleep",
+    "call_awake",
+    "is_asleep",
+    "ordinary",
+    "register",
+    "sleeper_of",
+    "unregister",
+]
 
 
 class Sleeper(Protocol):
@@ -30,25 +40,28 @@ class Sleeper(Protocol):
 
 _SLEEPERS: WeakValueDictionary[int, Sleeper] = WeakValueDictionary()  # by storage, which a sleeper keeps alive
 
-_METADATA = frozenset(
-    "numel nelement dim ndimension size stride element_size is_floating_point is_complex is_contiguous get_device"
-    " storage_offset __hash__ is_inference __len__ is_shared is_pinned requires_grad_ has_names is_same_size"
-    " register_hook register_post_accumulate_grad_hook zeros_like ones_like empty_like full_like rand_like randn_like"
-    " new_empty new_zeros new_ones new_full new_tensor is_tensor dense_dim sparse_dim is_signed is_conj is_neg"
-    " result_type can_cast is_storage retain_grad".split()
-)
-_VIEWS = frozenset(
-    "detach view view_as narrow select chunk split split_with_sizes unbind squeeze unsqueeze expand expand_as t"
-    " transpose permute as_strided alias movedim diagonal unfold tensor_split as_subclass".split()
-)
+_METADATA = frozenset([
+    "numel", "nelement", "dim", "ndimension", "size", "stride", "element_size", "is_floating_point",
+    "is_complex", "is_contiguous", "get_device", "storage_offset", "__hash__", "is_inference", "__len__",
+    "is_shared", "is_pinned", "requires_grad_", "has_names", "is_same_size", "register_hook",
+    "register_post_accumulate_grad_hook", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like",
+    "randn_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "is_tensor", "dense_dim",
+    "sparse_dim", "is_signed", "is_conj", "is_neg", "result_type", "can_cast", "is_storage", "retain_grad",
+])  # fmt: skip
+_VIEWS = frozenset([
+    "detach", "view", "view_as", "narrow", "select", "chunk", "split", "split_with_sizes", "unbind", "squeeze",
+    "unsqueeze", "expand", "expand_as", "t", "transpose", "permute", "as_strided", "alias", "movedim",
+    "diagonal", "unfold", "tensor_split", "as_subclass",
+])  # fmt: skip
 _VIEWS_IF_CONTIGUOUS = frozenset(["reshape", "reshape_as", "flatten", "ravel", "contiguous"])
 _COPIED_FIRST = frozenset(["numpy", "__array__", "__dlpack__"])
 _REFUSED = frozenset(["data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_", "set_", "resize_"])
 _READS = frozenset(["__invert__", "__int__", "__index__"])
 # Of other functions that write, every argument is taken to be changed.
-_WRITE_FIRST_ONLY = frozenset(
-    "copy_ add_ sub_ mul_ div_ lerp_ addcmul_ addcdiv_ __setitem__ __iadd__ __isub__ __imul__ __itruediv__".split()
-)
+_WRITE_FIRST_ONLY = frozenset([
+    "copy_", "add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_", "__setitem__", "__iadd__",
+    "__isub__", "__imul__", "__itruediv__",
+])  # fmt: skip
 
 
 class SleepingTensor(torch.Tensor):
@@ -73,13 +86,19 @@ class SleepingTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle an ordinary copy."""
-        return self.clone().__reduce_ex__(protocol)
+        return self.clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def register(tensor: torch.Tensor, sleeper: Sleeper) -> SleepingTensor:
     """Return a sleeping tensor over the memory of ``tensor``, which ``sleeper`` answers for and must keep alive."""
     _SLEEPERS[_storage(tensor)] = sleeper
-    return asleep(tensor)
+    face: SleepingTensor = asleep(tensor)
+    return face
+
+
+def unregister(tensor: torch.Tensor) -> None:
+    """Let nobody answer for a sleeping tensor any more: using it is an error."""
+    _SLEEPERS.pop(_storage(tensor), None)
 
 
 def asleep(tensor: torch.Tensor) -> Any:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import copy
-import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.config import Offload
 from lightning_zero.engine.engine import ZeroEngine
-from lightning_zero.storage.sleeping import SleepingTensor, is_asleep
-from lightning_zero.strategy import ZeroStrategy
 from tests import worlds
 from tests.contracts import test_offload
-from tests.contracts.test_lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
 from tests.contracts.test_offload import PRECISIONS, clamp, evaluate, forget_gradients, move_options, step_again
-from tests.references import difference, token_loss
+from tests.references import difference
 from tests.sampling import sample
 
 
@@ -34,6 +30,14 @@ def _compare(rank: int, world: int, stage: int, precision: str, optimizer: str, 
         {"offload": on_disk(path), "deferred_step": False},
         {"offload": on_disk([f"{path}/a", f"{path}/b"], fraction=0.5)},
     ]
+    if stage == 3:
+        placements += [
+            {"offload": on_disk(path, params="nvme")},
+            {"offload": on_disk(path, params="nvme"), "deferred_step": False},
+            {"offload": on_disk(path, optimizer="cpu", params="nvme")},
+            {"offload": on_disk(path, optimizer=None, params="nvme")},
+            {"offload": on_disk(path, params="cpu")},
+        ]
     expected = test_offload._trained(rank, world, stage, precision, optimizer)
     return [
         difference(test_offload._trained(rank, world, stage, precision, optimizer, **placement), expected)

@@ -1,0 +1,193 @@
+"""Shards on disks: in memory while somebody uses them, and never more of them than there is room."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_zero.storage.disk import DiskStore, Visit
+from lightning_zero.storage.nvme import NvmeStore, StorageError
+from lightning_zero.storage.sleeping import SleepingTensor, is_asleep, ordinary
+
+NUMEL = 3 << 20  # three of them are more than what may stay awake
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[DiskStore]:
+    store = DiskStore(NvmeStore([tmp_path], block_bytes=1 << 20, threads=2, direct=True))
+    yield store
+    store.close()
+
+
+def _settled(store: DiskStore) -> None:
+    """Return when nothing is being written."""
+    for sleeper in store._sleepers:
+        if sleeper.writing is not None:
+            sleeper.writing.wait()
+
+
+def test_what_is_kept_sleeps_and_is_read_when_it_is_used(store: DiskStore) -> None:
+    values = torch.randn(NUMEL)
+    face = store.keep("optimizer", values, "states")
+    _settled(store)
+    assert store.awake_bytes == 0
+    assert not ordinary(face).any()
+    assert (face.shape, face.dtype, face.numel(), face.is_contiguous()) == (values.shape, torch.float32, NUMEL, True)
+    view = face[5:10]
+    assert store.awake_bytes == 0
+    assert torch.equal(view, values[5:10])
+    assert store.awake_bytes == NUMEL * 4
+    assert store.live("optimizer") == NUMEL * 4
+
+
+def test_changes_outlive_sleep(store: DiskStore) -> None:
+    faces = [store.create("optimizer", NUMEL, torch.float32, f"state {number}") for number in range(3)]
+    expected = [torch.full((NUMEL,), float(number)) for number in range(3)]
+    for face, values in zip(faces, expected, strict=True):
+        face += 1.0
+        face.view(2, -1)[1].mul_(values[0] + 1)
+        torch._foreach_add_([face], 2.0)
+        face[3] = 9.0
+        torch.add(face, values, out=face)
+        values.copy_(face)
+    assert store.awake_bytes < 3 * NUMEL * 4  # the oldest went to sleep
+    for face, values, number in zip(faces, expected, range(3), strict=True):
+        assert torch.equal(face, values)
+        assert values[3] == 9.0 + number
+
+
+def test_reading_writes_nothing(store: DiskStore) -> None:
+    faces = [store.keep("optimizer", torch.randn(NUMEL), "state") for _ in range(3)]
+    _settled(store)
+    written = store.disks.written_bytes
+    for face in faces * 2:
+        face.sum()
+        torch.zeros(NUMEL).copy_(face)
+        face.cpu()
+        face.numpy()
+    assert store.disks.written_bytes == written
+    assert store.disks.read_bytes >= 3 * NUMEL * 4
+
+
+def test_copies_are_ordinary(store: DiskStore) -> None:
+    values = torch.randn(100)
+    face = store.keep("optimizer", values, "states")
+    file = io.BytesIO()
+    torch.save({"state": face}, file)
+    file.seek(0)
+    copies = [face.clone(), face.cpu(), face.float(), face.to(torch.float32), copy.deepcopy(face), face * 1.0,
+              torch.from_numpy(face.numpy()), torch.tensor(face.tolist()), torch.load(file)["state"]]  # fmt: skip
+    face.zero_()
+    for one in copies:
+        assert type(one) is torch.Tensor
+        assert torch.equal(one, values)
+    assert all(type(one) is SleepingTensor for one in (face.detach(), face[1:], face.view(10, 10), face.reshape(-1)))
+    assert type(torch.zeros_like(face)) is torch.Tensor
+    assert "0." in repr(face)
+
+
+@pytest.mark.parametrize("name", ["data_ptr", "untyped_storage", "share_memory_"])
+def test_nobody_gets_at_the_memory_itself(name: str, store: DiskStore) -> None:
+    face = store.create("optimizer", 4, torch.float32)
+    with pytest.raises(RuntimeError, match=rf"`{name}` reaches for the memory of a tensor of shape \(4,\).*clone"):
+        getattr(face, name)()
+
+
+def test_visits_wait_for_room_and_write_what_they_change(store: DiskStore) -> None:
+    faces = [store.keep("optimizer", torch.full((NUMEL,), float(number)), "state") for number in range(5)]
+    _settled(store)
+    visits = [Visit(store, changed=[face]) for face in faces]
+    begun = [visit.begin(waits=False) for visit in visits]
+    assert begun == [True, True, True, False, False]
+    for visit, face in zip(visits, faces, strict=True):
+        visit.begin()
+        visit.ready()
+        ordinary(face).add_(1.0)
+        visit.end()
+    _settled(store)
+    assert store.awake_bytes == 0
+    for number, face in enumerate(faces):
+        assert bool((face == number + 1.0).all())
+
+
+def test_a_visit_that_only_reads_writes_nothing_and_one_that_overwrites_reads_nothing(store: DiskStore) -> None:
+    read, written = (store.keep("optimizer", torch.ones(NUMEL), "state") for _ in range(2))
+    _settled(store)
+    before = store.disks.read_bytes, store.disks.written_bytes
+    visit = Visit(store, read=[read], overwritten=[written])
+    visit.begin()
+    visit.ready()
+    ordinary(written).copy_(ordinary(read) * 2)
+    visit.end()
+    _settled(store)
+    assert (store.disks.read_bytes - before[0], store.disks.written_bytes - before[1]) == (NUMEL * 4, NUMEL * 4)
+    assert bool((written == 2).all())
+
+
+def test_fetch_copies_without_waking(store: DiskStore) -> None:
+    values = torch.randn(NUMEL)
+    face = store.keep("parameters", values, "shard")
+    for _ in range(2):  # the first one meets the write
+        out = torch.empty(NUMEL)
+        store.fetch(face, out)()
+        assert torch.equal(out, values)
+        _settled(store)
+    assert store.awake_bytes == 0
+
+
+def test_a_use_is_announced_before_and_after_the_read(store: DiskStore) -> None:
+    face = store.keep("optimizer", torch.ones(8), "state")
+    calls: list[str] = []
+
+    def after() -> bool:
+        calls.append("after")
+        ordinary(face)[0] = 5.0
+        return True
+
+    store.watch(face, lambda: calls.append("before"), after)
+    assert face.shape == (8,)
+    assert calls == []
+    assert face[0].item() == 5.0
+    assert calls[:2] == ["before", "after"]
+
+
+def test_a_damaged_record_is_an_error_each_time(store: DiskStore) -> None:
+    face = store.keep("optimizer", torch.ones(NUMEL), "masters of unit `a`")
+    _settled(store)
+    os.ftruncate(store.disks._files[0], 4096)
+    for _ in range(2):
+        with pytest.raises(StorageError, match="`masters of unit `a`` cannot be read .* the file ends"):
+            face.sum()
+
+
+def test_a_write_that_failed_is_an_error_at_the_next_use(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    face = store.create("optimizer", NUMEL, torch.float32, "state")
+
+    def fail(*args: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lightning_zero.storage.nvme.os.pwritev", fail)
+        store.put(face, torch.ones(NUMEL))
+        for sleeper in store._sleepers:
+            assert sleeper.writing is not None
+            sleeper.writing.settle()
+    with pytest.raises(StorageError, match="`state` cannot be written to .* No space left"):
+        face.sum()
+
+
+def test_after_close_the_values_are_gone_with_an_error(tmp_path: Path) -> None:
+    store = DiskStore(NvmeStore([tmp_path], block_bytes=4096, threads=1, direct=True))
+    face = store.keep("optimizer", torch.ones(10), "state")
+    store.close()
+    del store
+    assert face.shape == (10,)
+    assert is_asleep(face)
+    with pytest.raises(RuntimeError, match="were on a disk and are gone"):
+        face.sum()
