@@ -164,12 +164,17 @@ class Offload:
             raise ValueError(f"`offload={value!r}` is not known. Use 'cpu', `Offload(...)` or None.")
         return cls(optimizer=value)
 
-    def check(self, stage: int) -> None:
-        """Refuse what a stage cannot do.
+    def check(self, stage: int, *, in_pipeline: bool = False) -> None:
+        """Refuse what a stage, or a pipeline, cannot do.
 
         Raises:
-            ValueError: Parameters are to be offloaded below stage 3.
+            ValueError: Parameters are to be offloaded below stage 3, or something to disks in a pipeline.
         """
+        if in_pipeline and self.uses_disks:
+            raise ValueError(
+                "`pipeline` with `Offload(optimizer='nvme')` or `params='nvme'` does not exist yet. Use 'cpu', or no"
+                " pipeline."
+            )
         if self.params is not None and stage < 3:
             raise ValueError(
                 f"`Offload(params={self.params!r})` needs `stage=3`, because parameters are whole on every rank below"

@@ -137,7 +137,7 @@ class ZeroStrategy(CheckpointHooks):
         self.communication, self.timeout = _timeouts(communication, timeout)
         self.offload = Offload.of(offload)
         if self.offload is not None:
-            self.offload.check(self.stage)
+            self.offload.check(self.stage, in_pipeline=pipeline is not None)
         self.deferred_step = deferred_step
         self.step_in_backward = step_in_backward
         self.activation_checkpointing = ActivationCheckpointing.of(activation_checkpointing)

@@ -120,7 +120,7 @@ class ZeroEngine:
         self._parts_group = parts_group
         self._offload = Offload.of(offload)
         if self._offload is not None:
-            self._offload.check(stage)
+            self._offload.check(stage, in_pipeline=parts_group is not None)
         self._moments = check_moments(moments)
         self._steps_in_backward = step_in_backward
         # - Set by `shard`

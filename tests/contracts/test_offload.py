@@ -442,6 +442,10 @@ def test_fits_resume_across_placements(tmp_path: Path) -> None:
         (lambda: Offload(optimizer="nvme", path="/tmp", buffer_bytes=5000), "`Offload.buffer_bytes=5000.` must be a"),
         (lambda: Offload(io_threads=0), "`io_threads=0` must be a whole number"),
         (lambda: ZeroStrategy(offload="nvme"), "`offload='nvme'` needs a path"),
+        (
+            lambda: ZeroStrategy(pipeline=2, offload={"optimizer": "nvme", "path": "/tmp"}),
+            "`pipeline` with `Offload.optimizer='nvme'.` or",
+        ),
         (lambda: ZeroStrategy(offload="disk"), "`offload='disk'` is not known"),
         (lambda: Offload(params="gpu"), "`Offload.params='gpu'.` is not known"),
         (lambda: Offload(fraction=1.5), "`Offload.fraction=1.5.` must be a number from 0 to 1"),
