@@ -10,17 +10,36 @@ Note [Reading each tensor once a step]
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from lightning_zero.storage.disk import DiskStore, Visit
 from lightning_zero.storage.sleeping import is_asleep, ordinary
 
-if TYPE_CHECKING:
-    from lightning_zero.engine.buffer import FlatBuffer
+__all__ = ["BufferSleep", "Sleeping"]
 
-__all__ = ["BufferSleep"]
+
+class Sleeping(Protocol):
+    """What must be known of a flat buffer; see ``lightning_zero/engine/buffer.py``."""
+
+    name: str
+    own_range: tuple[int, int]
+    master: torch.Tensor | None
+    reduced: torch.Tensor | None
+
+    @property
+    def raw_computed(self) -> torch.Tensor:
+        """The own range in the compute dtype, whether or not a step is due."""
+        ...
+
+    def flush(self) -> bool:
+        """Make the step that was asked for."""
+        ...
+
+    def round_in_place(self) -> None:
+        """Round what is stepped, in memory, where the step has not."""
+        ...
 
 
 class BufferSleep:
@@ -31,7 +50,7 @@ class BufferSleep:
         store: Where they sleep.
     """
 
-    def __init__(self, buffer: FlatBuffer, store: DiskStore) -> None:
+    def __init__(self, buffer: Sleeping, store: DiskStore) -> None:
         self._buffer = buffer
         self._store = store
         self._gradient: torch.Tensor | None = None  # from the first one
