@@ -450,7 +450,6 @@ def test_fits_resume_across_placements(tmp_path: Path) -> None:
         (lambda: Offload(params="gpu"), "`Offload.params='gpu'.` is not known"),
         (lambda: Offload(fraction=1.5), "`Offload.fraction=1.5.` must be a number from 0 to 1"),
         (lambda: ZeroStrategy(stage=2, offload=Offload(params="cpu")), "needs `stage=3`.*got `stage=2`"),
-        (lambda: ZeroStrategy(pipeline=2, offload="cpu"), "`pipeline` with `offload`"),
     ],
 )
 def test_what_cannot_be_offloaded_is_refused(make: Any, message: str) -> None:
