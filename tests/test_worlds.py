@@ -80,7 +80,7 @@ def test_dead_rank_is_reported() -> None:
 
 def test_hanging_rank_is_shown_where_it_is() -> None:
     with pytest.raises(worlds.RankError, match="_hang"):
-        worlds.run(_hang, 2, timeout_s=1.0)
+        worlds.run(_hang, 2, timeout_s=4.0)
     assert len(worlds.run(_sum, 2, 1.0)) == 2
 
 

@@ -174,11 +174,12 @@ class _Pool:
 class _Failure:
     error: bytes | None
     text: str
+    time_s: float = float("-inf")  # of a clock that all processes share; a death leaves none, and comes first
 
 
 def _raise(errors: dict[int, _Failure], stacks: str) -> None:
     text = "\n".join(f"--- rank {rank} ---\n{failure.text}" for rank, failure in sorted(errors.items())) + stacks
-    first = next(iter(errors.values()))
+    first = min(errors.values(), key=lambda failure: failure.time_s)  # the others heard of it
     if first.error is None:
         raise RankError(text)
     error = pickle.loads(first.error)
@@ -222,13 +223,14 @@ def _call(fn: Callable[..., Any], args: Sequence[Any], rank: int, world: int, st
 
 
 def _failure(error: BaseException) -> _Failure:
+    time_s = time.monotonic()
     text = "".join(traceback.format_exception(error))
     try:
         pickled = pickle.dumps(error)
         pickle.loads(pickled)
     except Exception:
-        return _Failure(None, text)
-    return _Failure(pickled, text)
+        return _Failure(None, text, time_s)
+    return _Failure(pickled, text, time_s)
 
 
 def _answer(value: Any) -> bytes:
