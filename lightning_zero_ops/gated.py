@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_zero_ops.elementwise import launch
+from lightning_zero_ops.elementwise import launch, pieces
 from lightning_zero_ops.registry import define, differentiable_gradients, jit, tl
 
 __all__ = ["geglu", "swiglu"]
@@ -37,13 +37,25 @@ _CUBIC = 0.044715
 
 def _reference(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     _check(gate, up, activation)
+    y, flat_gate, flat_up = torch.empty_like(gate), gate.view(-1), up.view(-1)
+    for piece in pieces(y):
+        y.view(-1)[piece] = _plain(flat_gate[piece], flat_up[piece], activation)
+    return y
+
+
+def _plain(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return (_activate(gate.float(), activation)[0] * up.float()).to(gate.dtype)
 
 
 def _backward_reference(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    value, slope = _activate(gate.float(), activation)
-    grad_y = grad.float()
-    return (grad_y * up.float() * slope).to(gate.dtype), (grad_y * value).to(up.dtype)
+    grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+    flat_grad, flat_gate, flat_up = grad.view(-1), gate.view(-1), up.view(-1)
+    for piece in pieces(gate):
+        value, slope = _activate(flat_gate[piece].float(), activation)
+        grad_y = flat_grad[piece].float()
+        grad_gate.view(-1)[piece] = grad_y * flat_up[piece].float() * slope
+        grad_up.view(-1)[piece] = grad_y * value
+    return grad_gate, grad_up
 
 
 def _activate(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
@@ -162,7 +174,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if torch.is_grad_enabled():
 
         def again(gate: Tensor, up: Tensor) -> Tensor:
-            return _reference(gate, up, ctx.activation)
+            return _plain(gate, up, ctx.activation)
 
         return *differentiable_gradients(again, (gate, up), grad), None
     return *_backward_op(grad.contiguous(), gate, up, ctx.activation), None

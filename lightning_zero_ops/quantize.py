@@ -21,6 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_zero_ops.elementwise import pieces
 from lightning_zero_ops.registry import cdiv, define, jit, on_device_of, tl
 
 __all__ = ["dequantize_blockwise", "dequantize_reduce", "quantize_blockwise"]
@@ -33,6 +34,16 @@ _MIN_SCALE = 2.0**-126
 
 def _quantize_reference(x: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
     _check(x, bits, block)
+    codes, scales = _fake_quantize(x, bits, block)
+    for piece in pieces(x):
+        some_codes, some_scales = _quantize_few(x[piece], bits, block)
+        first_code, first_scale = piece.start * bits // 8, piece.start // block
+        codes[first_code : first_code + some_codes.numel()] = some_codes
+        scales[first_scale : first_scale + some_scales.numel()] = some_scales
+    return codes, scales
+
+
+def _quantize_few(x: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
     blocks = _padded(x.float(), block).view(-1, block)
     level = 127.0 if bits == 8 else 7.0
     largest = torch.where(blocks.isnan(), torch.inf, blocks.abs()).amax(1) if len(blocks) else blocks.new_empty(0)
@@ -48,10 +59,16 @@ def _dequantize_reduce_reference(
     codes: Tensor, scales: Tensor, numel: int, bits: int, block: int, factor: float, dtype: torch.dtype
 ) -> Tensor:
     _check_codes(codes, scales, numel, bits, block, dtype)
-    total = scales.new_zeros(scales.shape[1] * block)
-    for rank_codes, rank_scales in zip(codes, scales, strict=True):
-        total += (_unpacked(rank_codes, bits, block).float() * rank_scales.unsqueeze(1)).view(-1)
-    return (total[:numel] * factor).to(dtype)
+    y = codes.new_empty(numel, dtype=dtype)
+    for piece in pieces(y):
+        start, stop = piece.start, piece.stop
+        some_codes = codes[:, start * bits // 8 : stop if bits == 8 else cdiv(stop, block) * block // 2]
+        some_scales = scales[:, start // block : cdiv(stop, block)]
+        total = scales.new_zeros(some_scales.shape[1] * block)
+        for rank_codes, rank_scales in zip(some_codes, some_scales, strict=True):
+            total += (_unpacked(rank_codes, bits, block).float() * rank_scales.unsqueeze(1)).view(-1)
+        y[piece] = total[: stop - start] * factor
+    return y
 
 
 def _padded(x: Tensor, block: int) -> Tensor:
