@@ -190,7 +190,7 @@ class Communicator:
                 own.copy_(shard)  # while the exchange runs
             return pending
         if not is_in_place:
-            own.copy_(shard)
+            own.copy_(shard, non_blocking=True)  # from page-locked memory; the stream orders it
         if self.world_size == 1:
             return Pending(self, what)
         work = _all_gather_flat(full, own, group=self._gather_group, async_op=True)

@@ -66,13 +66,13 @@ class Aside:
 def _move_buffer(buffer: FlatBuffer, home: ShardStore) -> None:
     before, buffer.home = buffer.home, home
     if buffer.master is not None:
-        master = home.create("optimizer", buffer.master.numel(), buffer.master.dtype)
-        before.release("optimizer", buffer.master.nbytes)
-        buffer.master = master.copy_(buffer.master)
+        master = home.create("optimizer", buffer.master.numel(), buffer.master.dtype).copy_(buffer.master)
+        before.give_back("optimizer", buffer.master)
+        buffer.master = master
     if buffer.reduced is not None and buffer.sharding.grads:
-        reduced = home.create("gradients", buffer.reduced.numel(), buffer.reduced.dtype)
-        before.release("gradients", buffer.reduced.nbytes)
-        buffer.reduced = reduced.copy_(buffer.reduced)
+        reduced = home.create("gradients", buffer.reduced.numel(), buffer.reduced.dtype).copy_(buffer.reduced)
+        before.give_back("gradients", buffer.reduced)
+        buffer.reduced = reduced
     if buffer.local is not None:
         _move_local(buffer, before, home)
 
@@ -81,12 +81,12 @@ def _move_local(buffer: FlatBuffer, before: ShardStore, home: ShardStore) -> Non
     """Move a local sum, which holds the reduced gradients at stages 0 and 1; drop it if there is nothing in it."""
     local = buffer.local
     assert local is not None
-    before.release("gradients", local.nbytes)
     holds_reduced = buffer.reduced is not None and not buffer.sharding.grads
-    if not (holds_reduced or buffer.summed):
-        buffer.local = None
-        return
-    buffer.local = home.create("gradients", local.numel(), local.dtype).copy_(local)
+    buffer.local = None
+    if holds_reduced or buffer.summed:
+        buffer.local = home.create("gradients", local.numel(), local.dtype).copy_(local)
     if holds_reduced:
         lo, hi = buffer.own_range
+        assert buffer.local is not None
         buffer.reduced = buffer.local[lo:hi]
+    before.give_back("gradients", local)

@@ -35,9 +35,10 @@ from lightning_zero.engine.parameter import (
 )
 from lightning_zero.engine.sleep import BufferSleep
 from lightning_zero.layout import FlatLayout
+from lightning_zero.storage.copies import Landing
 from lightning_zero.storage.disk import DiskStore
 from lightning_zero.storage.sleeping import is_asleep, ordinary
-from lightning_zero.storage.store import ShardStore
+from lightning_zero.storage.store import DeviceStore, ShardStore
 
 __all__ = ["BufferKind", "FlatBuffer"]
 
@@ -81,7 +82,7 @@ class FlatBuffer:
         kind: BufferKind,
         sharding: Sharding,
         communicator: Communicator,
-        store: ShardStore,
+        store: DeviceStore,
         home: ShardStore | None = None,
         params_home: ShardStore | None = None,
     ) -> None:
@@ -116,7 +117,9 @@ class FlatBuffer:
         # - Gradients
         self.gradient_class = sharded_gradient_class(communicator)
         self.local: torch.Tensor | None = None
-        self.reduced: torch.Tensor | None = None
+        self._reduced: torch.Tensor | None = None
+        self._landing = Landing()  # of the reduced gradients at home
+        self._lent: list[torch.Tensor] = []  # gradients at home that nobody needs but a step that may be running
         self.summed: set[int] = set()  # slots that hold a sum in ``local``
         self.used: set[int] = set()  # slots with a gradient on this rank since the ranks last agreed
         self.has_grad: set[int] = set()  # slots with a gradient on some rank, in ``reduced``
@@ -210,6 +213,7 @@ class FlatBuffer:
             return False
         update, self._update = self._update, None
         update.finish()
+        self.give_back_lent()
         with torch.inference_mode(False), torch.no_grad():
             self._round()
         return True
@@ -232,10 +236,7 @@ class FlatBuffer:
         self.flush()
         with torch.inference_mode(False), torch.no_grad():
             shard = home.keep("parameters", self.shard, f"parameters of unit `{self.name}`")
-        if isinstance(self.params_home, DiskStore):
-            self.params_home.discard("parameters", self.shard)
-        else:
-            self.params_home.release("parameters", self.shard.nbytes)
+        self.params_home.give_back("parameters", self.shard)
         self.shard, self.params_home = shard, home
 
     def gather(self) -> Pending:
@@ -250,19 +251,24 @@ class FlatBuffer:
             self.store.adopt("gathered", self.full.nbytes)
             return self._gather_into(self.full)
 
+    def _gather_into(self, full: torch.Tensor) -> Pending:
+        """Start gathering; a shard in host memory comes up beside what the device computes."""
+        what = f"unit `{self.name}`"
+        if isinstance(self.params_home, DiskStore):
+            lo, hi = self.layout.shard_range(self.communicator.rank)
+            return self.communicator.all_gather_later(full, self.params_home.fetch(self.shard, full[lo:hi]), what)
+        if self.shard.device == full.device:
+            return self.communicator.all_gather(full, self.shard, what)
+        with self.store.copies.lane() as landing:
+            pending = self.communicator.all_gather(full, self.shard, what)
+        return Pending(self.communicator, what, [pending, *landing], keep=[full])
+
     def serve(self) -> Pending:
         """Take part in a gather whose result is not needed here. Collective: all ranks."""
         self._refuse_new_values()
         self.flush()
         with torch.inference_mode(False), torch.no_grad():
             return self._gather_into(torch.empty_like(self.full))
-
-    def _gather_into(self, full: torch.Tensor) -> Pending:
-        what = f"unit `{self.name}`"
-        if not isinstance(self.params_home, DiskStore):
-            return self.communicator.all_gather(full, self.shard, what)
-        lo, hi = self.layout.shard_range(self.communicator.rank)
-        return self.communicator.all_gather_later(full, self.params_home.fetch(self.shard, full[lo:hi]), what)
 
     def bind(self) -> None:
         """Make the parameters views of the whole buffer."""
@@ -414,6 +420,16 @@ class FlatBuffer:
 
     # -- Gradients -------------------------------------------------------------------------------------------------
 
+    @property
+    def reduced(self) -> torch.Tensor | None:
+        """The average over the ranks, there for whoever reads it: (own range,)."""
+        self._landing.finish()
+        return self._reduced
+
+    @reduced.setter
+    def reduced(self, values: torch.Tensor | None) -> None:
+        self._reduced = values
+
     def accumulate(self, index: int, grad: torch.Tensor) -> None:
         """Cast and copy, or add, a parameter's gradient into the local sum."""
         local = self._local_sums()
@@ -479,7 +495,7 @@ class FlatBuffer:
             elif self.sharding.grads and self.reduced is not None:
                 self.settle()
                 target.add_(self.reduced.to(target.device))
-                self._release_reduced()
+                self._give_back_reduced()
             if self.sharding.grads and self.is_offloaded:
                 target = self._bring_home(target)
         is_own_range = self.sharding.optim or self.sharding.grads
@@ -495,13 +511,24 @@ class FlatBuffer:
         if self.sleep is not None:
             at_home = self.sleep.keep_gradient(target)
         else:
-            at_home = self.home.keep("gradients", target, f"gradients of unit `{self.name}`")
+            at_home = self.home.create("gradients", target.numel(), target.dtype)
+            self._landing = self.store.copies.down(at_home, target)
         self.store.release("gradients", target.nbytes)
         return at_home
 
-    def _release_reduced(self) -> None:
-        if self.reduced is not None and not is_asleep(self.reduced):  # a record is kept for the next gradient
-            self.home.release("gradients", self.reduced.nbytes)
+    def _give_back_reduced(self) -> None:
+        """Give up the reduced gradients where they are sharded; a step that is running still reads them."""
+        assert self.reduced is not None
+        if not is_asleep(self.reduced):  # a record is kept for the next gradient
+            self._lent.append(self.reduced)
+        self.reduced = None
+        if self._update is None:
+            self.give_back_lent()
+
+    def give_back_lent(self) -> None:
+        """Give memory of gradients back that a step has read."""
+        while self._lent:
+            self.home.give_back("gradients", self._lent.pop())
 
     def reduced_or_zeros(self) -> torch.Tensor:
         """Return the average, made of zeros where no rank of this part has a gradient: (own range,)."""
@@ -545,8 +572,8 @@ class FlatBuffer:
                 if self._window_grad is not None:
                     self.segment(index, self._window_grad).zero_()
         elif self.reduced is not None or self._retained is not None:
-            if self.sharding.grads:
-                self._release_reduced()
+            if self.sharding.grads and self.reduced is not None:
+                self._give_back_reduced()
             self.reduced = self._retained = self.factor = self._window_grad = None
         for index in gone:
             if type(self.params[index]) is ReducedParameter:
@@ -572,8 +599,8 @@ class FlatBuffer:
     def spend(self) -> None:
         """Give up the reduced gradients, which a step in the backward has taken. ``forget`` ends it."""
         assert self.reduced is not None
-        if self.sharding.grads:
-            self.home.release("gradients", self.reduced.nbytes)
+        if self.sharding.grads and not is_asleep(self.reduced):
+            self._lent.append(self.reduced)
         self.reduced = None
         self.is_spent = self.is_ahead = True
         self._mark_reduced()

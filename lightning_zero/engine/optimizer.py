@@ -95,9 +95,10 @@ class ShardedOptimizer:
     def detach(self) -> None:
         """Give the optimizer back as it was; its state stays."""
         self.close()
-        for _, update in self._early.values():  # the run has ended in a backward
+        for buffer, update in self._early.values():  # the run has ended in a backward
             if update is not None:
                 update.finish()
+            buffer.give_back_lent()
         self._early.clear()
         self.finish_deferred()
         for hook in self._hooks:
@@ -346,6 +347,7 @@ class ShardedOptimizer:
             self._early[id(buffer)] = buffer, self._deferral.update(buffer.name, calls, buffer.is_offloaded)
         else:
             Update(buffer.name, calls, None).finish()
+            buffer.give_back_lent()
 
     def _refuse_moved_options(self) -> None:
         """Refuse a step whose options are not those that the steps in the backward had."""

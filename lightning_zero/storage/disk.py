@@ -144,7 +144,7 @@ class DiskStore(Accounts):
 
         return finish
 
-    def discard(self, kind: Kind, face: torch.Tensor) -> None:
+    def give_back(self, kind: Kind, face: torch.Tensor) -> None:
         """Give memory and room of a sleeping tensor back, which nobody uses any more."""
         sleeper = sleeper_of(face)
         with self._use_lock:

@@ -26,14 +26,13 @@ class HostStore(Accounts):
         super().__init__()
         self.device = torch.device("cpu")
         self.is_pinned = pinned
-        self._locked: list[torch.Tensor] = []  # registered with the driver until `close`
+        self._locked: dict[int, torch.Tensor] = {}  # by address; registered with the driver until `close`
+        self._pool: dict[int, list[torch.Tensor]] = {}  # of them, those that were given back, by bytes
 
     def create(self, kind: Kind, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a (numel,) tensor of any content, accounted under ``kind`` until ``release``."""
+        """Return a (numel,) tensor of any content, accounted under ``kind`` until it is given back."""
         with torch.inference_mode(False):
-            tensor = torch.empty(numel, dtype=dtype)
-        if self.is_pinned and numel:
-            self._lock(tensor)
+            tensor = self._take(numel * dtype.itemsize).view(dtype)
         self.adopt(kind, tensor.nbytes)
         return tensor
 
@@ -41,10 +40,26 @@ class HostStore(Accounts):
         """Return a copy of a 1-D tensor in host memory."""
         return self.create(kind, values.numel(), values.dtype).copy_(values)
 
-    def _lock(self, tensor: torch.Tensor) -> None:
+    def give_back(self, kind: Kind, tensor: torch.Tensor) -> None:
+        """Take back what ``create`` has made and nobody reads any more: locked memory is kept for the next one."""
+        self.release(kind, tensor.nbytes)
+        if tensor.data_ptr() in self._locked:
+            self._pool.setdefault(tensor.nbytes, []).append(self._locked[tensor.data_ptr()])
+
+    def _take(self, nbytes: int) -> torch.Tensor:
+        """Return (nbytes,) uint8, locked if memory is."""
+        pool = self._pool.get(nbytes)
+        if pool:
+            return pool.pop()
+        tensor = torch.empty(nbytes, dtype=torch.uint8)
+        if self.is_pinned and nbytes:
+            self._pin(tensor)
+        return tensor
+
+    def _pin(self, tensor: torch.Tensor) -> None:
         code = _driver().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
         if int(code) == 0:
-            self._locked.append(tensor)
+            self._locked[tensor.data_ptr()] = tensor
             return
         self.is_pinned = False
         warnings.warn(
@@ -55,9 +70,10 @@ class HostStore(Accounts):
 
     def close(self) -> None:
         """Unlock all pages and forget all accounts."""
-        for tensor in self._locked:
-            _driver().cudaHostUnregister(tensor.data_ptr())
+        for address in self._locked:
+            _driver().cudaHostUnregister(address)
         self._locked.clear()
+        self._pool.clear()
         super().close()
 
 

@@ -2,7 +2,7 @@
 
 Call protocol of a ``ShardStore`` (every call on the rank that owns the shard; no collectives):
 
-1. ``create`` makes a shard and accounts it under its kind.
+1. ``create`` makes a shard and accounts it under its kind; ``give_back`` ends that.
 2. ``keep`` makes one and gives it values.
 3. ``adopt`` and ``release`` account storages that the engine allocates itself (gathered parameters, full gradients).
 4. ``live`` and ``peak`` answer how many bytes are, or were at most, alive.
@@ -19,6 +19,8 @@ from collections import Counter
 from typing import Literal, Protocol
 
 import torch
+
+from lightning_zero.storage.copies import Copies
 
 __all__ = ["Accounts", "DeviceStore", "Kind", "ShardStore"]
 
@@ -47,6 +49,10 @@ class ShardStore(Protocol):
 
     def release(self, kind: Kind, nbytes: int) -> None:
         """Account that bytes are no longer alive."""
+        ...
+
+    def give_back(self, kind: Kind, tensor: torch.Tensor) -> None:
+        """Take back a whole tensor that ``create`` has made and nobody reads any more."""
         ...
 
     def live(self, kind: Kind) -> int:
@@ -101,7 +107,7 @@ class Accounts:
 
 
 class DeviceStore(Accounts):
-    """Shards in device memory.
+    """Shards in device memory, and the streams in which they are copied to and from host memory.
 
     Args:
         device: Where tensors are made.
@@ -112,9 +118,10 @@ class DeviceStore(Accounts):
             _keep_freed_memory()
         super().__init__()
         self.device = device
+        self.copies = Copies(device)
 
     def create(self, kind: Kind, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a (numel,) tensor of any content, accounted under ``kind`` until ``release``."""
+        """Return a (numel,) tensor of any content, accounted under ``kind`` until it is given back."""
         with torch.inference_mode(False):
             tensor = torch.empty(numel, dtype=dtype, device=self.device)
         self.adopt(kind, tensor.nbytes)
@@ -123,6 +130,10 @@ class DeviceStore(Accounts):
     def keep(self, kind: Kind, values: torch.Tensor, name: str) -> torch.Tensor:
         """Return a copy of a 1-D tensor in device memory."""
         return self.create(kind, values.numel(), values.dtype).copy_(values)
+
+    def give_back(self, kind: Kind, tensor: torch.Tensor) -> None:
+        """Account that a tensor is no longer alive; its memory goes with it."""
+        self.release(kind, tensor.nbytes)
 
 
 def _keep_freed_memory() -> None:

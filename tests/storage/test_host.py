@@ -47,3 +47,18 @@ def test_pages_that_cannot_be_locked_are_said_once(monkeypatch: pytest.MonkeyPat
         store.create("optimizer", 10, torch.float32)
     store.create("optimizer", 10, torch.float32)  # a second warning would be an error here
     assert not store.is_pinned
+
+
+def test_locked_memory_that_is_given_back_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    driver = SimpleNamespace(
+        cudaHostRegister=lambda address, nbytes, flags: calls.append(nbytes) or 0, cudaHostUnregister=lambda address: 0
+    )
+    monkeypatch.setattr(host, "_driver", lambda: driver)
+    store = HostStore(pinned=True)
+    for dtype in (torch.float32, torch.int32):  # every step, whatever the dtype
+        gradient = store.create("gradients", 100, dtype)
+        assert (gradient.dtype, store.live("gradients")) == (dtype, 400)
+        store.give_back("gradients", gradient)
+    store.create("gradients", 50, torch.float32)
+    assert (calls, store.live("gradients"), store.peak("gradients")) == ([400, 200], 200, 400)

@@ -1,0 +1,123 @@
+"""Copies between a device and host memory that run beside what the device computes.
+
+Call protocol of ``Copies``:
+
+1. ``mark`` takes note of what was asked of the device so far.
+2. ``down`` and ``up`` start a copy, each in a stream of its own: behind a mark, or behind what was asked so far. Both
+   tensors stay alive until it is done.
+3. ``lane`` starts something else in the stream of ``up``.
+4. Each returns a ``Landing``. ``wait`` lets the device wait for it, where it is needed there; ``finish`` lets the host
+   wait, where it is needed here.
+
+On a CPU there are no streams: everything is done when the call returns, and nothing is left to wait for. Page-locked
+host memory makes copies asynchronous; others are right, and slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["Copies", "Landing"]
+
+
+class Landing:
+    """Something in a stream that others can wait for.
+
+    Args:
+        event: Recorded behind it; None: it is done.
+        device: Whose current stream waits.
+        keep: Tensors that must stay alive until then.
+    """
+
+    def __init__(
+        self, event: Any = None, device: torch.device | None = None, keep: Sequence[torch.Tensor] = ()
+    ) -> None:
+        self._event = event
+        self._device = device
+        self._keep = list(keep)
+
+    def wait(self) -> None:
+        """Let what is asked of the device from now on wait for it. The host goes on."""
+        if self._event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def finish(self) -> None:
+        """Return when it is done."""
+        if self._event is not None:
+            self._event.synchronize()
+        self._keep.clear()
+
+    def hold_back(self, stream: Any) -> None:
+        """Let a stream wait for it."""
+        if self._event is not None:
+            stream.wait_event(self._event)
+
+
+class Copies:
+    """The streams of one device.
+
+    Args:
+        device: A CUDA device, or the CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._down: Any = None
+        self._up: Any = None
+        self._step: Any = None
+        if device.type == "cuda":
+            self._down, self._up, self._step = (torch.cuda.Stream(device) for _ in range(3))
+
+    def mark(self) -> Landing:
+        """Return what waits for everything that was asked of the device so far in the current stream."""
+        if self._up is None:
+            return Landing()
+        return Landing(torch.cuda.current_stream(self._device).record_event(), self._device)
+
+    def down(self, host: torch.Tensor, tensor: torch.Tensor) -> Landing:
+        """Start copying ``tensor`` from the device to ``host``, of the same dtype."""
+        return self._copy(self._down, host, tensor, self.mark())
+
+    def up(self, tensor: torch.Tensor, host: torch.Tensor, behind: Landing | None = None) -> Landing:
+        """Start copying ``host`` into ``tensor`` on the device, of the same dtype."""
+        return self._copy(self._up, tensor, host, behind or self.mark())
+
+    def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor, behind: Landing) -> Landing:
+        with torch.inference_mode(False), torch.no_grad():
+            if stream is None:
+                target.copy_(source)
+                return Landing()
+            behind.hold_back(stream)
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+            for tensor in (target, source):
+                if tensor.is_cuda:  # its memory must not be used again before
+                    tensor.record_stream(stream)
+            return Landing(stream.record_event(), self._device, (target, source))
+
+    @contextmanager
+    def lane(self) -> Iterator[list[Landing]]:
+        """Run something in the stream of ``up``, behind what was asked so far; yield a list that gets its landing."""
+        landings: list[Landing] = []
+        if self._up is None:
+            yield landings
+            return
+        self.mark().hold_back(self._up)
+        with torch.cuda.stream(self._up):
+            yield landings
+        landings.append(Landing(self._up.record_event(), self._device))
+
+    @contextmanager
+    def stepping(self, behind: Landing) -> Iterator[None]:
+        """Run a step on the device, in a stream of its own, from any thread; return when it is done."""
+        if self._step is None:
+            yield
+            return
+        behind.hold_back(self._step)
+        with torch.cuda.stream(self._step):
+            yield
+        self._step.synchronize()

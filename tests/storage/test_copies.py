@@ -1,0 +1,42 @@
+"""Copies beside what the device computes; on a CPU they are made at once, by the same calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_zero.storage.copies import Copies
+
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+NUMEL = 2**22  # long enough not to be done by chance
+
+
+@devices
+def test_a_copy_sees_what_was_computed_before_it_and_is_seen_by_what_comes_behind(device: str) -> None:
+    copies = Copies(torch.device(device))
+    values = torch.zeros(NUMEL, device=device)
+    host = torch.empty(NUMEL, pin_memory=device == "cuda")
+    for number in range(1, 20):
+        values.fill_(number)
+        landing = copies.down(host, values)
+        landing.finish()
+        assert bool((host == number).all())
+        host.add_(0.5)
+        copies.up(values, host, copies.mark()).wait()
+        assert bool((values == number + 0.5).all())
+
+
+@devices
+def test_a_lane_and_a_step_run_behind_what_was_asked_before(device: str) -> None:
+    copies = Copies(torch.device(device))
+    values, other = torch.zeros(NUMEL, device=device), torch.zeros(NUMEL, device=device)
+    for number in range(20):
+        values.fill_(number)
+        with copies.lane() as landing:
+            other.copy_(values, non_blocking=True)
+        for one in landing:
+            one.wait()
+        other.add_(1)
+        with copies.stepping(copies.mark()):
+            other.mul_(2)
+        assert bool((other == 2 * (number + 1)).all())
