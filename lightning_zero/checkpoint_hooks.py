@@ -26,6 +26,7 @@ from lightning_zero.pipelined import PipelinedSteps
 
 __all__ = ["CheckpointFollower", "CheckpointHooks", "raw"]
 
+STEP_DEVICES = "step_devices"  # key of a checkpoint: on which processor each offloaded unit is stepped
 PEERS_TIMEOUT_S = 20.0  # how long a rank that saves after an error waits for the others
 
 
@@ -137,7 +138,12 @@ class CheckpointHooks(ParallelStrategy):
         metrics = Ranks(engine).gather(metric_states(self._sharded_module))[: engine.world_size]  # stages have the same
         of_chunks = None if self._steps is None else self._steps.random_states()
         random_states = gather_random_states(engine, of_chunks)
-        return {RANDOM_STATES: random_states, **({METRIC_STATES: metrics} if any(metrics) else {})}
+        devices = engine.step_devices
+        return {
+            RANDOM_STATES: random_states,
+            **({METRIC_STATES: metrics} if any(metrics) else {}),
+            **({STEP_DEVICES: devices} if devices else {}),
+        }
 
     def _saver_of(self, engine: ZeroEngine) -> AsyncSaver:
         if self._saver is not None and self._saver.engine is not engine:
@@ -204,6 +210,7 @@ class CheckpointHooks(ParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of all optimizers. Collective: all ranks."""
         self._random_states = checkpoint.get(RANDOM_STATES)
+        self.engine.use_step_devices(checkpoint.get(STEP_DEVICES, {}))
         with ExitStack() as stack:
             for optimizer in self.optimizers:
                 stack.enter_context(self.engine.whole_groups(optimizer))

@@ -109,6 +109,8 @@ class Offload:
         buffer_bytes: Bytes of one read or write of a disk; a multiple of 4096.
         io_threads: Reads and writes that run at once.
         direct: Read and write past the page cache of the system, which would take the memory that offloading saves.
+        step_device: Where offloaded optimizer states are stepped: ``"cpu"``, or ``"cuda"``, to which they are streamed.
+            None: with CUDA each unit where it is faster, by measured rates.
     """
 
     optimizer: Place | None = "cpu"
@@ -119,6 +121,7 @@ class Offload:
     buffer_bytes: int = 2**23
     io_threads: int = 4
     direct: bool = True
+    step_device: Literal["cpu", "cuda"] | None = None
 
     def __post_init__(self) -> None:
         for name in ("optimizer", "params"):
@@ -136,6 +139,13 @@ class Offload:
         _require_count("buffer_bytes", self.buffer_bytes)
         if self.buffer_bytes % 4096:
             raise ValueError(f"`Offload(buffer_bytes={self.buffer_bytes!r})` must be a multiple of 4096.")
+        if self.step_device not in (None, "cpu", "cuda"):
+            raise ValueError(f"`Offload(step_device={self.step_device!r})` is not known. Use 'cpu', 'cuda' or None.")
+        if self.step_device is not None and self.optimizer is None:
+            raise ValueError(
+                f"`Offload(step_device={self.step_device!r})` says where an offloaded optimizer is stepped, and"
+                " `optimizer=None` offloads none. Leave one of the two out."
+            )
 
     @property
     def uses_disks(self) -> bool:

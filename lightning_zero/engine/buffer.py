@@ -33,10 +33,12 @@ from lightning_zero.engine.parameter import (
     raw_grad,
     set_raw_grad,
 )
+from lightning_zero.engine.rounding import Rounding
 from lightning_zero.engine.sleep import BufferSleep
 from lightning_zero.layout import FlatLayout
 from lightning_zero.storage.copies import Landing
 from lightning_zero.storage.disk import DiskStore
+from lightning_zero.storage.host import HostStore
 from lightning_zero.storage.sleeping import is_asleep, ordinary
 from lightning_zero.storage.store import DeviceStore, ShardStore
 
@@ -127,6 +129,8 @@ class FlatBuffer:
         self._target: torch.Tensor | None = None  # where a running reduction writes
         # - A step that was asked for
         self._update: Update | None = None  # not made yet
+        self.steps_on: torch.device | None = None  # where states are streamed to for a step; None: where they sleep
+        self._rounding: Rounding | None = None  # of the last step, until its values are there
         self.is_stale = False  # whole parameters do not show a step that was asked for
         self.is_spent = False  # a step in the backward has taken the reduced gradients, which nobody has dropped yet
         self.is_ahead = False  # stepped in the backward, and `optimizer.step()` was not called yet
@@ -228,6 +232,8 @@ class FlatBuffer:
             self.master = self._keep_master(self.computed)
             if self.sleep is not None:
                 self.sleep.watch_master()
+        if isinstance(self.home, HostStore) and self.master is not None:
+            self.home.need_staging(self.raw_computed.nbytes)
 
     def move_shard(self, home: ShardStore) -> None:
         """Let the shard sleep elsewhere (stage 3), before optimizers are attached."""
@@ -391,7 +397,27 @@ class FlatBuffer:
                 return self.communicator.all_gather(self.full, self.shard, f"unit `{self.name}`")
         return None
 
+    def begin_rounding(self) -> Rounding | None:
+        """Return where a step rounds what it steps; None if nothing has to be rounded, or not by the step."""
+        target = self.raw_computed
+        if self.master is None or (is_asleep(target) and self.sleep is None):
+            return None
+        if self._rounding is None and self._is_rounded_in_place:
+            self._rounding = Rounding(ordinary(target), self.store.copies, None)
+        elif self._rounding is None and isinstance(self.home, HostStore):
+            self.home.need_staging(target.nbytes)
+            self._rounding = Rounding(target, self.store.copies, self.home.staging_slot())
+        return self._rounding
+
+    @property
+    def _is_rounded_in_place(self) -> bool:
+        """Whether a step can write the parameters."""
+        return self.raw_computed.device == (self.steps_on or self.stepped.device)
+
     def _round(self) -> None:
+        rounding, self._rounding = self._rounding, None
+        if rounding is not None:
+            rounding.land()
         if self.master is not None and not self._is_rounded():
             if self.sharding.params:
                 self._put_shard(self.master)

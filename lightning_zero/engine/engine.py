@@ -31,6 +31,7 @@ from lightning_zero.engine.placement import Placement
 from lightning_zero.engine.records import ParameterRecord, record_elsewhere, record_here
 from lightning_zero.engine.reduction import Reducer
 from lightning_zero.engine.statistics import EngineStats, Statistics
+from lightning_zero.engine.step_device import StepDevice, StepDevices
 from lightning_zero.engine.unit import Unit, UnitState
 from lightning_zero.engine.whole import Whole, Write
 from lightning_zero.errors import PipelineError
@@ -134,6 +135,7 @@ class ZeroEngine:
         self._deferral = Deferral(deferred_step)
         self._placement: Placement
         self._aside: Aside
+        self._step_devices: StepDevices
         self._early: EarlySteps | None = None  # with `step_in_backward`
         self._hooks: Hooks
         self._order: PassOrder
@@ -216,6 +218,8 @@ class ZeroEngine:
             broadcast_buffers=module_buffers.broadcast,
             reduces_each_backward=sharding.grads,
         )
+        self._step_devices = StepDevices(self.units, device, self._moments)
+        self._step_devices.choose(self._offload.step_device if self._offload else None, self.communicator)
         self._whole = Whole(self.units, self.communicator, self._hooks, self._order, self._elsewhere)
         self._statistics = Statistics(
             self.stage,
@@ -682,6 +686,21 @@ class ZeroEngine:
         return [sharded.optimizer for sharded in self._sharded_optimizers]
 
     @property
+    def step_devices(self) -> dict[str, StepDevice]:
+        """On which processor each offloaded unit is stepped, by name."""
+        self._require_module()
+        return self._step_devices.chosen
+
+    def use_step_devices(self, chosen: Mapping[str, StepDevice]) -> None:
+        """Step offloaded units where they were stepped before, as ``step_devices`` said; fixed ones stay.
+
+        The two processors round differently in the last bit. Every rank chooses the same.
+        """
+        self._require_module()
+        if self._offload is None or self._offload.step_device is None:
+            self._step_devices.use(chosen)
+
+    @property
     def communicator(self) -> Communicator:
         """What moves the shards.
 
@@ -730,7 +749,7 @@ class ZeroEngine:
     def plan(self) -> list[str]:
         """Return about six lines that say what the engine is going to do."""
         self._require_module()
-        return self._statistics.plan()
+        return [*self._statistics.plan(), *self._step_devices.plan()]
 
     # -- Inside ----------------------------------------------------------------------------------------------------
 

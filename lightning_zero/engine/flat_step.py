@@ -20,7 +20,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from lightning_zero.config import Moments
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.moments import CODE_KEYS, DTYPES, make_codes
-from lightning_zero.storage.sleeping import is_asleep, ordinary
+from lightning_zero.engine.streamed import step_streamed
+from lightning_zero.storage.sleeping import ordinary
 from lightning_zero_ops import adamw, adamw_int8, sgd
 from lightning_zero_ops.chunks import vector_numel
 
@@ -168,8 +169,8 @@ class FlatStep:
             self._step_buffer(group, buffer, sorted(indices), rounds)
         return left
 
-    def step_early(self, groups: Iterable[dict[str, Any]], buffer: FlatBuffer) -> list[Callable[[], None]]:
-        """Return what makes the step of a buffer, all of whose parameters are in ``groups``.
+    def step_early(self, groups: Iterable[dict[str, Any]], buffer: FlatBuffer) -> None:
+        """Prepare to step a buffer, all of whose parameters are in ``groups``; ``take_calls`` gives what is left to do.
 
         Raises:
             RuntimeError: PyTorch would have to step one of them.
@@ -183,7 +184,6 @@ class FlatStep:
                     " options or states that PyTorch has to step. Use `step_in_backward=False`."
                 )
             self._step_buffer(group, buffer, indices, rounds=False)
-        return self.take_calls(buffer)
 
     def can_step(self, group: Mapping[str, Any]) -> bool:
         """Say whether a group is stepped by runs."""
@@ -280,9 +280,11 @@ class FlatStep:
         calls = self._calls.setdefault(id(buffer), [])  # none where this rank has no element: others may have some
         # What is on disks is in memory when the calls are made.
         gradient, stepped = ordinary(buffer.unscaled_gradient()), ordinary(buffer.stepped)
-        rounds = rounds and buffer.master is not None and buffer.computed.device == buffer.stepped.device
-        rounds = rounds and (buffer.sleep is not None or not is_asleep(buffer.computed))
-        out = ordinary(buffer.computed) if rounds else None
+        rounding = buffer.begin_rounding() if rounds else None
+        step = self._rule.step
+        if buffer.steps_on is not None:
+            copies = buffer.store.copies
+            step = partial(step_streamed, step, buffer.steps_on, copies, copies.mark())
         for lo, hi, members in self._runs(group, buffer, indices, steps):
             first = self._optimizer.state.get(buffer.params[members[0]], {})
             moments = [
@@ -290,18 +292,18 @@ class FlatStep:
                 for key in self._rule.moments(group)
             ]
             call = partial(
-                self._rule.step,
+                step,
                 group,
                 steps[members[0]],
                 stepped[lo:hi],
                 moments,
                 gradient[lo:hi],
-                out=None if out is None else out[lo:hi],
+                out=None if rounding is None else rounding.out[lo:hi],
                 factor=None if buffer.factor is None else buffer.factor.to(gradient.device),
-                tails=_tails(buffer, members, lo) if buffer.stepped.is_cpu else (),
+                tails=_tails(buffer, members, lo) if stepped.is_cpu else (),
             )
-            calls.append(call)
-        if out is not None:
+            calls += [call] if rounding is None else rounding.around(call, lo, hi)
+        if rounding is not None:
             buffer.note_rounded(indices)
 
     def _runs(

@@ -13,7 +13,7 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication, MixedPrecision, Sharding
 from lightning_zero.engine.buffer import BufferKind, FlatBuffer
 from lightning_zero.engine.unit import Unit
-from lightning_zero.storage.store import ShardStore
+from lightning_zero.storage.store import DeviceStore, ShardStore
 
 __all__ = ["ROOT", "Territory", "build_unit", "choose_territories", "computes_in_16_bits", "kind_of"]
 
@@ -151,7 +151,7 @@ def build_unit(
     precision: MixedPrecision,
     communication: Communication,
     communicator: Communicator,
-    store: ShardStore,
+    store: DeviceStore,
     home: ShardStore | None = None,
     params_home: ShardStore | None = None,
     is_shared: Callable[[nn.Parameter], bool] = lambda param: False,

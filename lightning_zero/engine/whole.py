@@ -96,7 +96,8 @@ class Whole:
     def values(self, buffer: FlatBuffer, index: int) -> torch.Tensor:
         """Return a copy of a parameter's values as they are stepped. Collective: all ranks of its part."""
         buffer.refresh_master()
-        return self._whole(buffer, index, buffer.segment(index))
+        whole = self._whole(buffer, index, buffer.segment(index))
+        return whole.to(buffer.kind.master) if buffer.kind.trained and buffer.master is None else whole
 
     def values_of_part(self, param: nn.Parameter, here: torch.Tensor | None, elsewhere: Elsewhere) -> torch.Tensor:
         """Return a parameter's values, given those of the part that holds it. Collective: all parts."""

@@ -70,7 +70,7 @@ class Copies:
         self._up: Any = None
         self._step: Any = None
         if device.type == "cuda":
-            self._down, self._up, self._step = (torch.cuda.Stream(device) for _ in range(3))
+            self._down, self._up, self._step = (_new_stream(device) for _ in range(3))
 
     def mark(self) -> Landing:
         """Return what waits for everything that was asked of the device so far in the current stream."""
@@ -121,3 +121,7 @@ class Copies:
         with torch.cuda.stream(self._step):
             yield
         self._step.synchronize()
+
+
+def _new_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -3,13 +3,42 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from typing import Any
 
 import torch
 
+from lightning_zero.storage.copies import Landing
 from lightning_zero.storage.store import Accounts, Kind
 
-__all__ = ["HostStore"]
+__all__ = ["HostStore", "StagingSlot"]
+
+
+class StagingSlot:
+    """Memory that is filled by the host and copied to the device.
+
+    Args:
+        memory: (bytes,) uint8.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+        self.landings: list[Landing] = []  # of the copies from it
+
+    @property
+    def nbytes(self) -> int:
+        """How much it holds."""
+        return self._memory.nbytes
+
+    def view(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return its first ``numel`` elements as ``dtype``; its length is a multiple of every itemsize."""
+        return self._memory[: numel * dtype.itemsize].view(dtype)
+
+    def wait(self) -> None:
+        """Return when it may be filled again."""
+        landings, self.landings = self.landings, []
+        for landing in landings:
+            landing.finish()
 
 
 class HostStore(Accounts):
@@ -28,6 +57,8 @@ class HostStore(Accounts):
         self.is_pinned = pinned
         self._locked: dict[int, torch.Tensor] = {}  # by address; registered with the driver until `close`
         self._pool: dict[int, list[torch.Tensor]] = {}  # of them, those that were given back, by bytes
+        self._staging_bytes = 0
+        self._slots: deque[StagingSlot] = deque()
 
     def create(self, kind: Kind, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a (numel,) tensor of any content, accounted under ``kind`` until it is given back."""
@@ -45,6 +76,18 @@ class HostStore(Accounts):
         self.release(kind, tensor.nbytes)
         if tensor.data_ptr() in self._locked:
             self._pool.setdefault(tensor.nbytes, []).append(self._locked[tensor.data_ptr()])
+
+    def need_staging(self, nbytes: int) -> None:
+        """Make staging slots of at least ``nbytes`` from now on."""
+        self._staging_bytes = max(self._staging_bytes, nbytes)
+
+    def staging_slot(self) -> StagingSlot:
+        """Return memory for values on their way to the device: two in turn, one is filled while the other is copied."""
+        if not self._slots or self._slots[0].nbytes < self._staging_bytes:
+            numel = self._staging_bytes
+            self._slots = deque(StagingSlot(self.create("parameters", numel, torch.uint8)) for _ in range(2))
+        self._slots.rotate()
+        return self._slots[0]
 
     def _take(self, nbytes: int) -> torch.Tensor:
         """Return (nbytes,) uint8, locked if memory is."""
@@ -74,6 +117,7 @@ class HostStore(Accounts):
             _driver().cudaHostUnregister(address)
         self._locked.clear()
         self._pool.clear()
+        self._slots.clear()
         super().close()
 
 

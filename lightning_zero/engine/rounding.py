@@ -1,0 +1,53 @@
+"""Where a step rounds what it steps: into the parameters, or into page-locked memory on its way to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from lightning_zero.storage.copies import Copies, Landing
+from lightning_zero.storage.host import StagingSlot
+
+__all__ = ["Rounding"]
+
+
+class Rounding:
+    """The rounded values of one step of one buffer.
+
+    Call protocol:
+
+    1. ``out`` is given to the step, range by range; ``around`` says what is called for each.
+    2. When the step is made, ``land`` lets the device wait for the values.
+
+    Args:
+        target: The parameters: (own range,) in the dtype in which they compute.
+        copies: The streams of the device.
+        slot: What lies on the way, if the step cannot write the parameters.
+    """
+
+    def __init__(self, target: torch.Tensor, copies: Copies, slot: StagingSlot | None) -> None:
+        self.out = target if slot is None else slot.view(target.numel(), target.dtype)
+        self._behind = Landing() if slot is None else copies.mark()  # whatever still reads the old values
+        self._target = target
+        self._copies = copies
+        self._slot = slot
+        self._is_first = True
+
+    def around(self, call: Callable[[], None], lo: int, hi: int) -> list[Callable[[], None]]:
+        """Return what makes the step of ``[lo, hi)``, in order."""
+        if self._slot is None:
+            return [call]
+        before = [self._slot.wait] if self._is_first else []
+        self._is_first = False
+        return [*before, call, partial(self._send, lo, hi)]
+
+    def _send(self, lo: int, hi: int) -> None:
+        assert self._slot is not None
+        self._slot.landings.append(self._copies.up(self._target[lo:hi], self.out[lo:hi], self._behind))
+
+    def land(self) -> None:
+        """Let the device wait for the values. The step is made."""
+        for landing in [] if self._slot is None else list(self._slot.landings):
+            landing.wait()

@@ -1,0 +1,52 @@
+"""A step on the device of what sleeps in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.storage.copies import Copies, Landing
+
+__all__ = ["step_streamed"]
+
+
+def step_streamed(
+    step: Callable[..., None],
+    device: torch.device,
+    copies: Copies,
+    behind: Landing,
+    group: Mapping[str, Any],
+    number: int,
+    param: Tensor,
+    moments: Sequence[Tensor],
+    grad: Tensor,
+    *,
+    out: Tensor | None,
+    factor: Tensor | None,
+    tails: Sequence[int],
+) -> None:
+    """Step on the device what sleeps elsewhere: everything goes up, is stepped there, and comes down.
+
+    Args:
+        step: Makes a step where its tensors are; takes what follows ``behind``.
+        device: Where.
+        copies: Its streams.
+        behind: What must be done before ``out`` may be written.
+        group: Options.
+        number: Of the step.
+        param: (n,) the master; written.
+        moments: Its moments; written.
+        grad: (n,).
+        out: (n,) on the device; takes the rounded parameters.
+        factor: () multiplies the gradient.
+        tails: See ``lightning_zero_ops/chunks.py``.
+    """
+    with copies.stepping(behind):
+        there = [torch.empty_like(one, device=device).copy_(one, non_blocking=True) for one in (param, *moments, grad)]
+        factor = None if factor is None else factor.to(device)
+        step(group, number, there[0], there[1:-1], there[-1], out=out, factor=factor, tails=tails)
+        for target, source in zip((param, *moments), there[:-1], strict=True):
+            target.copy_(source, non_blocking=True)
