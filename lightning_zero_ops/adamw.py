@@ -41,7 +41,7 @@ def pytorch_step_(
 ) -> None:  # fmt: skip
     """Step as ``adamw_step_`` does, with PyTorch's kernels on every device."""
     fused, decay = (torch._fused_adam_, l2) if l2 else (torch._fused_adamw_, weight_decay)
-    steps = torch.full((), float(step), device=param.device)
+    steps = torch.full((), float(step), dtype=torch.float32, device=param.device)
 
     def kernel(grads: list[Tensor], states: list[list[Tensor]]) -> None:
         params, exp_avgs, exp_avg_sqs = states

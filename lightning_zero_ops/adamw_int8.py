@@ -121,7 +121,7 @@ def pytorch_step_(
 ) -> None:  # fmt: skip
     """Step as ``adamw_int8_step_`` does, with PyTorch's kernels on every device."""
     fused, decay = (torch._fused_adam_, l2) if l2 else (torch._fused_adamw_, weight_decay)
-    steps = torch.full((), float(step), device=param.device)
+    steps = torch.full((), float(step), dtype=torch.float32, device=param.device)
     key, _ = keys_of(step)
     chunk = _CPU_CHUNK if param.is_cpu else _CHUNK
     for start in range(0, param.numel(), chunk):

@@ -172,7 +172,7 @@ def _step(kernel: Kernel, window: _Window, origin: int, grad: Tensor, states: Se
 
 def _step_padded(kernel: Kernel, grad: Tensor, states: Sequence[Tensor]) -> None:
     numel = grad.numel()
-    columns = [torch.zeros(vector_numel()) for _ in range(1 + len(states))]
+    columns = [torch.zeros(vector_numel(), dtype=torch.float32) for _ in range(1 + len(states))]
     for column, values in zip(columns, (grad, *states), strict=True):
         column[:numel].copy_(values)
     kernel(columns[:1], [[column] for column in columns[1:]])

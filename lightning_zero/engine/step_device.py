@@ -54,15 +54,15 @@ def choose_step_device(numel: int, up_bytes: int, down_bytes: int, rates: Rates)
 
 def measure_rates(device: torch.device) -> Rates:
     """Return the rates of this machine; takes about a second."""
-    values = [torch.zeros(_SAMPLE_NUMEL) for _ in range(4)]
+    values = [torch.zeros(_SAMPLE_NUMEL, dtype=torch.float32) for _ in range(4)]
     options = {"lr": 0.0, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "l2": 0.0, "tails": ()}
 
     def step() -> None:
         param, exp_avg, exp_avg_sq, grad = values
         adamw.pytorch_step_(param, exp_avg, exp_avg_sq, None, grad, None, 1, **options)  # type: ignore[arg-type]
 
-    host = torch.zeros(_SAMPLE_NUMEL, pin_memory=device.type == "cuda")
-    there = torch.zeros(_SAMPLE_NUMEL, device=device)
+    host = torch.zeros(_SAMPLE_NUMEL, dtype=torch.float32, pin_memory=device.type == "cuda")
+    there = torch.zeros(_SAMPLE_NUMEL, dtype=torch.float32, device=device)
     copies = Copies(device)
     return Rates(
         host_step=_SAMPLE_NUMEL / _fastest_s(step),

@@ -96,3 +96,23 @@ def test_windows_tile_a_tensor() -> None:
         assert all((b - a) % 8 == 0 for w in windows for a, b in w.vectors)
         assert all(b - a < 8 for w in windows for a, b in w.padded)
         assert tuple(piece for w in windows for piece in w.singles) == tails
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+def test_the_default_dtype_of_another_thread_does_not_show_in_a_step(moments: torch.dtype) -> None:
+    """A deferred step runs beside a forward, for which ``16-true`` and ``bf16-true`` change the default dtype."""
+    numel, results = 3 * vector_numel() + 5, []
+    for default in (torch.float32, torch.bfloat16):
+        param = torch.linspace(-1, 1, numel, dtype=torch.float32)
+        states = [torch.zeros(numel, dtype=moments) for _ in range(2)]
+        scales = {} if moments != torch.int8 else {
+            name: torch.zeros(1, dtype=torch.float32) for name in ("exp_avg_scales", "exp_avg_sq_scales")
+        }  # fmt: skip
+        torch.set_default_dtype(default)
+        try:
+            for step in (301, 302):  # bf16 has no such number
+                adamw_step_(param, *states, param.cos(), step=step, lr=0.01, betas=(0.9, 0.999), **scales)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        results.append([param, *states])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*results, strict=True))
