@@ -275,17 +275,17 @@ class ShardedOptimizer:
         """Make the steps of buffers on disks that are not deferred: once each, for all groups."""
         assert self._flat_step is not None
         due = [buffer for buffer in self.buffers if self._flat_step.has_calls(buffer) and not self._is_deferred(buffer)]
-        for update in [self._update(buffer, rounds=self._is_last()) for buffer in due]:
+        for update in [self._update(buffer) for buffer in due]:
             update.finish()
 
-    def _update(self, buffer: FlatBuffer, *, rounds: bool) -> Update:
+    def _update(self, buffer: FlatBuffer) -> Update:
         assert self._flat_step is not None
         assert self._deferral is not None
         calls = self._flat_step.take_calls(buffer)
         if buffer.sleep is None:
             return self._deferral.update(buffer.name, calls, buffer.is_offloaded)
         states = self._flat_step.flat_states(buffer)
-        visit, calls = buffer.sleep.plan_step(calls, states, rounds=rounds)
+        visit, calls = buffer.sleep.plan_step(calls, states, rounds=self._is_last())
         return self._deferral.update_on_disk(buffer.name, calls, visit)
 
     def _is_deferred(self, buffer: FlatBuffer) -> bool:
@@ -303,7 +303,7 @@ class ShardedOptimizer:
         for buffer in self.buffers:
             _, update = early.get(id(buffer), (buffer, None))
             if self._flat_step.has_calls(buffer):
-                update = self._update(buffer, rounds=self._is_last())
+                update = self._update(buffer)
             if update is not None:
                 buffer.defer(update)
                 self._deferred.append(buffer)
@@ -339,19 +339,14 @@ class ShardedOptimizer:
             buffer.has_grad.update(index for index, param in enumerate(buffer.params) if param.requires_grad)
             buffer.refresh_master()
             self._flat_step.step_early(self.optimizer.param_groups, buffer)
-        update = self._early_update(buffer)
-        buffer.spend()
-        runs_on = self._is_deferred(buffer) and buffer.is_offloaded
-        if not runs_on:
-            update.finish()
+            calls = self._flat_step.take_calls(buffer)
+            buffer.spend()
+        self._early[id(buffer)] = buffer, None
+        if self._deferral is not None and self._is_deferred(buffer) and buffer.is_offloaded:
+            self._early[id(buffer)] = buffer, self._deferral.update(buffer.name, calls, buffer.is_offloaded)
+        else:
+            Update(buffer.name, calls, None).finish()
             buffer.give_back_lent()
-        self._early[id(buffer)] = buffer, update if runs_on else None
-
-    def _early_update(self, buffer: FlatBuffer) -> Update:
-        assert self._flat_step is not None
-        if buffer.sleep is not None or (self._is_deferred(buffer) and buffer.is_offloaded):
-            return self._update(buffer, rounds=False)
-        return Update(buffer.name, self._flat_step.take_calls(buffer), None)
 
     def _refuse_moved_options(self) -> None:
         """Refuse a step whose options are not those that the steps in the backward had."""
