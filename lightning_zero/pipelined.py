@@ -7,8 +7,8 @@ accumulation: losses, gradients and logged numbers are the means over the micro-
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -128,12 +128,8 @@ class PipelinedSteps:
 
         self._metrics.begin()
         step, kind = self._step("training_step", pieces, rest, context), shapes_of(pieces[0])
-        self._denominators = self._survey(step, kind)
-        with self._logs.recording(), torch.enable_grad():
+        with self._denominated(step, kind), self._logs.recording(), torch.enable_grad():
             outputs = self.runner.train(step, loss_of, kind, reduces=reduces)
-        if self._denominators is not None:
-            self._denominators.check()
-            self._denominators = None
         if reduces:
             self._engine.sum_shared_gradients()
         loss = torch.stack([_loss(output).detach().float() for output in outputs]).mean() if outputs else None
@@ -159,6 +155,17 @@ class PipelinedSteps:
 
     def _watching(self, index: int) -> AbstractContextManager[None]:
         return nullcontext() if self._denominators is None else self._denominators.microbatch(index)
+
+    @contextmanager
+    def _denominated(self, step: Any, kind: Hashable) -> Iterator[None]:
+        """Let losses have the denominators of the batch. Collective: all ranks of the last stage."""
+        self._denominators = self._survey(step, kind)
+        try:
+            yield
+            if self._denominators is not None:
+                self._denominators.check()
+        finally:
+            self._denominators = None
 
     def _survey(self, step: Any, kind: Hashable) -> Denominators | None:
         """Return the denominators of a batch's losses, on the last stage. Collective: all its ranks."""
@@ -246,19 +253,22 @@ class PipelinedSteps:
 
     def random_states(self) -> dict[str, Any]:
         """Return the random numbers of this stage's chunks, for a checkpoint."""
-        return {_CHUNKS: {"of": self._split.num_chunks, "states": self._streams.plain()}}
+        return {_CHUNKS: {"of": self._cut, "states": self._streams.plain()}}
 
     def take_random_states(self, states: Mapping[str, Any]) -> str | None:
         """Go on from what ``random_states`` has returned; return what could not carry over."""
-        saved = states.get(_CHUNKS, {"of": 1})
-        if saved["of"] != self._split.num_chunks:
+        saved = states.get(_CHUNKS, {"of": "no pipeline"})
+        if saved["of"] != self._cut:
             return (
-                f"The checkpoint was saved with {saved['of']} chunk(s) of a pipeline and is resumed with"
-                f" {self._split.num_chunks}: the random numbers inside the model (dropout) are not those of an"
-                " uninterrupted run."
+                f"The checkpoint was saved with {saved['of']} and is resumed with {self._cut}: the random numbers"
+                " inside the model (dropout) are not those of an uninterrupted run."
             )
         self._streams.take(saved["states"])
         return None
+
+    @property
+    def _cut(self) -> str:
+        return f"{self._mesh.stages} pipeline stages ({self._split.num_chunks} chunks)"
 
     def gather_buffers(self) -> None:
         """Give all stages the module buffers of the stage that computes with them, for a checkpoint.

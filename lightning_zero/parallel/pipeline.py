@@ -302,17 +302,16 @@ class PipelineRunner(Generic[Step]):
         has_more: bool,
     ) -> None:
         chunk, index = action.chunk, action.microbatch
-        gradients = [letter.wait() for letter in self._letters.pop(Action("recv_gradient", chunk, index), [])]
         if chunk == self.split.num_chunks - 1:
-            roots, seeds = [loss_of(self._results[index])], None
+            roots = [loss_of(self._results[index])]
         else:
-            roots = [tensor for tensor in self._outputs.pop((chunk, index)) if tensor.requires_grad]
-            seeds = gradients
+            roots = self._outputs.pop((chunk, index))
+        roots = [root for root in roots if root.requires_grad]
         keeps = self._keeps_gradients
         with self._working(), self._engine.microbatch(reduces, has_more, keeps), self._engine.backward_scope():
-            roots = [root for root in roots if root.requires_grad]
+            seeds = [letter.wait() for letter in self._letters.pop(Action("recv_gradient", chunk, index), [])]
             if roots:
-                torch.autograd.backward(roots, seeds)
+                torch.autograd.backward(roots, seeds or None)
             self._send_gradients(action)  # before the reductions are finished
 
     def _send_gradients(self, action: Action) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,12 @@ def test_resume_at_another_number_of_stages_is_exact(
         torch.testing.assert_close(outcomes[0][2][name], value, rtol=0, atol=1e-6, msg=name)
 
 
+def _warn(rank: int, world: int, path: str) -> None:
+    message = r"with 2 pipeline stages \(4 chunks\) and is resumed with 2 pipeline stages \(2 chunks\)"
+    with pytest.warns(UserWarning, match=message) if rank == 0 else nullcontext():
+        _fit_dropout(rank, world, "1f1b", 2, None, path)
+
+
 def _fit_dropout(rank: int, world: int, schedule: Any, epochs: int, save: str | None, load: str | None) -> Any:
     pipeline = Pipeline(stages=2, microbatches=4, schedule=schedule)
     strategy = ZeroStrategy(stage=2, pipeline=pipeline)
@@ -127,3 +134,5 @@ def test_dropout_goes_on_where_it_was(schedule: str, tmp_path: Path) -> None:
     resumed = run(_fit_dropout, 2, schedule, 2, None, path)[0]
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
     assert not any(torch.equal(half[name], value) for name, value in whole.items() if "weight" in name)
+    if schedule == "interleaved_1f1b":
+        run(_warn, 2, path)
