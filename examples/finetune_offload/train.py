@@ -2,10 +2,11 @@
 
     python examples/finetune_offload/train.py fit --config examples/finetune_offload/full.yaml
     python examples/finetune_offload/train.py fit --config examples/finetune_offload/adapters.yaml
+    python examples/finetune_offload/train.py fit --config examples/finetune_offload/nvme.yaml
 
-The first trains all parameters, the second adapters beside frozen weights, which sleep in host memory too. Both start
-from random weights of a small model; ``--model.path FOLDER`` takes a model on this machine, and its tokenizer.
-They run on a CPU, and on a GPU where there is one.
+The first trains all parameters, the second adapters beside frozen weights, which sleep in host memory too; the third
+trains all parameters, and everything sleeps in files. They start from random weights of a small model; ``--model.path
+FOLDER`` takes a model on this machine, and its tokenizer. They run on a CPU, and on a GPU where there is one.
 """
 
 from __future__ import annotations

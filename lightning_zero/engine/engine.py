@@ -315,6 +315,9 @@ class ZeroEngine:
                     moments=self._moments,
                 )
             )
+        if self._offload is not None and self._offload.step_device == "cuda":
+            for sharded in self._sharded_optimizers:
+                sharded.require_runs("Offload(step_device='cuda')")
         if self._early is not None and optimizers:
             self._sharded_optimizers[0].allow_early_steps()
             self._early.optimizer = self._sharded_optimizers[0]

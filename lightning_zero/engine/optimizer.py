@@ -317,14 +317,22 @@ class ShardedOptimizer:
         Raises:
             ValueError: The engine does not step all groups itself.
         """
+        self.require_runs("step_in_backward=True")
+        self._steps_early = True
+
+    def require_runs(self, option: str) -> None:
+        """Refuse an optimizer of which PyTorch would have to step a group.
+
+        Raises:
+            ValueError: It is one; names ``option``.
+        """
         flat = self._flat_step
         if flat is None or not all(flat.can_step(group) for group in self.optimizer.param_groups):
             raise ValueError(
-                f"`step_in_backward=True` is for `torch.optim.AdamW`, `Adam` and `SGD` that step fp32 values, with"
-                f" numbers as options and without `foreach`, `fused=False` and the like; got"
-                f" `{self._original_class.__name__}`. Use one of them, or `step_in_backward=False`."
+                f"`{option}` is for `torch.optim.AdamW`, `Adam` and `SGD` that step fp32 values, with numbers as"
+                f" options and without `foreach`, `fused=False` and the like; got `{self._original_class.__name__}`."
+                " Use one of them, or leave the option out."
             )
-        self._steps_early = True
 
     def holds_all_of(self, buffer: FlatBuffer) -> bool:
         """Say whether the optimizer steps every trained parameter of a buffer."""

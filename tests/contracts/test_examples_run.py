@@ -127,7 +127,9 @@ def test_finetuning_example_trains_adapters_beside_weights_of_a_folder(tmp_path:
 
 
 @pytest.mark.slow
-def test_finetuning_example_trains_all_of_a_random_model(tmp_path: Path) -> None:
-    before, after = finetuned("full", "--model.width=16", "--model.depth=2", cwd=tmp_path)
+@pytest.mark.parametrize("name", ["full", "nvme"])
+def test_finetuning_example_trains_all_of_a_random_model(name: str, tmp_path: Path) -> None:
+    before, after = finetuned(name, "--model.width=16", "--model.depth=2", cwd=tmp_path)
     assert after < before
     assert any(name.endswith("q_proj.weight") for name in exported(tmp_path))
+    assert not list(tmp_path.glob("runs/nvme/*"))

@@ -113,6 +113,10 @@ def _refused(rank: int, world: int) -> None:
     engine.shard(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="`'tpu'` is not a device for the steps of unit"):
         engine.use_step_devices(dict.fromkeys(engine.step_devices, "tpu"))  # type: ignore[arg-type]
+    assert engine.module is not None
+    engine.attach(torch.optim.RMSprop(engine.module.parameters()))
+    with pytest.raises(ValueError, match="`Offload.step_device='cuda'.` is for `torch.optim.AdamW`.*got `RMSprop`"):
+        engine._sharded_optimizers[0].require_runs("Offload(step_device='cuda')")
 
 
 def test_devices_that_are_not_there_are_refused() -> None:
