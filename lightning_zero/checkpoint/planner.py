@@ -26,6 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from lightning_zero.storage.sleeping import is_asleep
+
 __all__ = [
     "Deferred",
     "Segment",
@@ -206,7 +208,8 @@ class SegmentSavePlanner(DefaultSavePlanner):
             return value
         if value.numel() == 0:
             return value.local.view(value.shape)
-        return next(view for (offsets, _), view in value.views() if offsets == tuple(index.offset or ()))
+        view = next(view for (offsets, _), view in value.views() if offsets == tuple(index.offset or ()))
+        return view.clone() if is_asleep(view) else view  # one after the other
 
 
 def _tensor_item(

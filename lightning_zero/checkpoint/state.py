@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -175,7 +174,7 @@ def _load_optimizer(engine: ZeroEngine, optimizer: Optimizer, state: Mapping[str
         for record in group:
             if slots.get(record.name):
                 loaded[record.parameter] = {
-                    slot: _new_slot(engine, record, slot, value, options, items)
+                    slot: _new_slot(engine, optimizer, record, slot, value, options, items)
                     for slot, value in slots[record.name].items()
                 }
     copy_ranges(items)
@@ -232,6 +231,7 @@ def _slots_by_position(
 
 def _new_slot(
     engine: ZeroEngine,
+    optimizer: Optimizer,
     record: ParameterRecord,
     slot: str,
     value: Any,
@@ -255,7 +255,8 @@ def _new_slot(
         )
     start, stop = record.own_range
     with torch.inference_mode(False):
-        local = torch.empty(stop - start, dtype=dtype, device=master.device)
+        local = engine.state_place(optimizer, record.parameter, slot)  # on disks
+        if local is None:
+            local = torch.empty(stop - start, dtype=dtype, device=master.device)
     items.append((f"{record.name}.{slot}", value, Segment(local, start, torch.Size(record.shape))))
-    is_sharded = (engine.stage > 0 and engine.world_size > 1) or local.numel() < prod(record.shape)
-    return local if is_sharded else local.view(record.shape)
+    return local if record.is_sharded else local.view(record.shape)

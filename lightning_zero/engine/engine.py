@@ -179,7 +179,8 @@ class ZeroEngine:
             self._take_part(module, holders, device)
         absent = [] if self._elsewhere is None else self._elsewhere.params
         territories = choose_territories(module, self._unit_classes, {id(param) for param in absent})
-        self._store = DeviceStore(device)
+        # Blocks of freed memory are not used again for what is a little larger, and pile up.
+        self._store = DeviceStore(device, keeps_freed=self._offload is None or not self._offload.uses_disks)
         self._placement = Placement(self._offload, territories, self._communicator)
         self._aside = Aside(self._store, self._placement.host)
         sharding = self._sharding_of(self.communicator.world_size)
@@ -657,6 +658,13 @@ class ZeroEngine:
                 )
             )
         return records
+
+    def state_place(self, optimizer: Optimizer, param: nn.Parameter, key: str) -> torch.Tensor | None:
+        """Return where a state of a parameter is to be loaded to: 1-D over ``own_range``. No collective.
+
+        None where the caller makes a tensor.
+        """
+        return self._sharded(optimizer).state_place(param, key)
 
     def complete_masters(self) -> None:
         """Give every rank what the others wrote into their ``save_range`` of masters. Collective: all ranks.

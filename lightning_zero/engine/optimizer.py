@@ -311,6 +311,12 @@ class ShardedOptimizer:
 
     # -- Steps in the backward -------------------------------------------------------------------------------------
 
+    def state_place(self, param: torch.Tensor, key: str) -> torch.Tensor | None:
+        """Return where a state of a parameter is to be, 1-D, if that is on disks."""
+        buffer, index = self._attached[id(param)]
+        place = None if self._flat_step is None else self._flat_step.state_place(buffer, index, key)
+        return None if place is None else place.reshape(-1)
+
     def allow_early_steps(self) -> None:
         """Let buffers be stepped in the backward (ADR 0027).
 

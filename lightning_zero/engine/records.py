@@ -45,6 +45,11 @@ class ParameterRecord:
     _index: int = field(repr=False)
     _moments: Moments = field(default="fp32", repr=False)
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether states are 1-D segments, also where this rank holds everything; at stage 0 they are whole."""
+        return isinstance(self._buffer, torch.Tensor) or self._buffer.sharding.optim
+
     def master(self) -> torch.Tensor:
         """Return the values that are stepped: 1-D over ``own_range``, live. ``publish`` after writing into it."""
         if isinstance(self._buffer, torch.Tensor):

@@ -15,6 +15,7 @@ Note [Direct access]
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import itertools
 import os
@@ -270,7 +271,8 @@ class NvmeStore:
             target.copy_(block[: target.numel()])
 
     def _transfer(self, record: Record, file: int, offset: int, block: torch.Tensor, *, writes: bool) -> None:
-        buffer = memoryview(block.numpy())  # type: ignore[arg-type]
+        # `block.numpy()` would keep the storage of a gathered unit from being given back, for ever.
+        buffer = memoryview((ctypes.c_char * block.numel()).from_address(block.data_ptr())).cast("B")
         done = 0
         call = os.pwritev if writes else os.preadv
         while done < len(buffer):

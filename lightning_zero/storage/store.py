@@ -28,6 +28,7 @@ Kind = Literal["parameters", "gradients", "optimizer", "gathered"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _KEPT_BYTES = 2**30
+_RETURNED_BYTES = 2**20
 
 
 class ShardStore(Protocol):
@@ -111,11 +112,12 @@ class DeviceStore(Accounts):
 
     Args:
         device: Where tensors are made.
+        keeps_freed: On a CPU, keep freed memory for the next unit; else the system has it back at once.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, keeps_freed: bool = True) -> None:
         if device.type == "cpu":
-            _keep_freed_memory()
+            _keep_freed_memory(_KEPT_BYTES if keeps_freed else _RETURNED_BYTES)
         super().__init__()
         self.device = device
         self.copies = Copies(device)
@@ -136,13 +138,13 @@ class DeviceStore(Accounts):
         self.release(kind, tensor.nbytes)
 
 
-def _keep_freed_memory() -> None:
-    """Let the C library keep up to 1 GiB of freed memory for the next allocation (ADR 0017).
+def _keep_freed_memory(nbytes: int) -> None:
+    """Let the C library keep up to ``nbytes``, 1 GiB, of freed memory for the next allocation (ADR 0017).
 
     Units are gathered into memory that was given back a moment ago. By default glibc returns large blocks to the
     system, which hands them out again page by page, zero-filled. Without glibc this does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
-        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, nbytes)
+        mallopt(_M_MMAP_THRESHOLD, nbytes)

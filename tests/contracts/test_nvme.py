@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +16,25 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import Offload
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.strategy import ZeroStrategy
 from tests import worlds
 from tests.contracts import test_offload
+from tests.contracts.test_lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
 from tests.contracts.test_offload import PRECISIONS, clamp, evaluate, forget_gradients, move_options, step_again
 from tests.references import difference
 from tests.sampling import sample
 
 
 def on_disk(path: Any, **options: Any) -> Offload:
-    return Offload(**{"optimizer": "nvme", "path": str(path), "buffer_bytes": 4096, "io_threads": 2, **options})
+    return Offload(
+        **{
+            "optimizer": "nvme",
+            "path": path if isinstance(path, list) else str(path),
+            "buffer_bytes": 4096,
+            "io_threads": 2,
+            **options,
+        }
+    )
 
 
 def _compare(rank: int, world: int, stage: int, precision: str, optimizer: str, path: str) -> list[str]:
@@ -147,3 +160,60 @@ def test_who_uses_a_sleeping_tensor_wakes_it(case: tuple[int, int, str], tmp_pat
     world, *rest = case
     for wrong in worlds.run(_act_between_steps, world, *rest, str(tmp_path)):
         assert not wrong
+
+
+# -- Through the Trainer -----------------------------------------------------------------------------------------------
+
+
+def _fit(rank: int, world: int, folder: str, stages: list[int]) -> None:
+    plain = trainer(rank, world, ZeroStrategy(stage=3), max_epochs=2, gradient_clip_val=0.1)
+    plain.fit(seeded(Net), loader(rank, world))
+    for stage in stages:
+        params = "nvme" if stage == 3 else None
+        placements: list[Any] = [None, "cpu", on_disk(f"{folder}/disk", params=params)]
+        for before, after in [(2, 0), (2, 1), (0, 2), (1, 2), (2, 2)]:
+            path = f"{folder}/{stage}.ckpt"
+            first = trainer(
+                rank, world, ZeroStrategy(stage=stage, offload=placements[before]), max_epochs=1, gradient_clip_val=0.1
+            )
+            first.fit(seeded(Net), loader(rank, world))
+            first.save_checkpoint(path)
+            strategy = ZeroStrategy(stage=stage, offload=placements[after], deferred_step=before == after)
+            again = trainer(rank, world, strategy, max_epochs=2, gradient_clip_val=0.1)
+            again.fit(seeded(Net), loader(rank, world), ckpt_path=path)
+            assert_equal(weights(again), weights(plain), what=f"stage {stage}, {before} to {after}")
+
+
+@pytest.mark.parametrize(
+    ("world", "stages"), [(2, [3]), pytest.param(1, [1, 2, 3], marks=pytest.mark.slow),
+                          pytest.param(2, [1, 2], marks=pytest.mark.slow)]
+)  # fmt: skip
+def test_fits_resume_between_disks_and_memory(world: int, stages: list[int], tmp_path: Path) -> None:
+    worlds.run(_fit, world, str(tmp_path), stages, timeout_s=240.0)
+    assert not [path for path in (tmp_path / "disk").rglob("*") if path.is_file()]
+
+
+# -- Memory ------------------------------------------------------------------------------------------------------------
+
+
+def _program(path: Path | str, blocks: int, width: int, steps: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.contracts.resident", str(path), *map(str, (blocks, width, steps))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.slow
+def test_no_more_than_four_units_are_resident(tmp_path: Path) -> None:
+    blocks, width = 40, 2048
+    unit, disks = 16 * width * width, 2 * (1 << 22)
+    found = _program(tmp_path, blocks, width, 5)
+    assert found["resident"] <= 4 * unit + disks + (64 << 20), f"{found['resident'] / 2**20:.0f} MiB"
+    assert found["awake"] <= 3 * unit
+    assert found["weights"] == _program("", blocks, width, 5)["weights"]
+
+
+def test_the_program_that_measures_memory_trains_alike_on_disks(tmp_path: Path) -> None:
+    found, expected = _program(tmp_path, 3, 64, 2), _program("", 3, 64, 2)
+    assert (found["weights"], found["loss"]) == (expected["weights"], expected["loss"])

@@ -195,3 +195,14 @@ def test_a_file_system_without_direct_access_is_said_once(
     store.read(record, target).wait()
     assert torch.equal(target, source)
     store.close()
+
+
+def test_a_tensor_that_was_read_into_can_give_its_memory_back(tmp_path: Path) -> None:
+    store = _store(tmp_path)
+    record = store.reserve("record", BLOCK)
+    store.write(record, torch.ones(BLOCK, dtype=torch.uint8)).wait()
+    whole = torch.empty(BLOCK + ALIGNMENT, dtype=torch.uint8)
+    start = -whole.data_ptr() % ALIGNMENT  # no scratch memory between
+    store.read(record, whole[start : start + BLOCK]).wait()
+    whole.untyped_storage().resize_(0)
+    store.close()
