@@ -21,6 +21,7 @@ from lightning_zero.config import Moments
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.moments import CODE_KEYS, DTYPES, make_codes
 from lightning_zero.engine.streamed import step_streamed
+from lightning_zero.storage.host import HostStore
 from lightning_zero.storage.sleeping import ordinary
 from lightning_zero_ops import adamw, adamw_int8, sgd
 from lightning_zero_ops.chunks import vector_numel
@@ -380,10 +381,7 @@ class FlatStep:
     def _flat_state(self, buffer: FlatBuffer, key: str) -> Tensor:
         place = (id(buffer), key)
         if place not in self._flat:
-            dtype = self._dtype(buffer)
-            self._flat[place] = (
-                torch.zeros_like(buffer.stepped, dtype=dtype) if buffer.sleep is None else buffer.sleep.zeros(dtype)
-            )
+            self._flat[place] = _zeros(buffer, self._dtype(buffer))
         return self._flat[place]
 
     def _dtype(self, buffer: FlatBuffer) -> torch.dtype:
@@ -396,6 +394,15 @@ class FlatStep:
             if stop > start and not (id(param) in self._places and index in buffer.has_grad):
                 return False
         return True
+
+
+def _zeros(buffer: FlatBuffer, dtype: torch.dtype) -> Tensor:
+    """Return a state over the own range, where the master sleeps: (own range,)."""
+    if buffer.sleep is not None:
+        return buffer.sleep.zeros(dtype)
+    if isinstance(buffer.home, HostStore):  # locked, so that it can be streamed; statistics count states themselves
+        return buffer.home.allocate(buffer.stepped.numel(), dtype).zero_()
+    return torch.zeros_like(buffer.stepped, dtype=dtype)
 
 
 def _stretched(state: Tensor, numel: int) -> Tensor:

@@ -156,7 +156,7 @@ class StepDevices:
                 )
             streams = place == "cuda" and self._device.type == "cuda"
             for buffer in unit.buffers:
-                buffer.steps_on = self._device if streams and buffer.is_offloaded else None
+                buffer.steps_on = buffer.full.device if streams and buffer.is_offloaded else None
 
     @property
     def chosen(self) -> dict[str, StepDevice]:

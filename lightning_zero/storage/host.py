@@ -62,10 +62,14 @@ class HostStore(Accounts):
 
     def create(self, kind: Kind, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a (numel,) tensor of any content, accounted under ``kind`` until it is given back."""
-        with torch.inference_mode(False):
-            tensor = self._take(numel * dtype.itemsize).view(dtype)
+        tensor = self.allocate(numel, dtype)
         self.adopt(kind, tensor.nbytes)
         return tensor
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a (numel,) tensor of any content that is in no account; locked memory stays locked until ``close``."""
+        with torch.inference_mode(False):
+            return self._take(numel * dtype.itemsize).view(dtype)
 
     def keep(self, kind: Kind, values: torch.Tensor, name: str) -> torch.Tensor:
         """Return a copy of a 1-D tensor in host memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from lightning_zero.config import Communication, Moments, Offload
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.step_device import Rates, StepDevices, choose_step_device, measure_rates
+from lightning_zero.storage.copies import Copies, Landing
 from lightning_zero.strategy import ZeroStrategy
 from tests import worlds
 from tests.contracts.test_lightning_programs import Net, loader, seeded, trainer
-from tests.contracts.test_offload import PRECISIONS, _trained, adamw
-from tests.references import TinyGPT, difference, token_loss
+from tests.contracts.test_offload import PRECISIONS, _loss, _trained, adamw
+from tests.references import TinyGPT, difference, token_loss, train, train_zero
+from tests.sampling import sample
 
 GB = 1e9
 CUDA = torch.device("cuda")
@@ -149,6 +152,46 @@ def _streamed(rank: int, world: int, precision: str, streams: bool, moments: Mom
             actual = _trained(rank, world, 3, precision, "adamw", moments=moments, **case)
             found.append(difference(actual, expected))
     return found
+
+
+class _Late(Landing):
+    """A copy that is made when somebody waits for it, and no earlier."""
+
+    def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        super().__init__()
+        self._copy: tuple[torch.Tensor, torch.Tensor] | None = (target, source)
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            copy, self._copy = self._copy, None
+            if copy is not None:
+                copy[0].copy_(copy[1])
+
+    finish = wait
+
+
+def _late(rank: int, world: int, stage: int, early: bool) -> list[str]:
+    """Train with copies that are as late as they may be: who does not wait sees what was there before."""
+    program = partial(train, loss=partial(_loss, True), optimizer=adamw, steps=4, max_norm=None if early else 0.5)
+    run = partial(train_zero, TinyGPT, program, rank, world, stage=stage, units=["Block"])
+    options: dict[str, Any] = {"precision": PRECISIONS["bf16-mixed"], "step_in_backward": early}
+    expected = run(**options)
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FlatBuffer, "_is_rounded_in_place", property(lambda buffer: False))
+        patch.setattr(Copies, "down", lambda copies, host, tensor: _Late(host, tensor))
+        patch.setattr(Copies, "up", lambda copies, tensor, host, behind=None: _Late(tensor, host))
+        for deferred in (True, False):
+            found.append(difference(run(offload="cpu", deferred_step=deferred, **options), expected))
+    return found
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["behind", "in-the-backward"])
+@pytest.mark.parametrize("stage", sample((1, 2, 3), 2), ids="stage{}".format)
+def test_whoever_uses_a_copy_waits_for_it(stage: int, early: bool) -> None:
+    for found in worlds.run(_late, 2, stage, early):
+        assert not any(found), found
 
 
 def _choose_all(devices: StepDevices, *args: Any) -> None:
