@@ -131,6 +131,7 @@ class Communicator:
         self._make_host_group: Callable[[], Any] = lambda: None
         self.timeout_s = config.timeout_s
         self._backend = ""
+        self._is_abandoned = False  # after an error on this rank
         self._is_part = False  # other ranks exist, and need not know of this group
         self._late: deque[_LateGather] = deque()  # in the order in which all ranks start them
         self._tags: Counter[int] = Counter()  # of a group: tells apart its point-to-point exchanges in flight
@@ -397,8 +398,18 @@ class Communicator:
         self.calls.clear()
         self.wait_s = 0.0
 
+    def abandon(self) -> None:
+        """End all calls that peers wait in with an error there: this rank is about to raise one.
+
+        No collective. Over NCCL the calls on device memory end with this rank's process.
+        """
+        self.close()
+        self._is_abandoned = True
+
     def close(self) -> None:
         """Give the groups back. No collective."""
+        if self._is_abandoned:
+            return
         # PyTorch names a group of a part of the ranks by how many there are, and must not use a name twice.
         if self._backend == "gloo" and not self._is_part and dist.is_initialized():
             groups = [self._gather_group, self._reduce_group, self._control_group, self._object_group]
@@ -409,6 +420,8 @@ class Communicator:
         self._background_group = self._promise_group = None
 
     def _count(self, kind: str, sent_bytes: int) -> None:
+        if self._is_abandoned:
+            raise CollectiveError(f"rank {self.rank} of {self.world_size} has left after an error of its disks.")
         self.sent_bytes[kind] += sent_bytes
         self.calls[kind] += 1
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -30,6 +30,7 @@ class Update:
         calls: What makes the step.
         thread: Makes it as soon as it can; without one it is made when it is finished.
         upcoming: What the step and those behind it in the thread need from disks, in order.
+        announcing: Around an error of the disks.
     """
 
     def __init__(
@@ -38,10 +39,12 @@ class Update:
         calls: Sequence[Callable[[], None]],
         thread: ThreadPoolExecutor | None,
         upcoming: deque[Visit] | None = None,
+        announcing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._name = name
         self._calls = list(calls)
         self._upcoming = upcoming
+        self._announcing = announcing
         self._future: Future[None] | None = None if thread is None else thread.submit(self._run)
 
     def finish(self) -> None:
@@ -54,7 +57,8 @@ class Update:
             if self._future is None:
                 self._run()
             else:
-                self._future.result()
+                with self._announcing():
+                    self._future.result()
         except Exception as error:
             raise RuntimeError(f"The deferred step of unit `{self._name}` failed: {error}") from error
 
@@ -110,7 +114,7 @@ class Deferral:
     def update_on_disk(self, name: str, calls: Sequence[Callable[[], None]], visit: Visit) -> Update:
         """Return the update that makes ``calls`` during ``visit``."""
         self._upcoming.append(visit)
-        return Update(name, calls, self._thread_of_offloaded(), self._upcoming)
+        return Update(name, calls, self._thread_of_offloaded(), self._upcoming, visit.announcing)
 
     def _thread_of_offloaded(self) -> ThreadPoolExecutor:
         if self._thread is None:

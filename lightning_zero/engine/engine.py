@@ -390,8 +390,13 @@ class ZeroEngine:
         """
         if self.module is None:
             return
-        self._close_windows()
-        self._flush_here()
+        try:
+            self._close_windows()
+            self._flush_here()
+        finally:
+            self._close_parts()
+
+    def _close_parts(self) -> None:
         self._deferral.close()
         self._hooks.remove()
         self.communicator.close()

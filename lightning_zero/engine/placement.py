@@ -54,7 +54,9 @@ class Placement:
         except StorageError as caught:
             error = caught
         self.agree(error)
-        return DiskStore(disks)
+        store = DiskStore(disks)
+        store.on_failure = self._communicator.abandon
+        return store
 
     def agree(self, error: Exception | None) -> None:
         """Raise an error of this rank, and on the others one that names this rank. Collective: all ranks."""

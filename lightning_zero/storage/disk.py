@@ -94,6 +94,7 @@ class DiskStore(Accounts):
         self._largest_visit = 0
         self._idle: OrderedDict[int, _Sleeper] = OrderedDict()  # awake because somebody used them, oldest first
         self._use_lock = threading.RLock()  # of what is idle
+        self.on_failure: Callable[[], None] = lambda: None  # called before an error of the disks is raised
 
     # -- Tensors ---------------------------------------------------------------------------------------------------
 
@@ -103,7 +104,8 @@ class DiskStore(Accounts):
         Raises:
             StorageError: The disks are full.
         """
-        sleeper = _Sleeper(self, name or kind, numel, dtype)
+        with self.announcing():
+            sleeper = _Sleeper(self, name or kind, numel, dtype)
         self._sleepers.append(sleeper)
         self.adopt(kind, sleeper.nbytes)
         return sleeper.face
@@ -119,7 +121,8 @@ class DiskStore(Accounts):
         sleeper = sleeper_of(face)
         visit = Visit(self, overwritten=[face])
         visit.begin()
-        visit.ready()
+        with self.announcing():
+            visit.ready()
         with torch.inference_mode(False), torch.no_grad():
             sleeper.plain.copy_(values)
         visit.end()
@@ -132,17 +135,32 @@ class DiskStore(Accounts):
         sleeper = sleeper_of(face)
         with self._lock:
             if out.is_cpu and not sleeper.has_values and not sleeper.is_blank:
-                return self.disks.read(sleeper.record, out).wait
+                transfer = self.disks.read(sleeper.record, out)
+                return lambda: self._await(transfer)
         visit = Visit(self, read=[face])
         visit.begin()
 
         def finish() -> None:
-            visit.ready()
+            with self.announcing():
+                visit.ready()
             with torch.inference_mode(False), torch.no_grad():
                 out.copy_(sleeper.plain)
             visit.end()
 
         return finish
+
+    def _await(self, transfer: Transfer) -> None:
+        with self.announcing():
+            transfer.wait()
+
+    @contextmanager
+    def announcing(self) -> Iterator[None]:
+        """Let others know of an error of the disks before it is raised."""
+        try:
+            yield
+        except StorageError:
+            self.on_failure()
+            raise
 
     def give_back(self, kind: Kind, face: torch.Tensor) -> None:
         """Give memory and room of a sleeping tensor back, which nobody uses any more."""
@@ -265,7 +283,8 @@ class DiskStore(Accounts):
                 self.begin_hold(sleeper, reads=True)
                 self._idle[id(sleeper)] = sleeper
             for sleeper in sleepers:
-                self.await_hold(sleeper)
+                with self.announcing():
+                    self.await_hold(sleeper)
                 self._idle.move_to_end(id(sleeper))
             for sleeper in sleepers:
                 if sleeper.after_read():
@@ -282,7 +301,7 @@ class DiskStore(Accounts):
                 return
             transfer = self.end_hold(self._idle.pop(key), changes=False)
             if transfer is not None:
-                transfer.wait()
+                self._await(transfer)
 
     # -- Room ------------------------------------------------------------------------------------------------------
 
@@ -326,6 +345,7 @@ class Visit:
         self._read = [sleeper_of(face) for face in read]
         self._changed = [sleeper_of(face) for face in changed]
         self._overwritten = [sleeper_of(face) for face in overwritten]
+        self.announcing = store.announcing
         self._nbytes = sum(sleeper.held_bytes for sleeper in self._all)
         self.has_begun = False
 

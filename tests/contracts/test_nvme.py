@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+import mmap
+import os
+import re
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +22,9 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import Offload
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.storage import nvme
+from lightning_zero.storage.disk import DiskStore
+from lightning_zero.storage.nvme import StorageError
 from lightning_zero.strategy import ZeroStrategy
 from tests import worlds
 from tests.contracts import test_offload
@@ -217,3 +226,120 @@ def test_no_more_than_four_units_are_resident(tmp_path: Path) -> None:
 def test_the_program_that_measures_memory_trains_alike_on_disks(tmp_path: Path) -> None:
     found, expected = _program(tmp_path, 3, 64, 2), _program("", 3, 64, 2)
     assert (found["weights"], found["loss"]) == (expected["weights"], expected["loss"])
+
+
+# -- Trouble -----------------------------------------------------------------------------------------------------------
+
+
+def _cut(engine: ZeroEngine) -> None:
+    for file in _store(engine).disks._files:
+        os.ftruncate(file, 4096)
+
+
+def _change(engine: ZeroEngine) -> None:
+    for file in _store(engine).disks._files:
+        page = mmap.mmap(-1, 4096)
+        page.write(b"x" * 4096)
+        for start in range(0, os.fstat(file).st_size, 4096):
+            os.pwritev(file, [page], start)
+
+
+def _refuse_writes(engine: ZeroEngine) -> None:
+    for file in _store(engine).disks._files:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), file)
+
+
+def _store(engine: ZeroEngine) -> DiskStore:
+    store = engine._placement.disk
+    assert store is not None
+    for sleeper in store._sleepers:
+        if sleeper.writing is not None:
+            sleeper.writing.wait()
+    return store
+
+
+def _two_more_steps(engine: ZeroEngine, module: nn.Module, optimizer: Optimizer) -> None:
+    for number in (1, 2):
+        test_offload._step(engine, module, optimizer, number)
+    engine.flush()
+
+
+def _steps_with_trouble(rank: int, world: int, trouble: str, params: str | None, path: str) -> tuple[str, str]:
+    engine, module, optimizer = test_offload._started(3, offload=on_disk(path, params=params))
+    test_offload._step(engine, module, optimizer, 0)
+    engine.flush()
+    if rank == world - 1:
+        {"cut": _cut, "changed": _change, "full": _refuse_writes}[trouble](engine)
+    started = time.monotonic()
+    with pytest.raises((RuntimeError, OSError)) as caught:
+        _two_more_steps(engine, module, optimizer)
+    assert time.monotonic() - started < 20.0
+    with pytest.raises((RuntimeError, OSError)):
+        test_offload._step(engine, module, optimizer, 3)
+    with contextlib.suppress(RuntimeError, OSError):
+        engine.close()
+    assert os.listdir(path) == []
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize("params", [None, "nvme"], ids=["optimizer", "params"])
+@pytest.mark.parametrize("trouble", ["cut", "changed", "full"])
+@pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_trouble_with_a_disk_is_an_error_on_every_rank(
+    world: int, trouble: str, params: str | None, tmp_path: Path
+) -> None:
+    reasons = {"cut": "the file ends at byte|is damaged", "changed": "is damaged", "full": "cannot be|No space left"}
+    found = worlds.run(_steps_with_trouble, world, trouble, params, str(tmp_path))
+    kind, message = found[-1]
+    assert kind in ("StorageError", "RuntimeError")
+    assert re.search(reasons[trouble], message), message
+    for kind, message in found[:-1]:
+        assert kind == "CollectiveError"
+        assert re.search("rank 0 of 2: the .* failed", message), message
+
+
+def _unusable(rank: int, world: int, path: str) -> str:
+    mine = f"{path}/file" if rank == world - 1 else path
+    with pytest.raises(StorageError) as caught:
+        test_offload._started(3, offload=on_disk(mine))
+    return str(caught.value)
+
+
+def test_a_path_that_one_rank_cannot_use_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    first, second = worlds.run(_unusable, 2, str(tmp_path))
+    assert "cannot be used on rank(s) 1; the error there says why" in first
+    assert "It must be a directory on a local disk that can be written" in second
+
+
+def _no_room(rank: int, world: int, path: str) -> tuple[str, str]:
+    full = shutil.disk_usage(path)._replace(free=0)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == world - 1:
+            patch.setattr(nvme.shutil, "disk_usage", lambda path: full)
+        with pytest.raises((RuntimeError, OSError)) as caught:
+            test_offload._step(*test_offload._started(3, offload=on_disk(path)), 0)
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_a_full_disk_on_one_rank_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    first, second = worlds.run(_no_room, 2, str(tmp_path))
+    assert first[0] == "CollectiveError"
+    assert second[0] == "StorageError"
+    assert "There is no room for" in second[1]
+    assert os.listdir(tmp_path) == []
+
+
+def _two_runs(rank: int, world: int, path: str) -> bool:
+    runs = [test_offload._started(3, offload=on_disk(path, params="nvme")) for _ in range(2)]
+    for number in range(2):
+        for engine, module, optimizer in runs:
+            test_offload._step(engine, module, optimizer, number)
+    first, second = [test_offload._values(engine, module) for engine, module, _ in runs]
+    for engine, _, _ in runs:
+        engine.close()
+    return test_offload._same(first, second)
+
+
+def test_two_runs_may_share_a_path(tmp_path: Path) -> None:
+    assert worlds.run(_two_runs, 1, str(tmp_path)) == [True]
