@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,9 +50,12 @@ class Fakes:
         self._free = free
         self._known: dict[nn.Parameter, Tensor] = {}  # of these, as fakes
         self._outputs: dict[Hashable, tuple[TreeSpec, list[Any]]] = {}  # of calls
+        self._made: dict[int, list[Tensor]] = {}  # fakes, by the id of what they are made of, which `_outputs` keeps
+        self._given: Counter[int] = Counter()  # how many of them in this run
 
-    def introduce_parameters(self) -> None:
-        """Tell what fake tensors make of parameters that code may add to them; they would read ``grad`` else."""
+    def begin(self) -> None:
+        """Begin a run: tell what fake tensors make of parameters that code may add to them; they read ``grad`` else."""
+        self._given.clear()
         convert: Any = self._mode.fake_tensor_converter
         for param in self._free:
             known = self._known.get(param)
@@ -64,8 +68,18 @@ class Fakes:
     def outputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what a call would return, as fakes."""
         spec, outputs, inputs = self._known_outputs(module, args, kwargs)
+        return tree_unflatten([_again(output, inputs, self._fake) for output in outputs], spec)
+
+    def _fake(self, known: _Shape) -> Tensor:
+        """Return a fake that this run has not had yet: one of an earlier run, if nobody has changed it in place."""
+        made, number = self._made.setdefault(id(known), []), self._given[id(known)]
+        self._given[id(known)] += 1
+        if number < len(made) and _describe(made[number]) == replace(known, is_fake=True):
+            return made[number]
         with self._mode:
-            return tree_unflatten([_again(output, inputs) for output in outputs], spec)
+            fake = _empty(known)
+        made[number : number + 1] = [fake]
+        return fake
 
     def zeros(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what a call would return, with zeros that take no memory."""
@@ -164,7 +178,7 @@ def _zeros(known: _Shape) -> Tensor:
     return torch.zeros((), dtype=known.dtype, device=known.device).expand(known.shape)
 
 
-def _again(output: Any, inputs: Sequence[Any], make: Callable[[_Shape], Tensor] = _empty) -> Any:
+def _again(output: Any, inputs: Sequence[Any], make: Callable[[_Shape], Tensor]) -> Any:
     """Return an output of a call that is known."""
     if isinstance(output, _Input):
         return inputs[output.leaf]

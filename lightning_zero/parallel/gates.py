@@ -155,7 +155,7 @@ class Gates:
     def _run(self, step: Callable[[], Any], visit: _Visit) -> tuple[bool, Any]:
         assert self._visit is None
         self._visit = visit
-        self._fakes.introduce_parameters()
+        self._fakes.begin()
         try:
             with self._installed():
                 return True, step()
@@ -197,23 +197,25 @@ class Gates:
         visit = self._visit
         if visit is None or visit.is_inside:
             return cls.__call__(module, *args, **kwargs)
-        self._on_first_call()
         place = self._places[id(module)]
-        if not visit.computes:
-            return self._pass_over(module, visit, args, kwargs)
-        if place.block is None:
-            computes = self._computes_outside(visit, place)
-        else:
-            computes = self._computes_block(visit, place, place.block, args, kwargs)
-        if not computes:
-            return self._pass_over(module, visit, args, kwargs)
-        args, kwargs = self._with_received(visit, place, args, kwargs)
+        with unwatched():
+            self._on_first_call()
+            if not self._computes(visit, place, args, kwargs):
+                return self._pass_over(module, visit, args, kwargs)
+            args, kwargs = self._with_received(visit, place, args, kwargs)
         visit.is_inside = True
         try:
             with nullcontext() if place.block is None else unwatched():
                 return cls.__call__(module, *args, **kwargs)
         finally:
             visit.is_inside = False
+
+    def _computes(self, visit: _Visit, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if not visit.computes:
+            return False
+        if place.block is None:
+            return self._computes_outside(visit, place)
+        return self._computes_block(visit, place, place.block, args, kwargs)
 
     def _pass_over(self, module: nn.Module, visit: _Visit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         visit.is_inside = True
