@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.config import MixedPrecision
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.strategy import ZeroStrategy
 from tests import worlds
+from tests.contracts.test_lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
 from tests.references import TinyGPT, token_loss
 from tests.sampling import sample
 
@@ -128,3 +132,45 @@ def _gradients(rank: int, world: int) -> None:
 
 def test_gradients_are_read_where_they_are_and_shown_on_the_device() -> None:
     worlds.run(_gradients, 2)
+
+
+# -- Through the Trainer -----------------------------------------------------------------------------------------------
+
+
+class PutsAside(Callback):
+    """Frees the device for validations, and saves while it is free."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.bytes: list[int] = []
+
+    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
+        trainer.strategy.offload_states()
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        memory = trainer.strategy.engine.stats().memory
+        self.bytes.append(memory["optimizer"] + memory["gradients"])
+        trainer.save_checkpoint(self.path)
+        if trainer.current_epoch == 0:
+            trainer.strategy.reload_states()
+
+
+def _validates(rank: int, world: int, folder: str) -> None:
+    def fit(callback: PutsAside | None, stage: int, load: str | None = None, epochs: int = 3) -> dict[str, Tensor]:
+        callbacks = [] if callback is None else [callback]
+        run = trainer(rank, world, ZeroStrategy(stage=stage), max_epochs=epochs, callbacks=callbacks)
+        run.fit(seeded(Net), loader(rank, world), loader(rank, world), ckpt_path=load)
+        return weights(run)
+
+    plain = fit(None, 2)
+    for stage in (1, 3):
+        callback = PutsAside(f"{folder}/{stage}.ckpt")
+        assert_equal(fit(callback, stage), plain, what=f"stage {stage}")
+        assert callback.bytes == [0] * 3
+        first = PutsAside(f"{folder}/first-{stage}.ckpt")
+        fit(first, stage, epochs=2)
+        assert_equal(fit(None, 2, load=first.path), plain, what=f"resumed from stage {stage}")
+
+
+def test_a_fit_that_frees_the_device_while_it_validates_has_the_same_bits(tmp_path: Path) -> None:
+    worlds.run(_validates, 2, str(tmp_path))
