@@ -313,8 +313,10 @@ class ShardedOptimizer:
 
     def state_place(self, param: torch.Tensor, key: str) -> torch.Tensor | None:
         """Return where a state of a parameter is to be, 1-D, if that is on disks."""
-        buffer, index = self._attached[id(param)]
-        place = None if self._flat_step is None else self._flat_step.state_place(buffer, index, key)
+        attached = self._attached.get(id(param))  # none of a parameter that lies on another pipeline stage
+        if attached is None or self._flat_step is None:
+            return None
+        place = self._flat_step.state_place(*attached, key)
         return None if place is None else place.reshape(-1)
 
     def allow_early_steps(self) -> None:
