@@ -92,9 +92,10 @@ class Meter:
         stats = self.engine.stats()
         memory = {name: float(nbytes) for name, nbytes in stats.memory.items()}
         host = {f"host_{name}": float(nbytes) for name, nbytes in stats.host.items() if nbytes}
+        disk = {f"disk_{name}": float(nbytes) for name, nbytes in stats.disk.items() if nbytes}
         device = self.engine.communicator.device
         other = memory_in_use(device) - sum(memory.values()) - (sum(host.values()) if device.type == "cpu" else 0.0)
-        memory |= {**host, "other": max(other, 0.0), "gathered_peak": float(stats.peak_gathered)}
+        memory |= {**host, **disk, "other": max(other, 0.0), "gathered_peak": float(stats.peak_gathered)}
         return {f"memory/{name}": nbytes for name, nbytes in memory.items()}
 
     def _sent(self, steps: int) -> dict[str, float]:

@@ -125,7 +125,9 @@ class Statistics:
         largest = max(self._units, key=lambda unit: unit.numel)
         memory, host = self._held(self._store), self._held(self._host)
         grad_bytes = sum(_gradient_bytes(buffer) for buffer in trained)
-        host_grads = sum(_gradient_bytes(b) for b in trained if b.is_offloaded and b.sharding.grads)
+        leaving = [buffer for buffer in trained if buffer.is_offloaded and buffer.sharding.grads]
+        host_grads = sum(_gradient_bytes(buffer) for buffer in leaving if buffer.sleep is None)
+        disk_grads = sum(_gradient_bytes(buffer) for buffer in leaving if buffer.sleep is not None)
         share = self._communicator.world_size - 1
         sent_params = sum(buffer.full.nbytes // self._communicator.world_size * share for buffer in buffers)
         sent_trained = sum(buffer.full.nbytes // self._communicator.world_size * share for buffer in trained)
@@ -141,17 +143,25 @@ class Statistics:
             f"dtypes: compute {', '.join(dtypes)}; gradients {', '.join(reduce) or 'none'}"
             + ("" if self._moments == "fp32" else f"; moments {self._moments}"),
             f"memory per rank: parameters {_size(memory['parameters'])}, masters {_size(memory['optimizer'])},"
-            f" gradients {_size(grad_bytes - host_grads)}"
+            f" gradients {_size(grad_bytes - host_grads - disk_grads)}"
             + (f", gathered at most about {_size(self._gathered_estimate())}" if self._stage == 3 else "")
             + (
                 f"; in host memory: parameters {_size(host['parameters'])}, masters {_size(host['optimizer'])},"
                 f" gradients {_size(host_grads)}"
                 if any(host.values())
                 else ""
-            ),
+            )
+            + ("" if self._disk is None else self._on_disk(self._disk, disk_grads)),
             f"sent per rank and step: {_size(sent)}"
             f" (gradients {_size(sent_grads)}, parameters {_size(sent - sent_grads)})",
         ]
+
+    def _on_disk(self, store: DiskStore, grads: int) -> str:
+        held = self._held(store)
+        return (
+            f"; on disks: parameters {_size(held['parameters'])}, masters {_size(held['optimizer'])},"
+            f" gradients {_size(grads)}"
+        )
 
     @staticmethod
     def _held(store: DeviceStore | HostStore | DiskStore | None) -> dict[str, int]:

@@ -196,6 +196,17 @@ class DiskStore(Accounts):
         sleeper = sleeper_of(face)
         sleeper.before_use, sleeper.after_read = before_use, after_read
 
+    def drain(self) -> None:
+        """Return when nothing is being written.
+
+        Raises:
+            StorageError: Something could not be.
+        """
+        for sleeper in self._sleepers:
+            writing = sleeper.writing
+            if writing is not None:
+                self._await(writing)
+
     @property
     def awake_bytes(self) -> int:
         """Bytes of memory that hold values now."""

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from benchmarks import storage
 from lightning_zero.config import Offload
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.storage import nvme
@@ -252,9 +253,7 @@ def _refuse_writes(engine: ZeroEngine) -> None:
 def _store(engine: ZeroEngine) -> DiskStore:
     store = engine._placement.disk
     assert store is not None
-    for sleeper in store._sleepers:
-        if sleeper.writing is not None:
-            sleeper.writing.wait()
+    store.drain()
     return store
 
 
@@ -343,3 +342,23 @@ def _two_runs(rank: int, world: int, path: str) -> bool:
 
 def test_two_runs_may_share_a_path(tmp_path: Path) -> None:
     assert worlds.run(_two_runs, 1, str(tmp_path)) == [True]
+
+
+def _plan(rank: int, world: int, path: str) -> tuple[dict[str, int], list[str]]:
+    engine, module, optimizer = test_offload._started(3, offload=on_disk(path, params="nvme"))
+    test_offload._step(engine, module, optimizer, 0)
+    found = engine.stats().disk, engine.plan()
+    engine.close()
+    return found
+
+
+def test_plan_and_statistics_tell_what_is_on_disks(tmp_path: Path) -> None:
+    ((disk, plan),) = worlds.run(_plan, 1, str(tmp_path))
+    assert disk["optimizer"] == 2 * disk["parameters"] == 2 * disk["gradients"] > 0
+    assert any("; on disks: parameters" in line for line in plan)
+
+
+def test_the_benchmark_of_disks_runs(tmp_path: Path) -> None:
+    rows = storage.measure(str(tmp_path), blocks=3, width=64, tokens=4, repeats=2, buffer_bytes=4096)
+    assert [row.variant for row in rows][:2] == ["phase", "step"]
+    assert os.listdir(tmp_path) == []

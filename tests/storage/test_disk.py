@@ -25,17 +25,10 @@ def store(tmp_path: Path) -> Iterator[DiskStore]:
     store.close()
 
 
-def _settled(store: DiskStore) -> None:
-    """Return when nothing is being written."""
-    for sleeper in store._sleepers:
-        if sleeper.writing is not None:
-            sleeper.writing.wait()
-
-
 def test_what_is_kept_sleeps_and_is_read_when_it_is_used(store: DiskStore) -> None:
     values = torch.randn(NUMEL)
     face = store.keep("optimizer", values, "states")
-    _settled(store)
+    store.drain()
     assert store.awake_bytes == 0
     assert not ordinary(face).any()
     assert (face.shape, face.dtype, face.numel(), face.is_contiguous()) == (values.shape, torch.float32, NUMEL, True)
@@ -64,7 +57,7 @@ def test_changes_outlive_sleep(store: DiskStore) -> None:
 
 def test_reading_writes_nothing(store: DiskStore) -> None:
     faces = [store.keep("optimizer", torch.randn(NUMEL), "state") for _ in range(3)]
-    _settled(store)
+    store.drain()
     written = store.disks.written_bytes
     for face in faces * 2:
         face.sum()
@@ -101,7 +94,7 @@ def test_nobody_gets_at_the_memory_itself(name: str, store: DiskStore) -> None:
 
 def test_visits_wait_for_room_and_write_what_they_change(store: DiskStore) -> None:
     faces = [store.keep("optimizer", torch.full((NUMEL,), float(number)), "state") for number in range(5)]
-    _settled(store)
+    store.drain()
     visits = [Visit(store, changed=[face]) for face in faces]
     begun = [visit.begin(waits=False) for visit in visits]
     assert begun == [True, True, True, False, False]
@@ -110,7 +103,7 @@ def test_visits_wait_for_room_and_write_what_they_change(store: DiskStore) -> No
         visit.ready()
         ordinary(face).add_(1.0)
         visit.end()
-    _settled(store)
+    store.drain()
     assert store.awake_bytes == 0
     for number, face in enumerate(faces):
         assert bool((face == number + 1.0).all())
@@ -118,14 +111,14 @@ def test_visits_wait_for_room_and_write_what_they_change(store: DiskStore) -> No
 
 def test_a_visit_that_only_reads_writes_nothing_and_one_that_overwrites_reads_nothing(store: DiskStore) -> None:
     read, written = (store.keep("optimizer", torch.ones(NUMEL), "state") for _ in range(2))
-    _settled(store)
+    store.drain()
     before = store.disks.read_bytes, store.disks.written_bytes
     visit = Visit(store, read=[read], overwritten=[written])
     visit.begin()
     visit.ready()
     ordinary(written).copy_(ordinary(read) * 2)
     visit.end()
-    _settled(store)
+    store.drain()
     assert (store.disks.read_bytes - before[0], store.disks.written_bytes - before[1]) == (NUMEL * 4, NUMEL * 4)
     assert bool((written == 2).all())
 
@@ -137,7 +130,7 @@ def test_fetch_copies_without_waking(store: DiskStore) -> None:
         out = torch.empty(NUMEL)
         store.fetch(face, out)()
         assert torch.equal(out, values)
-        _settled(store)
+        store.drain()
     assert store.awake_bytes == 0
 
 
@@ -159,7 +152,7 @@ def test_a_use_is_announced_before_and_after_the_read(store: DiskStore) -> None:
 
 def test_a_damaged_record_is_an_error_each_time(store: DiskStore) -> None:
     face = store.keep("optimizer", torch.ones(NUMEL), "masters of unit `a`")
-    _settled(store)
+    store.drain()
     os.ftruncate(store.disks._files[0], 4096)
     for _ in range(2):
         with pytest.raises(StorageError, match="`masters of unit `a`` cannot be read .* the file ends"):
