@@ -20,6 +20,8 @@ __all__ = ["Whole", "Write"]
 
 Write = Literal["rank0", "all"]
 
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+
 
 class Whole:
     """Makes parameters whole outside of forward and backward. Step windows are closed before.
@@ -101,11 +103,13 @@ class Whole:
 
     def values_of_part(self, param: nn.Parameter, here: torch.Tensor | None, elsewhere: Elsewhere) -> torch.Tensor:
         """Return a parameter's values, given those of the part that holds it. Collective: all parts."""
+        parts, what = elsewhere.parts, f"parameter `{elsewhere.param_name(param)}`"
+        # A frozen parameter has a master where an optimizer of its part holds it, which other parts cannot know.
+        code = torch.tensor([0 if here is None else 1 + _DTYPES.index(here.dtype)])
+        dtype = _DTYPES[int(parts.communicator.agree(code, f"agreement on the dtype of {what}").item()) - 1]
         if here is None:
-            master = elsewhere.master(param)
-            here = torch.empty(param.shape, dtype=master.dtype, device=master.device)
-        parts = elsewhere.parts
-        parts.communicator.broadcast(here, f"parameter `{elsewhere.param_name(param)}`", parts.first_holder(param))
+            here = torch.empty(param.shape, dtype=dtype, device=elsewhere.master(param).device)
+        parts.communicator.broadcast(here, what, parts.first_holder(param))
         return here
 
     def gradient(self, buffer: FlatBuffer, index: int) -> torch.Tensor | None:
