@@ -104,7 +104,8 @@ class Offload:
         path: A directory on a local disk, or several, over which blocks are striped. Needed for ``"nvme"``, and used
             for nothing else. Nothing is left in it when the process ends, however it ends.
         fraction: Part of the parameters, by number of elements, whose units are offloaded; the first units of the model
-            stay on the device.
+            stay on the device. ``"auto"``: the device is filled first, then host memory, then disks, unit by unit,
+            from the bytes that are free at the start.
         pin_memory: Lock host memory in place, for faster copies. Without CUDA it means nothing.
         buffer_bytes: Bytes of one read or write of a disk; a multiple of 4096.
         io_threads: Reads and writes that run at once.
@@ -116,7 +117,7 @@ class Offload:
     optimizer: Place | None = "cpu"
     params: Place | None = None
     path: str | list[str] | None = None
-    fraction: float = 1.0
+    fraction: float | Literal["auto"] = 1.0
     pin_memory: bool = True
     buffer_bytes: int = 2**23
     io_threads: int = 4
@@ -128,8 +129,9 @@ class Offload:
             value = getattr(self, name)
             if value is not None and value not in get_args(Place):
                 raise ValueError(f"`Offload({name}={value!r})` is not known. Use 'cpu', 'nvme' or None.")
-        if isinstance(self.fraction, (bool, str)) or not 0 <= self.fraction <= 1:
-            raise ValueError(f"`Offload(fraction={self.fraction!r})` must be a number from 0 to 1.")
+        is_number = isinstance(self.fraction, (int, float)) and not isinstance(self.fraction, bool)
+        if self.fraction != "auto" and not (is_number and 0 <= float(self.fraction) <= 1):
+            raise ValueError(f"`Offload(fraction={self.fraction!r})` must be a number from 0 to 1, or 'auto'.")
         if self.uses_disks != bool(self.path):
             raise ValueError(
                 f"`Offload(optimizer={self.optimizer!r}, params={self.params!r}, path={self.path!r})`: `path` says in"

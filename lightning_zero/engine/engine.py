@@ -181,9 +181,10 @@ class ZeroEngine:
         territories = choose_territories(module, self._unit_classes, {id(param) for param in absent})
         # Blocks of freed memory are not used again for what is a little larger, and pile up.
         self._store = DeviceStore(device, keeps_freed=self._offload is None or not self._offload.uses_disks)
-        self._placement = Placement(self._offload, territories, self._communicator)
-        self._aside = Aside(self._store, self._placement.host)
         sharding = self._sharding_of(self.communicator.world_size)
+        itemsize = (self._precision.compute_dtype or torch.get_default_dtype()).itemsize
+        self._placement = Placement(self._offload, territories, self._communicator, sharding, itemsize)
+        self._aside = Aside(self._store, self._placement.host)
         for index, territory in enumerate(territories):
             unit = build_unit(
                 territory,

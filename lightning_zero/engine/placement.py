@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import Offload
+from lightning_zero.config import Offload, Sharding
+from lightning_zero.engine.filling import Home, homes_of_units
 from lightning_zero.engine.partition import Territory
 from lightning_zero.storage.disk import DiskStore
 from lightning_zero.storage.host import HostStore
@@ -27,18 +28,32 @@ class Placement:
         offload: The option; None for nothing.
         territories: What becomes the units, in order.
         communicator: Over the ranks that share the model.
+        sharding: What is kept sharded.
+        itemsize: Bytes of a parameter as it computes, for ``fraction="auto"``.
 
     Raises:
         StorageError: A path cannot be used here, or on another rank.
     """
 
-    def __init__(self, offload: Offload | None, territories: Sequence[Territory], communicator: Communicator) -> None:
+    def __init__(
+        self,
+        offload: Offload | None,
+        territories: Sequence[Territory],
+        communicator: Communicator,
+        sharding: Sharding,
+        itemsize: int,
+    ) -> None:
         self._offload = offload
         self._communicator = communicator
         is_pinned = offload is None or offload.pin_memory
         self.host = HostStore(pinned=is_pinned and communicator.device.type == "cuda")
         self.disk: DiskStore | None = None
-        self._offloaded = _offloaded(offload, [sum(param.numel() for param in one.params) for one in territories])
+        self._homes: list[Home] = ["device"] * len(territories)
+        if offload is not None and offload.fraction == "auto":
+            numels = [(_numel(one.params), _numel([p for p in one.params if p.requires_grad])) for one in territories]
+            self._homes = homes_of_units(offload, numels, sharding, communicator, itemsize)
+        elif offload is not None:
+            self._homes = _by_fraction(offload, [_numel(one.params) for one in territories])
         if offload is not None and offload.uses_disks:
             self.disk = self._open(offload)
 
@@ -82,9 +97,9 @@ class Placement:
         return self._store(self._offload.params if self._offload is not None else None, index)
 
     def _store(self, place: str | None, index: int) -> ShardStore | None:
-        if place is None or index not in self._offloaded:
+        if place is None or self._homes[index] == "device":
             return None
-        return self.host if place == "cpu" else self.disk
+        return self.host if "cpu" in (place, self._homes[index]) else self.disk
 
     def close(self) -> None:
         """Give host memory and the room on disks back."""
@@ -93,9 +108,12 @@ class Placement:
             self.disk.close()
 
 
-def _offloaded(offload: Offload | None, sizes: Sequence[int]) -> set[int]:
-    """Return the indices of the units that are offloaded; the first ones stay on the device."""
-    if offload is None:
-        return set()
-    stays = (1.0 - offload.fraction) * sum(sizes)
-    return {index for index in range(len(sizes)) if sum(sizes[: index + 1]) > stays}
+def _by_fraction(offload: Offload, sizes: Sequence[int]) -> list[Home]:
+    """Return where each unit sleeps at the most; the first ones stay on the device."""
+    stays = (1.0 - float(offload.fraction)) * sum(sizes)
+    away: Home = "nvme" if offload.uses_disks else "cpu"
+    return [away if sum(sizes[: index + 1]) > stays else "device" for index in range(len(sizes))]
+
+
+def _numel(params: Sequence[torch.nn.Parameter]) -> int:
+    return sum(param.numel() for param in params)

@@ -139,7 +139,7 @@ class Statistics:
             f"ZeRO stage {self._stage} on {self._communicator.world_size} rank(s), {self._communicator.device.type}:"
             f" {total:,} parameters, {sum(buffer.layout.numel for buffer in trained):,} trained",
             f"units: {sum(1 for unit in self._units if unit.buffers)}, the largest `{largest.name}`"
-            f" with {largest.numel:,} parameters; prefetch {self._prefetch}",
+            f" with {largest.numel:,} parameters; prefetch {self._prefetch}" + self._places_of_units(),
             f"dtypes: compute {', '.join(dtypes)}; gradients {', '.join(reduce) or 'none'}"
             + ("" if self._moments == "fp32" else f"; moments {self._moments}"),
             f"memory per rank: parameters {_size(memory['parameters'])}, masters {_size(memory['optimizer'])},"
@@ -155,6 +155,16 @@ class Statistics:
             f"sent per rank and step: {_size(sent)}"
             f" (gradients {_size(sent_grads)}, parameters {_size(sent - sent_grads)})",
         ]
+
+    def _places_of_units(self) -> str:
+        """Say where the states of units are, if not all are on the device."""
+        trained = [[buffer for buffer in unit.buffers if buffer.kind.trained] for unit in self._units]
+        on_disk = sum(any(buffer.sleep is not None for buffer in buffers) for buffers in trained)
+        in_host = sum(any(buffer.is_offloaded for buffer in buffers) for buffers in trained) - on_disk
+        if not (on_disk or in_host):
+            return ""
+        here = sum(1 for buffers in trained if buffers) - on_disk - in_host
+        return f"; states of {here} units on the device, {in_host} in host memory, {on_disk} on disks"
 
     def _on_disk(self, store: DiskStore, grads: int) -> str:
         held = self._held(store)

@@ -1,0 +1,84 @@
+"""Which units stay on the device and which sleep in host memory or on disks: the fastest memory is filled first.
+
+Units are taken in the order of the model, so that those whose steps are made beside the next forward come last.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.config import Offload, Sharding
+
+__all__ = ["Home", "fill", "free_bytes", "homes_of_units"]
+
+Home = Literal["device", "cpu", "nvme"]
+
+_STATE_BYTES = 16  # per trained parameter: master, two moments, gradient
+_USED = 0.7  # of what is free; the rest is for activations and for what else the program needs
+
+
+def fill(needs: Sequence[int], device_bytes: int, host_bytes: int, last: Home) -> list[Home]:
+    """Return where each unit goes: on the device while it fits, then in host memory, then on disks.
+
+    Args:
+        needs: Bytes of each unit.
+        device_bytes: What units may take on the device.
+        host_bytes: What they may take in host memory.
+        last: Where units go that fit nowhere else; ``"cpu"`` where there are no disks.
+    """
+    homes: list[Home] = []
+    for need in needs:
+        if "cpu" not in homes and "nvme" not in homes and need <= device_bytes:
+            homes.append("device")
+            device_bytes -= need
+        elif last == "cpu" or ("nvme" not in homes and need <= host_bytes):
+            homes.append("cpu")
+            host_bytes -= need
+        else:
+            homes.append(last)
+    return homes
+
+
+def free_bytes(device: torch.device) -> tuple[int, int]:
+    """Return the bytes that are free on the device, and this rank's share of those in host memory.
+
+    Where the device is the CPU they are the same, and count once.
+    """
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    host = 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
+    host //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device.type != "cuda":
+        return host, 0
+    free, _ = torch.cuda.mem_get_info(device)
+    return free, host
+
+
+def homes_of_units(
+    offload: Offload, numels: Sequence[tuple[int, int]], sharding: Sharding, communicator: Communicator, itemsize: int
+) -> list[Home]:
+    """Return where each unit sleeps with ``fraction="auto"``, the same on all ranks. Collective: all ranks.
+
+    Args:
+        offload: The option.
+        numels: All and trained parameters of each unit.
+        sharding: What is kept sharded.
+        communicator: Over the ranks; the one with the least memory decides.
+        itemsize: Bytes of a parameter as it computes.
+    """
+    world_size = communicator.world_size
+    own = world_size if sharding.optim else 1
+    leaves = offload.params is not None
+    needs = [trained * _STATE_BYTES // own + (numel * itemsize // own if leaves else 0) for numel, trained in numels]
+    fixed = 0 if leaves else sum(numel for numel, _ in numels) * itemsize // (world_size if sharding.params else 1)
+    largest = sum(sorted((numel for numel, _ in numels), reverse=True)[:2])
+    fixed += largest * (itemsize + 4) if sharding.grads else sum(trained for _, trained in numels) * 4
+    device, host = (int(_USED * nbytes) for nbytes in free_bytes(communicator.device))
+    agreed = torch.tensor([device - fixed, host], dtype=torch.int64)
+    communicator.agree(agreed, "agreement on free memory", torch.distributed.ReduceOp.MIN)
+    return fill(needs, int(agreed[0]), int(agreed[1]), "nvme" if offload.uses_disks else "cpu")
