@@ -31,7 +31,7 @@ from tests import worlds
 from tests.contracts import test_offload
 from tests.contracts.test_lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
 from tests.contracts.test_offload import PRECISIONS, clamp, evaluate, forget_gradients, move_options, step_again
-from tests.references import difference
+from tests.references import TinyGPT, difference, token_loss
 from tests.sampling import sample
 
 
@@ -47,7 +47,7 @@ def on_disk(path: Any, **options: Any) -> Offload:
     )
 
 
-def _compare(rank: int, world: int, stage: int, precision: str, optimizer: str, path: str) -> list[str]:
+def _compare(rank: int, world: int, stage: int, precision: str, optimizer: str, path: str, steps: int = 4) -> list[str]:
     placements: list[dict[str, Any]] = [
         {"offload": on_disk(path)},
         {"offload": on_disk(path), "deferred_step": False},
@@ -61,9 +61,9 @@ def _compare(rank: int, world: int, stage: int, precision: str, optimizer: str, 
             {"offload": on_disk(path, optimizer=None, params="nvme")},
             {"offload": on_disk(path, params="cpu")},
         ]
-    expected = test_offload._trained(rank, world, stage, precision, optimizer)
+    expected = test_offload._trained(rank, world, stage, precision, optimizer, steps=steps)
     return [
-        difference(test_offload._trained(rank, world, stage, precision, optimizer, **placement), expected)
+        difference(test_offload._trained(rank, world, stage, precision, optimizer, steps=steps, **placement), expected)
         for placement in placements
     ]
 
@@ -362,3 +362,54 @@ def test_the_benchmark_of_disks_runs(tmp_path: Path) -> None:
     rows = storage.measure(str(tmp_path), blocks=3, width=64, tokens=4, repeats=2, buffer_bytes=4096)
     assert [row.variant for row in rows][:2] == ["phase", "step"]
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (lambda params: torch.optim.RMSprop(params), {}, "`RMSprop` cannot be stepped where"),
+        (lambda params: torch.optim.AdamW(params, foreach=True), {}, "optimizer='nvme'.` is for .*`foreach=True`"),
+        (lambda params: torch.optim.Adam(params, amsgrad=True), {}, "optimizer='nvme'.` is for .*`amsgrad=True`"),
+        (lambda params: torch.optim.AdamW(params), {"moments": "int8"}, "in fp32 or bf16; got `moments='int8'`"),
+        (lambda params: torch.optim.AdamW(params), {"step_in_backward": True}, "`step_in_backward=True` does not work"),
+    ],
+    ids=["class", "foreach", "amsgrad", "int8", "backward"],
+)  # fmt: skip
+def test_what_would_need_everything_in_memory_is_refused(
+    make: Any, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    engine = ZeroEngine(3, offload=on_disk(tmp_path), **options)
+    with pytest.raises(ValueError, match=message):
+        engine.attach(make(engine.shard(nn.Linear(3, 3)).parameters()))
+    if engine.module is not None:
+        engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_disks_give_the_bits_of_memory_after_fifty_steps(
+    stage: int, precision: str, world: int, tmp_path: Path
+) -> None:
+    for found in worlds.run(_compare, world, stage, precision, "adamw", str(tmp_path), 50, timeout_s=240.0):
+        assert not any(found), found
+
+
+def _evaluated(rank: int, world: int, path: str) -> bool:
+    results = []
+    for offload in (None, on_disk(path, params="nvme")):
+        worlds.seed()
+        engine = ZeroEngine(3, units=["Block"], offload=offload)
+        module = engine.shard(TinyGPT())
+        with torch.no_grad():
+            for number in range(3):  # the second and third read ahead
+                with engine.scope("predict_step"):
+                    results.append(token_loss(module, rank, number))
+        assert offload is None or engine.stats().memory["parameters"] == 0
+        engine.close()
+    return all(torch.equal(one, other) for one, other in zip(results[:3], results[3:], strict=True))
+
+
+def test_a_model_is_evaluated_from_disks_without_an_optimizer(tmp_path: Path) -> None:
+    assert all(worlds.run(_evaluated, 2, str(tmp_path)))
