@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -52,6 +52,16 @@ class Contest:
     plain: _Function
     liger: tuple[str, Callable[[_Function], _Function]] | None
     nbytes: tuple[int, int]
+
+    def in_fp32(self) -> Contest:
+        """Return the contest with inputs in 16 bits widened."""
+        widened = (
+            one.detach().float().requires_grad_(one.requires_grad)
+            if one.dtype in (torch.bfloat16, torch.float16)
+            else one
+            for one in self.inputs
+        )
+        return replace(self, inputs=tuple(widened))
 
     @property
     def shape(self) -> str:
@@ -156,3 +166,8 @@ def _rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Contest:
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    is_narrow = tensor.dtype in (torch.bfloat16, torch.float16)
+    return tensor.detach().float().requires_grad_(tensor.requires_grad) if is_narrow else tensor
