@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import itertools
 import multiprocessing
 import os
@@ -197,6 +198,7 @@ def _serve(connection: Connection, rank: int, world: int, folder: str) -> None:
     stacks = open(_stack_file(folder, rank), "w")  # noqa: SIM115 (open as long as the process lives)
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
+    gc.freeze()  # what the server has imported is never looked at again
     for number in itertools.count():
         try:
             fn, args, timeout_s = pickle.loads(connection.recv_bytes())
@@ -207,6 +209,7 @@ def _serve(connection: Connection, rank: int, world: int, folder: str) -> None:
             continue
         store = FileStore(os.path.join(folder, f"store{number}"), world)
         connection.send_bytes(_answer(_call(fn, args, rank, world, store, timeout_s)))
+        gc.collect()  # engines that the call left open: threads of their groups wake a hundred times a second
 
 
 def _call(fn: Callable[..., Any], args: Sequence[Any], rank: int, world: int, store: Store, timeout_s: float) -> Any:
