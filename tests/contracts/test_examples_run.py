@@ -66,6 +66,7 @@ def losses(output: str) -> list[float]:
 
 
 @pytest.mark.world(2)
+@pytest.mark.slow
 def test_minimal_example_learns_alone_and_on_two_ranks(tmp_path: Path) -> None:
     script = ROOT / "examples" / "minimal.py"
     alone = losses(start(script, cwd=tmp_path))

@@ -51,7 +51,8 @@ def _final_losses(rank: int, world: int, stage: int) -> tuple[float, float, floa
     return losses[0][0], last[0], last[1]
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
 def test_bf16_mixed_ends_within_one_percent_of_ddp_under_autocast(stage: int) -> None:
     for first, expected, actual in worlds.run(_final_losses, 2, stage, timeout_s=200):
         assert expected < 0.8 * first, "the reference did not learn"

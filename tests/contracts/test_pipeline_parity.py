@@ -177,10 +177,8 @@ CASES = [
 ]
 KEPT = [
     (2, 1, 1, "gpipe", "gpt", "sgd"),
-    (2, 1, 1, "1f1b", "mlm", "sgd"),
     (2, 2, 2, "interleaved_1f1b", "mlm", "adamw"),
     (2, 2, 3, "1f1b", "gpt", "sgd"),
-    (4, 1, 3, "interleaved_1f1b", "gpt", "adamw"),
 ]
 
 

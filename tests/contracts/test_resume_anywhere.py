@@ -83,7 +83,7 @@ def test_a_directory_of_any_stage_and_world_loads_at_any_other_bit_for_bit(
 
 @pytest.mark.world(4)
 @pytest.mark.parametrize(
-    "saved", sample([*itertools.product(STAGES, WORLDS)], (2, 2)), ids="stage{0[0]}-w{0[1]}".format
+    "saved", sample([*itertools.product(STAGES, WORLDS)], (1, 1)), ids="stage{0[0]}-w{0[1]}".format
 )
 def test_a_file_of_any_stage_and_world_loads_at_any_other_bit_for_bit(saved: tuple[int, int], tmp_path: Path) -> None:
     _check_everywhere(str(tmp_path / "saved.ckpt"), *saved, True, None)
@@ -392,7 +392,7 @@ def _go_on_noisily(
 KINDS = [1, 2, 3, (0, "sharded"), (1, "sharded"), (3, "full")]
 
 
-@pytest.mark.parametrize("kind", sample(KINDS, 2, 3), ids=str)
+@pytest.mark.parametrize("kind", sample(KINDS, 3), ids=str)
 def test_losses_after_a_resume_in_the_middle_of_an_epoch_are_those_of_an_uninterrupted_run(
     kind: Any, tmp_path: Path
 ) -> None:
@@ -414,6 +414,7 @@ def _say(rank: int, world: int, path: str) -> list[str]:
     return _noisy(rank, world, 2, f"{path}-other", Loader, None, path)[2]
 
 
+@pytest.mark.slow
 def test_random_states_of_another_world_are_left_out_and_it_is_said_once(tmp_path: Path) -> None:
     worlds.run(_noisy, 2, 3, str(tmp_path), Loader, None)
     said = worlds.run(_say, 1, str(tmp_path / "step=6.ckpt"))
