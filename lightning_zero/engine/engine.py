@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -400,14 +401,17 @@ class ZeroEngine:
     def _close_parts(self) -> None:
         self._deferral.close()
         self._hooks.remove()
-        self.communicator.close()
-        if self.parts is not None:
-            self.parts.communicator.close()
-            self.everyone.close()
+        self._close_groups()
         self._store.close()
         self._placement.close()
         self.module = None
         _ENGINES.discard(self)
+
+    def _close_groups(self) -> None:
+        self.communicator.close()
+        if self.parts is not None:
+            self.parts.communicator.close()
+            self.everyone.close()
 
     # -- Steps -----------------------------------------------------------------------------------------------------
 
@@ -847,6 +851,13 @@ class ZeroEngine:
         buffer.enter(index)
         buffer.show(index)
         self._loose.append((buffer, index))
+
+
+@atexit.register
+def _close_groups() -> None:
+    """Give the groups of open engines back: their threads must not outlive the interpreter they call into."""
+    for engine in list(_ENGINES):
+        engine._close_groups()
 
 
 @contextmanager

@@ -224,6 +224,7 @@ def test_no_more_than_four_units_are_resident(tmp_path: Path) -> None:
     assert found["weights"] == _program("", blocks, width, 5)["weights"]
 
 
+@pytest.mark.slow
 def test_the_program_that_measures_memory_trains_alike_on_disks(tmp_path: Path) -> None:
     found, expected = _program(tmp_path, 3, 64, 2), _program("", 3, 64, 2)
     assert (found["weights"], found["loss"]) == (expected["weights"], expected["loss"])
