@@ -21,9 +21,10 @@ from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.deferred import Deferral
 from lightning_zero.engine.early import EarlySteps
 from lightning_zero.engine.elsewhere import Elsewhere
+from lightning_zero.engine.flat_step import Place
 from lightning_zero.engine.hooks import Hooks
 from lightning_zero.engine.module_buffers import ModuleBuffers
-from lightning_zero.engine.optimizer import Place, ShardedOptimizer, gradient_norm
+from lightning_zero.engine.optimizer import ShardedOptimizer, gradient_norm
 from lightning_zero.engine.order import PassOrder
 from lightning_zero.engine.parameter import own
 from lightning_zero.engine.partition import Territory, build_unit, choose_territories

@@ -26,9 +26,10 @@ from lightning_zero.storage.sleeping import ordinary
 from lightning_zero_ops import adamw, adamw_int8, sgd
 from lightning_zero_ops.chunks import vector_numel
 
-__all__ = ["FlatStep"]
+__all__ = ["FlatStep", "Place"]
 
 Place = tuple[FlatBuffer, int]
+"""A parameter as (buffer, slot)."""
 _Run = tuple[int, int]
 
 _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)

@@ -22,15 +22,12 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Moments
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.deferred import Deferral, Update
-from lightning_zero.engine.flat_step import FlatStep
+from lightning_zero.engine.flat_step import FlatStep, Place
 from lightning_zero.engine.gradient import norm_of_norms, norms_of
 from lightning_zero.engine.moments import widened
 from lightning_zero.engine.parts import Parts
 
-__all__ = ["Place", "ShardedOptimizer", "gradient_norm", "is_elementwise"]
-
-Place = tuple[FlatBuffer, int]
-"""A parameter as (buffer, slot)."""
+__all__ = ["ShardedOptimizer", "gradient_norm", "is_elementwise"]
 
 
 class ShardedOptimizer:

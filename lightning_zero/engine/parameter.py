@@ -140,12 +140,8 @@ _FILL: dict[Any, Callable[..., float]] = {
 }
 
 
-class ReleasedParameter(nn.Parameter):
-    """A parameter whose values are sharded over the ranks.
-
-    Its shape, number of elements, dtype, device and ``requires_grad`` are those of the whole parameter. Inside a step
-    an operation on it gathers its unit; anywhere else it raises ``ReleasedParameterError``.
-    """
+class _OwnedParameter(nn.Parameter):
+    """A parameter whose values are not there: metadata is answered, ``_use`` does what everything else needs."""
 
     grad = property(_read_grad, _write_grad, lambda param: _write_grad(param, None))
 
@@ -157,11 +153,29 @@ class ReleasedParameter(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Answer questions about metadata; gather, or refuse, everything else."""
+        """Answer questions about metadata; leave the rest to ``_use``."""
         kwargs = kwargs or {}
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        return cls._use(func, args, kwargs)
+
+    @classmethod
+    def _use(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call a function that needs values."""
+        raise NotImplementedError
+
+
+class ReleasedParameter(_OwnedParameter):
+    """A parameter whose values are sharded over the ranks.
+
+    Its shape, number of elements, dtype, device and ``requires_grad`` are those of the whole parameter. Inside a step
+    an operation on it gathers its unit; anywhere else it raises ``ReleasedParameterError``.
+    """
+
+    @classmethod
+    def _use(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Gather, or refuse."""
         if func in _FILL:
             return _constant_like(args[0], _FILL[func](*args, **kwargs), **kwargs)
         for leaf in tree_leaves((args, kwargs)):
@@ -191,24 +205,12 @@ class ReleasedParameter(nn.Parameter):
         raise ReleasedParameterError(_refusal(self, "pickle"))
 
 
-class PendingParameter(nn.Parameter):
+class PendingParameter(_OwnedParameter):
     """A whole parameter whose step was asked for and is made when somebody touches its values."""
 
-    grad = property(_read_grad, _write_grad, lambda param: _write_grad(param, None))
-
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Answer questions about metadata; make the step for everything else."""
-        kwargs = kwargs or {}
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+    def _use(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Make the step first."""
         for leaf in tree_leaves((args, kwargs)):
             if type(leaf) is PendingParameter:
                 _make_step(leaf)
@@ -230,11 +232,10 @@ class PendingParameter(nn.Parameter):
         return self.__reduce_ex__(protocol)
 
 
-class SleepingParameter(nn.Parameter):
+class SleepingParameter(_OwnedParameter):
     """A parameter in the step window whose values are on a disk; see ``lightning_zero/storage/sleeping.py``."""
 
     sleeps = True
-    grad = property(_read_grad, _write_grad, lambda param: _write_grad(param, None))
 
     @classmethod
     def __torch_function__(

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Moments
 from lightning_zero.engine.buffer import FlatBuffer
-from lightning_zero.engine.optimizer import Place
+from lightning_zero.engine.flat_step import Place
 from lightning_zero.engine.unit import Unit
 from lightning_zero.storage.disk import DiskStore
 from lightning_zero.storage.host import HostStore
