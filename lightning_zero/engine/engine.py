@@ -855,7 +855,7 @@ class ZeroEngine:
 
 
 @atexit.register
-def _close_groups() -> None:
+def _close_groups_at_exit() -> None:
     """Give the groups of open engines back: their threads must not outlive the interpreter they call into."""
     for engine in list(_ENGINES):
         engine._close_groups()
