@@ -34,6 +34,7 @@ class Ranks:
         self.world_size = 1 if communicator is None else communicator.world_size
         self.group = None if communicator is None else communicator.object_group
         self._timeout_s = 0.0 if communicator is None else communicator.timeout_s
+        self._communicator = communicator
 
     @classmethod
     def in_background(cls, engine: ZeroEngine) -> Ranks:
@@ -65,11 +66,18 @@ class Ranks:
             ) from error
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks."""
-        if self.world_size == 1:
+        """Return the values of all ranks.
+
+        Raises:
+            CollectiveError: A rank has stopped, or did not come in time.
+        """
+        if self._communicator is None or self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
+        try:
+            dist.all_gather_object(values, value, group=self.group)
+        except RuntimeError as error:
+            raise self._communicator.failure("exchange about a checkpoint", error) from error
         return values
 
     def from_first(self, value: Any) -> Any:

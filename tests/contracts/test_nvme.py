@@ -12,11 +12,14 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.optim import Optimizer
 
@@ -328,6 +331,86 @@ def test_a_full_disk_on_one_rank_is_an_error_on_every_rank(tmp_path: Path) -> No
     assert second[0] == "StorageError"
     assert "There is no room for" in second[1]
     assert os.listdir(tmp_path) == []
+
+
+def _mounted(path: Path, megabytes: int, *arguments: str) -> dict[str, Any]:
+    """Return what the program says that trains on a file system of so many megabytes, seen by nobody else."""
+    mount = f"mount -t tmpfs -o size={megabytes}m tmpfs {path}"
+    alone = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    if shutil.which("unshare") is None or subprocess.run([*alone, mount], capture_output=True).returncode:
+        pytest.skip("nobody may mount a file system here")
+    program = " ".join([sys.executable, "-m", "tests.contracts.small_disk", str(path), *arguments])
+    done = subprocess.run([*alone, f"{mount} && exec {program}"], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def _checkpointed(rank: int, world: int, path: str, width: int) -> None:
+    fitted = trainer(rank, world, ZeroStrategy(stage=3), max_epochs=1)
+    fitted.fit(seeded(lambda: Net(width)), loader(rank, world))
+    fitted.save_checkpoint(path)
+
+
+def _content(directory: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+def test_a_small_file_system_is_an_error_on_every_rank_and_the_checkpoint_stays(tmp_path: Path) -> None:
+    disk, checkpoint, width = tmp_path / "disk", tmp_path / "before.ckpt", 512
+    disk.mkdir()
+    worlds.run(_checkpointed, 2, str(checkpoint), width)
+    content = _content(checkpoint)
+    found = _mounted(disk, 2, str(width), str(checkpoint))  # 12 bytes of 0.5M parameters
+    assert any("There is no room for" in end and "No space left" in end for end in found["ends"]), found
+    assert all(end.startswith(("StorageError", "CollectiveError")) for end in found["ends"]), found
+    assert found["files"] == []
+    assert _content(checkpoint) == content
+    found = _mounted(disk, 64, str(width), str(checkpoint))
+    assert found == {"ends": ["trained", "trained"], "files": []}
+
+
+class _Breaks(Callback):
+    """Breaks the disk of the last rank before a step."""
+
+    def __init__(self, trouble: Callable[[ZeroEngine], None], step: int) -> None:
+        self._trouble, self._step = trouble, step
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self._step and trainer.global_rank == trainer.world_size - 1:
+            engine = cast(ZeroStrategy, trainer.strategy)._engine
+            assert engine is not None
+            self._trouble(engine)
+
+
+def _breaks_in_fit(rank: int, world: int, folder: str, trouble: str) -> str:
+    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    breaks = _Breaks({"cut": _cut, "full": _refuse_writes}[trouble], step=3)
+    strategy = ZeroStrategy(stage=3, offload=on_disk(f"{folder}/disk", params="nvme"))
+    fitted = trainer(rank, world, strategy, callbacks=[saving, breaks], enable_checkpointing=True)
+    with pytest.raises((RuntimeError, OSError)) as caught:
+        fitted.fit(seeded(Net), loader(rank, world))
+    return type(caught.value).__name__
+
+
+def _goes_on(rank: int, world: int, folder: str) -> None:
+    plain = trainer(rank, world, ZeroStrategy(stage=3))
+    plain.fit(seeded(Net), loader(rank, world))
+    strategy = ZeroStrategy(stage=3, offload=on_disk(f"{folder}/disk", params="nvme"))
+    again = trainer(rank, world, strategy)
+    again.fit(seeded(Net), loader(rank, world), ckpt_path=f"{folder}/step=2.ckpt")
+    assert_equal(weights(again), weights(plain))
+
+
+@pytest.mark.parametrize("trouble", ["full", "cut"])
+def test_a_run_goes_on_from_the_last_checkpoint_before_its_disk_failed(trouble: str, tmp_path: Path) -> None:
+    kinds = worlds.run(_breaks_in_fit, 2, str(tmp_path), trouble)
+    assert kinds[0] in ("CollectiveError", "CheckpointError")
+    assert kinds[1] in ("StorageError", "RuntimeError")
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["step=2.ckpt"]
+    assert not list((tmp_path / "disk").iterdir())
+    worlds.run(_goes_on, 2, str(tmp_path))
 
 
 def _two_runs(rank: int, world: int, path: str) -> bool:
