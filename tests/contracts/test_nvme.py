@@ -385,8 +385,8 @@ class _Breaks(Callback):
 
 
 def _breaks_in_fit(rank: int, world: int, folder: str, trouble: str) -> str:
-    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
-    breaks = _Breaks({"cut": _cut, "full": _refuse_writes}[trouble], step=3)
+    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)
+    breaks = _Breaks({"cut": _cut, "full": _refuse_writes}[trouble], step=5)
     strategy = ZeroStrategy(stage=3, offload=on_disk(f"{folder}/disk", params="nvme"))
     fitted = trainer(rank, world, strategy, callbacks=[saving, breaks], enable_checkpointing=True)
     with pytest.raises((RuntimeError, OSError)) as caught:
@@ -399,7 +399,7 @@ def _goes_on(rank: int, world: int, folder: str) -> None:
     plain.fit(seeded(Net), loader(rank, world))
     strategy = ZeroStrategy(stage=3, offload=on_disk(f"{folder}/disk", params="nvme"))
     again = trainer(rank, world, strategy)
-    again.fit(seeded(Net), loader(rank, world), ckpt_path=f"{folder}/step=2.ckpt")
+    again.fit(seeded(Net), loader(rank, world), ckpt_path=f"{folder}/step=4.ckpt")
     assert_equal(weights(again), weights(plain))
 
 
@@ -408,7 +408,7 @@ def test_a_run_goes_on_from_the_last_checkpoint_before_its_disk_failed(trouble: 
     kinds = worlds.run(_breaks_in_fit, 2, str(tmp_path), trouble)
     assert kinds[0] in ("CollectiveError", "CheckpointError")
     assert kinds[1] in ("StorageError", "RuntimeError")
-    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["step=2.ckpt"]
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["step=4.ckpt"]
     assert not list((tmp_path / "disk").iterdir())
     worlds.run(_goes_on, 2, str(tmp_path))
 
