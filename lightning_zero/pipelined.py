@@ -26,7 +26,7 @@ from lightning_zero.parallel.denominators import Denominators, count_elements
 from lightning_zero.parallel.handed import HandedStep, HandedSteps
 from lightning_zero.parallel.keeping import device_bytes, reduces_once
 from lightning_zero.parallel.microbatches import batch_digest, shapes_of, split_batch
-from lightning_zero.parallel.pipeline import PipelineRunner, Route
+from lightning_zero.parallel.pipeline import PipelineRunner, PipelineStage
 from lightning_zero.parallel.split import Split
 from lightning_zero.parallel.streams import RandomState, RandomStreams
 
@@ -52,25 +52,25 @@ class PipelinedSteps:
     def __init__(
         self, module: Any, engine: ZeroEngine, split: Split, pipeline: Pipeline, mesh: Mesh, device: torch.device
     ) -> None:
-        self._streams = RandomStreams(device)
-        self._is_handed = hasattr(module, "pipeline_step")
-        self._keeps_gradients = self._reduces_once(engine, pipeline, device)
-        self.runner: PipelineRunner[Any] = PipelineRunner(
-            module,
-            split,
-            pipeline,
-            mesh,
-            engine,
-            route=self._route(module, engine, split, mesh, device),
-            streams=self._streams,
-            mail=Mailbox(mesh.message_group, device),
-            keeps_gradients=self._keeps_gradients,
-        )
+        # - What runs where
         self._split = split
         self._module = module
         self._engine = engine
         self._mesh = mesh
         self._device = device
+        # - How it runs
+        self._streams = RandomStreams(device)
+        self._stage = PipelineStage(module, split, mesh, device, engine, self._streams)
+        self._is_handed = hasattr(module, "pipeline_step")
+        self._keeps_gradients = self._reduces_once(pipeline)
+        self.runner: PipelineRunner[Any] = PipelineRunner(
+            self._stage,
+            pipeline,
+            route=HandedSteps(self._stage) if self._is_handed else CapturedSteps(self._stage),
+            mail=Mailbox(mesh.message_group, device),
+            keeps_gradients=self._keeps_gradients,
+        )
+        # - What the last stage tells the others
         self._logs = Logs(module)
         self._metrics = MetricStates(module, mesh.copy_group)
         self._buffers = _buffers_by_stage(module, split)
@@ -78,21 +78,11 @@ class PipelinedSteps:
         self._has_counts: bool | None = None  # whether their numbers of elements can be told before; None: not tried
         self._denominators: Denominators | None = None  # of the batch that is running
 
-    def _route(self, module: Any, engine: ZeroEngine, split: Split, mesh: Mesh, device: torch.device) -> Route[Any]:
-        def any_copy(flag: bool) -> bool:
-            what = "agreement on a new kind of step"
-            return bool(engine.communicator.agree(torch.tensor([flag], dtype=torch.uint8), what).item())
-
-        if self._is_handed:
-            return HandedSteps(module, split, mesh, self._streams, engine.scope, any_copy, device)
-        return CapturedSteps(module, split, mesh, self._streams, engine.scope, any_copy, engine.asleep)
-
-    def _reduces_once(self, engine: ZeroEngine, pipeline: Pipeline, device: torch.device) -> bool:
-        trained = [buffer for unit in engine.units for buffer in unit.buffers if buffer.kind.trained]
+    def _reduces_once(self, pipeline: Pipeline) -> bool:
+        trained = [buffer for unit in self._engine.units for buffer in unit.buffers if buffer.kind.trained]
         needed = sum(buffer.layout.padded_numel * buffer.kind.reduce.itemsize for buffer in trained)
-        once = reduces_once(pipeline.reduce, needed, device_bytes(device, dist.get_world_size()))
-        flag = torch.tensor([not once], dtype=torch.uint8)
-        return not engine.communicator.agree(flag, "agreement on when to reduce").item()
+        once = reduces_once(pipeline.reduce, needed, device_bytes(self._device, dist.get_world_size()))
+        return not self._stage.any_copy(not once, "agreement on when to reduce")
 
     def summary(self) -> str:
         """Return a line or two that say what lies where, and when gradients are reduced."""
@@ -176,8 +166,8 @@ class PipelinedSteps:
             with self._logs.recording(), self._metrics.muted(), torch.enable_grad():
                 self.runner.survey(step, kind, lambda run: counts.append(count_elements(run)))
         if self._has_counts is None:
-            found = torch.tensor([any(count is not None for count in counts)], dtype=torch.uint8)
-            self._has_counts = bool(self._engine.communicator.agree(found, "agreement on the kind of losses").item())
+            is_known = any(count is not None for count in counts)
+            self._has_counts = self._stage.any_copy(is_known, "agreement on the kind of losses")
         known = [count for count in counts if count is not None]
         return Denominators(torch.stack(known).tolist() if known and len(known) == len(counts) else None)
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_zero.comm.mesh import Mesh
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.fakes import is_fake
 from lightning_zero.parallel.gates import Gates, Message
-from lightning_zero.parallel.split import Split
-from lightning_zero.parallel.streams import RandomStreams
+from lightning_zero.parallel.pipeline import PipelineStage
 
 __all__ = ["CapturedStep", "CapturedSteps"]
 
@@ -24,35 +21,12 @@ CapturedStep = Callable[[int], Any]  # runs the user's step on a micro-batch
 
 
 class CapturedSteps:
-    """Runs steps through gates.
+    """Runs steps through gates."""
 
-    Args:
-        module: The root.
-        split: What lies where.
-        mesh: The ranks.
-        streams: Random numbers of the chunks.
-        scope: Makes usable what the engine holds, for the named purpose. Collective: all ranks of this stage.
-        any_copy: Says whether a flag is set on some rank of this stage. Collective: all of them.
-        asleep: Lets forwards that compute nothing go unnoticed.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        split: Split,
-        mesh: Mesh,
-        streams: RandomStreams,
-        scope: Callable[[str], AbstractContextManager[None]],
-        any_copy: Callable[[bool], bool],
-        asleep: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._split = split
-        self._mesh = mesh
-        self._streams = streams
-        self._scope = scope
-        self._any_copy = any_copy
-        self._own_chunks = range(mesh.stage, split.num_chunks, mesh.stages)
-        self._gates = Gates(module, split, streams.leave_common, asleep)
+    def __init__(self, stage: PipelineStage) -> None:
+        self._stage = stage
+        self._own_chunks = range(stage.mesh.stage, stage.split.num_chunks, stage.mesh.stages)
+        self._gates = Gates(stage.module, stage.split, stage.streams.leave_common, stage.engine.asleep)
         self._messages: dict[Hashable, dict[int, tuple[Message, ...]]] = {}  # into every chunk, by kind of step
 
     def run(
@@ -78,19 +52,19 @@ class CapturedSteps:
         and so is what differs between them, for example a mask that is drawn inside the model.
         Collective: all ranks of this stage; where the kind of step is new to one of them, all ranks.
         """
-        if self._any_copy(kind not in self._messages):
+        if self._stage.any_copy(kind not in self._messages, "agreement on a new kind of step"):
+            num_chunks, mesh = self._stage.split.num_chunks, self._stage.mesh
             mine = {
                 (chunk, acting): self._description(step, chunk, acting)
                 for acting in self._own_chunks
                 for chunk in (acting, acting + 1)
-                if 0 < chunk < self._split.num_chunks
+                if 0 < chunk < num_chunks
             }
-            everyone: list[Any] = [None] * self._mesh.stages
-            dist.all_gather_object(everyone, mine, group=self._mesh.host_group)
+            everyone: list[Any] = [None] * mesh.stages
+            dist.all_gather_object(everyone, mine, group=mesh.host_group)
             table = {key: value for one in everyone for key, value in one.items()}
             self._messages[kind] = {
-                chunk: _needed(chunk, table[chunk, chunk], table[chunk, chunk - 1])
-                for chunk in range(1, self._split.num_chunks)
+                chunk: _needed(chunk, table[chunk, chunk], table[chunk, chunk - 1]) for chunk in range(1, num_chunks)
             }
         return self._messages[kind]
 
@@ -98,12 +72,12 @@ class CapturedSteps:
         """Describe the arguments of a chunk's first block as ``acting`` would find them."""
 
         def look() -> list[Any]:
-            self._streams.begin()
-            self._streams.enter(acting, 0)
-            with self._scope("arguments"):
+            self._stage.streams.begin()
+            self._stage.streams.enter(acting, 0)
+            with self._stage.engine.scope("arguments"):
                 return [_describe(leaf) for leaf in self._gates.arguments(lambda: step(0), chunk)]
 
-        description: list[Any] = self._streams.apart(look)
+        description: list[Any] = self._stage.streams.apart(look)
         return description
 
 

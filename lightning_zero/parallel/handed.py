@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_zero.comm.mesh import Mesh
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.gates import Message
-from lightning_zero.parallel.split import Split
-from lightning_zero.parallel.streams import RandomStreams
+from lightning_zero.parallel.pipeline import PipelineStage
 
 __all__ = ["HandedStep", "HandedSteps"]
 
@@ -54,36 +52,16 @@ class _Boundary:
 
 
 class HandedSteps:
-    """Runs the blocks of a chunk, one on what the other returns.
+    """Runs the blocks of a chunk, one on what the other returns."""
 
-    Args:
-        module: The root.
-        split: What lies where.
-        mesh: The ranks.
-        streams: Random numbers of the chunks.
-        scope: Makes usable what the engine holds, for the named purpose. Collective: all ranks of this stage.
-        any_copy: Says whether a flag is set on some rank of this stage. Collective: all of them.
-        device: Device of this rank.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        split: Split,
-        mesh: Mesh,
-        streams: RandomStreams,
-        scope: Callable[[str], AbstractContextManager[None]],
-        any_copy: Callable[[bool], bool],
-        device: torch.device,
-    ) -> None:
-        self._split = split
-        self._mesh = mesh
-        self._streams = streams
-        self._scope = scope
-        self._any_copy = any_copy
-        self._device = device
-        places = sorted((place for place in split.places if place.block is not None), key=lambda one: one.block or 0)
-        self._blocks = [(place.name, module.get_submodule(place.name)) for place in places]
+    def __init__(self, stage: PipelineStage) -> None:
+        self._stage = stage
+        self._split = stage.split
+        self._mesh = stage.mesh
+        self._streams = stage.streams
+        places = [place for place in stage.split.places if place.block is not None]
+        names = [place.name for place in sorted(places, key=lambda one: one.block or 0)]
+        self._blocks = [(name, stage.module.get_submodule(name)) for name in names]
         self._known: dict[Hashable, dict[int, _Boundary]] = {}  # into every chunk, and behind the last, by kind of step
         self._boundaries: dict[int, _Boundary] = {}  # of the step that is running
 
@@ -92,7 +70,7 @@ class HandedSteps:
 
         Collective: all ranks of this stage; where the kind of step is new to one of them, all ranks.
         """
-        if self._any_copy(kind not in self._known):
+        if self._stage.any_copy(kind not in self._known, "agreement on a new kind of step"):
             self._known[kind] = self._streams.apart(lambda: self._described(step))
         self._boundaries = self._known[kind]
         return {chunk: boundary.messages for chunk, boundary in self._boundaries.items()}
@@ -107,7 +85,7 @@ class HandedSteps:
             if self._mesh.stage == stage:
                 self._streams.enter(chunk, 0)
                 self._streams.leave_common()
-                with self._scope("arguments"), step.context():
+                with self._stage.engine.scope("arguments"), step.context():
                     state = self._through(chunk, self._start(step, chunk, boundaries))
                     found = [self._boundary(chunk, state)]
             dist.broadcast_object_list(found, group=self._mesh.host_group, group_src=stage)
@@ -119,7 +97,7 @@ class HandedSteps:
         if chunk == 0:
             return step.begin(0)
         tensors = [
-            torch.zeros(one.shape, dtype=one.dtype, device=self._device).requires_grad_(one.requires_grad)
+            torch.zeros(one.shape, dtype=one.dtype, device=self._stage.device).requires_grad_(one.requires_grad)
             for one in boundaries[chunk].messages
         ]
         return boundaries[chunk].state(tensors)
@@ -173,4 +151,4 @@ class HandedSteps:
         """Finish a micro-batch on zeros."""
         self._streams.leave_common()
         with step.context():
-            step.finish(self._boundaries[self._split.num_chunks].zeros(self._device), index)
+            step.finish(self._boundaries[self._split.num_chunks].zeros(self._stage.device), index)

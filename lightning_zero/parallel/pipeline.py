@@ -12,6 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import nn
 
+from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.mail import Letter, Mailbox
 from lightning_zero.comm.mesh import Mesh
 from lightning_zero.config import Pipeline
@@ -22,13 +23,18 @@ from lightning_zero.parallel.plan import Action, compute_order, evaluation_order
 from lightning_zero.parallel.split import Split
 from lightning_zero.parallel.streams import RandomStreams
 
-__all__ = ["PipelineRunner", "Route", "Stepper", "Timing"]
+__all__ = ["PipelineRunner", "PipelineStage", "Route", "Stepper", "Timing"]
 
 Step = TypeVar("Step", contravariant=True)
 
 
 class Stepper(Protocol):
-    """What the runner needs of the engine that holds this stage's parameters."""
+    """What a pipeline needs of the engine that holds this stage's parameters."""
+
+    @property
+    def communicator(self) -> Communicator:
+        """Collectives of the ranks that hold the same stage."""
+        ...
 
     def scope(self, name: str) -> AbstractContextManager[None]:
         """Run code that may use any parameter of this stage."""
@@ -43,6 +49,35 @@ class Stepper(Protocol):
     def backward_scope(self) -> AbstractContextManager[None]:
         """Run a backward."""
         ...
+
+    def asleep(self) -> AbstractContextManager[None]:
+        """Let forwards that compute nothing go unnoticed."""
+        ...
+
+
+@dataclass(frozen=True)
+class PipelineStage:
+    """This rank's part of a model, and who is asked about it.
+
+    Attributes:
+        module: The root; parameters of other stages have no values.
+        split: What lies where.
+        mesh: The ranks.
+        device: Device of this rank.
+        engine: Holds the parameters of this stage.
+        streams: Random numbers of the chunks.
+    """
+
+    module: nn.Module
+    split: Split
+    mesh: Mesh
+    device: torch.device
+    engine: Stepper
+    streams: RandomStreams
+
+    def any_copy(self, flag: bool, what: str) -> bool:
+        """Say whether a flag is set on some rank of this stage. Collective: all of them."""
+        return bool(self.engine.communicator.agree(torch.tensor([flag], dtype=torch.uint8), what).item())
 
 
 class Route(Protocol[Step]):
@@ -101,45 +136,37 @@ class PipelineRunner(Generic[Step]):
     """Runs steps of a module that is cut into stages.
 
     Args:
-        module: The root; parameters of other stages have no values.
-        split: What lies where.
+        stage: What this rank computes, and with whom.
         pipeline: Schedule and number of micro-batches.
-        mesh: The ranks.
-        engine: Holds the parameters of this stage.
         route: How steps get from chunk to chunk.
-        streams: Random numbers of the chunks.
         mail: To the other stages.
         keeps_gradients: Whether stage 3 reduces once per batch.
     """
 
     def __init__(
         self,
-        module: nn.Module,
-        split: Split,
+        stage: PipelineStage,
         pipeline: Pipeline,
-        mesh: Mesh,
-        engine: Stepper,
         *,
         route: Route[Step],
-        streams: RandomStreams,
         mail: Mailbox,
         keeps_gradients: bool,
     ) -> None:
         # - What runs where
-        self.split = split
-        self.mesh = mesh
+        self.split = stage.split
+        self.mesh = stage.mesh
         self.num_microbatches = pipeline.num_microbatches
-        self._engine = engine
-        chunks, stages = split.num_chunks, mesh.stages
+        chunks, stages = self.split.num_chunks, self.mesh.stages
         orders = compute_order(pipeline.schedule, stages, chunks, self.num_microbatches)
-        self._actions = simulate(orders, chunks)[0][mesh.stage]
-        self._evaluation = simulate(evaluation_order(stages, chunks), chunks)[0][mesh.stage]
+        self._actions = simulate(orders, chunks)[0][self.mesh.stage]
+        self._evaluation = simulate(evaluation_order(stages, chunks), chunks)[0][self.mesh.stage]
         # A backward reduces all units of the stage, also those of its other chunks.
         self._keeps_gradients = keeps_gradients or chunks > stages
         # - How it runs
-        self._module = module
+        self._module = stage.module
+        self._engine = stage.engine
         self._route = route
-        self._streams = streams
+        self._streams = stage.streams
         self._mail = mail
         self.timing = Timing()
         # - The step that is running
