@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.errors import ReleasedParameterError
+from lightning_zero.storage.metadata import QUESTION_FUNCTIONS
 from lightning_zero.storage.sleeping import call_awake
 
 __all__ = [
@@ -116,19 +117,13 @@ def _getters(*names: str) -> set[Any]:
     return {getattr(_Tensor, name).__get__ for name in names if hasattr(_Tensor, name)}
 
 
-def _functions(namespace: Any, names: str) -> set[Any]:
-    return {getattr(namespace, name) for name in names.split() if hasattr(namespace, name)}
-
-
-_METADATA: set[Any] = _getters(
+# Functions that make tensors (`rand_like`, `new_zeros`) are not among them: states that optimizers make with them would
+# have the size of the whole parameter.
+_METADATA: frozenset[Any] = QUESTION_FUNCTIONS | _getters(
     "shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim", "grad_fn", "layout", "is_sparse", "is_cuda",
     "is_cpu", "is_meta", "is_quantized", "is_nested", "itemsize", "_backward_hooks", "_version", "names", "is_mkldnn",
     "is_xla", "is_mps", "nbytes", "output_nr", "retains_grad", "_post_accumulate_grad_hooks",
-) | _functions(
-    _Tensor, "numel nelement dim size stride element_size is_floating_point is_complex is_contiguous __hash__ __len__"
-    " requires_grad_ register_post_accumulate_grad_hook register_hook is_inference get_device storage_offset is_shared"
-    " is_pinned has_names"
-) | _functions(torch, "is_floating_point is_complex is_inference numel is_same_size") | {
+) | {
     _Tensor.requires_grad.__set__, _Tensor.grad.__set__, _Tensor.grad.__delete__, _Tensor._backward_hooks.__set__,
 }  # fmt: skip
 

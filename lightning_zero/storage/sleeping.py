@@ -15,6 +15,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_zero.storage.metadata import QUESTIONS
+
 __all__ = [
     "Sleeper",
     "SleepingTensor",
@@ -40,13 +42,9 @@ class Sleeper(Protocol):
 
 _SLEEPERS: WeakValueDictionary[int, Sleeper] = WeakValueDictionary()  # by storage, which a sleeper keeps alive
 
-_METADATA = frozenset([
-    "numel", "nelement", "dim", "ndimension", "size", "stride", "element_size", "is_floating_point",
-    "is_complex", "is_contiguous", "get_device", "storage_offset", "__hash__", "is_inference", "__len__",
-    "is_shared", "is_pinned", "requires_grad_", "has_names", "is_same_size", "register_hook",
-    "register_post_accumulate_grad_hook", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like",
-    "randn_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "is_tensor", "dense_dim",
-    "sparse_dim", "is_signed", "is_conj", "is_neg", "result_type", "can_cast", "is_storage", "retain_grad",
+_METADATA = QUESTIONS | frozenset([
+    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_empty", "new_zeros",
+    "new_ones", "new_full", "new_tensor",
 ])  # fmt: skip
 _VIEWS = frozenset([
     "detach", "view", "view_as", "narrow", "select", "chunk", "split", "split_with_sizes", "unbind", "squeeze",

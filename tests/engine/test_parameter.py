@@ -95,6 +95,8 @@ VALUES: dict[str, Callable[[nn.Parameter], Any]] = {
     "cast": lambda p: p.to(torch.float64),
     "equal": lambda p: torch.equal(p, p),
     "contains": lambda p: 1.0 in p,
+    "rand_like": lambda p: torch.rand_like(p),
+    "new_zeros": lambda p: p.new_zeros(p.shape),
 }
 
 
