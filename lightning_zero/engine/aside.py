@@ -86,7 +86,6 @@ def _move_local(buffer: FlatBuffer, before: ShardStore, home: ShardStore) -> Non
     if holds_reduced or buffer.summed:
         buffer.local = home.create("gradients", local.numel(), local.dtype).copy_(local)
     if holds_reduced:
-        lo, hi = buffer.own_range
         assert buffer.local is not None
-        buffer.reduced = buffer.local[lo:hi]
+        buffer.reduced = buffer.local[buffer.own_range.start : buffer.own_range.stop]
     before.give_back("gradients", local)

@@ -25,6 +25,7 @@ from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.config import Sharding
 from lightning_zero.engine.deferred import Update
 from lightning_zero.engine.gradient import ShardedGradient, sharded_gradient_class
+from lightning_zero.engine.own_range import OwnRange
 from lightning_zero.engine.parameter import (
     PendingParameter,
     ReducedParameter,
@@ -102,12 +103,7 @@ class FlatBuffer:
         shapes = [(key, tuple(param.shape)) for key, param in zip(names, params, strict=True)]
         self.layout = FlatLayout.build(shapes, communicator.world_size)
         numel = self.layout.padded_numel
-        self.own_range = self.layout.shard_range(communicator.rank) if sharding.optim else (0, numel)
-        own = self.layout.segments(communicator.rank)
-        self._segments = [
-            (segment.start, segment.stop) if sharding.optim else (0, slot.numel)
-            for segment, slot in zip(own, self.layout.slots, strict=True)
-        ]
+        self.own_range = OwnRange(self.layout, communicator.rank, is_sharded=sharding.optim)
         # - Values
         self.full = store.create("gathered" if sharding.params else "parameters", numel, kind.compute)
         self.views = [_view(self.full, slot.offset, slot.shape) for slot in self.layout.slots]
@@ -170,16 +166,12 @@ class FlatBuffer:
             shard = self.params_home.keep("parameters", self.full[lo:hi], f"parameters of unit `{self.name}`")
         if not exact:
             return shard, None
-        return shard, self._keep_master(values[self.own_range[0] : self.own_range[1]])
+        return shard, self._keep_master(values[self.own_range.start : self.own_range.stop])
 
     def _keep_master(self, values: torch.Tensor) -> torch.Tensor:
         return self.home.keep("optimizer", values.to(self.kind.master), f"masters of unit `{self.name}`")
 
     # -- Values ----------------------------------------------------------------------------------------------------
-
-    @property
-    def _own_numel(self) -> int:
-        return self.own_range[1] - self.own_range[0]
 
     @property
     def computed(self) -> torch.Tensor:
@@ -436,7 +428,7 @@ class FlatBuffer:
         self._rounded.update(indices)
 
     def _is_rounded(self) -> bool:
-        return all(index in self._rounded or start == stop for index, (start, stop) in enumerate(self._segments))
+        return self.own_range.are_all(self._rounded)
 
     def published(self) -> None:
         """Note that parameters and masters agree."""
@@ -563,11 +555,9 @@ class FlatBuffer:
         if self.reduced is None:
             with torch.inference_mode(False), torch.no_grad():
                 if self.sharding.grads:
-                    numel = self.own_range[1] - self.own_range[0]
-                    self.reduced = self.home.create("gradients", numel, self.kind.reduce)
+                    self.reduced = self.home.create("gradients", self.own_range.numel, self.kind.reduce)
                 else:
-                    lo, hi = self.own_range
-                    self.reduced = self._local_sums()[lo:hi]
+                    self.reduced = self._local_sums()[self.own_range.start : self.own_range.stop]
                 self.reduced.zero_()
         self.has_grad.update(range(len(self.params)))
         self._mark_reduced()
@@ -594,9 +584,9 @@ class FlatBuffer:
             self.flush()  # another optimizer's step reads the same tensor
             self.settle()
             for index in dropped:  # what comes next is added to it
-                self.segment(index, self.reduced).zero_()
-                if self._window_grad is not None:
-                    self.segment(index, self._window_grad).zero_()
+                for values in (self.reduced, self._window_grad):
+                    if values is not None:
+                        self.own_range.segment(index, values).zero_()
         elif self.reduced is not None or self._retained is not None:
             if self.sharding.grads and self.reduced is not None:
                 self._give_back_reduced()
@@ -645,28 +635,9 @@ class FlatBuffer:
 
     # -- Segments and the step window ------------------------------------------------------------------------------
 
-    def own_segment(self, index: int) -> tuple[int, int]:
-        """Return which elements of a parameter are in the own range."""
-        return self._segments[index]
-
-    def segment(self, index: int, values: torch.Tensor | None = None) -> torch.Tensor:
-        """Return a parameter's piece of a tensor over the own range: 1-D, or whole and in shape at stage 0."""
-        values = self.stepped if values is None else values
-        slot = self.layout.slots[index]
-        start, stop = self._segments[index]
-        base = slot.offset - self.own_range[0]
-        piece = values[base + start : base + stop] if stop > start else values[:0]
-        return piece if self.sharding.optim else piece.view(slot.shape)
-
-    def own_piece(self, index: int) -> tuple[int, int]:
-        """Return where a parameter's segment lies in the own range."""
-        start, stop = self._segments[index]
-        base = self.layout.slots[index].offset - self.own_range[0]
-        return base + start, base + stop
-
-    def is_next(self, index: int, other: int) -> bool:
-        """Say whether nothing but padding lies between the segments of two slots, the second behind the first."""
-        return all(start == stop for start, stop in self._segments[index + 1 : other])
+    def segment(self, index: int) -> torch.Tensor:
+        """Return a parameter's segment of what the optimizer steps: 1-D, or whole and in shape at stage 0."""
+        return self.own_range.segment(index, self.stepped)
 
     def gradient(self) -> torch.Tensor | None:
         """Return the reduced gradients for reading, in either dtype: (own range,)."""
@@ -743,10 +714,10 @@ class FlatBuffer:
 
     def clear_padding(self) -> None:
         """Make the padding of the reduced gradients zero again: a factor that is not a number leaves its own there."""
-        lo, hi = self.own_range
         for values in (self.reduced, self._window_grad):
-            for start, stop in self.layout.gaps() if values is not None else ():
-                values[max(start - lo, 0) : max(min(stop, hi) - lo, 0)].zero_()  # type: ignore[index]
+            if values is not None:
+                for start, stop in self.own_range.gaps():
+                    values[start:stop].zero_()
 
     def enter(self, index: int) -> None:
         """Show a parameter as the optimizer steps it: ``data`` is the master's segment; reading ``grad`` shows it."""
@@ -774,7 +745,7 @@ class FlatBuffer:
             values = self._window_grad = values.clone()
         param = self.params[index]
         param.__class__ = nn.Parameter if self.sleep is None else SleepingParameter
-        grad = self.segment(index, values)
+        grad = self.own_range.segment(index, values)
         if self.sharding.optim:
             grad.__class__ = self.gradient_class
         self._shown[index] = grad
@@ -820,9 +791,9 @@ class FlatBuffer:
         assert values is not None
         assert grad is not None
         with torch.no_grad():
-            own = self.segment(index, values)
+            own = self.own_range.segment(index, values)
             plain = grad.detach().as_subclass(torch.Tensor)
-            start, stop = self.own_segment(index)
+            start, stop = self.own_range.elements(index)
             own.copy_(plain if plain.shape == own.shape else plain.reshape(-1)[start:stop])
 
     def close_window(self) -> None:

@@ -137,7 +137,7 @@ class FlatStep:
         """Return where a state of a parameter on disks is to be; None if it is in memory."""
         if buffer.sleep is None or key not in self._rule.moments({"momentum": True}):
             return None
-        return buffer.segment(index, self._flat_state(buffer, key))
+        return buffer.own_range.segment(index, self._flat_state(buffer, key))
 
     def step(self, group: dict[str, Any], *, rounds: bool) -> list[nn.Parameter]:
         """Prepare to step what can be stepped by runs; return the parameters that PyTorch has to step.
@@ -319,10 +319,10 @@ class FlatStep:
         members: list[int] = []
         lo = hi = -1
         for index in indices:
-            start, stop = buffer.own_piece(index)
+            start, stop = buffer.own_range.place(index)
             if start == stop:
                 continue
-            follows = may_join and members and buffer.is_next(members[-1], index)
+            follows = may_join and members and buffer.own_range.is_next(members[-1], index)
             if follows and steps[index] == steps[members[-1]]:
                 members.append(index)
                 hi = stop
@@ -373,7 +373,7 @@ class FlatStep:
                 )
                 return
             flat = self._flat_state(buffer, key)
-            view = buffer.segment(index, flat)
+            view = buffer.own_range.segment(index, flat)
         if present is None:
             state[key] = view if buffer.sleep is not None and buffer.sleep.is_zero(flat) else view.zero_()
         elif ordinary(present).data_ptr() != ordinary(view).data_ptr():
@@ -391,7 +391,7 @@ class FlatStep:
     def _steps_whole(self, buffer: FlatBuffer) -> bool:
         """Say whether this optimizer steps every element that this rank has of a buffer."""
         for index, param in enumerate(buffer.params):
-            start, stop = buffer.own_piece(index)
+            start, stop = buffer.own_range.place(index)
             if stop > start and not (id(param) in self._places and index in buffer.has_grad):
                 return False
         return True
@@ -416,9 +416,9 @@ def _tails(buffer: FlatBuffer, indices: Iterable[int], origin: int) -> tuple[int
     found: list[int] = []
     for index in indices:
         numel = buffer.layout.slots[index].numel
-        start, stop = buffer.own_segment(index)
+        start, stop = buffer.own_range.elements(index)
         body = max(numel - numel % vector_numel(), start)
         if body < stop:
-            offset = buffer.own_piece(index)[0] - start - origin
+            offset = buffer.own_range.place(index)[0] - start - origin
             found += [offset + body, offset + stop]
     return tuple(found)

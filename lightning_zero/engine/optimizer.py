@@ -172,7 +172,7 @@ class ShardedOptimizer:
     def _cut_state(self, param: nn.Parameter, place: Place) -> None:
         """Cut state that the optimizer made in its constructor to this rank's segment."""
         buffer, index = place
-        start, stop = buffer.own_segment(index)
+        start, stop = buffer.own_range.elements(index)
         state = self.optimizer.state.get(param, {})
         for key, value in state.items():
             if torch.is_tensor(value) and key != "step" and value.shape == param.shape and buffer.sharding.optim:
@@ -427,8 +427,9 @@ class ShardedOptimizer:
                 continue
             buffer.flush()
             buffer.settle()
-            for index in buffer.has_grad.intersection(indices):
-                buffer.segment(index, buffer.reduced).zero_()
+            if buffer.reduced is not None:
+                for index in buffer.has_grad.intersection(indices):
+                    buffer.own_range.segment(index, buffer.reduced).zero_()
 
     # -- Gradients as a whole --------------------------------------------------------------------------------------
 
@@ -527,7 +528,7 @@ def _pieces(buffer: FlatBuffer, indices: set[int], values: torch.Tensor | None) 
         return []
     if buffer.has_grad <= indices:
         return [values]
-    return [buffer.segment(index, values) for index in sorted(buffer.has_grad & indices)]
+    return [buffer.own_range.segment(index, values) for index in sorted(buffer.has_grad & indices)]
 
 
 def _subclass(sharded: ShardedOptimizer) -> type[Optimizer]:

@@ -86,7 +86,7 @@ def record_here(
         trained=trained,
         dtype=buffer.kind.original,
         save_range=(0, 0) if segment is None else (segment.start, segment.stop),
-        own_range=buffer.own_segment(index),
+        own_range=buffer.own_range.elements(index),
         _buffer=buffer,
         _index=index,
         _moments=moments,

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from lightning_zero.engine.own_range import OwnRange
 from lightning_zero.storage.disk import DiskStore, Visit
 from lightning_zero.storage.sleeping import is_asleep, ordinary
 
@@ -24,7 +25,7 @@ class Sleeping(Protocol):
     """What must be known of a flat buffer; see ``lightning_zero/engine/buffer.py``."""
 
     name: str
-    own_range: tuple[int, int]
+    own_range: OwnRange
     master: torch.Tensor | None
     reduced: torch.Tensor | None
 
@@ -65,7 +66,7 @@ class BufferSleep:
     def zeros(self, dtype: torch.dtype) -> torch.Tensor:
         """Return a state of the optimizer over the own range: (own range,)."""
         buffer = self._buffer
-        numel = buffer.own_range[1] - buffer.own_range[0]
+        numel = buffer.own_range.numel
         face = self._store.create("optimizer", numel, dtype, f"optimizer states of unit `{buffer.name}`")
         self._store.watch(face, buffer.flush)
         return face

@@ -134,7 +134,7 @@ class StepDevices:
         numel = up_bytes = down_bytes = 0
         for buffer in unit.buffers:
             if buffer.is_offloaded:
-                own = buffer.own_range[1] - buffer.own_range[0]
+                own = buffer.own_range.numel
                 states = own * (buffer.kind.master.itemsize + _MOMENT_BYTES[self._moments])
                 numel, down_bytes = numel + own, down_bytes + states
                 up_bytes += states + own * buffer.kind.reduce.itemsize

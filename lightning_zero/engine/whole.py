@@ -117,13 +117,13 @@ class Whole:
         values = buffer.gradient()
         if index not in buffer.has_grad or values is None:
             return None
-        return self._whole(buffer, index, buffer.segment(index, values).to(buffer.stepped.dtype))
+        return self._whole(buffer, index, buffer.own_range.segment(index, values).to(buffer.stepped.dtype))
 
     def _whole(self, buffer: FlatBuffer, index: int, piece: torch.Tensor) -> torch.Tensor:
         slot = buffer.layout.slots[index]
         if not buffer.sharding.optim:
             return piece.detach().clone()
-        start, stop = buffer.own_segment(index)
+        start, stop = buffer.own_range.elements(index)
         with torch.inference_mode(False), torch.no_grad():
             whole = torch.zeros(slot.numel, dtype=piece.dtype, device=self._communicator.device)  # not the host's
             whole[start:stop] = piece

@@ -165,12 +165,12 @@ def _write(rank: int, world: int, name: str, stage: int, compute: torch.dtype) -
         _whole(buffer)
     buffer.refresh_master()
     expected = (2 * _values(0, 0.25)).reshape(-1)
-    start, stop = buffer.own_segment(0)
+    start, stop = buffer.own_range.elements(0)
     assert torch.equal(buffer.segment(0).reshape(-1), expected[start:stop])
     assert torch.equal(buffer.params[0].float(), expected.view(11, 6))
     assert buffer.params[0].data_ptr() == buffer.views[0].data_ptr()
     if buffer.master is not None:  # parameters that were not written keep their exact master
-        start, stop = buffer.own_segment(1)
+        start, stop = buffer.own_range.elements(1)
         assert torch.equal(buffer.segment(1).reshape(-1), _values(1, 0.25)[start:stop] + 2.0**-20)
 
 
@@ -209,7 +209,7 @@ def _publish(rank: int, world: int, stage: int, compute: torch.dtype) -> None:
     for index, param in enumerate(buffer.params):
         assert torch.equal(param, _values(index, 0.5).to(compute))
     buffer.refresh_master()
-    assert torch.equal(buffer.segment(0).reshape(-1), _values(0, 0.5).reshape(-1)[slice(*buffer.own_segment(0))])
+    assert torch.equal(buffer.segment(0).reshape(-1), _values(0, 0.5).reshape(-1)[slice(*buffer.own_range.elements(0))])
 
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -233,12 +233,12 @@ def _reduce(buffer: FlatBuffer) -> None:
 
 def _found(buffer: FlatBuffer, index: int) -> list[float]:
     assert buffer.reduced is not None
-    found: list[float] = buffer.segment(index, buffer.reduced).reshape(-1).tolist()
+    found: list[float] = buffer.own_range.segment(index, buffer.reduced).reshape(-1).tolist()
     return found
 
 
 def _expected(buffer: FlatBuffer, index: int, value: float) -> list[float]:
-    start, stop = buffer.own_segment(index)
+    start, stop = buffer.own_range.elements(index)
     return [value] * (stop - start)
 
 
@@ -334,7 +334,7 @@ def _window(rank: int, world: int, stage: int) -> None:
     for index, param in enumerate(buffer.params):
         buffer.enter(index)
         buffer.show(index)
-        start, stop = buffer.own_segment(index)
+        start, stop = buffer.own_range.elements(index)
         assert (type(param), param.dtype) == (nn.Parameter, torch.float32)
         assert param.shape == ((stop - start,) if stage else SHAPES[index])
         assert torch.equal(param.reshape(-1), _values(index, 0.25).reshape(-1)[start:stop])
@@ -354,7 +354,7 @@ def _window(rank: int, world: int, stage: int) -> None:
         assert type(param) is (ReleasedParameter if stage == 3 else ReducedParameter if index < 2 else nn.Parameter)
     buffer.close_window()
     assert _found(buffer, 0) == _expected(buffer, 0, 3 * (world - 1) / 2)
-    start, stop = buffer.own_segment(0)
+    start, stop = buffer.own_range.elements(0)
     expected = (_values(0, 0.25) - 3 * (world - 1) / 2).reshape(-1)[start:stop]
     assert torch.equal(buffer.segment(0).reshape(-1), expected)
 

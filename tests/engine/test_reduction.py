@@ -36,7 +36,7 @@ def _gradient(unit: Unit, index: int) -> set[float] | None:
     if index not in buffer.has_grad:
         return None
     assert buffer.reduced is not None
-    return set(buffer.segment(index, buffer.reduced).tolist())
+    return set(buffer.own_range.segment(index, buffer.reduced).tolist())
 
 
 def _add(reducer: Reducer, unit: Unit, index: int, value: float) -> None:

@@ -1,0 +1,66 @@
+"""The range of a flat buffer that a rank steps: its shard where optimizer states are sharded, else the whole buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from lightning_zero.layout import FlatLayout
+
+__all__ = ["OwnRange"]
+
+
+class OwnRange:
+    """Elements ``[start, stop)`` of a flat buffer, and where the parameters' segments lie in them.
+
+    Args:
+        layout: Of the buffer.
+        rank: Whose range it is.
+        is_sharded: It is the rank's shard; else everything.
+    """
+
+    def __init__(self, layout: FlatLayout, rank: int, *, is_sharded: bool) -> None:
+        self.start, self.stop = layout.shard_range(rank) if is_sharded else (0, layout.padded_numel)
+        self._layout = layout
+        self._is_sharded = is_sharded
+        self._segments = [
+            (segment.start, segment.stop) if is_sharded else (0, slot.numel)
+            for segment, slot in zip(layout.segments(rank), layout.slots, strict=True)
+        ]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    def elements(self, index: int) -> tuple[int, int]:
+        """Return which elements of a parameter are in the range."""
+        return self._segments[index]
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Return where a parameter's segment lies in the range."""
+        start, stop = self._segments[index]
+        base = self._layout.slots[index].offset - self.start
+        return base + start, base + stop
+
+    def segment(self, index: int, values: torch.Tensor) -> torch.Tensor:
+        """Return a parameter's piece of a tensor over the range: 1-D, or whole and in shape at stage 0."""
+        slot = self._layout.slots[index]
+        start, stop = self._segments[index]
+        base = slot.offset - self.start
+        piece = values[base + start : base + stop] if stop > start else values[:0]
+        return piece if self._is_sharded else piece.view(slot.shape)
+
+    def is_next(self, index: int, other: int) -> bool:
+        """Say whether nothing but padding lies between the segments of two slots, the second behind the first."""
+        return all(start == stop for start, stop in self._segments[index + 1 : other])
+
+    def are_all(self, indices: set[int]) -> bool:
+        """Say whether the segments of some slots are all that have elements."""
+        return all(index in indices or start == stop for index, (start, stop) in enumerate(self._segments))
+
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """Yield where padding lies in the range; ranges may be empty."""
+        for start, stop in self._layout.gaps():
+            yield max(start - self.start, 0), max(min(stop, self.stop) - self.start, 0)
