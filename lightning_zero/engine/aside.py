@@ -69,23 +69,4 @@ def _move_buffer(buffer: FlatBuffer, home: ShardStore) -> None:
         master = home.create("optimizer", buffer.master.numel(), buffer.master.dtype).copy_(buffer.master)
         before.give_back("optimizer", buffer.master)
         buffer.master = master
-    if buffer.reduced is not None and buffer.sharding.grads:
-        reduced = home.create("gradients", buffer.reduced.numel(), buffer.reduced.dtype).copy_(buffer.reduced)
-        before.give_back("gradients", buffer.reduced)
-        buffer.reduced = reduced
-    if buffer.local is not None:
-        _move_local(buffer, before, home)
-
-
-def _move_local(buffer: FlatBuffer, before: ShardStore, home: ShardStore) -> None:
-    """Move a local sum, which holds the reduced gradients at stages 0 and 1; drop it if there is nothing in it."""
-    local = buffer.local
-    assert local is not None
-    holds_reduced = buffer.reduced is not None and not buffer.sharding.grads
-    buffer.local = None
-    if holds_reduced or buffer.summed:
-        buffer.local = home.create("gradients", local.numel(), local.dtype).copy_(local)
-    if holds_reduced:
-        assert buffer.local is not None
-        buffer.reduced = buffer.local[buffer.own_range.start : buffer.own_range.stop]
-    before.give_back("gradients", local)
+    buffer.gradients.move(before, home)

@@ -44,8 +44,8 @@ class EarlySteps:
         self._promises.clear()
         for unit in units:
             for buffer in unit.buffers:
-                if buffer.is_spent:
-                    missing = "optimizer.step()" if buffer.is_ahead else "optimizer.zero_grad()"
+                if buffer.gradients.is_spent:
+                    missing = "optimizer.step()" if buffer.gradients.is_ahead else "optimizer.zero_grad()"
                     raise RuntimeError(
                         f"With `step_in_backward=True` every backward is followed by `optimizer.step()` and"
                         f" `optimizer.zero_grad()`, and `{missing}` is missing (unit `{unit.name}`). Call it, or use"
@@ -72,7 +72,7 @@ class EarlySteps:
             RuntimeError: There are some.
         """
         for unit in units:
-            if any(buffer.is_ahead for buffer in unit.buffers):
+            if any(buffer.gradients.is_ahead for buffer in unit.buffers):
                 raise RuntimeError(
                     f"Unit `{unit.name}` got another gradient in the same backward after its step was made (reentrant"
                     " activation checkpointing of a module that is used twice?). Use `step_in_backward=False`, or"

@@ -62,7 +62,7 @@ class _UnitOwner:
 
     def forget_gradient(self, param: nn.Parameter) -> None:
         buffer, index = self._engine._places[id(param)]
-        buffer.forget([index])
+        buffer.gradients.forget([index])
 
 
 class ZeroEngine:
@@ -347,7 +347,7 @@ class ZeroEngine:
         if self._early is not None:
             self._early.optimizer = None
         for buffer in self._buffers:
-            buffer.forget(range(len(buffer.params)))
+            buffer.gradients.forget()
 
     def pause(self) -> None:
         """Let the module compute as if it were not sharded, until ``resume``. No collective.
@@ -358,7 +358,7 @@ class ZeroEngine:
         self._close_windows()
         self._flush_here()
         for buffer in self._buffers:
-            buffer.forget(range(len(buffer.params)))
+            buffer.gradients.forget()
         if not any(unit.is_sharded_between_uses for unit in self.units):
             self._hooks.remove()
 
@@ -506,7 +506,7 @@ class ZeroEngine:
         For steps whose backward comes before ``zero_grad`` is called.
         """
         for buffer in self._buffers:
-            buffer.forget(range(len(buffer.params)))
+            buffer.gradients.forget()
         self._zeroed = False
 
     def end_gradients(self) -> None:
@@ -826,8 +826,8 @@ class ZeroEngine:
 
     def _close_loose(self) -> None:
         for buffer, index in self._loose:
-            buffer.leave(index)
-            buffer.close_window()
+            buffer.window.leave(index)
+            buffer.window.close()
         self._loose.clear()
 
     def _touch(self, unit: Unit) -> bool:
@@ -840,17 +840,17 @@ class ZeroEngine:
 
     def _show_gradient(self, param: nn.Parameter) -> None:
         buffer, index = self._places[id(param)]
-        if index not in buffer.has_grad:
+        if index not in buffer.gradients.has_grad:
             return
-        if buffer.is_spent:
+        if buffer.gradients.is_spent:
             self._refuse_with_early_steps(f"Reading the gradient of `{self.param_name(param)}`")
         for sharded in self._sharded_optimizers:
             if id(param) in sharded._attached:
                 sharded.open()
-                buffer.show(index)
+                buffer.window.show(index)
                 return
-        buffer.enter(index)
-        buffer.show(index)
+        buffer.window.enter(index)
+        buffer.window.show(index)
         self._loose.append((buffer, index))
 
 

@@ -156,7 +156,7 @@ class FlatStep:
         chosen: dict[int, tuple[FlatBuffer, list[int]]] = {}
         for param in group["params"]:
             buffer, index = self._places[id(param)]
-            has_flat_gradient = buffer.take_gradient(index)
+            has_flat_gradient = buffer.window.take_gradient(index)
             if has_flat_gradient and self._suits_buffer(group, buffer) and self._suits_state(group, buffer, index):
                 chosen.setdefault(id(buffer), (buffer, []))[1].append(index)
                 continue
@@ -281,7 +281,8 @@ class FlatStep:
         steps = self._make_states(group, buffer, indices)
         calls = self._calls.setdefault(id(buffer), [])  # none where this rank has no element: others may have some
         # What is on disks is in memory when the calls are made.
-        gradient, stepped = ordinary(buffer.unscaled_gradient()), ordinary(buffer.stepped)
+        gradient, stepped = ordinary(buffer.gradients.unscaled()), ordinary(buffer.stepped)
+        factor = buffer.gradients.factor
         rounding = buffer.begin_rounding() if rounds else None
         step = self._rule.step
         if buffer.steps_on is not None:
@@ -301,7 +302,7 @@ class FlatStep:
                 moments,
                 gradient[lo:hi],
                 out=None if rounding is None else rounding.out[lo:hi],
-                factor=None if buffer.factor is None else buffer.factor.to(gradient.device),
+                factor=None if factor is None else factor.to(gradient.device),
                 tails=_tails(buffer, members, lo) if stepped.is_cpu else (),
             )
             calls += [call] if rounding is None else rounding.around(call, lo, hi)
@@ -392,7 +393,7 @@ class FlatStep:
         """Say whether this optimizer steps every element that this rank has of a buffer."""
         for index, param in enumerate(buffer.params):
             start, stop = buffer.own_range.place(index)
-            if stop > start and not (id(param) in self._places and index in buffer.has_grad):
+            if stop > start and not (id(param) in self._places and index in buffer.gradients.has_grad):
                 return False
         return True
 

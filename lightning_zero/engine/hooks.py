@@ -279,7 +279,7 @@ class Hooks:
             self._close_windows()
         self._use(unit)
         for buffer in unit.buffers:
-            buffer.mark_plain()
+            buffer.gradients.mark_plain()
         if torch.is_grad_enabled() and not _in_backward():
             unit.ran_forward = True
             if self._shards and _has_frozen(unit):
@@ -294,7 +294,7 @@ class Hooks:
             self._abandon()
             return
         for buffer in unit.buffers:
-            buffer.mark_reduced()
+            buffer.gradients.mark_reduced()
         self._unuse(unit)
         if is_raising:
             return

@@ -23,9 +23,9 @@ from lightning_zero.config import Moments
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.deferred import Deferral, Update
 from lightning_zero.engine.flat_step import FlatStep, Place
-from lightning_zero.engine.gradient import norm_of_norms, norms_of
 from lightning_zero.engine.moments import widened
 from lightning_zero.engine.parts import Parts
+from lightning_zero.engine.sharded_gradient import norm_of_norms, norms_of
 
 __all__ = ["ShardedOptimizer", "gradient_norm", "is_elementwise"]
 
@@ -95,7 +95,7 @@ class ShardedOptimizer:
         for buffer, update in self._early.values():  # the run has ended in a backward
             if update is not None:
                 update.finish()
-            buffer.give_back_lent()
+            buffer.gradients.give_back_lent()
         self._early.clear()
         self.finish_deferred()
         for hook in self._hooks:
@@ -195,12 +195,12 @@ class ShardedOptimizer:
             return
         self._before_open(self)
         for buffer in self.buffers:
-            if not buffer.is_ahead:
+            if not buffer.gradients.is_ahead:
                 buffer.refresh_master()
-        self._in_window = [(buffer, index) for buffer, index in self.places if not buffer.is_ahead]
+        self._in_window = [(buffer, index) for buffer, index in self.places if not buffer.gradients.is_ahead]
         with torch.inference_mode(False):
             for buffer, index in self._in_window:
-                buffer.enter(index)
+                buffer.window.enter(index)
         self.is_open = True
 
     def close(self) -> None:
@@ -208,9 +208,9 @@ class ShardedOptimizer:
         if not self.is_open:
             return
         for buffer, index in self._in_window:
-            buffer.leave(index)
+            buffer.window.leave(index)
         for buffer in self.buffers:
-            buffer.close_window()
+            buffer.window.close()
         self.is_open = False
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -247,14 +247,14 @@ class ShardedOptimizer:
 
     def _strip(self, places: Iterable[Place]) -> None:
         for buffer, index in places:
-            buffer.show(index)
-            buffer.strip(index)
+            buffer.window.show(index)
+            buffer.window.strip(index)
 
     def step_runs(self, group: dict[str, Any]) -> dict[str, Any]:
         """Step what can be stepped by runs; return a group of what PyTorch has to step."""
         assert self._flat_step is not None
         self._refuse_moved_options()
-        params = [param for param in group["params"] if not self._attached[id(param)][0].is_spent]
+        params = [param for param in group["params"] if not self._attached[id(param)][0].gradients.is_spent]
         left = self._flat_step.step({**group, "params": params}, rounds=self._is_last())
         mixed = {id(self._attached[id(param)][0]): self._attached[id(param)][0] for param in left}
         self._by_torch.update(mixed)
@@ -282,7 +282,7 @@ class ShardedOptimizer:
         if buffer.sleep is None:
             return self._deferral.update(buffer.name, calls, buffer.is_offloaded)
         states = self._flat_step.flat_states(buffer)
-        visit, calls = buffer.sleep.plan_step(calls, states, rounds=self._is_last())
+        visit, calls = buffer.sleep.plan_step(calls, states, buffer.gradients.reduced, rounds=self._is_last())
         return self._deferral.update_on_disk(buffer.name, calls, visit)
 
     def _is_deferred(self, buffer: FlatBuffer) -> bool:
@@ -294,7 +294,7 @@ class ShardedOptimizer:
         self._deferred.clear()
         early, self._early = self._early, {}
         for buffer, _ in early.values():
-            buffer.is_ahead = False
+            buffer.gradients.is_ahead = False
         if self._flat_step is None or self._deferral is None:
             return
         for buffer in self.buffers:
@@ -349,17 +349,17 @@ class ShardedOptimizer:
         if not self._early:
             self._early_options = [_options(group) for group in self.optimizer.param_groups]
         with torch.inference_mode(False), torch.no_grad():
-            buffer.has_grad.update(index for index, param in enumerate(buffer.params) if param.requires_grad)
+            buffer.gradients.has_grad.update(index for index, param in enumerate(buffer.params) if param.requires_grad)
             buffer.refresh_master()
             self._flat_step.step_early(self.optimizer.param_groups, buffer)
             calls = self._flat_step.take_calls(buffer)
-            buffer.spend()
+            buffer.spend_gradients()
         self._early[id(buffer)] = buffer, None
         if self._deferral is not None and self._is_deferred(buffer) and buffer.is_offloaded:
             self._early[id(buffer)] = buffer, self._deferral.update(buffer.name, calls, buffer.is_offloaded)
         else:
             Update(buffer.name, calls, None).finish()
-            buffer.give_back_lent()
+            buffer.gradients.give_back_lent()
 
     def _refuse_moved_options(self) -> None:
         """Refuse a step whose options are not those that the steps in the backward had."""
@@ -402,7 +402,7 @@ class ShardedOptimizer:
         stepped = [
             buffer
             for buffer in self.buffers
-            if (buffer.has_grad or any(param.requires_grad for param in buffer.params))
+            if (buffer.gradients.has_grad or any(param.requires_grad for param in buffer.params))
             and not (self._flat_step is not None and self._flat_step.has_calls(buffer))
             and self._early.get(id(buffer), (buffer, None))[1] is None
         ]
@@ -422,14 +422,10 @@ class ShardedOptimizer:
             return
         for buffer in self.buffers:
             indices = [index for owner, index in self.places if owner is buffer]
-            if set_to_none or buffer.is_spent:
-                buffer.forget(indices)
-                continue
-            buffer.flush()
-            buffer.settle()
-            if buffer.reduced is not None:
-                for index in buffer.has_grad.intersection(indices):
-                    buffer.own_range.segment(index, buffer.reduced).zero_()
+            if set_to_none or buffer.gradients.is_spent:
+                buffer.gradients.forget(indices)
+            else:
+                buffer.gradients.zero(indices)
 
     # -- Gradients as a whole --------------------------------------------------------------------------------------
 
@@ -448,10 +444,10 @@ class ShardedOptimizer:
     def _scale(self, factor: torch.Tensor) -> None:
         """Multiply the gradients: in the step where that is one pass over them less, else at once."""
         for buffer, indices in _by_buffer(self.places):
-            if self._flat_step is None or not buffer.scale_later(indices, factor):
-                for grad in _pieces(buffer, indices, buffer.window_grad()):
+            if self._flat_step is None or not buffer.window.scale_later(indices, factor):
+                for grad in _pieces(buffer, indices, buffer.gradients.for_writing()):
                     grad.mul_(factor.to(grad.dtype))
-                buffer.clear_padding()
+                buffer.gradients.clear_padding()
 
     def clip_grad_value(self, clip_value: float) -> None:
         """Clamp every gradient element to ``[-clip_value, clip_value]``."""
@@ -472,7 +468,7 @@ class ShardedOptimizer:
 
     def _grads(self) -> list[torch.Tensor]:
         return [grad for buffer, indices in _by_buffer(self.places)
-                for grad in _pieces(buffer, indices, buffer.window_grad())]  # fmt: skip
+                for grad in _pieces(buffer, indices, buffer.gradients.for_writing())]  # fmt: skip
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
@@ -511,8 +507,8 @@ def gradient_norm(
 
 
 def _norms(buffer: FlatBuffer, indices: set[int], order: float) -> list[torch.Tensor]:
-    known = buffer.known_norm(order) if buffer.has_grad <= indices else None
-    return [known] if known is not None else norms_of(_pieces(buffer, indices, buffer.gradient()), order)
+    known = buffer.gradients.known_norm(order) if buffer.gradients.has_grad <= indices else None
+    return [known] if known is not None else norms_of(_pieces(buffer, indices, buffer.gradients.for_reading()), order)
 
 
 def _by_buffer(places: Iterable[Place]) -> list[tuple[FlatBuffer, set[int]]]:
@@ -524,11 +520,11 @@ def _by_buffer(places: Iterable[Place]) -> list[tuple[FlatBuffer, set[int]]]:
 
 def _pieces(buffer: FlatBuffer, indices: set[int], values: torch.Tensor | None) -> list[torch.Tensor]:
     """Return the gradients of some slots as few tensors as possible: the whole buffer where all of them are meant."""
-    if values is None or not buffer.has_grad:
+    if values is None or not buffer.gradients.has_grad:
         return []
-    if buffer.has_grad <= indices:
+    if buffer.gradients.has_grad <= indices:
         return [values]
-    return [buffer.own_range.segment(index, values) for index in sorted(buffer.has_grad & indices)]
+    return [buffer.own_range.segment(index, values) for index in sorted(buffer.gradients.has_grad & indices)]
 
 
 def _subclass(sharded: ShardedOptimizer) -> type[Optimizer]:

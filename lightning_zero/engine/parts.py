@@ -90,7 +90,7 @@ class Parts:
         if not self._shared:
             return
         shared = {buffer.kind.shared: buffer for buffer in _shared_of(buffers)}
-        used = [name in shared and bool(shared[name].has_grad) for name in self._shared]
+        used = [name in shared and bool(shared[name].gradients.has_grad) for name in self._shared]
         flags = self.communicator.agree(torch.tensor(used, dtype=torch.uint8), "agreement on used shared parameters")
         for name, flag in zip(self._shared, flags.tolist(), strict=True):
             if flag and name in shared:
@@ -99,7 +99,7 @@ class Parts:
     def _sum(self, buffer: FlatBuffer) -> None:
         what = f"gradient of the shared parameter `{buffer.kind.shared}`"
         ranks = self._holders[id(buffer.params[0])]
-        home = buffer.reduced_or_zeros()
+        home = buffer.gradients.reduced_or_zeros()
         total = home.to(self.communicator.device)  # itself, unless it is offloaded
         if self.communicator.rank != ranks[0]:
             self.communicator.send(total, ranks[0], what)

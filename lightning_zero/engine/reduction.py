@@ -63,7 +63,7 @@ class Reducer:
             self._early.promise(unit)
         for buffer in unit.reducing_buffers:
             self._drain(max(self._max_in_flight - 1, 0))
-            self._in_flight.append((unit, buffer, buffer.reduce()))
+            self._in_flight.append((unit, buffer, buffer.gradients.reduce()))
             if self._max_in_flight == 0:
                 self._drain(0)
 
@@ -88,7 +88,7 @@ class Reducer:
         while len(self._in_flight) > keep:
             unit, buffer, pending = self._in_flight.pop(0)
             pending.wait()
-            buffer.finish_reduce()
+            buffer.gradients.finish_reduce()
             if self._early is not None:
                 self._early.reduced(unit, buffer)
 
@@ -96,7 +96,7 @@ class Reducer:
         buffers = [buffer for unit in self._units for buffer in unit.reducing_buffers]
         flags = [unit in self._late for unit in self._units]
         for buffer in buffers:
-            flags += [index in buffer.used for index in range(len(buffer.params))]
+            flags += [index in buffer.gradients.used for index in range(len(buffer.params))]
         agreed = self._communicator.agree(
             torch.tensor(flags, dtype=torch.uint8), "agreement on used parameters", dist.ReduceOp.MAX
         ).tolist()
@@ -107,17 +107,16 @@ class Reducer:
         for buffer in buffers:
             used = agreed[position : position + len(buffer.params)]
             position += len(buffer.params)
-            buffer.has_grad.update(index for index, flag in enumerate(used) if flag)
-            buffer.used.clear()
+            buffer.gradients.agreed(index for index, flag in enumerate(used) if flag)
         for unit in late:
             unit.is_reduced = False
             self.start(unit)
         self._drain(0)
         self._late.clear()
-        for pending in [buffer.gather_reduced() for buffer in buffers]:
+        for pending in [buffer.gradients.gather_reduced() for buffer in buffers]:
             if pending is not None:
                 pending.wait()
         for buffer in buffers:
-            if not buffer.has_grad:
-                buffer.forget(range(len(buffer.params)))
-            buffer.mark_reduced()
+            if not buffer.gradients.has_grad:
+                buffer.gradients.forget()
+            buffer.gradients.mark_reduced()

@@ -27,7 +27,6 @@ class Sleeping(Protocol):
     name: str
     own_range: OwnRange
     master: torch.Tensor | None
-    reduced: torch.Tensor | None
 
     @property
     def raw_computed(self) -> torch.Tensor:
@@ -119,24 +118,30 @@ class BufferSleep:
         return True
 
     def plan_step(
-        self, calls: Sequence[Callable[[], None]], states: Sequence[torch.Tensor], *, rounds: bool
+        self,
+        calls: Sequence[Callable[[], None]],
+        states: Sequence[torch.Tensor],
+        gradient: torch.Tensor | None,
+        *,
+        rounds: bool,
     ) -> tuple[Visit, list[Callable[[], None]]]:
         """Return what a step needs in memory, and what is to be called when it is there.
 
         Args:
             calls: What makes the step, on ordinary tensors over the memory of the sleeping ones.
             states: The optimizer's, over the own range.
+            gradient: The reduced gradient, asleep or not.
             rounds: Write the parameters in the dtype in which they compute too.
         """
         buffer = self._buffer
-        computed, reduced = buffer.raw_computed, buffer.reduced
+        computed = buffer.raw_computed
         stepped = [buffer.master] if buffer.master is not None else []
         merges, self._is_merge_due = self._is_merge_due and bool(stepped), False
         shards = [computed] if is_asleep(computed) else []
         is_overwritten = bool(stepped) and rounds and not merges
         visit = Visit(
             self._store,
-            read=[reduced] if reduced is not None and is_asleep(reduced) else [],
+            read=[gradient] if gradient is not None and is_asleep(gradient) else [],
             changed=[*stepped, *states, *([] if is_overwritten else shards)],
             overwritten=shards if is_overwritten else [],
         )

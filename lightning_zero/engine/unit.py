@@ -132,5 +132,5 @@ class Unit:
 
     def accumulate(self, place: int, index: int, grad: torch.Tensor) -> None:
         """Take over the gradient of one parameter."""
-        self.buffers[place].accumulate(index, grad)
+        self.buffers[place].gradients.accumulate(index, grad)
         self.arrived.add((place, index))

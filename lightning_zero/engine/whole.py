@@ -114,8 +114,8 @@ class Whole:
 
     def gradient(self, buffer: FlatBuffer, index: int) -> torch.Tensor | None:
         """Return a copy of a parameter's reduced gradient; None if it has none. Collective: all ranks."""
-        values = buffer.gradient()
-        if index not in buffer.has_grad or values is None:
+        values = buffer.gradients.for_reading()
+        if index not in buffer.gradients.has_grad or values is None:
             return None
         return self._whole(buffer, index, buffer.own_range.segment(index, values).to(buffer.stepped.dtype))
 

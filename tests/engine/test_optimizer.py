@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import MixedPrecision
 from lightning_zero.engine.engine import ZeroEngine
-from lightning_zero.engine.gradient import ShardedGradient
 from lightning_zero.engine.optimizer import is_elementwise
 from lightning_zero.engine.parameter import raw_grad
+from lightning_zero.engine.sharded_gradient import ShardedGradient
 from tests import worlds
 from tests.references import TinyGPT, token_loss
 

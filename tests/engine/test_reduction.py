@@ -33,10 +33,10 @@ def _world(stage: int, in_flight: int = 1, count: int = 2) -> tuple[Reducer, lis
 def _gradient(unit: Unit, index: int) -> set[float] | None:
     """Return the values in this rank's part of a reduced gradient."""
     buffer = unit.buffers[0]
-    if index not in buffer.has_grad:
+    if index not in buffer.gradients.has_grad:
         return None
-    assert buffer.reduced is not None
-    return set(buffer.own_range.segment(index, buffer.reduced).tolist())
+    assert buffer.gradients.reduced is not None
+    return set(buffer.own_range.segment(index, buffer.gradients.reduced).tolist())
 
 
 def _add(reducer: Reducer, unit: Unit, index: int, value: float) -> None:
@@ -82,7 +82,8 @@ def _used(rank: int, world: int) -> list[Any]:
     reducer.start(second)
     reducer.start(first)
     reducer.finish()
-    return [first.buffers[0].has_grad, second.buffers[0].has_grad, second.buffers[0].reduced]
+    used, unused = first.buffers[0].gradients, second.buffers[0].gradients
+    return [used.has_grad, unused.has_grad, unused.reduced]
 
 
 def test_what_some_rank_used_counts_as_zero_elsewhere_and_what_nobody_used_has_no_gradient() -> None:

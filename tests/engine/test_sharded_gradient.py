@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication
-from lightning_zero.engine.gradient import ShardedGradient, norm_over_ranks, sharded_gradient_class
+from lightning_zero.engine.sharded_gradient import ShardedGradient, norm_over_ranks, sharded_gradient_class
 from lightning_zero.errors import ShardedGradientError
 from tests import worlds
 

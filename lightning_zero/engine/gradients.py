@@ -1,0 +1,412 @@
+"""The gradients of one flat buffer: summed on this rank, averaged over the ranks, kept for the step.
+
+Note [Two dtypes]
+    The average is kept in the dtype of reductions. Whoever writes it before the step (unscaling, hooks, clipping) gets
+    it in the dtype that is stepped, so that nothing is rounded twice; where these differ, or where the average is not
+    where it is stepped, that is a second tensor, ``_written``, and lives as long as the step window is open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from lightning_zero.comm.communicator import Communicator, Pending
+from lightning_zero.config import Sharding
+from lightning_zero.engine.own_range import OwnRange
+from lightning_zero.engine.parameter import ReducedParameter
+from lightning_zero.engine.sleep import BufferSleep
+from lightning_zero.layout import FlatLayout
+from lightning_zero.storage.copies import Landing
+from lightning_zero.storage.sleeping import is_asleep
+from lightning_zero.storage.store import DeviceStore, ShardStore
+
+__all__ = ["BufferGradients", "Stepped"]
+
+
+class Stepped(Protocol):
+    """What must be known of a flat buffer; see ``lightning_zero/engine/buffer.py``."""
+
+    name: str
+    params: list[nn.Parameter]
+    sharding: Sharding
+    communicator: Communicator
+    layout: FlatLayout
+    own_range: OwnRange
+    store: DeviceStore
+    home: ShardStore
+    is_offloaded: bool
+    sleep: BufferSleep | None
+
+    @property
+    def stepped(self) -> torch.Tensor:
+        """What the optimizer steps: (own range,)."""
+        ...
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a step was asked for that is not made yet."""
+        ...
+
+    def flush(self) -> bool:
+        """Make the step that was asked for."""
+        ...
+
+    def take_back(self) -> None:
+        """Bring back what was put aside."""
+        ...
+
+
+class BufferGradients:
+    """The gradients of one buffer.
+
+    Call protocol, with n padded elements on N ranks:
+
+    1. ``accumulate``, any number of times: ``local`` is n elements.
+    2. ``reduce``, wait, ``finish_reduce``; at stage 0 ``gather_reduced`` and wait. ``reduced`` is the own range.
+    3. ``agreed`` and ``mark_reduced``: the ranks know who had a gradient, and parameters say so.
+    4. The step reads ``unscaled`` and ``factor``, or what ``for_writing`` returned. 1 may come first: sums are kept.
+    5. ``forget``.
+
+    Args:
+        buffer: The buffer; its values may be filled in later.
+        dtype: Of reductions.
+    """
+
+    def __init__(self, buffer: Stepped, dtype: torch.dtype) -> None:
+        self._buffer = buffer
+        self._dtype = dtype
+        # - Sums of this rank
+        self.local: torch.Tensor | None = None
+        self._summed: set[int] = set()  # slots that hold a sum in ``local``
+        self.used: set[int] = set()  # slots with a gradient on this rank since the ranks last agreed
+        self._target: torch.Tensor | None = None  # where a running reduction writes
+        # - The average over the ranks
+        self.has_grad: set[int] = set()  # slots with a gradient on some rank, in ``reduced``
+        self._reduced: torch.Tensor | None = None
+        self._landing = Landing()  # of the average at home
+        self._retained: torch.Tensor | None = None  # an earlier average whose place ``local`` needs
+        self._lent: list[torch.Tensor] = []  # at home; nobody needs them but a step that may be running
+        # - What the step is to see
+        self.factor: torch.Tensor | None = None  # () fp32; the average is still to be multiplied by it
+        self._written: torch.Tensor | None = None  # see Note [Two dtypes]
+        # - A step in the backward
+        self.is_spent = False  # one has taken the average, which nobody has dropped yet
+        self.is_ahead = False  # and `optimizer.step()` was not called yet
+
+    @property
+    def reduced(self) -> torch.Tensor | None:
+        """The average over the ranks, there for whoever reads it: (own range,)."""
+        self._landing.finish()
+        return self._reduced
+
+    # -- Sums of this rank -----------------------------------------------------------------------------------------
+
+    def accumulate(self, index: int, grad: torch.Tensor) -> None:
+        """Cast and copy, or add, a parameter's gradient into the local sum."""
+        local = self._local_sums()
+        slot = self._buffer.layout.slots[index]
+        target = local[slot.offset : slot.stop].view(slot.shape)
+        dense = grad.to_dense() if grad.is_sparse else grad
+        if index in self._summed:
+            target.add_(dense)
+        else:
+            target.copy_(dense)
+            self._summed.add(index)
+        self.used.add(index)
+
+    def _local_sums(self) -> torch.Tensor:
+        buffer = self._buffer
+        buffer.take_back()
+        if not buffer.sharding.grads:
+            buffer.flush()  # its gradient is there
+        if self.reduced is not None and not buffer.sharding.grads:
+            self.settle()
+            lo, hi = buffer.layout.shard_range(buffer.communicator.rank)
+            self._retained = (self.reduced if buffer.sharding.optim else self.reduced[lo:hi]).clone()
+            self._reduced = None
+        if self.local is None:
+            with torch.inference_mode(False):
+                self.local = torch.empty(buffer.layout.padded_numel, dtype=self._dtype, device=buffer.store.device)
+            buffer.store.adopt("gradients", self.local.nbytes)
+            for lo, hi in buffer.layout.gaps():
+                self.local[lo:hi].zero_()
+        return self.local
+
+    # -- The average over the ranks --------------------------------------------------------------------------------
+
+    def reduce(self) -> Pending:
+        """Start averaging the local sums over the ranks; ``finish_reduce`` when the result has been waited for.
+
+        Collective: all ranks, also those without a gradient here: what they miss counts as zero.
+        ZeRO (arXiv:1910.02054) section 5.2.
+        """
+        buffer = self._buffer
+        with torch.inference_mode(False), torch.no_grad():
+            local = self._local_sums()
+            for index, slot in enumerate(buffer.layout.slots):
+                if index not in self._summed:
+                    local[slot.offset : slot.stop].zero_()
+            lo, hi = buffer.layout.shard_range(buffer.communicator.rank)
+            if buffer.sharding.grads and buffer.communicator.world_size > 1:
+                self._target = buffer.store.create("gradients", hi - lo, self._dtype)
+            else:
+                self._target = local[lo:hi]
+            return buffer.communicator.reduce_scatter(self._target, local, f"gradients of unit `{buffer.name}`")
+
+    def finish_reduce(self) -> None:
+        """Add the average to what was reduced before. No collective; stage 0 still needs ``gather_reduced``."""
+        buffer, target, local = self._buffer, self._target, self.local
+        assert target is not None
+        assert local is not None
+        with torch.inference_mode(False), torch.no_grad():
+            if self._retained is not None:
+                target.add_(self._retained)
+                self._retained = None
+            elif buffer.sharding.grads and self.reduced is not None:
+                self.settle()
+                target.add_(self.reduced.to(target.device))
+                self._give_back_reduced()
+            if buffer.sharding.grads and buffer.is_offloaded:
+                target = self._bring_home(target)
+        is_own_range = buffer.sharding.optim or buffer.sharding.grads
+        self._reduced, self._target = (target if is_own_range else local), None
+        self._summed.clear()
+        if buffer.sharding.grads:
+            if buffer.communicator.world_size > 1:  # alone, what was summed here is the average
+                buffer.store.release("gradients", local.nbytes)
+            self.local = None
+
+    def _bring_home(self, target: torch.Tensor) -> torch.Tensor:
+        """Move the average to where it sleeps."""
+        buffer = self._buffer
+        if buffer.sleep is not None:
+            at_home = buffer.sleep.keep_gradient(target)
+        else:
+            at_home = buffer.home.create("gradients", target.numel(), target.dtype)
+            self._landing = buffer.store.copies.down(at_home, target)
+        buffer.store.release("gradients", target.nbytes)
+        return at_home
+
+    def gather_reduced(self) -> Pending | None:
+        """Start gathering the average where every rank steps everything (stage 0). Collective there: all ranks."""
+        buffer = self._buffer
+        if buffer.sharding.optim or self.reduced is None or buffer.communicator.world_size == 1:
+            return None
+        lo, hi = buffer.layout.shard_range(buffer.communicator.rank)
+        with torch.inference_mode(False), torch.no_grad():
+            what = f"gradients of unit `{buffer.name}`"
+            return buffer.communicator.all_gather(self.reduced, self.reduced[lo:hi], what)
+
+    def agreed(self, indices: Iterable[int]) -> None:
+        """Take note of slots that have a gradient on some rank: the ranks have agreed."""
+        self.has_grad.update(indices)
+        self.used.clear()
+
+    def reduced_or_zeros(self) -> torch.Tensor:
+        """Return the average, made of zeros where no rank of this part has a gradient: (own range,)."""
+        buffer = self._buffer
+        buffer.take_back()
+        self.settle()
+        if self.reduced is None:
+            own = buffer.own_range
+            with torch.inference_mode(False), torch.no_grad():
+                if buffer.sharding.grads:
+                    self._reduced = buffer.home.create("gradients", own.numel, self._dtype)
+                else:
+                    self._reduced = self._local_sums()[own.start : own.stop]
+                self._reduced.zero_()
+        self.has_grad.update(range(len(buffer.params)))
+        self.mark_reduced()
+        assert self.reduced is not None
+        return self.reduced
+
+    def mark_reduced(self) -> None:
+        """Let reads of ``grad`` find the reduced gradients."""
+        params = self._buffer.params
+        for index in self.has_grad:
+            if type(params[index]) is nn.Parameter:
+                params[index].__class__ = ReducedParameter
+
+    def mark_plain(self) -> None:
+        """Make parameters with a reduced gradient plain for the time of a forward (compilers look at the class)."""
+        params = self._buffer.params
+        for index in self.has_grad:
+            if type(params[index]) is ReducedParameter:
+                params[index].__class__ = nn.Parameter
+
+    # -- Giving up -------------------------------------------------------------------------------------------------
+
+    def forget(self, indices: Iterable[int] | None = None) -> None:
+        """Drop the gradients of some parameters, by default of all, reduced or not."""
+        params = self._buffer.params
+        gone = set(range(len(params)) if indices is None else indices)
+        self._summed -= gone
+        self.used -= gone
+        dropped = self.has_grad & gone
+        self.has_grad -= gone
+        if self.is_spent:
+            self.is_spent = self.is_ahead = bool(self.has_grad)
+        elif self.has_grad:
+            self._zero(dropped)  # what comes next is added to it
+        elif self.reduced is not None or self._retained is not None:
+            if self._buffer.sharding.grads and self.reduced is not None:
+                self._give_back_reduced()
+            self._reduced = self._retained = self.factor = self._written = None
+        for index in gone:
+            if type(params[index]) is ReducedParameter:
+                params[index].__class__ = nn.Parameter
+
+    def zero(self, indices: Iterable[int]) -> None:
+        """Make the reduced gradients of some parameters zero; they still have one."""
+        self._zero(self.has_grad.intersection(indices))
+
+    def _zero(self, indices: set[int]) -> None:
+        self._buffer.flush()  # a step, maybe another optimizer's, reads the same tensor
+        self.settle()
+        for values in (self.reduced, self._written):
+            if values is not None:
+                for index in indices:
+                    self._buffer.own_range.segment(index, values).zero_()
+
+    def spend(self) -> None:
+        """Give up the average, which a step in the backward has taken. ``forget`` ends it."""
+        assert self.reduced is not None
+        if self._buffer.sharding.grads and not is_asleep(self.reduced):
+            self._lent.append(self.reduced)
+        self._reduced = None
+        self.is_spent = self.is_ahead = True
+        self.mark_reduced()
+
+    def _give_back_reduced(self) -> None:
+        """Give up the average where it is sharded; a step that is running still reads it."""
+        assert self.reduced is not None
+        if not is_asleep(self.reduced):  # a record is kept for the next gradient
+            self._lent.append(self.reduced)
+        self._reduced = None
+        if not self._buffer.is_due:
+            self.give_back_lent()
+
+    def give_back_lent(self) -> None:
+        """Give memory of gradients back that a step has read."""
+        while self._lent:
+            self._buffer.home.give_back("gradients", self._lent.pop())
+
+    def move(self, before: ShardStore, home: ShardStore) -> None:
+        """Move what sleeps in one store to another."""
+        if self.reduced is not None and self._buffer.sharding.grads:
+            reduced = home.create("gradients", self.reduced.numel(), self.reduced.dtype).copy_(self.reduced)
+            before.give_back("gradients", self.reduced)
+            self._reduced = reduced
+        if self.local is not None:
+            self._move_local(self.local, before, home)
+
+    def _move_local(self, local: torch.Tensor, before: ShardStore, home: ShardStore) -> None:
+        """Move a local sum, which holds the average at stages 0 and 1; drop it if there is nothing in it."""
+        holds_reduced = self.reduced is not None and not self._buffer.sharding.grads
+        self.local = None
+        if holds_reduced or self._summed:
+            self.local = home.create("gradients", local.numel(), local.dtype).copy_(local)
+        if holds_reduced:
+            assert self.local is not None
+            self._reduced = self.local[self._buffer.own_range.start : self._buffer.own_range.stop]
+        before.give_back("gradients", local)
+
+    # -- What the step is to see -----------------------------------------------------------------------------------
+
+    def for_reading(self) -> torch.Tensor | None:
+        """Return the average in either dtype: (own range,)."""
+        self.settle()
+        return self.reduced if self._written is None else self._written
+
+    def for_writing(self) -> torch.Tensor | None:
+        """Return the average in the dtype in which it is stepped: (own range,)."""
+        if self.reduced is None:
+            return None
+        if self.reduced.dtype == self._buffer.stepped.dtype and not self._is_away and self._written is None:
+            self.settle()
+            return self.reduced
+        if self._written is None:
+            self._written = self._home_copy(self._buffer.stepped.dtype)
+        self.settle()
+        return self._written
+
+    def for_showing(self) -> torch.Tensor | None:
+        """Return the same, not asleep."""
+        values = self.for_writing()
+        if is_asleep(values):
+            assert values is not None
+            values = self._written = values.clone()
+        return values
+
+    def unscaled(self) -> torch.Tensor:
+        """Return the average, which ``factor``, if there is one, still multiplies, at home: (own range,)."""
+        assert self.reduced is not None
+        if self._written is not None:
+            return self._written
+        is_here = self._buffer.sleep is not None and self.reduced.device == self._buffer.stepped.device
+        return self._home_copy(self.reduced.dtype) if self._is_away and not is_here else self.reduced
+
+    @property
+    def _is_away(self) -> bool:
+        """Whether the average is on the device although it is stepped elsewhere (stages 0 and 1)."""
+        return self._buffer.is_offloaded and not self._buffer.sharding.grads
+
+    def _home_copy(self, dtype: torch.dtype) -> torch.Tensor:
+        assert self.reduced is not None
+        with torch.inference_mode(False), torch.no_grad():
+            return self.reduced.to(self._buffer.stepped.device, dtype, copy=True)
+
+    def known_norm(self, order: float) -> torch.Tensor | None:
+        """Return the norm of the average, if it is known without reading it: () float64."""
+        sleep = self._buffer.sleep
+        is_untouched = self.factor is None and self._written is None and is_asleep(self.reduced)
+        return sleep.norm(order) if is_untouched and sleep is not None else None
+
+    def scale_later(self, indices: set[int], factor: torch.Tensor) -> bool:
+        """Keep a factor of the average for the step, if it is that of ``indices`` and nobody has written it.
+
+        Returns:
+            Whether it was kept; if not, the caller multiplies.
+        """
+        is_written = self._written is not None or self.factor is not None
+        if is_written or not self.has_grad <= indices or self._buffer.stepped.dtype != torch.float32:
+            return False
+        self.factor = factor
+        return True
+
+    def settle(self) -> None:
+        """Multiply the average by the factor that was kept for the step."""
+        if self.factor is None or self.reduced is None:
+            return
+        self._buffer.flush()  # a step that is due multiplies by itself
+        factor, self.factor = self.factor, None
+        stepped = self._buffer.stepped.dtype
+        with torch.inference_mode(False), torch.no_grad():
+            if self._written is not None:
+                self._written.mul_(factor.to(self._written.device))
+            elif self.reduced.dtype == stepped:
+                self.reduced.mul_(factor.to(self.reduced.device))
+            else:
+                self.reduced.copy_(self.reduced.to(stepped).mul_(factor.to(self.reduced.device)))
+        self.clear_padding()
+
+    def clear_padding(self) -> None:
+        """Make the padding of the average zero again: a factor that is not a number leaves its own there."""
+        for values in (self.reduced, self._written):
+            if values is not None:
+                for start, stop in self._buffer.own_range.gaps():
+                    values[start:stop].zero_()
+
+    def accept_writes(self) -> None:
+        """Keep what was written, in the dtype in which the average is kept."""
+        if self._written is not None and self.reduced is not None:
+            with torch.no_grad():
+                self.reduced.copy_(self._written)
+
+    def end_writing(self) -> None:
+        """Give up the second tensor of Note [Two dtypes]."""
+        self._written = None

@@ -1,0 +1,93 @@
+"""The step window of a flat buffer by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.engine.parameter import ReducedParameter, ReleasedParameter, raw_grad
+from lightning_zero.errors import ShardedGradientError
+from tests import worlds
+from tests.engine.buffers import (
+    SHAPES,
+    expected_gradient,
+    found_gradient,
+    numbered_buffer,
+    reduce_fully,
+    stages,
+    values_of,
+)
+
+
+def _window(rank: int, world: int, stage: int) -> None:
+    buffer = numbered_buffer(stage, torch.bfloat16, torch.bfloat16)
+    if stage == 3:
+        buffer.release()
+    for index in (0, 1):
+        buffer.gradients.accumulate(index, torch.full(SHAPES[index], float(rank)))
+    reduce_fully(buffer)
+    for index, param in enumerate(buffer.params):
+        buffer.window.enter(index)
+        buffer.window.show(index)
+        start, stop = buffer.own_range.elements(index)
+        assert (type(param), param.dtype) == (nn.Parameter, torch.float32)
+        assert param.shape == ((stop - start,) if stage else SHAPES[index])
+        assert torch.equal(param.reshape(-1), values_of(index, 0.25).reshape(-1)[start:stop])
+        grad = param.grad
+        assert (grad is not None) == (index in (0, 1))
+        if grad is not None:
+            assert (grad.shape, grad.dtype) == (param.shape, torch.float32)
+            grad.mul_(3)
+            buffer.window.strip(index)
+            assert type(grad) is Tensor
+            with torch.no_grad():
+                param.sub_(grad)
+    for index, param in enumerate(buffer.params):
+        buffer.window.leave(index)
+        assert param.shape == SHAPES[index]
+        assert raw_grad(param) is None
+        assert type(param) is (ReleasedParameter if stage == 3 else ReducedParameter if index < 2 else nn.Parameter)
+    buffer.window.close()
+    assert found_gradient(buffer, 0) == expected_gradient(buffer, 0, 3 * (world - 1) / 2)
+    start, stop = buffer.own_range.elements(0)
+    expected = (values_of(0, 0.25) - 3 * (world - 1) / 2).reshape(-1)[start:stop]
+    assert torch.equal(buffer.segment(0).reshape(-1), expected)
+
+
+@stages
+def test_the_window_shows_segments_and_keeps_what_was_done_to_gradients(stage: int) -> None:
+    worlds.run(_window, 2, stage)
+
+
+def _replaced(rank: int, world: int, stage: int) -> None:
+    buffer = numbered_buffer(stage)
+    for index in (0, 1):
+        buffer.gradients.accumulate(index, torch.ones(SHAPES[index]))
+    reduce_fully(buffer)
+
+    def through_window(index: int, change: Callable[[nn.Parameter], Any]) -> None:
+        buffer.window.enter(index)
+        buffer.window.show(index)
+        change(buffer.params[index])
+        buffer.window.leave(index)
+
+    through_window(0, lambda param: setattr(param, "grad", torch.full_like(param, 5.0)))
+    assert found_gradient(buffer, 0) == expected_gradient(buffer, 0, 5.0)
+    through_window(1, lambda param: setattr(param, "grad", None))
+    assert buffer.gradients.has_grad == {0}
+    assert found_gradient(buffer, 1) == expected_gradient(buffer, 1, 0.0)
+    if stage:
+        buffer.window.enter(0)
+        buffer.window.show(0)
+        with pytest.raises(ShardedGradientError):
+            buffer.params[0].grad.mean()
+        buffer.window.leave(0)
+
+
+@stages
+def test_a_gradient_that_is_assigned_or_dropped_in_the_window_counts(stage: int) -> None:
+    worlds.run(_replaced, 2, stage)
