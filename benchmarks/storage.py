@@ -1,10 +1,12 @@
 """Disks while stepping: ``python -m benchmarks.storage PATH [--blocks 12] [--width 2048]``.
 
-Three things take turns in one process: a training step with optimizer states, masters and gradients in records below
-``PATH``; the same step with all of them in memory; and plain reads and writes of as many bytes as the step moves, of
-the same length, by as many threads, in another file of the same directory. Verdicts: from ``optimizer.step()`` until
-everything is written it takes at most 1 / 0.9 of the plain transfers of the same bytes; a step with disks takes at most
-1.25 of the longer of the step in memory and the plain transfers of all its bytes. Weights that differ are an error.
+Four things take turns in one process: training steps with optimizer states, masters and gradients in records below
+``PATH``, each finished before the next begins, and as they are by default, with the update beside the next forward; the
+same steps with everything in memory; and plain reads and writes of as many bytes, of the same length, by as many
+threads, in another file of the same directory. Verdicts: from ``optimizer.step()`` until everything is written, the
+finished step takes at most 1 / 0.9 of the plain transfers of the same bytes; of ``STEPS`` default steps one behind the
+other, the last one finished too, each takes at most 1.25 of the longer of a step in memory and the plain transfers of
+all its bytes. Weights that differ are an error.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ from lightning_zero.storage.pages import Pages
 __all__ = ["measure"]
 
 PHASE_BOUND, STEP_BOUND = 1 / 0.9, 1.25
+STEPS = 4
 
 
 @dataclass
 class _Side:
-    """A model that is trained, and the seconds of its steps and of their second phase."""
+    """A model that is trained, with the seconds of a step, in runs of steps, and of the second phase of a run."""
 
     engine: ZeroEngine
     model: nn.Module
@@ -45,24 +48,27 @@ class _Side:
     phases: list[float] = field(default_factory=list)
 
     @classmethod
-    def make(cls, blocks: int, width: int, offload: Offload | None) -> _Side:
+    def make(cls, blocks: int, width: int, offload: Offload | None, deferred: bool = False) -> _Side:
         torch.manual_seed(0)
         model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(blocks)])
-        engine = ZeroEngine(2, units=["Linear"], offload=offload, deferred_step=False)
+        engine = ZeroEngine(2, units=["Linear"], offload=offload, deferred_step=deferred)
         model = engine.shard(model)
         return cls(engine, model, engine.attach(torch.optim.AdamW(model.parameters(), lr=1e-3)))
 
-    def step(self, batch: torch.Tensor) -> None:
+    def run(self, batches: list[torch.Tensor]) -> None:
+        """Train, and wait until everything is written."""
         start = time.perf_counter()
-        self.model(batch).square().mean().backward()
-        self.engine.clip_grad_norm(self.optimizer, 1.0)
-        middle = time.perf_counter()
-        self.optimizer.step()
+        for batch in batches:
+            self.optimizer.zero_grad()
+            self.model(batch).square().mean().backward()
+            self.engine.clip_grad_norm(self.optimizer, 1.0)
+            middle = time.perf_counter()
+            self.optimizer.step()
+        self.engine.flush()
         if self.store is not None:
             self.store.drain()
         end = time.perf_counter()
-        self.optimizer.zero_grad()
-        self.seconds.append(end - start)
+        self.seconds.append((end - start) / len(batches))
         self.phases.append(end - middle)
 
     @property
@@ -115,35 +121,38 @@ class _Raw:
 def measure(path: str, *, blocks: int, width: int, tokens: int, repeats: int, buffer_bytes: int) -> list[Row]:
     """Return the rows of the phase and of the step, after comparing weights."""
     offload = Offload(optimizer="nvme", path=path, buffer_bytes=buffer_bytes)
-    disk, memory = _Side.make(blocks, width, offload), _Side.make(blocks, width, None)
+    finished, memory = _Side.make(blocks, width, offload), _Side.make(blocks, width, None)
+    default = _Side.make(blocks, width, offload, deferred=True)
     raw = _Raw(offload, 4 * width * width * blocks)
-    assert disk.store is not None
-    disks = disk.store.disks
+    assert finished.store is not None
+    disks = finished.store.disks
     of_phase: list[float] = []
     of_step: list[float] = []
     for number in range(repeats + 2):
-        batch = torch.randn(tokens, width, generator=torch.Generator().manual_seed(number))
+        generator = torch.Generator().manual_seed(number)
+        batches = [torch.randn(tokens, width, generator=generator) for _ in range(STEPS)]
         before = disks.read_bytes, disks.written_bytes
-        disk.step(batch)
+        finished.run(batches[:1])
         moved = disks.read_bytes - before[0], disks.written_bytes - before[1]
-        memory.step(batch)
+        default.run(batches)
+        memory.run(batches)
         of_step.append(raw.seconds(*moved))
         of_phase.append(raw.seconds(moved[0], moved[0] * 3 // 4))  # gradients are written before, and read here
     raw.close()
-    for mine, theirs in zip(disk.model.parameters(), memory.model.parameters(), strict=True):
-        if not torch.equal(disk.engine.full_param(mine), memory.engine.full_param(theirs)):
+    for mine, theirs in zip(default.model.parameters(), memory.model.parameters(), strict=True):
+        if not torch.equal(default.engine.full_param(mine), memory.engine.full_param(theirs)):
             raise RuntimeError("The weights that were stepped on disks are others.")
     floor = max((memory.seconds[2:], of_step[2:]), key=statistics.median)
     shape = f"{blocks}x{width}x{width}-{tokens}tok"
     sides = [
-        ("phase", disk.phases[2:], of_phase[2:], PHASE_BOUND),
-        ("step", disk.seconds[2:], floor, STEP_BOUND),
+        ("phase", finished.phases[2:], of_phase[2:], PHASE_BOUND),
+        ("step", default.seconds[2:], floor, STEP_BOUND),
         ("step-in-memory", memory.seconds[2:], None, None),
         ("raw-of-phase", of_phase[2:], None, None),
         ("raw-of-step", of_step[2:], None, None),
     ]
-    disk.engine.close()
-    memory.engine.close()
+    for side in (finished, default, memory):
+        side.engine.close()
     return [_row(variant, shape, seconds, opponent, bound) for variant, seconds, opponent, bound in sides]
 
 

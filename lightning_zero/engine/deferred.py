@@ -72,10 +72,11 @@ class Update:
 
 @contextmanager
 def _first_awake(upcoming: deque[Visit]) -> Iterator[None]:
-    """Make the first visit, and begin the one behind it as soon as there is room."""
+    """Make the first visit, and let the one behind it begin as soon as there is room."""
     visit = upcoming.popleft()
     visit.begin()
-    _begin_next(upcoming)
+    if upcoming:
+        upcoming[0].announce()
     try:
         visit.ready()
         yield
@@ -83,12 +84,6 @@ def _first_awake(upcoming: deque[Visit]) -> Iterator[None]:
         visit.end(changes=False)
         raise
     visit.end()
-    _begin_next(upcoming)
-
-
-def _begin_next(upcoming: deque[Visit]) -> None:
-    if upcoming:
-        upcoming[0].begin(waits=False)
 
 
 class Deferral:

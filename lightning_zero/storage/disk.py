@@ -5,7 +5,7 @@ Call protocol of ``DiskStore`` (each rank has its own; no collectives):
 1. ``create`` and ``keep`` return a ``SleepingTensor``, which may be used like any tensor: using it reads it.
 2. ``put`` gives one new values; they are written while the caller goes on.
 3. A ``Visit`` is the fast way for those who know what they need: ``begin`` starts reading, ``ready`` waits, ``end``
-   starts writing what was changed. Visits begin ahead of their use as long as there is room.
+   starts writing what was changed. A visit that was announced begins ahead of its use, when there is room.
 4. ``close`` gives everything back.
 
 Note [Room]
@@ -17,7 +17,7 @@ Note [Room]
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -92,6 +92,7 @@ class DiskStore(Accounts):
         self._lock = threading.Condition(threading.RLock())
         self._used_bytes = 0  # by visits and writes
         self._largest_visit = 0
+        self._waiting: deque[Visit] = deque()  # for room
         self._idle: OrderedDict[int, _Sleeper] = OrderedDict()  # awake because somebody used them, oldest first
         self._use_lock = threading.RLock()  # of what is idle
         self.on_failure: Callable[[], None] = lambda: None  # called before an error of the disks is raised
@@ -316,21 +317,32 @@ class DiskStore(Accounts):
 
     # -- Room ------------------------------------------------------------------------------------------------------
 
-    def take_room(self, nbytes: int, *, waits: bool) -> bool:
-        """Take room for a visit, see Note [Room]; say whether there was enough."""
+    def begin_visit(self, visit: Visit) -> None:
+        """Begin a visit as soon as there is room, behind those that wait already; see Note [Room]."""
         with self._lock:
-            self._largest_visit = max(self._largest_visit, nbytes)
-            while self._used_bytes and self._used_bytes + nbytes > _VISITS * self._largest_visit:
-                if not waits:
-                    return False
+            self._largest_visit = max(self._largest_visit, visit.nbytes)
+            self._waiting.append(visit)
+            self._begin_waiting()
+
+    def await_room(self, visit: Visit) -> None:
+        """Return when a visit has begun."""
+        with self._lock:
+            while not visit.has_begun:
                 self._lock.wait()
-            self._used_bytes += nbytes
-            return True
 
     def give_room(self, nbytes: int) -> None:
-        """Give room back."""
+        """Give room back; the next visit begins."""
         with self._lock:
             self._used_bytes -= nbytes
+            self._begin_waiting()
+
+    def _begin_waiting(self) -> None:
+        while self._waiting:
+            nbytes = self._waiting[0].nbytes
+            if self._used_bytes and self._used_bytes + nbytes > _VISITS * self._largest_visit:
+                return
+            self._used_bytes += nbytes
+            self._waiting.popleft().read()
             self._lock.notify_all()
 
 
@@ -357,20 +369,30 @@ class Visit:
         self._changed = [sleeper_of(face) for face in changed]
         self._overwritten = [sleeper_of(face) for face in overwritten]
         self.announcing = store.announcing
-        self._nbytes = sum(sleeper.held_bytes for sleeper in self._all)
-        self.has_begun = False
+        self.nbytes = sum(sleeper.held_bytes for sleeper in self._all)
+        self._is_announced = False
+        self.has_begun = False  # there was room
 
     @property
     def _all(self) -> list[_Sleeper]:
         return [*self._read, *self._changed, *self._overwritten]
 
-    def begin(self, *, waits: bool = True) -> bool:
-        """Start reading, unless that has begun; say whether it has. With ``waits`` return when there was room."""
-        if not self.has_begun and self._store.take_room(self._nbytes, waits=waits):
-            self.has_begun = True
-            for sleeper in self._all:
-                self._store.begin_hold(sleeper, reads=sleeper not in self._overwritten)
-        return self.has_begun
+    def announce(self) -> None:
+        """Let reading begin as soon as there is room; others that need room come later."""
+        if not self._is_announced:
+            self._is_announced = True
+            self._store.begin_visit(self)
+
+    def begin(self) -> None:
+        """Start reading, and return when there was room."""
+        self.announce()
+        self._store.await_room(self)
+
+    def read(self) -> None:
+        """Start reading; there is room."""
+        self.has_begun = True
+        for sleeper in self._all:
+            self._store.begin_hold(sleeper, reads=sleeper not in self._overwritten)
 
     def ready(self) -> None:
         """Return when the values are in memory.
@@ -397,7 +419,7 @@ class Visit:
             with self._store._lock:
                 left[0] -= 1
                 if left[0] <= 0:
-                    self._store.give_room(self._nbytes)
+                    self._store.give_room(self.nbytes)
 
         for transfer in writes:
             transfer.then(done)

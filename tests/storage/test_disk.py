@@ -96,8 +96,9 @@ def test_visits_wait_for_room_and_write_what_they_change(store: DiskStore) -> No
     faces = [store.keep("optimizer", torch.full((NUMEL,), float(number)), "state") for number in range(5)]
     store.drain()
     visits = [Visit(store, changed=[face]) for face in faces]
-    begun = [visit.begin(waits=False) for visit in visits]
-    assert begun == [True, True, True, False, False]
+    for visit in visits:
+        visit.announce()
+    assert [visit.has_begun for visit in visits] == [True, True, True, False, False]
     for visit, face in zip(visits, faces, strict=True):
         visit.begin()
         visit.ready()
@@ -107,6 +108,20 @@ def test_visits_wait_for_room_and_write_what_they_change(store: DiskStore) -> No
     assert store.awake_bytes == 0
     for number, face in enumerate(faces):
         assert bool((face == number + 1.0).all())
+
+
+def test_a_visit_begins_by_itself_when_there_is_room(store: DiskStore) -> None:
+    faces = [store.keep("optimizer", torch.zeros(NUMEL), "state") for _ in range(5)]
+    store.drain()
+    visits = [Visit(store, changed=[face]) for face in faces]
+    for visit in visits[:4]:
+        visit.announce()
+    visits[1].ready()
+    visits[1].end()
+    store.drain()
+    with store._lock:
+        assert visits[3].has_begun
+    assert not visits[4].has_begun
 
 
 def test_a_visit_that_only_reads_writes_nothing_and_one_that_overwrites_reads_nothing(store: DiskStore) -> None:
