@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning_zero.callbacks import ZeroMonitor
 from lightning_zero.monitor import Meter, memory_in_use, samples_in, tokens_in
 from lightning_zero.strategy import ZeroStrategy
-from tests.contracts.test_lightning_programs import Net, loader, trainer, weights
+from tests.lightning_programs import Net, loader, trainer, weights
 from tests.worlds import run
 
 WORLD = 2

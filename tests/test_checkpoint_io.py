@@ -10,7 +10,7 @@ from torch import Tensor
 import lightning_zero
 from lightning_zero.strategy import ZeroStrategy
 from tests import worlds
-from tests.contracts.test_lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
+from tests.lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
 
 
 class Wide(Net):

@@ -13,8 +13,8 @@ from torchmetrics import Metric
 from lightning_zero.metrics import metric_states, with_own_metric_states
 from lightning_zero.strategy import ZeroStrategy
 from tests import worlds
-from tests.contracts.test_lightning_programs import Net, seeded, trainer
 from tests.contracts.test_resume_anywhere import Loader
+from tests.lightning_programs import Net, seeded, trainer
 
 
 class Many(Metric):

@@ -21,7 +21,7 @@ from lightning_zero.checkpoint.ranks import CheckpointError
 from lightning_zero.strategy import ZeroStrategy
 from tests import worlds
 from tests.checkpoint import programs
-from tests.contracts.test_lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
+from tests.lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
 
 KINDS = pytest.mark.parametrize("full", [False, True], ids=["directory", "file"])
 

@@ -23,7 +23,7 @@ from lightning_zero.checkpoint.stored import StoredTensor
 from tests import worlds
 from tests.checkpoint import deepspeed_files, programs
 from tests.checkpoint.test_deepspeed import trained
-from tests.contracts.test_lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
+from tests.lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
 from tests.sampling import sample
 
 

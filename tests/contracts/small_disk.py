@@ -9,7 +9,7 @@ import sys
 from lightning_zero.config import Offload
 from lightning_zero.strategy import ZeroStrategy
 from tests import worlds
-from tests.contracts.test_lightning_programs import Net, loader, seeded, trainer
+from tests.lightning_programs import Net, loader, seeded, trainer
 
 
 def fit(rank: int, world: int, path: str, width: int, checkpoint: str | None) -> str:

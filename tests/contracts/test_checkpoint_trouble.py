@@ -21,7 +21,7 @@ from lightning_zero.config import Communication
 from lightning_zero.errors import CollectiveError
 from lightning_zero.strategy import ZeroStrategy
 from tests import worlds
-from tests.contracts.test_lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
+from tests.lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
 from tests.sampling import sample
 
 KINDS = pytest.mark.parametrize("kind", ["sharded", "full"])

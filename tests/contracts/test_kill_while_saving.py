@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_zero.checkpoint import directory
 from lightning_zero.strategy import ZeroStrategy
 from tests import worlds
-from tests.contracts.test_lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
+from tests.lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
 from tests.sampling import sample
 
 SAVES = 3  # how many checkpoints are whole before the one that is interrupted

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,8 +31,8 @@ from lightning_zero.storage.nvme import StorageError
 from lightning_zero.strategy import ZeroStrategy
 from tests import worlds
 from tests.contracts import test_offload
-from tests.contracts.test_lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
 from tests.contracts.test_offload import PRECISIONS, clamp, evaluate, forget_gradients, move_options, step_again
+from tests.lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
 from tests.references import TinyGPT, difference, token_loss
 from tests.sampling import sample
 

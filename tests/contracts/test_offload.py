@@ -22,7 +22,7 @@ from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.parameter import PendingParameter, ReducedParameter
 from lightning_zero.strategy import ZeroStrategy
 from tests import worlds
-from tests.contracts.test_lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
+from tests.lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
 from tests.references import Outcome, TinyGPT, difference, token_loss, train, train_zero
 from tests.sampling import sample
 

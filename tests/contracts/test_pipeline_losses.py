@@ -13,8 +13,8 @@ from torchmetrics import MeanMetric
 
 from lightning_zero.errors import PipelineError
 from lightning_zero.strategy import ZeroStrategy
-from tests.contracts.test_lightning_programs import seeded, trainer
 from tests.contracts.test_pipeline_programs import Program, _fit, _loader, _pipeline
+from tests.lightning_programs import seeded, trainer
 from tests.sampling import sample
 from tests.worlds import run
 

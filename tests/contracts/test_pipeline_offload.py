@@ -10,8 +10,8 @@ import torch
 
 from lightning_zero.config import Offload, Pipeline
 from lightning_zero.strategy import ZeroStrategy
-from tests.contracts.test_lightning_programs import seeded, trainer
 from tests.contracts.test_pipeline_programs import Frozen, Functional, _loader
+from tests.lightning_programs import seeded, trainer
 from tests.sampling import sample
 from tests.worlds import run
 

@@ -18,7 +18,7 @@ from torchmetrics.text import Perplexity
 
 from lightning_zero.config import Pipeline
 from lightning_zero.strategy import ZeroStrategy
-from tests.contracts.test_lightning_programs import seeded, trainer
+from tests.lightning_programs import seeded, trainer
 from tests.sampling import sample
 from tests.worlds import run
 

@@ -21,7 +21,7 @@ from lightning_zero.callbacks import ZeroMonitor
 from lightning_zero.config import Pipeline
 from lightning_zero.errors import PipelineError
 from lightning_zero.strategy import ZeroStrategy
-from tests.contracts.test_lightning_programs import seeded, trainer
+from tests.lightning_programs import seeded, trainer
 from tests.references import VOCAB, TinyGPT
 from tests.sampling import sample
 from tests.worlds import run

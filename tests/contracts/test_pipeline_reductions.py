@@ -9,8 +9,8 @@ import pytest
 
 from lightning_zero.config import Pipeline
 from lightning_zero.strategy import ZeroStrategy
-from tests.contracts.test_lightning_programs import seeded, trainer
 from tests.contracts.test_pipeline_programs import Program, _loader
+from tests.lightning_programs import seeded, trainer
 from tests.sampling import sample
 from tests.worlds import run
 

@@ -14,9 +14,9 @@ from torch import nn
 from lightning_zero.config import Pipeline
 from lightning_zero.strategy import ZeroStrategy
 from tests.checkpoint import programs
-from tests.contracts.test_lightning_programs import seeded, trainer
 from tests.contracts.test_pipeline_parity import BATCH, LanguageModel, loader
 from tests.contracts.test_pipeline_programs import Dropout, _loader
+from tests.lightning_programs import seeded, trainer
 from tests.sampling import sample
 from tests.worlds import run
 

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_zero import ExportSafetensors, ZeroStrategy, load_pretrained
-from tests.contracts.test_lightning_programs import Block, Net, loader, trainer, weights
+from tests.lightning_programs import Block, Net, loader, trainer, weights
 from tests.sampling import sample
 from tests.worlds import run
 

@@ -23,7 +23,7 @@ from lightning_zero.config import MixedPrecision
 from lightning_zero.strategy import ZeroStrategy
 from tests import worlds
 from tests.checkpoint import programs
-from tests.contracts.test_lightning_programs import Net, assert_equal, data, loader, seeded, trainer, weights
+from tests.lightning_programs import Net, assert_equal, data, loader, seeded, trainer, weights
 from tests.sampling import sample
 
 STAGES = (0, 1, 2, 3)

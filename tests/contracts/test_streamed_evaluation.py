@@ -11,7 +11,7 @@ from torch import nn
 from lightning_zero.config import Offload
 from lightning_zero.strategy import ZeroStrategy
 from tests import worlds
-from tests.contracts.test_lightning_programs import Block, Net, assert_equal, loader, seeded, trainer, weights
+from tests.lightning_programs import Block, Net, assert_equal, loader, seeded, trainer, weights
 
 WIDTH, DEPTH = 16, 6
 

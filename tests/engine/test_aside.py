@@ -16,7 +16,7 @@ from lightning_zero.config import MixedPrecision
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.strategy import ZeroStrategy
 from tests import worlds
-from tests.contracts.test_lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
+from tests.lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
 from tests.references import TinyGPT, token_loss
 from tests.sampling import sample
 

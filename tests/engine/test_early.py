@@ -16,8 +16,8 @@ from lightning_zero.config import MixedPrecision, Offload
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.strategy import ZeroStrategy
 from tests import worlds
-from tests.contracts.test_lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
 from tests.contracts.test_offload import OPTIMIZERS, PRECISIONS, _loss
+from tests.lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
 from tests.references import Block, TinyGPT, difference, token_loss, train, train_zero
 from tests.sampling import sample
 

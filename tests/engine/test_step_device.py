@@ -19,8 +19,8 @@ from lightning_zero.engine.step_device import Rates, StepDevices, choose_step_de
 from lightning_zero.storage.copies import Copies, Landing
 from lightning_zero.strategy import ZeroStrategy
 from tests import worlds
-from tests.contracts.test_lightning_programs import Net, loader, seeded, trainer
 from tests.contracts.test_offload import PRECISIONS, _loss, _trained, adamw
+from tests.lightning_programs import Net, loader, seeded, trainer
 from tests.references import TinyGPT, difference, token_loss, train, train_zero
 from tests.sampling import sample
 

@@ -20,7 +20,7 @@ from lightning_zero.parallel import activation
 from lightning_zero.parallel.activation import checkpoint_activations
 from lightning_zero.strategy import ZeroStrategy
 from tests import worlds
-from tests.contracts.test_lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
+from tests.lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
 from tests.references import Outcome, difference, train, train_zero
 from tests.sampling import sample
 

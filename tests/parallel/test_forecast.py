@@ -14,7 +14,7 @@ from lightning_zero.parallel.activation import checkpoint_activations, forecast_
 from lightning_zero.parallel.forecast import Forecast, KeptBytes
 from lightning_zero.strategy import ZeroStrategy
 from tests import worlds
-from tests.contracts.test_lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
+from tests.lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
 from tests.parallel.test_activation import Model, _kept_per_block
 
 CHOICES = ("none", "selective", "full", "offload")

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero.config import Pipeline
 from lightning_zero.strategy import ZeroStrategy
-from tests.contracts.test_lightning_programs import trainer
+from tests.lightning_programs import trainer
 from tests.worlds import run
 
 STAGES, MICROBATCHES = 4, 16

@@ -1,0 +1,90 @@
+"""Checkpoints as the Trainer handles them: kept, removed, written when something goes wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO
+
+from lightning_zero.strategy import ZeroStrategy
+from tests.lightning_programs import WORLD, Net, assert_equal, loader, seeded, trainer, weights
+from tests.worlds import run
+
+
+def checkpoints(rank: int, world: int, folder: str, save_last: Any) -> None:
+    for stage in (2, 3):
+        path = Path(folder) / f"{stage}-{save_last}"
+        callback = ModelCheckpoint(
+            path, monitor="val_loss", save_top_k=2, save_last=save_last, filename="{epoch}", every_n_epochs=1
+        )
+        fitted = trainer(rank, world, stage, callbacks=callback, enable_checkpointing=True, max_epochs=4)
+        fitted.fit(seeded(Net), loader(rank, world), loader(rank, world, size=8))
+        fitted.strategy.barrier()
+        names = sorted(entry.name for entry in path.iterdir())
+        assert names == ["epoch=2.ckpt", "epoch=3.ckpt", "last.ckpt"], names
+        assert (path / "last.ckpt").is_symlink() == (save_last == "link")
+        expected = weights(fitted)
+        resumed = trainer(rank, world, stage, max_epochs=4)
+        resumed.fit(seeded(Net), loader(rank, world), ckpt_path=str(path / "last.ckpt"))
+        assert_equal(weights(resumed), expected, what=f"stage {stage}")
+
+
+@pytest.mark.parametrize("save_last", [True, "link"])
+def test_model_checkpoint_keeps_and_removes_what_it_should(save_last: Any, tmp_path: Path) -> None:
+    run(checkpoints, WORLD, str(tmp_path), save_last)
+
+
+class Failing(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2 and self.current_epoch == 0 and self.trainer.ckpt_path is None:
+            raise ValueError("on all ranks")
+        return super().training_step(batch, batch_idx)
+
+
+def save_on_exception(rank: int, world: int, folder: str) -> None:
+    for stage in (1, 3):
+        path = str(Path(folder) / str(stage))
+        callback = OnExceptionCheckpoint(path, "crash")
+        failing = trainer(rank, world, stage, callbacks=callback, enable_checkpointing=True)
+        with pytest.raises(ValueError, match="on all ranks"):
+            failing.fit(seeded(Failing), loader(rank, world))
+        resumed = trainer(rank, world, stage, max_epochs=1)
+        resumed.fit(seeded(Failing), loader(rank, world), ckpt_path=f"{path}/crash.ckpt")
+        whole = trainer(rank, world, stage, max_epochs=1)
+        whole.fit(seeded(Net), loader(rank, world))
+        assert resumed.global_step == whole.global_step
+        again = trainer(rank, world, stage, max_epochs=1)
+        with pytest.raises(ValueError, match="on all ranks"):
+            again.fit(failing.lightning_module, loader(rank, world))
+
+
+def test_error_on_all_ranks_leaves_a_checkpoint_and_a_usable_module(tmp_path: Path) -> None:
+    run(save_on_exception, WORLD, str(tmp_path))
+
+
+def checkpoint_plugins(rank: int, world: int, folder: str) -> None:
+    for stage in (1, 3):
+        path = str(Path(folder) / f"{stage}.ckpt")
+        strategy = ZeroStrategy(stage=stage, state_dict_type="full")  # type: ignore[arg-type]
+        first = trainer(rank, world, strategy, max_epochs=1, plugins=[AsyncCheckpointIO()])
+        first.fit(seeded(Net), loader(rank, world))
+        first.save_checkpoint(path)
+        first.strategy.checkpoint_io.teardown()
+        first.strategy.barrier()
+        assert Path(path).is_file()
+        plain = trainer(rank, world, "ddp", max_epochs=1)
+        plain.fit(seeded(Net), loader(rank, world), ckpt_path=path)
+        assert_equal(weights(plain), weights(first), what=f"stage {stage}")
+        fitted = trainer(rank, world, 3, max_epochs=1)
+        fitted.fit(seeded(Net), loader(rank, world))
+        with pytest.raises(ValueError, match="state_dict_type='full'"):
+            fitted.save_checkpoint(path, storage_options={"a": 1})
+        with pytest.raises(ValueError, match="`AsyncCheckpointIO` writes single files"):
+            trainer(rank, world, 3, plugins=[AsyncCheckpointIO()]).fit(seeded(Net), loader(rank, world))
+
+
+def test_checkpoint_plugins_write_single_files_and_are_refused_for_directories(tmp_path: Path) -> None:
+    run(checkpoint_plugins, WORLD, str(tmp_path))

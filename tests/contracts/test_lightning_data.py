@@ -1,0 +1,185 @@
+"""Ranks read, log, count and predict under the strategy as under ``strategy="ddp"``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import BasePredictionWriter, EarlyStopping, ThroughputMonitor
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import CombinedLoader
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import MeanMetric
+
+from tests.lightning_programs import WORLD, Net, data, loader, seeded, trainer
+from tests.worlds import run
+
+# -- Data and logging --------------------------------------------------------------------------------------------------
+
+
+class LogsData(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen = [*getattr(self, "seen", []), batch[0][:, 0].tolist()]
+        self.log("first", batch[0].sum(), sync_dist=True)
+        self.log("total", batch[0].sum(), sync_dist=True, reduce_fx="sum")
+        return super().training_step(batch, batch_idx)
+
+
+def sync_dist(rank: int, world: int) -> list[Any]:
+    seen = []
+    for stage in (1, 3):
+        fitted = trainer(rank, world, stage, max_epochs=1, limit_train_batches=1, use_distributed_sampler=True)
+        module = LogsData()
+        fitted.fit(module, DataLoader(data(), batch_size=4))
+        seen.append((module.seen[0], fitted.callback_metrics["first"].item(), fitted.callback_metrics["total"].item()))
+    return seen
+
+
+def test_ranks_see_their_own_slice_and_logged_values_are_reduced() -> None:
+    first, second = run(sync_dist, WORLD)
+    for (seen0, mean0, total0), (seen1, mean1, total1) in zip(first, second, strict=True):
+        assert not set(seen0) & set(seen1)
+        assert mean0 == mean1
+        assert total0 == total1 == pytest.approx(2 * mean0)
+
+
+class Plateau(Net):
+    def on_validation_epoch_end(self) -> None:
+        values = [5.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+        self.log("watched", values[self.current_epoch] + self.global_rank, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.4, fused=True)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "watched"}}
+
+
+def stop_early(rank: int, world: int) -> list[Any]:
+    out = []
+    for strategy in ("ddp", 1, 3):
+        stopping = EarlyStopping("watched", patience=2)
+        fitted = trainer(rank, world, strategy, max_epochs=6, callbacks=stopping)
+        fitted.fit(seeded(Plateau), loader(rank, world), loader(rank, world, size=8))
+        out.append((fitted.current_epoch, fitted.global_step, fitted.optimizers[0].param_groups[0]["lr"]))
+    return out
+
+
+def test_early_stopping_and_plateau_act_on_the_same_step_on_all_ranks() -> None:
+    first, second = run(stop_early, WORLD)
+    assert first == second
+    assert first[0] == first[1] == first[2]
+
+
+class Weighted(MeanMetric):
+    """A metric with parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Linear(4, 4).requires_grad_(False)
+
+
+class WithMetric(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+        self.weighted = Weighted()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.mean(batch[0].mean())
+        self.log("mean", self.mean, on_epoch=True, on_step=False)
+        assert self.mean.device == self.device
+        return super().training_step(batch, batch_idx)
+
+
+def metrics(rank: int, world: int) -> list[float]:
+    out = []
+    for strategy in ("ddp", 1, 3):
+        fitted = trainer(rank, world, strategy, max_epochs=1)
+        fitted.fit(WithMetric(), loader(rank, world))
+        out.append(fitted.callback_metrics["mean"].item())
+    return out
+
+
+def test_torchmetrics_are_reduced_over_ranks() -> None:
+    first, second = run(metrics, WORLD)
+    assert first == second
+    assert first[0] == first[1] == first[2] == pytest.approx(data().tensors[0].mean().item(), abs=1e-6)
+
+
+class Writer(BasePredictionWriter):
+    def __init__(self) -> None:
+        super().__init__("epoch")
+        self.indices: Any = None
+
+    def write_on_epoch_end(self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any) -> None:
+        self.indices = batch_indices
+
+
+def loaders(rank: int, world: int) -> None:
+    for stage in (1, 3):
+        writer = Writer()
+        fitted = trainer(rank, world, stage, max_epochs=1, callbacks=writer, use_distributed_sampler=True)
+
+        class Two(Net):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                return self.loss(batch["a"]) + self.loss(batch["b"])
+
+        both = CombinedLoader({"a": DataLoader(data(), 4), "b": DataLoader(data(16), 4)}, "max_size_cycle")
+        module = seeded(Two)
+        fitted.fit(module, both)
+        assert fitted.global_step == 4
+        predictions = fitted.predict(module, DataLoader(data(16), 4))
+        assert predictions is not None
+        assert [tuple(prediction.shape) for prediction in predictions] == [(4, 3)] * 2
+        assert writer.indices == [[[rank, rank + 2, rank + 4, rank + 6], [rank + 8, rank + 10, rank + 12, rank + 14]]]
+
+
+def test_combined_loader_and_prediction_writer_work() -> None:
+    run(loaders, WORLD)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from data(12)
+
+
+def stream(rank: int, world: int) -> None:
+    for stage in (2, 3):
+        fitted = trainer(rank, world, stage, max_epochs=1)
+        fitted.fit(Net(), DataLoader(Stream(), batch_size=4))
+        assert fitted.global_step == 3
+
+
+def test_iterable_dataset_works() -> None:
+    run(stream, WORLD)
+
+
+# -- Monitors of Lightning ---------------------------------------------------------------------------------------------
+
+
+def throughput(rank: int, world: int, folder: str) -> list[str]:
+    seen = []
+    for precision in ("32-true", "bf16-mixed", "bf16-true", "64-true"):
+        monitor = ThroughputMonitor(batch_size_fn=lambda batch: batch[0].shape[0], window_size=2)
+        fitted = trainer(
+            rank, world, 3, max_epochs=1, precision=precision, callbacks=monitor, logger=CSVLogger(folder),
+            log_every_n_steps=2,
+        )  # fmt: skip
+        fitted.fit(Net(), loader(rank, world))
+        from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
+
+        seen.append(str(_plugin_to_compute_dtype(fitted.precision_plugin)))
+    return seen
+
+
+def test_throughput_monitor_knows_the_dtype(tmp_path: Path) -> None:
+    assert run(throughput, WORLD, str(tmp_path))[0] == [
+        "torch.float32",
+        "torch.bfloat16",
+        "torch.bfloat16",
+        "torch.float64",
+    ]

@@ -1,0 +1,189 @@
+"""Trainers fit, validate, test and predict in any order and one after the other, as under ``strategy="ddp"``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import lightning.pytorch.loops.utilities as lightning_loops
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tests.lightning_programs import (
+    STAGES,
+    WORLD,
+    Net,
+    assert_equal,
+    assert_moved,
+    data,
+    loader,
+    seeded,
+    trainer,
+    weights,
+)
+from tests.worlds import run
+
+
+def alternate(rank: int, world: int, folder: str) -> None:
+    for stage in STAGES:
+        checkpoint = ModelCheckpoint(Path(folder) / str(stage), monitor="val_loss", mode="min", filename="best")
+        fitted = trainer(rank, world, stage, callbacks=checkpoint, enable_checkpointing=True, max_epochs=2)
+        module = seeded(Net)
+        batches = loader(rank, world)
+        before = fitted.validate(module, batches, verbose=False)
+        fitted.fit(module, batches, batches)
+        best = fitted.test(module, batches, ckpt_path="best", verbose=False)
+        assert best[0]["test_loss"] == pytest.approx(float(checkpoint.best_model_score or 0.0), abs=1e-6)
+        assert best[0]["test_loss"] < before[0]["val_loss"]
+        predictions = fitted.predict(module, batches)
+        assert predictions is not None
+        assert len(predictions) == len(batches)
+        after = fitted.validate(module, batches, verbose=False)
+        assert after[0]["val_loss"] == best[0]["test_loss"]
+        fitted.fit_loop.max_epochs = 4
+        fitted.fit(module, batches, batches)
+        assert fitted.current_epoch == 4
+        assert fitted.callback_metrics["val_loss"] < after[0]["val_loss"]
+        last = fitted.validate(module, batches, verbose=False)
+        assert last[0]["val_loss"] == pytest.approx(fitted.callback_metrics["val_loss"].item(), abs=1e-6)
+
+
+def test_entry_points_alternate_on_one_trainer(tmp_path: Path) -> None:
+    run(alternate, WORLD, str(tmp_path))
+
+
+def second_fit(rank: int, world: int) -> None:
+    def fit_twice(strategy: Any) -> dict[str, Tensor]:
+        fitted = trainer(rank, world, strategy, max_epochs=1)
+        module = seeded(Net)
+        fitted.fit(module, loader(rank, world))
+        fitted.fit_loop.max_epochs = 2
+        fitted.fit(module, loader(rank, world))
+        return weights(fitted)
+
+    expected = fit_twice("ddp")
+    for stage in STAGES:
+        assert_equal(fit_twice(stage), expected, what=f"stage {stage}")
+
+
+def test_second_fit_on_the_same_trainer_equals_ddp() -> None:
+    run(second_fit, WORLD)
+
+
+def two_trainers(rank: int, world: int) -> None:
+    def fit_both(strategies: tuple[Any, Any]) -> dict[str, Tensor]:
+        module = seeded(Net)
+        for strategy in strategies:
+            fitted = trainer(rank, world, strategy, max_epochs=1)
+            fitted.fit(module, loader(rank, world))
+        return weights(fitted)
+
+    expected = fit_both(("ddp", "ddp"))
+    for strategies in [(0, 0), (2, 2), (3, 3), (1, 2), (3, 1), (2, 3)]:
+        assert_equal(fit_both(strategies), expected, what=strategies)
+
+
+def test_two_trainers_one_after_the_other_equal_ddp() -> None:
+    run(two_trainers, WORLD)
+
+
+def two_precisions(rank: int, world: int) -> None:
+    for stage in (2, 3):
+        module = seeded(Net)
+        for precision, dtype in [("32-true", torch.float32), ("64-true", torch.float64), ("bf16-true", torch.bfloat16)]:
+            fitted = trainer(rank, world, stage, max_epochs=1, precision=precision)
+            fitted.fit(module, loader(rank, world))
+            assert {param.dtype for param in module.parameters()} == {dtype}
+
+
+def test_second_trainer_may_have_another_precision() -> None:
+    run(two_precisions, WORLD)
+
+
+def two_modules(rank: int, world: int) -> None:
+    for stage in (1, 3):
+        fitted = trainer(rank, world, stage, max_epochs=1)
+        first, second = seeded(Net), seeded(Net)
+        fitted.fit(first, loader(rank, world))
+        after_first = weights(fitted)
+        fitted.fit_loop.epoch_progress.reset()
+        fitted.fit(second, loader(rank, world))
+        assert_equal(weights(fitted), after_first, what=f"stage {stage}")
+
+
+def test_one_trainer_fits_two_modules() -> None:
+    run(two_modules, WORLD)
+
+
+def other_strategy_afterwards(rank: int, world: int) -> None:
+    def fit_plain(module: LightningModule, first: Any) -> dict[str, Tensor]:
+        trainer(rank, world, first, max_epochs=1).fit(module, loader(rank, world))
+        plain = Trainer(
+            accelerator="cpu", devices=1, strategy="auto", max_epochs=1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        plain.fit(module, DataLoader(data(16), 4))
+        return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+    expected = fit_plain(seeded(Net), "ddp")
+    for stage in (0, 1, 2):
+        assert_equal(fit_plain(seeded(Net), stage), expected, what=f"stage {stage}")
+
+
+def test_other_strategy_may_train_the_module_afterwards_below_stage_3() -> None:
+    run(other_strategy_afterwards, WORLD)
+
+
+def flags(rank: int, world: int) -> None:
+    for options in (
+        {"fast_dev_run": 2},
+        {"overfit_batches": 1},
+        {"limit_train_batches": 1, "limit_val_batches": 0},
+        {"barebones": True, "enable_checkpointing": None, "logger": None},
+        {"detect_anomaly": True},
+        {"deterministic": True},
+        {"profiler": "simple"},
+        {"num_sanity_val_steps": 2},
+        {"inference_mode": False},
+    ):
+        for stage in (1, 3):
+            module = seeded(Net)
+            fitted = trainer(rank, world, stage, **{"max_epochs": 1, **options})
+            fitted.fit(module, loader(rank, world), loader(rank, world))
+            assert fitted.state.finished, options
+            assert_moved(weights(fitted), Net)
+
+
+def test_trainer_flags_work() -> None:
+    run(flags, WORLD)
+
+
+def validate_first(rank: int, world: int) -> None:
+    """Lightning validates under inference mode where the backend is not gloo; let it not know."""
+    seen = []
+
+    class Validates(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append(torch.is_inference_mode_enabled())
+            return super().validation_step(batch, batch_idx)
+
+    for stage in STAGES:
+        module = seeded(Validates)
+        fitted = trainer(rank, world, stage, max_epochs=1)
+        with patch.object(lightning_loops, "_distributed_is_initialized", return_value=False):
+            fitted.validate(module, loader(rank, world), verbose=False)
+        assert all(seen)
+        fitted.fit(module, loader(rank, world))
+        start = dict(seeded(Net).named_parameters())
+        for name, value in weights(fitted).items():
+            assert not torch.equal(value, start[name].detach()), f"stage {stage}: {name} was not trained"
+        assert not any(parameter.is_inference() for parameter in module.parameters())
+
+
+def test_every_parameter_is_trained_after_a_validation_in_inference_mode() -> None:
+    run(validate_first, WORLD)
