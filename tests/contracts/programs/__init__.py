@@ -1,0 +1,1 @@
+"""Loops that train the same model under the engine and under DistributedDataParallel."""

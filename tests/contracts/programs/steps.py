@@ -1,0 +1,159 @@
+"""Loops that differ in when they run backwards and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tests.references import WIDTH, Trainer, adamw, token_loss, tokens
+
+Program = Callable[[Trainer], None]
+
+
+def forward_backward(trainer: Trainer, step: int, **kwargs: Any) -> None:
+    with trainer.scope():
+        loss = token_loss(trainer.module, trainer.rank, step)
+    trainer.backward(loss, **kwargs)
+
+
+def attached(trainer: Trainer, optimizer: Optimizer | None = None) -> Optimizer:
+    optimizer = optimizer or adamw(trainer.module)
+    trainer.attach(optimizer)
+    return optimizer
+
+
+def plain_loop(trainer: Trainer) -> None:
+    """No scope, no call of ours between attach and the end."""
+    optimizer = attached(trainer)
+    for step in range(4):
+        optimizer.zero_grad()
+        trainer.backward(token_loss(trainer.module, trainer.rank, step), bare=True)
+        optimizer.step()
+
+
+def attach_before_every_step(trainer: Trainer) -> None:
+    for step in range(3):
+        optimizer = attached(trainer, torch.optim.SGD(trainer.module.parameters(), lr=0.1, fused=True))
+        forward_backward(trainer, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def several_backwards(trainer: Trainer) -> None:
+    optimizer = attached(trainer)
+    for step in range(3):
+        for part in range(3):
+            forward_backward(trainer, 3 * step + part)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def backward_twice_through_one_graph(trainer: Trainer) -> None:
+    optimizer = attached(trainer)
+    for step in range(3):
+        with trainer.scope():
+            loss = token_loss(trainer.module, trainer.rank, step)
+        trainer.backward(loss, retain_graph=True)
+        trainer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def two_forwards_then_two_backwards(trainer: Trainer) -> None:
+    optimizer = attached(trainer)
+    for step in range(3):
+        with trainer.scope():
+            first = token_loss(trainer.module, trainer.rank, 2 * step)
+            second = token_loss(trainer.module, trainer.rank, 2 * step + 1)
+        trainer.backward(first)
+        trainer.backward(second)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def two_losses_summed(trainer: Trainer) -> None:
+    optimizer = attached(trainer)
+    for step in range(3):
+        optimizer.zero_grad()
+        with trainer.scope():
+            loss = token_loss(trainer.module, trainer.rank, 2 * step)
+            loss = loss + token_loss(trainer.module, trainer.rank, 2 * step + 1)
+        trainer.backward(loss)
+        optimizer.step()
+
+
+def step_without_zero_grad(trainer: Trainer) -> None:
+    optimizer = attached(trainer)
+    for step in range(4):
+        forward_backward(trainer, step)
+        optimizer.step()
+
+
+def zeros_instead_of_none(trainer: Trainer) -> None:
+    optimizer = attached(trainer)
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        forward_backward(trainer, step)
+        optimizer.step()
+
+
+def step_with_closure(trainer: Trainer) -> None:
+    optimizer = attached(trainer)
+    for step in range(3):
+
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            forward_backward(trainer, step)
+            return trainer.losses[-1]
+
+        optimizer.step(closure)
+
+
+def step_twice(trainer: Trainer) -> None:
+    optimizer = attached(trainer)
+    for step in range(2):
+        optimizer.zero_grad()
+        forward_backward(trainer, step)
+        optimizer.step()
+        optimizer.step()
+
+
+def backward_without_step(trainer: Trainer) -> None:
+    optimizer = attached(trainer)
+    for step in range(4):
+        optimizer.zero_grad()
+        forward_backward(trainer, step)
+        if step % 2:
+            optimizer.step()
+
+
+def gradient_penalty(trainer: Trainer) -> None:
+    optimizer = attached(trainer)
+    for step in range(3):
+        ids = tokens(trainer.rank, step)
+        optimizer.zero_grad()
+        with trainer.scope():
+            embedded = F.one_hot(ids, 11).float()[..., :WIDTH].requires_grad_()
+            score = trainer.module.head(trainer.module.norm(trainer.module.body(embedded))).logsumexp(-1).mean()
+            (slope,) = torch.autograd.grad(score, embedded, create_graph=True)
+            loss = score + (slope.flatten(1).norm(dim=1) - 1).square().mean()
+        trainer.backward(loss)
+        optimizer.step()
+
+
+def gradients_by_autograd_grad(trainer: Trainer) -> None:
+    """Asks for the gradient of the input only; no parameter's gradient is written."""
+    optimizer = attached(trainer)
+    for step in range(3):
+        optimizer.zero_grad()
+        with trainer.scope():
+            x = torch.ones(2, WIDTH, requires_grad=True)
+            (slope,) = torch.autograd.grad(trainer.module.body(x).square().sum(), x)
+        trainer.losses.append(slope)
+        forward_backward(trainer, step)
+        optimizer.step()
