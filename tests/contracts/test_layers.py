@@ -26,6 +26,7 @@ LEVELS: dict[str, int] = {
     "lightning_zero.parallel": 3,
     "lightning_zero.checkpoint_io": 5,
     "lightning_zero.checkpoint_hooks": 5,
+    "lightning_zero.processes": 5,
     "lightning_zero.refusals": 5,
     "lightning_zero.checkpoint": 4,
     "lightning_zero.inference": 4,
@@ -40,7 +41,16 @@ LEVELS: dict[str, int] = {
     "lightning_zero.__main__": 6,
     "lightning_zero": 7,
 }
-FACES = {"strategy", "checkpoint_hooks", "refusals", "precision", "checkpoint_io", "callbacks", "__main__"}
+FACES = {
+    "strategy",
+    "checkpoint_hooks",
+    "processes",
+    "refusals",
+    "precision",
+    "checkpoint_io",
+    "callbacks",
+    "__main__",
+}
 
 
 def _files() -> list[Path]:

@@ -1,0 +1,164 @@
+"""The strategy's hooks for processes: who this rank is, how the others are started, what they tell one another."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from lightning_zero.comm.mesh import Mesh
+from lightning_zero.config import Communication, Pipeline
+
+__all__ = ["ProcessHooks"]
+
+T = TypeVar("T")
+
+
+class ProcessHooks(ParallelStrategy):
+    """The part of a strategy that deals with processes.
+
+    Attributes:
+        num_nodes: Set by the Trainer.
+        pipeline: The options of a pipeline of two or more stages, or None.
+        communication: How ranks exchange parameters and gradients.
+        timeout: After which a collective of the default process group fails.
+    """
+
+    num_nodes: int
+    pipeline: Pipeline | None
+    communication: Communication
+    timeout: timedelta
+    _start_method: Literal["popen", "spawn", "fork", "forkserver"]
+    _process_group_backend: str | None
+    _mesh: Mesh | None  # with a pipeline
+
+    # -- This rank -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning gives every rank its own slice of the data and reduces logged values."""
+        return True
+
+    @property
+    def root_device(self) -> torch.device:
+        """Device of this rank."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """Backend of the default process group."""
+        return self._process_group_backend
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which slice of the data this rank sees; the stages of a pipeline see the same."""
+        if self.pipeline is not None:
+            copies = self.num_nodes * self.num_processes // self.pipeline.stages
+            return {"num_replicas": copies, "rank": self.global_rank % max(copies, 1)}
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment and the rank-zero decorators who this process is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        setattr(rank_zero_only, "rank", self.global_rank)  # noqa: B010 (its type knows no attribute)
+
+    # -- Starting --------------------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self._start_method == "popen":
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        else:
+            self._launcher = _Launcher(self, start_method=self._start_method)
+
+    def setup_environment(self) -> None:
+        """Start the default process group. Collective: all ranks."""
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        self._process_group_backend = self._process_group_backend or _get_default_process_group_backend_for_device(
+            self.root_device
+        )
+        assert self.cluster_environment is not None
+        _init_dist_connection(
+            self.cluster_environment,
+            self._process_group_backend,
+            timeout=self.timeout,
+            device_id=self.root_device if self.root_device.type != "cpu" else None,
+        )
+        if self.pipeline is not None and self._mesh is None:
+            self._mesh = Mesh(self.pipeline.stages, self.communication.timeout_s)
+
+    # -- Collectives for users -------------------------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if not _is_initialized():
+            return
+        if dist.get_backend() == "nccl":
+            dist.barrier(device_ids=[self.root_device.index])
+        else:
+            dist.barrier()
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Return the object of rank ``src``."""
+        if not _is_initialized():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    def reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Tensor | Any:
+        """Reduce a tensor over the ranks; anything else is returned as it is."""
+        if isinstance(tensor, Tensor):
+            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        return tensor
+
+    def _largest(self, value: int) -> int:
+        return int(self.reduce(torch.tensor(value, device=self.root_device), reduce_op="max"))
+
+    def _whole_state_dict(self) -> dict[str, Any]:
+        """Return the module's ``state_dict`` with whole values in host memory, on every rank. Collective: all ranks."""
+        raise NotImplementedError
+
+
+class _Launcher(_MultiProcessingLauncher):
+    """Starts functions in processes and hands the whole trained parameters back to the calling process."""
+
+    def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> Any:
+        strategy, module = trainer.strategy, trainer.lightning_module
+        assert isinstance(strategy, ProcessHooks)
+        state_dict = strategy._whole_state_dict()
+        vars(module)["state_dict"] = lambda: state_dict
+        try:
+            return super()._collect_rank_zero_results(trainer, results)
+        finally:
+            del vars(module)["state_dict"]
+
+
+def _is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
