@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication, MixedPrecision, Moments, Offload, Sharding, check_moments
 from lightning_zero.engine.aside import Aside
+from lightning_zero.engine.attached import Attached
 from lightning_zero.engine.awaited import awaited_places, awaited_values, forget_awaited
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.deferred import Deferral
 from lightning_zero.engine.early import EarlySteps
 from lightning_zero.engine.elsewhere import Elsewhere
-from lightning_zero.engine.flat_step import Place
 from lightning_zero.engine.hooks import Hooks
 from lightning_zero.engine.module_buffers import ModuleBuffers
 from lightning_zero.engine.optimizer import ShardedOptimizer, gradient_norm
@@ -30,13 +30,13 @@ from lightning_zero.engine.parameter import own
 from lightning_zero.engine.partition import Territory, build_unit, choose_territories
 from lightning_zero.engine.parts import Parts
 from lightning_zero.engine.placement import Placement
+from lightning_zero.engine.places import Places
 from lightning_zero.engine.records import ParameterRecord, record_elsewhere, record_here
 from lightning_zero.engine.reduction import Reducer
 from lightning_zero.engine.statistics import EngineStats, Statistics
 from lightning_zero.engine.step_device import StepDevice, StepDevices
 from lightning_zero.engine.unit import Unit, UnitState
 from lightning_zero.engine.whole import Whole, Write
-from lightning_zero.errors import PipelineError
 from lightning_zero.storage.store import DeviceStore
 
 __all__ = ["ZeroEngine", "engine_of", "gathered"]
@@ -61,7 +61,7 @@ class _UnitOwner:
         self._engine._show_gradient(param)
 
     def forget_gradient(self, param: nn.Parameter) -> None:
-        buffer, index = self._engine._places[id(param)]
+        buffer, index = self._engine._places.of(param)
         buffer.gradients.forget([index])
 
 
@@ -128,9 +128,7 @@ class ZeroEngine:
         self._steps_in_backward = step_in_backward
         # - Set by `shard`
         self.module: nn.Module | None = None
-        self.units: list[Unit] = []
         self.parts: Parts | None = None  # of a model that is cut; None if it is whole
-        self._elsewhere: Elsewhere | None = None  # with `parts`
         self._communicator: Communicator | None = None
         self._everyone: Communicator | None = None
         self._store: DeviceStore
@@ -143,14 +141,10 @@ class ZeroEngine:
         self._order: PassOrder
         self._whole: Whole
         self._statistics: Statistics
-        self._places: dict[int, Place] = {}
-        self._unit_of: dict[int, Unit] = {}  # by buffer
-        self._names: dict[int, tuple[str, ...]] = {}
+        self._places = Places()
         self._owners: list[_UnitOwner] = []
         # - Set by `attach`
-        self._sharded_optimizers: list[ShardedOptimizer] = []
-        self._zeroed: bool | None = None  # whether `zero_grad` was called since `begin_gradients`; None: drop gradients
-        self._loose: list[Place] = []  # parameters of no optimizer whose gradient is shown
+        self._attached = Attached()
 
     # -- Set-up ----------------------------------------------------------------------------------------------------
 
@@ -179,7 +173,7 @@ class ZeroEngine:
         self._everyone = self._communicator
         if holders is not None:
             self._take_part(module, holders, device)
-        absent = [] if self._elsewhere is None else self._elsewhere.params
+        absent = [] if self._places.elsewhere is None else self._places.elsewhere.params
         territories = choose_territories(module, self._unit_classes, {id(param) for param in absent})
         # Blocks of freed memory are not used again for what is a little larger, and pile up.
         self._store = DeviceStore(device, keeps_freed=self._offload is None or not self._offload.uses_disks)
@@ -218,17 +212,17 @@ class ZeroEngine:
             self.units,
             self._order,
             reducer,
-            close_windows=self._close_windows,
+            close_windows=self._attached.close,
             broadcast_buffers=module_buffers.broadcast,
             reduces_each_backward=sharding.grads,
         )
         self._step_devices = StepDevices(self.units, device, self._moments)
         self._step_devices.choose(self._offload.step_device if self._offload else None, self.communicator)
-        self._whole = Whole(self.units, self.communicator, self._hooks, self._order, self._elsewhere)
+        self._whole = Whole(self.units, self.communicator, self._hooks, self._order, self._places.elsewhere)
         self._statistics = Statistics(
             self.stage,
             self.units,
-            self._places,
+            self._places.by_id,
             communicator=self.communicator,
             store=self._store,
             host=self._placement.host,
@@ -273,18 +267,16 @@ class ZeroEngine:
             Communicator(self._communication, device, self._parts_group), dict(module.named_parameters()), holders
         )
         self._everyone = Communicator(self._communication, device)
-        self._elsewhere = Elsewhere(module, self.parts, self._names, self._precision, self._communication, device)
+        self._places.elsewhere = Elsewhere(
+            module, self.parts, self._places.names, self._precision, self._communication, device
+        )
 
     def _register(self, unit: Unit, territory: Territory) -> None:
         owner = _UnitOwner(self, unit)
-        self.units.append(unit)
         self._owners.append(owner)
-        aliases = {id(param): tuple(names) for param, names in zip(territory.params, territory.names, strict=True)}
+        self._places.add(unit, territory)
         for buffer in unit.buffers:
-            self._unit_of[id(buffer)] = unit
-            for index, param in enumerate(buffer.params):
-                self._places[id(param)] = (buffer, index)
-                self._names[id(param)] = aliases[id(param)]
+            for param in buffer.params:
                 own(param, owner)
 
     def attach(self, *optimizers: Optimizer) -> Any:
@@ -306,44 +298,42 @@ class ZeroEngine:
                 " them is going to step. Use `step_in_backward=False`."
             )
         for optimizer in optimizers:
-            self._sharded_optimizers.append(
-                ShardedOptimizer(
-                    optimizer,
-                    self._places,
-                    self.communicator,
-                    self._before_open,
-                    self.parts,
-                    self._keeps_gradients,
-                    self._deferral,
-                    self._mark_stale,
-                    moments=self._moments,
-                )
+            sharded = ShardedOptimizer(
+                optimizer,
+                self._places.by_id,
+                self.communicator,
+                self._before_open,
+                self.parts,
+                self._attached.keeps_gradients,
+                self._deferral,
+                self._mark_stale,
+                moments=self._moments,
             )
+            self._attached.add(sharded)
+            if self._early is not None:
+                sharded.allow_early_steps()
+                self._early.optimizer = sharded
         if self._offload is not None and self._offload.step_device == "cuda":
-            for sharded in self._sharded_optimizers:
+            for sharded in self._attached:
                 sharded.require_runs("Offload(step_device='cuda')")
-        if self._early is not None and optimizers:
-            self._sharded_optimizers[0].allow_early_steps()
-            self._early.optimizer = self._sharded_optimizers[0]
         return optimizers[0] if len(optimizers) == 1 else list(optimizers)
 
     def drop_elsewhere(self, optimizer: Optimizer) -> None:
         """Take the parameters that other parts of the model hold out of an optimizer's groups; ``attach`` it then."""
-        if self._elsewhere is not None:
-            self._elsewhere.drop(optimizer)
+        if self._places.elsewhere is not None:
+            self._places.elsewhere.drop(optimizer)
 
     def whole_groups(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Put the parameters of other parts back into an optimizer's groups for a while: checkpoints name them all."""
-        return nullcontext() if self._elsewhere is None else self._elsewhere.whole_groups(optimizer)
+        elsewhere = self._places.elsewhere
+        return nullcontext() if elsewhere is None else elsewhere.whole_groups(optimizer)
 
     def detach(self) -> None:
         """Let go of the optimizers and of all gradients."""
-        self._close_windows()
+        self._attached.close()
         if self.module is not None:
             self.reload_states()
-        for sharded in self._sharded_optimizers:
-            sharded.detach()
-        self._sharded_optimizers.clear()
+        self._attached.detach()
         if self._early is not None:
             self._early.optimizer = None
         for buffer in self._buffers:
@@ -355,7 +345,7 @@ class ZeroEngine:
         Gradients are dropped. Where parameters are released between uses (stage 3) the hooks stay: without them nothing
         could compute.
         """
-        self._close_windows()
+        self._attached.close()
         self._flush_here()
         for buffer in self._buffers:
             buffer.gradients.forget()
@@ -383,7 +373,7 @@ class ZeroEngine:
         return module
 
     def _original_dtype(self, param: nn.Parameter) -> torch.dtype:
-        return param.dtype if self._is_elsewhere(param) else self._places[id(param)][0].kind.original
+        return param.dtype if self._places.is_elsewhere(param) else self._places.of(param)[0].kind.original
 
     def close(self) -> None:
         """Take the hooks out and give the process groups back. No collective.
@@ -394,7 +384,7 @@ class ZeroEngine:
         if self.module is None:
             return
         try:
-            self._close_windows()
+            self._attached.close()
             self._flush_here()
         finally:
             self._close_parts()
@@ -435,7 +425,7 @@ class ZeroEngine:
             buffer.flush()
 
     def _mark_stale(self, buffer: FlatBuffer) -> None:
-        unit = self._unit_of[id(buffer)]
+        unit = self._places.unit_of(buffer)
         if not unit.is_sharded_between_uses:
             unit.state = UnitState.SHARDED
 
@@ -489,11 +479,11 @@ class ZeroEngine:
 
     def open_window(self, optimizer: Optimizer) -> None:
         """Open the step window: each parameter shows its master's segment and the reduced gradient's."""
-        self._sharded(optimizer).open()
+        self._attached.of(optimizer).open()
 
     def close_window(self, optimizer: Optimizer) -> None:
         """Close the step window without a step; gradients stay until ``zero_grad``."""
-        self._sharded(optimizer).close()
+        self._attached.of(optimizer).close()
 
     @property
     def is_last_microbatch(self) -> bool:
@@ -507,7 +497,7 @@ class ZeroEngine:
         """
         for buffer in self._buffers:
             buffer.gradients.forget()
-        self._zeroed = False
+        self._attached.begin_gradients()
 
     def end_gradients(self) -> None:
         """Let ``zero_grad`` drop gradients again.
@@ -515,19 +505,7 @@ class ZeroEngine:
         Raises:
             PipelineError: ``zero_grad`` was not called since ``begin_gradients``.
         """
-        zeroed, self._zeroed = self._zeroed, None
-        if zeroed is False:
-            raise PipelineError(
-                "The gradients of earlier steps are not dropped by `optimizer.zero_grad()` (`optimizer_zero_grad` or"
-                " `zero_grad` is overridden?). A pipeline always starts a step without gradients."
-            )
-
-    def _keeps_gradients(self) -> bool:
-        """Take note of a ``zero_grad`` whose work is done."""
-        if self._zeroed is None:
-            return False
-        self._zeroed = True
-        return True
+        self._attached.end_gradients()
 
     def sum_shared_gradients(self) -> None:
         """Sum the gradients of parameters that several parts of the model hold; once, after the last micro-batch.
@@ -543,7 +521,7 @@ class ZeroEngine:
         Collective: all ranks, after backward.
         """
         self._refuse_with_early_steps("The norm of all gradients")
-        places = self._places.values() if optimizer is None else self._sharded(optimizer).places
+        places = self._places.by_id.values() if optimizer is None else self._attached.of(optimizer).places
         return gradient_norm(places, norm_type, self.communicator, self.parts)
 
     def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> torch.Tensor:
@@ -552,17 +530,17 @@ class ZeroEngine:
         Collective: all ranks.
         """
         self._refuse_with_early_steps("Clipping by norm")
-        return self._sharded(optimizer).clip_grad_norm(max_norm)
+        return self._attached.of(optimizer).clip_grad_norm(max_norm)
 
     def clip_grad_value(self, optimizer: Optimizer, clip_value: float) -> None:
         """Clamp every element of an optimizer's gradients to ``[-clip_value, clip_value]``."""
         self._refuse_with_early_steps("Clipping by value")
-        self._sharded(optimizer).clip_grad_value(clip_value)
+        self._attached.of(optimizer).clip_grad_value(clip_value)
 
     def unscale(self, optimizer: Optimizer, inv_scale: float) -> bool:
         """Multiply an optimizer's gradients; return whether one was not finite on some rank. Collective: all ranks."""
         self._refuse_with_early_steps("Scaling of the loss")
-        return self._sharded(optimizer).unscale(inv_scale)
+        return self._attached.of(optimizer).unscale(inv_scale)
 
     def _refuse_with_early_steps(self, what: str) -> None:
         if self._early is not None:
@@ -583,9 +561,9 @@ class ZeroEngine:
         self._require_module()
         if not self._aside.is_empty:
             return
-        self._close_windows()
+        self._attached.close()
         self.flush()
-        self._aside.put(self._buffers, self._sharded_optimizers)
+        self._aside.put(self._buffers, list(self._attached))
 
     def reload_states(self) -> None:
         """Bring back what ``offload_states`` has moved; does nothing if nothing was. No collective."""
@@ -619,18 +597,20 @@ class ZeroEngine:
         """
         params = _params_of(params_or_module)
         units = self._units_of(params_or_module if isinstance(params_or_module, nn.Module) else params)
-        self._close_windows()
+        self._attached.close()
         with self._whole.gathered(units, params, write):
             yield
 
     def full_param(self, param: nn.Parameter) -> torch.Tensor:
         """Return a copy of a parameter's values as they are stepped (fp32 masters), whole. Collective: all ranks."""
         self._require_module()
-        self._close_windows()
-        if self._elsewhere is None:
-            return self._whole.values(*self._place(param))
-        here = None if param in self._elsewhere else self._whole.values(*self._place(param))
-        return self._whole.values_of_part(param, here, self._elsewhere)
+        self._attached.close()
+        elsewhere = self._places.elsewhere
+        here = None if self._places.is_elsewhere(param) else self._whole.values(*self._places.of(param))
+        if elsewhere is not None:
+            return self._whole.values_of_part(param, here, elsewhere)
+        assert here is not None
+        return here
 
     def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:
         """Return a copy of a parameter's reduced gradient, whole; None if it has none. Collective: all ranks.
@@ -638,44 +618,39 @@ class ZeroEngine:
         Of a parameter that another part of the model holds it is None.
         """
         self._refuse_with_early_steps("Reading gradients")
-        return None if self._is_elsewhere(param) else self._whole.gradient(*self._place(param))
+        return None if self._places.is_elsewhere(param) else self._whole.gradient(*self._places.of(param))
 
     # -- Checkpoints -----------------------------------------------------------------------------------------------
 
     def records(self) -> list[ParameterRecord]:
         """Return one record per parameter, in the order of ``named_parameters``. No collective."""
-        self._close_windows()
+        self._attached.close()
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         trained = {id(param) for group in groups for param in group["params"]}
         for buffer in self._buffers:
             buffer.refresh_master()
         assert self.module is not None
-        records = []
-        for param in self.module.parameters():
-            names = self._names[id(param)]
-            if self._elsewhere is not None and param in self._elsewhere:
-                records.append(record_elsewhere(param, names, self._elsewhere.master(param)))
-                continue
-            buffer, index = self._places[id(param)]
-            is_saved = self.parts is None or self.parts.is_counted_here(param)
-            records.append(
-                record_here(
-                    buffer,
-                    index,
-                    names,
-                    trained=id(param) in trained,
-                    saved_by=self.rank if is_saved else None,
-                    moments=self._moments,
-                )
-            )
-        return records
+        return [self._record(param, trained=id(param) in trained) for param in self.module.parameters()]
+
+    def _record(self, param: nn.Parameter, *, trained: bool) -> ParameterRecord:
+        names, elsewhere = self._places.names[id(param)], self._places.elsewhere
+        if elsewhere is not None and param in elsewhere:
+            return record_elsewhere(param, names, elsewhere.master(param))
+        is_saved = self.parts is None or self.parts.is_counted_here(param)
+        return record_here(
+            *self._places.of(param),
+            names,
+            trained=trained,
+            saved_by=self.rank if is_saved else None,
+            moments=self._moments,
+        )
 
     def state_place(self, optimizer: Optimizer, param: nn.Parameter, key: str) -> torch.Tensor | None:
         """Return where a state of a parameter is to be loaded to: 1-D over ``own_range``. No collective.
 
         None where the caller makes a tensor.
         """
-        return self._sharded(optimizer).state_place(param, key)
+        return self._attached.of(optimizer).state_place(param, key)
 
     def complete_masters(self) -> None:
         """Give every rank what the others wrote into their ``save_range`` of masters. Collective: all ranks.
@@ -689,9 +664,6 @@ class ZeroEngine:
         if self.parts is not None:
             self.parts.start_equal(self._buffers)
 
-    def _is_elsewhere(self, param: torch.Tensor) -> bool:
-        return self._elsewhere is not None and param in self._elsewhere
-
     def publish(self) -> None:
         """Make the masters the parameters' values. Collective: all ranks. Call after writing into ``master()``."""
         for buffer in self._buffers:
@@ -703,9 +675,14 @@ class ZeroEngine:
     # -- What is going on ------------------------------------------------------------------------------------------
 
     @property
+    def units(self) -> list[Unit]:
+        """What is gathered and reduced as one, the root's first."""
+        return self._places.units
+
+    @property
     def optimizers(self) -> list[Optimizer]:
         """The attached optimizers."""
-        return [sharded.optimizer for sharded in self._sharded_optimizers]
+        return [sharded.optimizer for sharded in self._attached]
 
     @property
     def step_devices(self) -> dict[str, StepDevice]:
@@ -756,7 +733,7 @@ class ZeroEngine:
 
     def param_name(self, param: nn.Parameter) -> str:
         """Return the first fully qualified name of a parameter."""
-        return self._names[id(param)][0]
+        return self._places.name(param)
 
     def stats(self) -> EngineStats:
         """Return what the engine holds and has sent on this rank. No collective."""
@@ -777,58 +754,25 @@ class ZeroEngine:
 
     @property
     def _buffers(self) -> list[FlatBuffer]:
-        return [buffer for unit in self.units for buffer in unit.buffers]
-
-    def _place(self, param: nn.Parameter) -> Place:
-        self._require_module()
-        place = self._places.get(id(param))
-        if place is None:
-            raise ValueError(f"A tensor of shape {tuple(param.shape)} is not a parameter of the sharded module.")
-        return place
+        return self._places.buffers
 
     def _require_module(self) -> None:
         if self._communicator is None:
             raise RuntimeError("The engine holds no module yet. Call `engine.shard(module)` first.")
 
     def _units_of(self, params_or_module: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[Unit]:
-        params = _params_of(params_or_module)
-        buffers = {id(self._places[id(param)][0]) for param in params if id(param) in self._places}
-        units = [unit for unit in self.units if any(id(buffer) in buffers for buffer in unit.buffers)]
-        return self.units if params_or_module is self.module else units
+        if params_or_module is self.module:
+            return self.units
+        return self._places.units_of(_params_of(params_or_module))
 
     def _knows(self, params_or_module: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> bool:
         """Say whether parameters are of this engine's module; those of other parts of a pipeline are too."""
-        params = _params_of(params_or_module)
-        known = any(id(param) in self._places or self._is_elsewhere(param) for param in params)
+        known = any(param in self._places for param in _params_of(params_or_module))
         return known or params_or_module is self.module
-
-    def _sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
-        raw = getattr(optimizer, "_optimizer", optimizer)
-        for sharded in self._sharded_optimizers:
-            if sharded.optimizer is raw:
-                return sharded
-        raise RuntimeError(
-            f"`{type(raw).__name__}` is not attached to the engine. Call `engine.attach(optimizer)` first."
-        )
 
     def _before_open(self, opening: ShardedOptimizer) -> None:
         self._aside.take_back()
-        self._close_loose()
-        mine = set(opening._attached)
-        for sharded in self._sharded_optimizers:
-            if sharded is not opening and sharded.is_open and mine & set(sharded._attached):
-                sharded.close()
-
-    def _close_windows(self) -> None:
-        for sharded in self._sharded_optimizers:
-            sharded.close()
-        self._close_loose()
-
-    def _close_loose(self) -> None:
-        for buffer, index in self._loose:
-            buffer.window.leave(index)
-            buffer.window.close()
-        self._loose.clear()
+        self._attached.close_others(opening)
 
     def _touch(self, unit: Unit) -> bool:
         if self._hooks.touch(unit):
@@ -839,19 +783,12 @@ class ZeroEngine:
         return True
 
     def _show_gradient(self, param: nn.Parameter) -> None:
-        buffer, index = self._places[id(param)]
+        buffer, index = self._places.of(param)
         if index not in buffer.gradients.has_grad:
             return
         if buffer.gradients.is_spent:
             self._refuse_with_early_steps(f"Reading the gradient of `{self.param_name(param)}`")
-        for sharded in self._sharded_optimizers:
-            if id(param) in sharded._attached:
-                sharded.open()
-                buffer.window.show(index)
-                return
-        buffer.window.enter(index)
-        buffer.window.show(index)
-        self._loose.append((buffer, index))
+        self._attached.show_gradient(param, (buffer, index))
 
 
 @atexit.register

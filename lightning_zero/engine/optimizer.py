@@ -117,6 +117,14 @@ class ShardedOptimizer:
         """The buffers with a parameter of this optimizer."""
         return list({id(buffer): buffer for buffer, _ in self.places}.values())
 
+    def holds(self, param: nn.Parameter) -> bool:
+        """Say whether the optimizer has a parameter."""
+        return id(param) in self._attached
+
+    def shares_with(self, other: ShardedOptimizer) -> bool:
+        """Say whether another optimizer has one of its parameters."""
+        return not self._attached.keys().isdisjoint(other._attached)
+
     def _attach_params(self, params: Iterable[nn.Parameter]) -> None:
         for param in params:
             place = self._places.get(id(param))

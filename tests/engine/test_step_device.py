@@ -119,7 +119,7 @@ def _refused(rank: int, world: int) -> None:
     assert engine.module is not None
     engine.attach(torch.optim.RMSprop(engine.module.parameters()))
     with pytest.raises(ValueError, match="`Offload.step_device='cuda'.` is for `torch.optim.AdamW`.*got `RMSprop`"):
-        engine._sharded_optimizers[0].require_runs("Offload(step_device='cuda')")
+        next(iter(engine._attached)).require_runs("Offload(step_device='cuda')")
 
 
 def test_devices_that_are_not_there_are_refused() -> None:

@@ -1,0 +1,109 @@
+"""The optimizers of an engine: which windows are open, and whether gradients were dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zero.engine.flat_step import Place
+from lightning_zero.engine.optimizer import ShardedOptimizer
+from lightning_zero.errors import PipelineError
+
+__all__ = ["Attached"]
+
+
+class Attached:
+    """The attached optimizers, and parameters of none of them whose gradient somebody reads."""
+
+    def __init__(self) -> None:
+        self._optimizers: list[ShardedOptimizer] = []
+        self._loose: list[Place] = []  # parameters of no optimizer whose gradient is shown
+        self._is_zeroed: bool | None = None  # `zero_grad` was called since `begin_gradients`; None: it drops gradients
+
+    def __iter__(self) -> Iterator[ShardedOptimizer]:
+        return iter(self._optimizers)
+
+    def add(self, sharded: ShardedOptimizer) -> None:
+        """Take an optimizer in."""
+        self._optimizers.append(sharded)
+
+    def detach(self) -> None:
+        """Let go of all optimizers."""
+        for sharded in self._optimizers:
+            sharded.detach()
+        self._optimizers.clear()
+
+    def of(self, optimizer: Optimizer) -> ShardedOptimizer:
+        """Return what steps an optimizer, which may be wrapped.
+
+        Raises:
+            RuntimeError: It is not attached.
+        """
+        raw = getattr(optimizer, "_optimizer", optimizer)
+        for sharded in self._optimizers:
+            if sharded.optimizer is raw:
+                return sharded
+        raise RuntimeError(
+            f"`{type(raw).__name__}` is not attached to the engine. Call `engine.attach(optimizer)` first."
+        )
+
+    # -- Windows ---------------------------------------------------------------------------------------------------
+
+    def show_gradient(self, param: nn.Parameter, place: Place) -> None:
+        """Let a parameter with a reduced gradient show it: the window of its optimizer opens."""
+        buffer, index = place
+        for sharded in self._optimizers:
+            if sharded.holds(param):
+                sharded.open()
+                buffer.window.show(index)
+                return
+        buffer.window.enter(index)
+        buffer.window.show(index)
+        self._loose.append(place)
+
+    def close_others(self, opening: ShardedOptimizer) -> None:
+        """Close the windows that show a parameter of an optimizer whose window opens."""
+        self._close_loose()
+        for sharded in self._optimizers:
+            if sharded is not opening and sharded.is_open and sharded.shares_with(opening):
+                sharded.close()
+
+    def close(self) -> None:
+        """Close all windows."""
+        for sharded in self._optimizers:
+            sharded.close()
+        self._close_loose()
+
+    def _close_loose(self) -> None:
+        for buffer, index in self._loose:
+            buffer.window.leave(index)
+            buffer.window.close()
+        self._loose.clear()
+
+    # -- Dropping gradients ----------------------------------------------------------------------------------------
+
+    def begin_gradients(self) -> None:
+        """Let ``zero_grad`` leave gradients alone until ``end_gradients``: they were dropped before."""
+        self._is_zeroed = False
+
+    def keeps_gradients(self) -> bool:
+        """Take note of a ``zero_grad``; say whether its work is done."""
+        if self._is_zeroed is None:
+            return False
+        self._is_zeroed = True
+        return True
+
+    def end_gradients(self) -> None:
+        """Let ``zero_grad`` drop gradients again.
+
+        Raises:
+            PipelineError: It was not called since ``begin_gradients``.
+        """
+        is_zeroed, self._is_zeroed = self._is_zeroed, None
+        if is_zeroed is False:
+            raise PipelineError(
+                "The gradients of earlier steps are not dropped by `optimizer.zero_grad()` (`optimizer_zero_grad` or"
+                " `zero_grad` is overridden?). A pipeline always starts a step without gradients."
+            )
