@@ -14,30 +14,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import Communication, MixedPrecision, Moments, Offload, Sharding, check_moments
-from lightning_zero.engine.aside import Aside
+from lightning_zero.config import Communication, MixedPrecision, Moments, Offload
 from lightning_zero.engine.attached import Attached
 from lightning_zero.engine.awaited import awaited_places, awaited_values, forget_awaited
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.deferred import Deferral
-from lightning_zero.engine.early import EarlySteps
-from lightning_zero.engine.elsewhere import Elsewhere
-from lightning_zero.engine.hooks import Hooks
-from lightning_zero.engine.module_buffers import ModuleBuffers
 from lightning_zero.engine.optimizer import ShardedOptimizer, gradient_norm
-from lightning_zero.engine.order import PassOrder
-from lightning_zero.engine.parameter import own
-from lightning_zero.engine.partition import Territory, build_unit, choose_territories
 from lightning_zero.engine.parts import Parts
-from lightning_zero.engine.placement import Placement
 from lightning_zero.engine.places import Places
-from lightning_zero.engine.records import ParameterRecord, record_elsewhere, record_here
-from lightning_zero.engine.reduction import Reducer
-from lightning_zero.engine.statistics import EngineStats, Statistics
-from lightning_zero.engine.step_device import StepDevice, StepDevices
+from lightning_zero.engine.records import ParameterRecord, records_of
+from lightning_zero.engine.sharded_module import EngineOptions, ShardedModule
+from lightning_zero.engine.statistics import EngineStats
+from lightning_zero.engine.step_device import StepDevice
 from lightning_zero.engine.unit import Unit, UnitState
-from lightning_zero.engine.whole import Whole, Write
-from lightning_zero.storage.store import DeviceStore
+from lightning_zero.engine.whole import Write
 
 __all__ = ["ZeroEngine", "engine_of", "gathered"]
 
@@ -114,37 +104,25 @@ class ZeroEngine:
         moments: Moments = "fp32",
     ) -> None:
         self.stage = stage
-        self._sharding = Sharding.from_stage(stage)
-        self._unit_classes = units
-        self._communication = communication or Communication()
-        self._precision = precision or MixedPrecision()
-        self._device = torch.device(device) if device is not None else None
-        self._process_group = process_group
-        self._parts_group = parts_group
-        self._offload = Offload.of(offload)
-        if self._offload is not None:
-            self._offload.check(stage, in_pipeline=parts_group is not None)
-        self._moments = check_moments(moments)
-        self._steps_in_backward = step_in_backward
+        self._options = EngineOptions(
+            stage=stage,
+            units=units,
+            communication=communication or Communication(),
+            precision=precision or MixedPrecision(),
+            device=torch.device(device) if device is not None else None,
+            process_group=process_group,
+            parts_group=parts_group,
+            offload=Offload.of(offload),
+            steps_in_backward=step_in_backward,
+            moments=moments,
+        )
         # - Set by `shard`
-        self.module: nn.Module | None = None
-        self.parts: Parts | None = None  # of a model that is cut; None if it is whole
-        self._communicator: Communicator | None = None
-        self._everyone: Communicator | None = None
-        self._store: DeviceStore
-        self._deferral = Deferral(deferred_step)
-        self._placement: Placement
-        self._aside: Aside
-        self._step_devices: StepDevices
-        self._early: EarlySteps | None = None  # with `step_in_backward`
-        self._hooks: Hooks
-        self._order: PassOrder
-        self._whole: Whole
-        self._statistics: Statistics
+        self.module: nn.Module | None = None  # None again when the engine is closed
+        self._made: ShardedModule | None = None
         self._places = Places()
-        self._owners: list[_UnitOwner] = []
         # - Set by `attach`
         self._attached = Attached()
+        self._deferral = Deferral(deferred_step)
 
     # -- Set-up ----------------------------------------------------------------------------------------------------
 
@@ -167,117 +145,23 @@ class ZeroEngine:
             return module
         if self.module is not None:
             raise RuntimeError("This engine holds another module. Make a new `ZeroEngine` for each module.")
-        awaited = awaited_places(module)
-        device = self._device or _device_of(module)
-        self._communicator = Communicator(self._communication, device, self._process_group)
-        self._everyone = self._communicator
-        if holders is not None:
-            self._take_part(module, holders, device)
-        absent = [] if self._places.elsewhere is None else self._places.elsewhere.params
-        territories = choose_territories(module, self._unit_classes, {id(param) for param in absent})
-        # Blocks of freed memory are not used again for what is a little larger, and pile up.
-        self._store = DeviceStore(device, keeps_freed=self._offload is None or not self._offload.uses_disks)
-        sharding = self._sharding_of(self.communicator.world_size)
-        itemsize = (self._precision.compute_dtype or torch.get_default_dtype()).itemsize
-        self._placement = Placement(self._offload, territories, self._communicator, sharding, itemsize)
-        self._aside = Aside(self._store, self._placement.host)
-        for index, territory in enumerate(territories):
-            unit = build_unit(
-                territory,
-                index,
-                root=module,
-                awaited=awaited,
-                sharding=sharding,
-                precision=self._precision,
-                communication=self._communication,
-                communicator=self.communicator,
-                store=self._store,
-                home=self._placement.home(index),
-                params_home=self._placement.params_home(index),
-                is_shared=self.parts.is_shared if self.parts is not None else lambda param: False,
-            )
-            self._register(unit, territory)
-            unit.reshard()
-        if self.parts is not None:
-            self.parts.start_equal(self._buffers)
-        module_buffers = ModuleBuffers(module, device, self.communicator)
-        ahead = self._communication.prefetch
-        if self._steps_in_backward:
-            self._early = self._early_steps()
-        in_flight = 0 if self._early is not None and self.world_size == 1 else min(ahead, 1)
-        reducer = Reducer(self.units, self.communicator, in_flight, self._early)
-        self._order = PassOrder(self.units, self.communicator, reducer, ahead)
-        self._hooks = Hooks(
+        self._made = ShardedModule(
             module,
-            self.units,
-            self._order,
-            reducer,
+            self._options,
+            holders,
+            awaited=awaited_places(module),
+            places=self._places,
             close_windows=self._attached.close,
-            broadcast_buffers=module_buffers.broadcast,
-            reduces_each_backward=sharding.grads,
-        )
-        self._step_devices = StepDevices(self.units, device, self._moments)
-        self._step_devices.choose(self._offload.step_device if self._offload else None, self.communicator)
-        self._whole = Whole(self.units, self.communicator, self._hooks, self._order, self._places.elsewhere)
-        self._statistics = Statistics(
-            self.stage,
-            self.units,
-            self._places.by_id,
-            communicator=self.communicator,
-            store=self._store,
-            host=self._placement.host,
-            disk=self._placement.disk,
-            prefetch=ahead,
-            moments=self._moments,
+            owner=lambda unit: _UnitOwner(self, unit),
         )
         self.module = module
-        module_buffers.broadcast()
+        self._made.module_buffers.broadcast()
         for values in awaited_values(module):
             values.load(self)
         forget_awaited(module)
         self.reset_stats()
         _ENGINES.add(self)
         return module
-
-    def _early_steps(self) -> EarlySteps:
-        if self.parts is not None or (self.stage == 0 and self.world_size > 1):
-            what = "a pipeline" if self.parts is not None else "`stage=0`"
-            raise ValueError(
-                f"`step_in_backward=True` does not work with {what}: gradients are complete after the backward. Use"
-                " stage 1, 2 or 3 without a pipeline, or `step_in_backward=False`."
-            )
-        if self._placement.disk is not None:
-            raise ValueError(
-                "`step_in_backward=True` does not work with 'nvme': gradients go to the disk, and a step would wait for"
-                " it. Steps are made beside the next forward anyhow; or use `Offload(optimizer='cpu')`."
-            )
-        return EarlySteps(self.communicator)
-
-    def _sharding_of(self, world_size: int) -> Sharding:
-        """Return what is kept sharded; alone a rank gives up only what is to sleep elsewhere (ADR 0016)."""
-        if world_size > 1 or (self._offload is not None and self._offload.params is not None):
-            return self._sharding
-        is_offloaded = self._offload is not None and self._offload.optimizer is not None
-        leaves = self._sharding.grads and (is_offloaded or self._steps_in_backward)
-        return Sharding(params=False, grads=leaves, optim=False)
-
-    def _take_part(self, module: nn.Module, holders: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
-        """Give up the values of the parameters that other parts hold."""
-        self.parts = Parts(
-            Communicator(self._communication, device, self._parts_group), dict(module.named_parameters()), holders
-        )
-        self._everyone = Communicator(self._communication, device)
-        self._places.elsewhere = Elsewhere(
-            module, self.parts, self._places.names, self._precision, self._communication, device
-        )
-
-    def _register(self, unit: Unit, territory: Territory) -> None:
-        owner = _UnitOwner(self, unit)
-        self._owners.append(owner)
-        self._places.add(unit, territory)
-        for buffer in unit.buffers:
-            for param in buffer.params:
-                own(param, owner)
 
     def attach(self, *optimizers: Optimizer) -> Any:
         """Make optimizers step this rank's segments; they replace those attached before.
@@ -292,7 +176,8 @@ class ZeroEngine:
                 has moments that cannot be kept as ``moments`` says.
         """
         self.detach()
-        if self._early is not None and len(optimizers) > 1:
+        early, offload = self._sharded.early, self._options.offload
+        if early is not None and len(optimizers) > 1:
             raise ValueError(
                 f"`step_in_backward=True` is for one optimizer, got {len(optimizers)}: a backward does not say which of"
                 " them is going to step. Use `step_in_backward=False`."
@@ -307,15 +192,14 @@ class ZeroEngine:
                 self._attached.keeps_gradients,
                 self._deferral,
                 self._mark_stale,
-                moments=self._moments,
+                moments=self._options.moments,
             )
             self._attached.add(sharded)
-            if self._early is not None:
-                sharded.allow_early_steps()
-                self._early.optimizer = sharded
-        if self._offload is not None and self._offload.step_device == "cuda":
-            for sharded in self._attached:
+            if offload is not None and offload.step_device == "cuda":
                 sharded.require_runs("Offload(step_device='cuda')")
+            if early is not None:
+                sharded.allow_early_steps()
+                early.optimizer = sharded
         return optimizers[0] if len(optimizers) == 1 else list(optimizers)
 
     def drop_elsewhere(self, optimizer: Optimizer) -> None:
@@ -334,8 +218,8 @@ class ZeroEngine:
         if self.module is not None:
             self.reload_states()
         self._attached.detach()
-        if self._early is not None:
-            self._early.optimizer = None
+        if self._made is not None and self._made.early is not None:
+            self._made.early.optimizer = None
         for buffer in self._buffers:
             buffer.gradients.forget()
 
@@ -350,12 +234,12 @@ class ZeroEngine:
         for buffer in self._buffers:
             buffer.gradients.forget()
         if not any(unit.is_sharded_between_uses for unit in self.units):
-            self._hooks.remove()
+            self._sharded.hooks.remove()
 
     def resume(self) -> None:
         """Go on after ``pause``; does nothing if the engine was not paused."""
         assert self.module is not None
-        self._hooks.install(self.module)
+        self._sharded.hooks.install(self.module)
 
     def unshard(self) -> nn.Module:
         """Return the module with whole parameters in their own dtype, and close the engine.
@@ -387,29 +271,17 @@ class ZeroEngine:
             self._attached.close()
             self._flush_here()
         finally:
-            self._close_parts()
-
-    def _close_parts(self) -> None:
-        self._deferral.close()
-        self._hooks.remove()
-        self._close_groups()
-        self._store.close()
-        self._placement.close()
-        self.module = None
-        _ENGINES.discard(self)
-
-    def _close_groups(self) -> None:
-        self.communicator.close()
-        if self.parts is not None:
-            self.parts.communicator.close()
-            self.everyone.close()
+            self._deferral.close()
+            self._sharded.close()
+            self.module = None
+            _ENGINES.discard(self)
 
     # -- Steps -----------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Make the steps that were deferred. Collective at stages 1 and 2: all ranks."""
         stale = [unit for unit in self.units if unit.state is UnitState.SHARDED and not unit.is_sharded_between_uses]
-        with self._hooks.boundary() if stale else nullcontext():
+        with self._sharded.hooks.boundary() if stale else nullcontext():
             for unit in stale:
                 unit.unshard()
             for unit in stale:
@@ -435,22 +307,22 @@ class ZeroEngine:
 
         Collective: all ranks. A forward of the module itself needs no scope.
         """
-        with self._hooks.scope(name):
+        with self._sharded.hooks.scope(name):
             yield
 
     @contextmanager
     def asleep(self) -> Iterator[None]:
         """Take no note of forwards: they compute nothing, with stand-ins for parameters. No collective."""
-        self._hooks.is_asleep = True
+        self._sharded.hooks.is_asleep = True
         try:
             yield
         finally:
-            self._hooks.is_asleep = False
+            self._sharded.hooks.is_asleep = False
 
     @contextmanager
     def backward_scope(self) -> Iterator[None]:
         """Run a backward in which every rank reduces, also one whose loss uses no parameter. Collective: all ranks."""
-        with self._hooks.backward_scope():
+        with self._sharded.hooks.backward_scope():
             yield
 
     @contextmanager
@@ -468,7 +340,7 @@ class ZeroEngine:
         """
         if not last:
             self._refuse_with_early_steps("Accumulating gradients over micro-batches")
-        hooks = self._hooks
+        hooks = self._sharded.hooks
         before = hooks.is_last_microbatch, hooks.has_more_backwards, hooks.keeps_gradients
         hooks.is_last_microbatch, hooks.has_more_backwards = last, has_more_backwards
         hooks.keeps_gradients = keeps_gradients
@@ -488,7 +360,7 @@ class ZeroEngine:
     @property
     def is_last_microbatch(self) -> bool:
         """Whether the next backward is the last before the optimizer's step."""
-        return self._hooks.is_last_microbatch
+        return self._sharded.hooks.is_last_microbatch
 
     def begin_gradients(self) -> None:
         """Drop all gradients now, and let ``zero_grad`` leave those that follow alone, until ``end_gradients``.
@@ -543,7 +415,7 @@ class ZeroEngine:
         return self._attached.of(optimizer).unscale(inv_scale)
 
     def _refuse_with_early_steps(self, what: str) -> None:
-        if self._early is not None:
+        if self._options.steps_in_backward:
             raise ValueError(
                 f"{what} does not work with `step_in_backward=True`: a unit's gradients are stepped and given up before"
                 " those of the next one are there. Use `step_in_backward=False`."
@@ -558,22 +430,20 @@ class ZeroEngine:
         they are; the next step or backward brings everything back by itself, as ``reload_states`` does. The bits of
         training do not change. Does nothing to what is offloaded always.
         """
-        self._require_module()
-        if not self._aside.is_empty:
+        if not self._sharded.aside.is_empty:
             return
         self._attached.close()
         self.flush()
-        self._aside.put(self._buffers, list(self._attached))
+        self._sharded.aside.put(self._buffers, list(self._attached))
 
     def reload_states(self) -> None:
         """Bring back what ``offload_states`` has moved; does nothing if nothing was. No collective."""
-        self._require_module()
-        self._aside.take_back()
+        self._sharded.aside.take_back()
 
     def keep_params_on_device(self) -> None:
         """Let the shards of parameters sleep on the device from now on, before optimizers are attached (stage 3)."""
         for buffer in self._buffers:
-            buffer.move_shard(self._store)
+            buffer.move_shard(self._sharded.store)
 
     # -- Reading and writing ---------------------------------------------------------------------------------------
 
@@ -598,17 +468,16 @@ class ZeroEngine:
         params = _params_of(params_or_module)
         units = self._units_of(params_or_module if isinstance(params_or_module, nn.Module) else params)
         self._attached.close()
-        with self._whole.gathered(units, params, write):
+        with self._sharded.whole.gathered(units, params, write):
             yield
 
     def full_param(self, param: nn.Parameter) -> torch.Tensor:
         """Return a copy of a parameter's values as they are stepped (fp32 masters), whole. Collective: all ranks."""
-        self._require_module()
         self._attached.close()
         elsewhere = self._places.elsewhere
-        here = None if self._places.is_elsewhere(param) else self._whole.values(*self._places.of(param))
+        here = None if self._places.is_elsewhere(param) else self._sharded.whole.values(*self._places.of(param))
         if elsewhere is not None:
-            return self._whole.values_of_part(param, here, elsewhere)
+            return self._sharded.whole.values_of_part(param, here, elsewhere)
         assert here is not None
         return here
 
@@ -618,7 +487,7 @@ class ZeroEngine:
         Of a parameter that another part of the model holds it is None.
         """
         self._refuse_with_early_steps("Reading gradients")
-        return None if self._places.is_elsewhere(param) else self._whole.gradient(*self._places.of(param))
+        return None if self._places.is_elsewhere(param) else self._sharded.whole.gradient(*self._places.of(param))
 
     # -- Checkpoints -----------------------------------------------------------------------------------------------
 
@@ -630,19 +499,8 @@ class ZeroEngine:
         for buffer in self._buffers:
             buffer.refresh_master()
         assert self.module is not None
-        return [self._record(param, trained=id(param) in trained) for param in self.module.parameters()]
-
-    def _record(self, param: nn.Parameter, *, trained: bool) -> ParameterRecord:
-        names, elsewhere = self._places.names[id(param)], self._places.elsewhere
-        if elsewhere is not None and param in elsewhere:
-            return record_elsewhere(param, names, elsewhere.master(param))
-        is_saved = self.parts is None or self.parts.is_counted_here(param)
-        return record_here(
-            *self._places.of(param),
-            names,
-            trained=trained,
-            saved_by=self.rank if is_saved else None,
-            moments=self._moments,
+        return records_of(
+            self.module, self._places, trained, parts=self.parts, rank=self.rank, moments=self._options.moments
         )
 
     def state_place(self, optimizer: Optimizer, param: nn.Parameter, key: str) -> torch.Tensor | None:
@@ -675,6 +533,11 @@ class ZeroEngine:
     # -- What is going on ------------------------------------------------------------------------------------------
 
     @property
+    def parts(self) -> Parts | None:
+        """The other parts of a model that is cut; None if it is whole."""
+        return None if self._made is None else self._made.parts
+
+    @property
     def units(self) -> list[Unit]:
         """What is gathered and reduced as one, the root's first."""
         return self._places.units
@@ -687,17 +550,16 @@ class ZeroEngine:
     @property
     def step_devices(self) -> dict[str, StepDevice]:
         """On which processor each offloaded unit is stepped, by name."""
-        self._require_module()
-        return self._step_devices.chosen
+        return self._sharded.step_devices.chosen
 
     def use_step_devices(self, chosen: Mapping[str, StepDevice]) -> None:
         """Step offloaded units where they were stepped before, as ``step_devices`` said; fixed ones stay.
 
         The two processors round differently in the last bit. Every rank chooses the same.
         """
-        self._require_module()
-        if self._offload is None or self._offload.step_device is None:
-            self._step_devices.use(chosen)
+        step_devices, offload = self._sharded.step_devices, self._options.offload
+        if offload is None or offload.step_device is None:
+            step_devices.use(chosen)
 
     @property
     def communicator(self) -> Communicator:
@@ -706,9 +568,7 @@ class ZeroEngine:
         Raises:
             RuntimeError: There is no module yet.
         """
-        self._require_module()
-        assert self._communicator is not None
-        return self._communicator
+        return self._sharded.communicator
 
     @property
     def everyone(self) -> Communicator:
@@ -717,9 +577,7 @@ class ZeroEngine:
         Raises:
             RuntimeError: There is no module yet.
         """
-        self._require_module()
-        assert self._everyone is not None
-        return self._everyone
+        return self._sharded.everyone
 
     @property
     def world_size(self) -> int:
@@ -737,18 +595,15 @@ class ZeroEngine:
 
     def stats(self) -> EngineStats:
         """Return what the engine holds and has sent on this rank. No collective."""
-        self._require_module()
-        return self._statistics.take(self.optimizers)
+        return self._sharded.statistics.take(self.optimizers)
 
     def reset_stats(self) -> None:
         """Start counting traffic and peaks anew."""
-        self._require_module()
-        self._statistics.reset()
+        self._sharded.statistics.reset()
 
     def plan(self) -> list[str]:
         """Return about six lines that say what the engine is going to do."""
-        self._require_module()
-        return [*self._statistics.plan(), *self._step_devices.plan()]
+        return [*self._sharded.statistics.plan(), *self._sharded.step_devices.plan()]
 
     # -- Inside ----------------------------------------------------------------------------------------------------
 
@@ -756,9 +611,11 @@ class ZeroEngine:
     def _buffers(self) -> list[FlatBuffer]:
         return self._places.buffers
 
-    def _require_module(self) -> None:
-        if self._communicator is None:
+    @property
+    def _sharded(self) -> ShardedModule:
+        if self._made is None:
             raise RuntimeError("The engine holds no module yet. Call `engine.shard(module)` first.")
+        return self._made
 
     def _units_of(self, params_or_module: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[Unit]:
         if params_or_module is self.module:
@@ -771,11 +628,11 @@ class ZeroEngine:
         return known or params_or_module is self.module
 
     def _before_open(self, opening: ShardedOptimizer) -> None:
-        self._aside.take_back()
+        self._sharded.aside.take_back()
         self._attached.close_others(opening)
 
     def _touch(self, unit: Unit) -> bool:
-        if self._hooks.touch(unit):
+        if self._sharded.hooks.touch(unit):
             return True
         if unit.is_sharded_between_uses:
             return False
@@ -795,7 +652,7 @@ class ZeroEngine:
 def _close_groups_at_exit() -> None:
     """Give the groups of open engines back: their threads must not outlive the interpreter they call into."""
     for engine in list(_ENGINES):
-        engine._close_groups()
+        engine._sharded.close_groups()
 
 
 @contextmanager
@@ -832,11 +689,3 @@ def engine_of(params_or_module: nn.Module | torch.Tensor | Sequence[torch.Tensor
     if len(engines) > 1:
         raise ValueError("The parameters belong to several engines. Take them engine by engine.")
     return engines[0] if engines else None
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    devices = {param.device for param in module.parameters() if not param.is_meta}
-    if len(devices) > 1:
-        found = ", ".join(sorted(str(device) for device in devices))
-        raise ValueError(f"The parameters are on several devices ({found}). Pass `device=`, or move the module to one.")
-    return devices.pop() if devices else torch.device("cpu")

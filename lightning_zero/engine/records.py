@@ -1,7 +1,8 @@
-"""One parameter as checkpoints see it."""
+"""Parameters as checkpoints see them."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +12,12 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import Moments
 from lightning_zero.engine.buffer import FlatBuffer
+from lightning_zero.engine.flat_step import Place
 from lightning_zero.engine.moments import widened
+from lightning_zero.engine.parts import Parts
+from lightning_zero.engine.places import Places
 
-__all__ = ["ParameterRecord", "record_elsewhere", "record_here"]
+__all__ = ["ParameterRecord", "records_of"]
 
 
 @dataclass(frozen=True)
@@ -64,19 +68,36 @@ class ParameterRecord:
         return widened(optimizer.state.get(self.parameter, {}), self._moments, self.master().dtype)
 
 
-def record_here(
-    buffer: FlatBuffer, index: int, names: tuple[str, ...], *, trained: bool, saved_by: int | None, moments: Moments
-) -> ParameterRecord:
-    """Return the record of a parameter that lies in a buffer.
+def records_of(
+    module: nn.Module, places: Places, trained: Collection[int], *, parts: Parts | None, rank: int, moments: Moments
+) -> list[ParameterRecord]:
+    """Return one record per parameter, in the order of ``named_parameters``.
 
     Args:
-        buffer: The buffer.
-        index: The parameter's slot in it.
-        names: Its names, the first one first.
-        trained: An optimizer steps it.
-        saved_by: This rank; None where another part of the model saves the parameter.
+        module: The sharded module.
+        places: Where its parameters lie.
+        trained: The parameters that an optimizer steps, by ``id``.
+        parts: The other parts of the model, if it is cut; a parameter that several of them hold is saved by one.
+        rank: This rank.
         moments: How the moments of AdamW and Adam are kept.
     """
+    records = []
+    for param in module.parameters():
+        if places.elsewhere is not None and param in places.elsewhere:
+            records.append(_record_elsewhere(param, places.names[id(param)], places.elsewhere.master(param)))
+            continue
+        is_saved = parts is None or parts.is_counted_here(param)
+        names, place = places.names[id(param)], places.of(param)
+        saved_by = rank if is_saved else None
+        records.append(_record_here(place, names, trained=id(param) in trained, saved_by=saved_by, moments=moments))
+    return records
+
+
+def _record_here(
+    place: Place, names: tuple[str, ...], *, trained: bool, saved_by: int | None, moments: Moments
+) -> ParameterRecord:
+    """Return the record of a parameter that lies here; ``saved_by`` is None where another part saves it."""
+    buffer, index = place
     segment = None if saved_by is None else buffer.layout.segment(index, saved_by)
     return ParameterRecord(
         name=names[0],
@@ -93,7 +114,7 @@ def record_here(
     )
 
 
-def record_elsewhere(param: nn.Parameter, names: tuple[str, ...], master: torch.Tensor) -> ParameterRecord:
+def _record_elsewhere(param: nn.Parameter, names: tuple[str, ...], master: torch.Tensor) -> ParameterRecord:
     """Return the record of a parameter that another part of the model holds, with an empty master."""
     return ParameterRecord(
         name=names[0],

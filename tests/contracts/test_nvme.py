@@ -254,7 +254,7 @@ def _refuse_writes(engine: ZeroEngine) -> None:
 
 
 def _store(engine: ZeroEngine) -> DiskStore:
-    store = engine._placement.disk
+    store = engine._sharded.placement.disk
     assert store is not None
     store.drain()
     return store

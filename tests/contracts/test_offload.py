@@ -387,7 +387,7 @@ def _device_peak(rank: int, world: int, stage: int) -> tuple[int, int, int]:
             loss.backward()
         engine.clip_grad_norm(optimizer, 0.5)
         optimizer.step()
-    store = engine._store
+    store = engine._sharded.store
     peak = sum(store.peak(kind) for kind in ("parameters", "gradients", "optimizer", "gathered"))
     assert sum(engine.stats().memory.values()) <= peak
     return peak, WIDTH * WIDTH * DEPTH, WIDTH * WIDTH

@@ -93,7 +93,7 @@ def _peak(rank: int, world: int, stage: int, lowered: bool) -> tuple[int, int]:
         optimizer.step()
         assert engine.stats().memory["gradients"] == 0
         optimizer.zero_grad()
-    return engine._store.peak("gradients"), WIDTH * WIDTH * 4
+    return engine._sharded.store.peak("gradients"), WIDTH * WIDTH * 4
 
 
 @pytest.mark.parametrize("world", [1, 2])

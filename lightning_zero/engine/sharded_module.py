@@ -1,0 +1,225 @@
+"""A module in units over the ranks, and what drives it: put together by ``ZeroEngine.shard``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.config import Communication, MixedPrecision, Moments, Offload, Sharding, check_moments
+from lightning_zero.engine.aside import Aside
+from lightning_zero.engine.early import EarlySteps
+from lightning_zero.engine.elsewhere import Elsewhere
+from lightning_zero.engine.hooks import Hooks
+from lightning_zero.engine.module_buffers import ModuleBuffers
+from lightning_zero.engine.order import PassOrder
+from lightning_zero.engine.parameter import Owner, own
+from lightning_zero.engine.partition import Territory, build_unit, choose_territories
+from lightning_zero.engine.parts import Parts
+from lightning_zero.engine.placement import Placement
+from lightning_zero.engine.places import Places
+from lightning_zero.engine.reduction import Reducer
+from lightning_zero.engine.statistics import Statistics
+from lightning_zero.engine.step_device import StepDevices
+from lightning_zero.engine.unit import Unit
+from lightning_zero.engine.whole import Whole
+from lightning_zero.storage.store import DeviceStore
+
+__all__ = ["EngineOptions", "ShardedModule"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What a ``ZeroEngine`` was made with; see there."""
+
+    stage: int
+    units: Sequence[str | type[nn.Module]] | None
+    communication: Communication
+    precision: MixedPrecision
+    device: torch.device | None
+    process_group: dist.ProcessGroup | None
+    parts_group: dist.ProcessGroup | None
+    offload: Offload | None
+    steps_in_backward: bool
+    moments: Moments
+
+    def __post_init__(self) -> None:
+        """Refuse options that are not known, or do not go together."""
+        Sharding.from_stage(self.stage)
+        check_moments(self.moments)
+        if self.offload is not None:
+            self.offload.check(self.stage, in_pipeline=self.parts_group is not None)
+
+    def sharding(self, world_size: int) -> Sharding:
+        """Return what is kept sharded; alone a rank gives up only what is to sleep elsewhere (ADR 0016)."""
+        sharding = Sharding.from_stage(self.stage)
+        if world_size > 1 or (self.offload is not None and self.offload.params is not None):
+            return sharding
+        is_offloaded = self.offload is not None and self.offload.optimizer is not None
+        leaves = sharding.grads and (is_offloaded or self.steps_in_backward)
+        return Sharding(params=False, grads=leaves, optim=False)
+
+
+class ShardedModule:
+    """A module that was partitioned in place.
+
+    Collective: all ranks.
+
+    Args:
+        module: The module.
+        options: The engine's.
+        holders: Which parts of the model hold a parameter, by name; None if it is whole.
+        awaited: What needs no initial values; see ``build_unit``.
+        places: Is filled.
+        close_windows: Called when a forward or backward begins.
+        owner: Makes who answers for the parameters of a unit.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        options: EngineOptions,
+        holders: Mapping[str, tuple[int, ...]] | None,
+        *,
+        awaited: set[tuple[int, str]],
+        places: Places,
+        close_windows: Callable[[], None],
+        owner: Callable[[Unit], Owner],
+    ) -> None:
+        self._options = options
+        self._places = places
+        device = options.device or _device_of(module)
+        # - Ranks
+        self.communicator = Communicator(options.communication, device, options.process_group)
+        self.everyone = self.communicator  # those of other parts of the model too
+        self.parts: Parts | None = None  # of a model that is cut; None if it is whole
+        if holders is not None:
+            self.parts = self._take_part(module, holders)
+            self.everyone = Communicator(options.communication, device)
+        self._sharding = options.sharding(self.communicator.world_size)
+        # - Memory
+        absent = [] if places.elsewhere is None else places.elsewhere.params
+        territories = choose_territories(module, options.units, {id(param) for param in absent})
+        # Blocks of freed memory are not used again for what is a little larger, and pile up.
+        self.store = DeviceStore(device, keeps_freed=options.offload is None or not options.offload.uses_disks)
+        itemsize = (options.precision.compute_dtype or torch.get_default_dtype()).itemsize
+        self.placement = Placement(options.offload, territories, self.communicator, self._sharding, itemsize)
+        self.aside = Aside(self.store, self.placement.host)
+        # - Units
+        self._owners: list[Owner] = []  # parameters do not hold theirs
+        self._build_units(module, territories, awaited, owner)
+        self.module_buffers = ModuleBuffers(module, device, self.communicator)
+        # - What drives them
+        ahead = options.communication.prefetch
+        self.early = self._early_steps() if options.steps_in_backward else None
+        in_flight = 0 if self.early is not None and self.communicator.world_size == 1 else min(ahead, 1)
+        reducer = Reducer(places.units, self.communicator, in_flight, self.early)
+        order = PassOrder(places.units, self.communicator, reducer, ahead)
+        self.hooks = Hooks(
+            module,
+            places.units,
+            order,
+            reducer,
+            close_windows=close_windows,
+            broadcast_buffers=self.module_buffers.broadcast,
+            reduces_each_backward=self._sharding.grads,
+        )
+        self.step_devices = StepDevices(places.units, device, options.moments)
+        self.step_devices.choose(options.offload.step_device if options.offload else None, self.communicator)
+        # - Reading
+        self.whole = Whole(places.units, self.communicator, self.hooks, order, places.elsewhere)
+        self.statistics = Statistics(
+            options.stage,
+            places.units,
+            places.by_id,
+            communicator=self.communicator,
+            store=self.store,
+            host=self.placement.host,
+            disk=self.placement.disk,
+            prefetch=ahead,
+            moments=options.moments,
+        )
+
+    def _take_part(self, module: nn.Module, holders: Mapping[str, tuple[int, ...]]) -> Parts:
+        """Give up the values of the parameters that other parts hold."""
+        options, device = self._options, self.communicator.device
+        communicator = Communicator(options.communication, device, options.parts_group)
+        parts = Parts(communicator, dict(module.named_parameters()), holders)
+        self._places.elsewhere = Elsewhere(
+            module, parts, self._places.names, options.precision, options.communication, device
+        )
+        return parts
+
+    def _build_units(
+        self,
+        module: nn.Module,
+        territories: Sequence[Territory],
+        awaited: set[tuple[int, str]],
+        owner: Callable[[Unit], Owner],
+    ) -> None:
+        """Shard unit by unit, so that no rank ever holds the whole model at stage 3."""
+        for index, territory in enumerate(territories):
+            unit = build_unit(
+                territory,
+                index,
+                root=module,
+                awaited=awaited,
+                sharding=self._sharding,
+                precision=self._options.precision,
+                communication=self._options.communication,
+                communicator=self.communicator,
+                store=self.store,
+                home=self.placement.home(index),
+                params_home=self.placement.params_home(index),
+                is_shared=self.parts.is_shared if self.parts is not None else lambda param: False,
+            )
+            self._places.add(unit, territory)
+            self._owners.append(owner(unit))
+            for buffer in unit.buffers:
+                for param in buffer.params:
+                    own(param, self._owners[-1])
+            unit.reshard()
+        if self.parts is not None:
+            self.parts.start_equal(self._places.buffers)
+
+    def _early_steps(self) -> EarlySteps:
+        if self.parts is not None or (self._options.stage == 0 and self.communicator.world_size > 1):
+            what = "a pipeline" if self.parts is not None else "`stage=0`"
+            raise ValueError(
+                f"`step_in_backward=True` does not work with {what}: gradients are complete after the backward. Use"
+                " stage 1, 2 or 3 without a pipeline, or `step_in_backward=False`."
+            )
+        if self.placement.disk is not None:
+            raise ValueError(
+                "`step_in_backward=True` does not work with 'nvme': gradients go to the disk, and a step would wait for"
+                " it. Steps are made beside the next forward anyhow; or use `Offload(optimizer='cpu')`."
+            )
+        return EarlySteps(self.communicator)
+
+    # -- The end ---------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Take the hooks out, give process groups and memory back."""
+        self.hooks.remove()
+        self.close_groups()
+        self.store.close()
+        self.placement.close()
+
+    def close_groups(self) -> None:
+        """Give the process groups back."""
+        self.communicator.close()
+        if self.parts is not None:
+            self.parts.communicator.close()
+            self.everyone.close()
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    devices = {param.device for param in module.parameters() if not param.is_meta}
+    if len(devices) > 1:
+        found = ", ".join(sorted(str(device) for device in devices))
+        raise ValueError(f"The parameters are on several devices ({found}). Pass `device=`, or move the module to one.")
+    return devices.pop() if devices else torch.device("cpu")
