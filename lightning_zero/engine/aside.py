@@ -58,7 +58,7 @@ class Aside:
     def _move(self, home: ShardStore) -> None:
         with torch.inference_mode(False), torch.no_grad():
             for optimizer in self._optimizers:  # one by one: for a moment a storage is in both places
-                optimizer.move_states(self._buffers, home.device)
+                optimizer.move_states(self._buffers, _Move(home.device))
             for buffer in self._buffers:
                 _move_buffer(buffer, home)
 
@@ -70,3 +70,21 @@ def _move_buffer(buffer: FlatBuffer, home: ShardStore) -> None:
         before.give_back("optimizer", buffer.master)
         buffer.master = master
     buffer.gradients.move(before, home)
+
+
+class _Move:
+    """Copies tensors to a device; views of one storage stay views of one storage."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._storages: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}  # old ones live on: ids are theirs
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device=self._device)
+            copy.untyped_storage().copy_(storage)
+            self._storages[storage._cdata] = storage, copy
+        _, copy = self._storages[storage._cdata]
+        moved = torch.empty(0, dtype=tensor.dtype, device=self._device)
+        return moved.set_(copy.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())

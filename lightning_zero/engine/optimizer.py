@@ -1,4 +1,4 @@
-"""Torch optimizers on segments: the step window, norms, clipping, and which optimizers are right on segments.
+"""Torch optimizers on segments: the step window, when steps are made, norms, clipping.
 
 The user's optimizer keeps the module's own parameters in its groups. In the *step window* (ADR 0011) each of them shows
 this rank's segment of the master as ``data`` and of the reduced gradient as ``grad``; outside of it, whole or released
@@ -8,8 +8,6 @@ after a backward, ``step``; it closes after ``step`` and at the next forward or 
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -20,14 +18,16 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Moments
+from lightning_zero.engine.ahead import StepsAhead
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.deferred import Deferral, Update
+from lightning_zero.engine.elementwise import is_elementwise
 from lightning_zero.engine.flat_step import FlatStep, Place
 from lightning_zero.engine.moments import widened
 from lightning_zero.engine.parts import Parts
 from lightning_zero.engine.sharded_gradient import norm_of_norms, norms_of
 
-__all__ = ["ShardedOptimizer", "gradient_norm", "is_elementwise"]
+__all__ = ["ShardedOptimizer", "gradient_norm"]
 
 
 class ShardedOptimizer:
@@ -68,9 +68,8 @@ class ShardedOptimizer:
         self._deferral = deferral
         self._after_defer = after_defer
         self._deferred: list[FlatBuffer] = []  # in the last step
-        self._early: dict[int, tuple[FlatBuffer, Update | None]] = {}  # stepped in the backward; steps that are running
+        self._ahead = StepsAhead()
         self._steps_early = False
-        self._early_options: list[dict[str, Any]] = []  # of the groups, when the first of them was
         self._in_window: list[Place] = []
         self._by_torch: dict[int, FlatBuffer] = {}  # buffers of which PyTorch steps a part in this step
         self._attached: dict[int, Place] = {}
@@ -92,11 +91,7 @@ class ShardedOptimizer:
     def detach(self) -> None:
         """Give the optimizer back as it was; its state stays."""
         self.close()
-        for buffer, update in self._early.values():  # the run has ended in a backward
-            if update is not None:
-                update.finish()
-            buffer.gradients.give_back_lent()
-        self._early.clear()
+        self._ahead.finish()
         self.finish_deferred()
         for hook in self._hooks:
             hook.remove()
@@ -261,7 +256,7 @@ class ShardedOptimizer:
     def step_runs(self, group: dict[str, Any]) -> dict[str, Any]:
         """Step what can be stepped by runs; return a group of what PyTorch has to step."""
         assert self._flat_step is not None
-        self._refuse_moved_options()
+        self._ahead.refuse_moved_options(self.optimizer.param_groups)
         params = [param for param in group["params"] if not self._attached[id(param)][0].gradients.is_spent]
         left = self._flat_step.step({**group, "params": params}, rounds=self._is_last())
         mixed = {id(self._attached[id(param)][0]): self._attached[id(param)][0] for param in left}
@@ -300,29 +295,17 @@ class ShardedOptimizer:
         """Hand over the steps that are made later, in the order of the units."""
         self._by_torch.clear()
         self._deferred.clear()
-        early, self._early = self._early, {}
-        for buffer, _ in early.values():
-            buffer.gradients.is_ahead = False
+        updates = self._ahead.take()
         if self._flat_step is None or self._deferral is None:
             return
         for buffer in self.buffers:
-            _, update = early.get(id(buffer), (buffer, None))
-            if self._flat_step.has_calls(buffer):
-                update = self._update(buffer)
+            update = self._update(buffer) if self._flat_step.has_calls(buffer) else updates.get(id(buffer))
             if update is not None:
                 buffer.defer(update)
                 self._deferred.append(buffer)
                 self._after_defer(buffer)
 
     # -- Steps in the backward -------------------------------------------------------------------------------------
-
-    def state_place(self, param: torch.Tensor, key: str) -> torch.Tensor | None:
-        """Return where a state of a parameter is to be, 1-D, if that is on disks."""
-        attached = self._attached.get(id(param))  # none of a parameter that lies on another pipeline stage
-        if attached is None or self._flat_step is None:
-            return None
-        place = self._flat_step.state_place(*attached, key)
-        return None if place is None else place.reshape(-1)
 
     def allow_early_steps(self) -> None:
         """Let buffers be stepped in the backward (ADR 0027).
@@ -354,43 +337,38 @@ class ShardedOptimizer:
     def step_early(self, buffer: FlatBuffer) -> None:
         """Step a buffer whose gradients are complete, in the backward; ``step`` shows the result later."""
         assert self._flat_step is not None
-        if not self._early:
-            self._early_options = [_options(group) for group in self.optimizer.param_groups]
+        self._ahead.begin(self.optimizer.param_groups)
         with torch.inference_mode(False), torch.no_grad():
             buffer.gradients.has_grad.update(index for index, param in enumerate(buffer.params) if param.requires_grad)
             buffer.refresh_master()
             self._flat_step.step_early(self.optimizer.param_groups, buffer)
             calls = self._flat_step.take_calls(buffer)
             buffer.spend_gradients()
-        self._early[id(buffer)] = buffer, None
+        self._ahead.add(buffer, None)
         if self._deferral is not None and self._is_deferred(buffer) and buffer.is_offloaded:
-            self._early[id(buffer)] = buffer, self._deferral.update(buffer.name, calls, buffer.is_offloaded)
+            self._ahead.add(buffer, self._deferral.update(buffer.name, calls, buffer.is_offloaded))
         else:
             Update(buffer.name, calls, None).finish()
             buffer.gradients.give_back_lent()
 
-    def _refuse_moved_options(self) -> None:
-        """Refuse a step whose options are not those that the steps in the backward had."""
-        if not self._early:
-            return
-        for before, group in zip(self._early_options, self.optimizer.param_groups, strict=True):
-            for name, value in _options(group).items():
-                if before.get(name) != value:
-                    raise RuntimeError(
-                        f"`{name}` was changed from {before.get(name)} to {value} between backward and"
-                        " `optimizer.step()`, but `step_in_backward=True` has made steps in the backward. Change it"
-                        " before the backward, or use `step_in_backward=False`."
-                    )
+    # -- States --------------------------------------------------------------------------------------------------------
 
     def finish_deferred(self) -> None:
         """Make the steps that are due: somebody looks at the states. No collective."""
         while self._deferred:
             self._deferred.pop(0).flush()
 
-    def move_states(self, buffers: Sequence[FlatBuffer], device: torch.device) -> None:
-        """Copy the states of what the optimizer steps of some buffers to a device."""
+    def state_place(self, param: torch.Tensor, key: str) -> torch.Tensor | None:
+        """Return where a state of a parameter is to be, 1-D, if that is on disks."""
+        attached = self._attached.get(id(param))  # none of a parameter that lies on another pipeline stage
+        if attached is None or self._flat_step is None:
+            return None
+        place = self._flat_step.state_place(*attached, key)
+        return None if place is None else place.reshape(-1)
+
+    def move_states(self, buffers: Sequence[FlatBuffer], move: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Put ``move(state)`` in the place of the states of what the optimizer steps of some buffers."""
         chosen = {id(buffer) for buffer in buffers}
-        move = _Move(device)
         for param, state in vars(self.optimizer)["state"].items():
             place = self._attached.get(id(param))
             if place is None or id(place[0]) not in chosen:
@@ -400,6 +378,8 @@ class ShardedOptimizer:
                     state[key] = move(value)
         if self._flat_step is not None:
             self._flat_step.move_states(chosen, move)
+
+    # -- Publishing, dropping gradients --------------------------------------------------------------------------------
 
     def _is_last(self) -> bool:
         """Say whether nobody but the engine is called between a step and its publication."""
@@ -412,7 +392,7 @@ class ShardedOptimizer:
             for buffer in self.buffers
             if (buffer.gradients.has_grad or any(param.requires_grad for param in buffer.params))
             and not (self._flat_step is not None and self._flat_step.has_calls(buffer))
-            and self._early.get(id(buffer), (buffer, None))[1] is None
+            and not self._ahead.is_running(buffer)
         ]
         for pending in [buffer.publish() for buffer in stepped]:
             if pending is not None:
@@ -420,7 +400,7 @@ class ShardedOptimizer:
 
     def forget_gradients(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero."""
-        if self._early:
+        if not self._ahead.is_empty:
             raise RuntimeError(
                 "`zero_grad` was called between backward and `optimizer.step()`, but `step_in_backward=True` has made"
                 " steps with these gradients. Call `step` first, or use `step_in_backward=False`."
@@ -477,28 +457,6 @@ class ShardedOptimizer:
     def _grads(self) -> list[torch.Tensor]:
         return [grad for buffer, indices in _by_buffer(self.places)
                 for grad in _pieces(buffer, indices, buffer.gradients.for_writing())]  # fmt: skip
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
-
-
-class _Move:
-    """Copies tensors to a device; views of one storage stay views of one storage."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._storages: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}  # old ones live on: ids are theirs
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._storages:
-            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device=self._device)
-            copy.untyped_storage().copy_(storage)
-            self._storages[storage._cdata] = storage, copy
-        _, copy = self._storages[storage._cdata]
-        moved = torch.empty(0, dtype=tensor.dtype, device=self._device)
-        return moved.set_(copy.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def gradient_norm(
@@ -565,52 +523,3 @@ def _subclass(sharded: ShardedOptimizer) -> type[Optimizer]:
         methods["_init_group"] = _init_group
         methods["state"] = property(state, lambda self, value: vars(self).update(state=value))
     return type(base.__name__, (base,), methods)
-
-
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Say whether an optimizer gives the same bits on the pieces of a parameter as on the whole, by trying.
-
-    A copy steps a small matrix whole, another its two halves one after the other, as 1-D parameters.
-    """
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(4, 6, generator=generator)
-    grads = [torch.randn(4, 6, generator=generator) for _ in range(3)]
-    try:
-        whole = _trial(optimizer, [start.clone()], [[grad] for grad in grads])
-        halves = _trial(
-            optimizer, list(start.reshape(-1).clone().chunk(2)), [list(grad.reshape(-1).chunk(2)) for grad in grads]
-        )
-    except Exception:  # whatever an unknown optimizer raises on a plain step, it is not one that segments can use
-        return False
-    return torch.equal(whole[0].reshape(-1), torch.cat(halves))
-
-
-def _is_filled(state: dict[str, Any]) -> bool:
-    return all(value.numel() for value in state.values() if torch.is_tensor(value))
-
-
-def _trial(optimizer: Optimizer, values: list[torch.Tensor], grads: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-    probes = []
-    options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    options = {key: torch.tensor(0.1) if torch.is_tensor(value) else value for key, value in options.items()}
-    if "fused" in options:  # its last bits depend on how a tensor is cut
-        options["fused"] = None
-    params = [nn.Parameter(value.clone()) for value in values]
-    for param in params:
-        probe = copy.copy(optimizer)
-        probe.__dict__ = {key: value for key, value in vars(optimizer).items() if key != "step"}
-        probe._optimizer_step_pre_hooks, probe._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-        probe.param_groups = [{**options, "params": [param]}]
-        probe.state = defaultdict(dict)
-        initial = next((state for param, state in optimizer.state.items() if param.dim() and _is_filled(state)), None)
-        if initial is not None:  # made in the constructor
-            probe.state[param] = {
-                key: torch.zeros_like(param) + value.reshape(-1)[0] if torch.is_tensor(value) and value.dim() else
-                copy.deepcopy(value) for key, value in initial.items()
-            }  # fmt: skip
-        probes.append(probe)
-    for step in grads:
-        for probe, param, grad in zip(probes, params, step, strict=True):
-            param.grad = grad.clone()
-            type(optimizer).step(probe)
-    return [param.detach() for param in params]
