@@ -4,9 +4,9 @@ Four things take turns in one process: training steps with optimizer states, mas
 ``PATH``, each finished before the next begins, and as they are by default, with the update beside the next forward; the
 same steps with everything in memory; and plain reads and writes of as many bytes, of the same length, by as many
 threads, in another file of the same directory. Verdicts: from ``optimizer.step()`` until everything is written, the
-finished step takes at most 1 / 0.9 of the plain transfers of the same bytes; of ``STEPS`` default steps one behind the
-other, the last one finished too, each takes at most 1.25 of the longer of a step in memory and the plain transfers of
-all its bytes. Weights that differ are an error.
+finished step takes at most 1 / 0.9 of the plain transfers of the same bytes; a default step, from the end of one
+``optimizer.step()`` to the end of the next with the update of the first in between, takes at most 1.25 of the longer of
+a step in memory and the plain transfers of all its bytes. Weights that differ are an error.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ class _Side:
         return cls(engine, model, engine.attach(torch.optim.AdamW(model.parameters(), lr=1e-3)))
 
     def run(self, batches: list[torch.Tensor]) -> None:
-        """Train, and wait until everything is written."""
-        start = time.perf_counter()
+        """Train, and wait until everything is written. The first step of several is not timed."""
+        ends = [time.perf_counter()]
         for batch in batches:
             self.optimizer.zero_grad()
             self.model(batch).square().mean().backward()
             self.engine.clip_grad_norm(self.optimizer, 1.0)
             middle = time.perf_counter()
             self.optimizer.step()
+            ends.append(time.perf_counter())
         self.engine.flush()
         if self.store is not None:
             self.store.drain()
-        end = time.perf_counter()
-        self.seconds.append((end - start) / len(batches))
-        self.phases.append(end - middle)
+        self.phases.append(time.perf_counter() - middle)
+        self.seconds.append((ends[-1] - ends[1]) / max(len(batches) - 1, 1))
 
     @property
     def store(self) -> DiskStore | None:
