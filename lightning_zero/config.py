@@ -119,8 +119,8 @@ class Offload:
     path: str | list[str] | None = None
     fraction: float | Literal["auto"] = 1.0
     pin_memory: bool = True
-    buffer_bytes: int = 2**23
-    io_threads: int = 4
+    buffer_bytes: int = 2**22
+    io_threads: int = 16
     direct: bool = True
     step_device: Literal["cpu", "cuda"] | None = None
 
