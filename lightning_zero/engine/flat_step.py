@@ -114,6 +114,7 @@ class FlatStep:
         if self._rule is _ADAM and moments == "int8":
             self._rule = _ADAM_INT8
         self._flat: dict[tuple[int, str], Tensor] = {}  # states over an own range, by (buffer, key)
+        self._placed: dict[tuple[int, int], dict[str, Tensor]] = {}  # views of these in states, by (buffer, slot)
         self._calls: dict[int, list[Callable[[], None]]] = {}  # of the step that is being taken, by buffer
 
     @staticmethod
@@ -194,6 +195,7 @@ class FlatStep:
 
     def move_states(self, buffers: Collection[int], move: Callable[[Tensor], Tensor]) -> None:
         """Put ``move(flat)`` in the place of the flat states of some buffers, given by ``id``."""
+        self._placed.clear()
         for place, flat in self._flat.items():
             if place[0] in buffers:
                 self._flat[place] = move(flat)
@@ -262,13 +264,15 @@ class FlatStep:
         state = self._optimizer.state.get(buffer.params[index])
         if not state:
             return True
+        if self._rule.counts and not torch.is_tensor(state.get("step")):
+            return False
+        keys = self._rule.moments(group)
+        if self._is_placed(state, keys, buffer, index):
+            return True
         segment = buffer.segment(index)
-        keys = [key for key in self._rule.moments(group) if not key.endswith("_scales")]
-        moments = [state.get(key) for key in keys]
+        moments = [state.get(key) for key in keys if not key.endswith("_scales")]
         if not self._rule.counts:
             moments = [moment for moment in moments if moment is not None]
-        elif not torch.is_tensor(state.get("step")):
-            return False
         dtypes = (segment.dtype, DTYPES[self._moments])
         return all(
             torch.is_tensor(moment) and moment.shape == segment.shape and moment.dtype in dtypes for moment in moments
@@ -348,6 +352,8 @@ class FlatStep:
                 steps[index] = self._count(state, group, buffer)
             else:
                 steps[index] = 1 if is_first else 2  # SGD asks for nothing else
+            if self._is_placed(state, keys, buffer, index):
+                continue
             if self._rule is _ADAM_INT8:
                 with torch.inference_mode(False):
                     make_codes(state, buffer.segment(index))
@@ -364,6 +370,11 @@ class FlatStep:
         state["step"] += 1
         return int(state["step"].item())
 
+    def _is_placed(self, state: Mapping[str, Any], keys: Collection[str], buffer: FlatBuffer, index: int) -> bool:
+        """Say whether the moments of a parameter are the views that were put there in an earlier step."""
+        placed = self._placed.get((id(buffer), index), {})
+        return all(key in placed and state.get(key) is placed[key] for key in keys)
+
     def _place_state(self, state: dict[str, Any], key: str, buffer: FlatBuffer, index: int, is_whole: bool) -> None:
         present, place = state.get(key), (id(buffer), key)
         with torch.inference_mode(False):
@@ -379,6 +390,7 @@ class FlatStep:
             state[key] = view if buffer.sleep is not None and buffer.sleep.is_zero(flat) else view.zero_()
         elif ordinary(present).data_ptr() != ordinary(view).data_ptr():
             state[key] = view.copy_(present)  # loaded, or made when other parameters had no gradient
+        self._placed.setdefault((id(buffer), index), {})[key] = state[key]
 
     def _flat_state(self, buffer: FlatBuffer, key: str) -> Tensor:
         place = (id(buffer), key)
