@@ -20,7 +20,6 @@ from lightning_zero.engine.engine import ZeroEngine
 from tests import worlds
 from tests.checkpoint import programs
 from tests.checkpoint.peak import peak_bytes
-from tests.sampling import sample
 
 MiB = 1 << 20
 
@@ -209,7 +208,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("format", sample(["safetensors", "ckpt"], "safetensors"))
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["safetensors", "ckpt"])
 def test_consolidation_needs_memory_for_the_largest_tensor_at_most(format: str, large: Path, tmp_path: Path) -> None:
     code = "from tests.checkpoint.test_consolidate import print_peak; print_peak()"
     arguments = [str(large), str(tmp_path / "out"), f"--format={format}"]

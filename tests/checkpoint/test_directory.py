@@ -52,6 +52,7 @@ def test_a_directory_has_the_files_of_the_format(tmp_path: Path) -> None:
     assert set(json.loads((path / "checksums").read_text())["files"]) == set(os.listdir(path)) - {"checksums"}
 
 
+@pytest.mark.slow
 def test_lightnings_consolidation_gives_what_a_single_device_loads(tmp_path: Path) -> None:
     saved = worlds.run(_save, 2, str(tmp_path / "saved.ckpt"))[0]
     tool = "lightning.pytorch.utilities.consolidate_checkpoint"

@@ -81,8 +81,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     "case",
-    sample(CASES, (2, 3, "bf16-mixed", "adamw"), (2, 1, "fp32", "sgd"),
-           (1, 0, "bf16-mixed", "adamw")),
+    sample(CASES, (2, 1, "fp32", "sgd"), (1, 3, "bf16-mixed", "adamw")),
     ids=lambda case: "{}ranks-stage{}-{}-{}".format(*case),
 )  # fmt: skip
 def test_disks_give_the_bits_of_memory(case: tuple[int, int, str, str], tmp_path: Path) -> None:
@@ -165,7 +164,7 @@ def _act_between_steps(rank: int, world: int, stage: int, precision: str, path: 
 @pytest.mark.parametrize(
     "case",
     sample([(world, stage, precision) for world in (1, 2) for stage in (0, 1, 2, 3) for precision in PRECISIONS],
-           (2, 3, "bf16-mixed")),
+           (1, 3, "bf16-mixed")),
     ids=lambda case: "{}ranks-stage{}-{}".format(*case),
 )  # fmt: skip
 def test_who_uses_a_sleeping_tensor_wakes_it(case: tuple[int, int, str], tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def _compare(rank: int, world: int, stage: int) -> None:
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(aside, plain, strict=True))
 
 
-@pytest.mark.parametrize("stage", sample((0, 1, 2, 3), 1, 3), ids="stage{}".format)
+@pytest.mark.parametrize("stage", sample((0, 1, 2, 3), 3), ids="stage{}".format)
 def test_states_leave_the_device_and_return_with_the_same_bits(stage: int) -> None:
     worlds.run(_compare, 2, stage)
 

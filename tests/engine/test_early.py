@@ -66,7 +66,7 @@ def _compare(rank: int, world: int, stage: int, precision: str, optimizer: str) 
 
 @pytest.mark.parametrize(
     "case",
-    sample(CASES, (2, 3, "bf16-mixed", "adamw"), (1, 3, "fp32", "sgd")),
+    sample(CASES, (2, 2, "fp32", "sgd")),
     ids=lambda case: "{}ranks-stage{}-{}-{}".format(*case),
 )
 def test_steps_in_the_backward_have_the_same_bits(case: tuple[int, int, str, str]) -> None:

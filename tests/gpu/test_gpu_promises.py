@@ -345,6 +345,7 @@ def _fp16(rank: int, world: int, device: str, stages: tuple[Any, ...]) -> list[f
     return found
 
 
+@pytest.mark.slow
 @devices
 @ranks
 def test_fp16_mixed_trains_as_ddp_within_one_percent(world: int, device: str) -> None:

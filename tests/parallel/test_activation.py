@@ -97,8 +97,8 @@ def _compare(rank: int, world: int, stage: int, dropout: float, frozen: bool) ->
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "adapters"])
-@pytest.mark.parametrize("dropout", [0.0, 0.3], ids="dropout{}".format)
-@pytest.mark.parametrize("stage", sample((0, 1, 2, 3), 1, 3), ids="stage{}".format)
+@pytest.mark.parametrize("dropout", sample([0.0, 0.3], 0.3), ids="dropout{}".format)
+@pytest.mark.parametrize("stage", sample((0, 1, 2, 3), 3), ids="stage{}".format)
 def test_every_policy_gives_the_same_bits(stage: int, dropout: float, frozen: bool) -> None:
     for found in worlds.run(_compare, 2, stage, dropout, frozen):
         assert not any(found.values()), found

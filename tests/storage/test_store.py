@@ -74,6 +74,7 @@ print(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc"
 )
