@@ -13,20 +13,11 @@ from lightning_zero.checkpoint import directory, state
 from lightning_zero.config import MixedPrecision
 from lightning_zero.engine.engine import ZeroEngine
 from tests import worlds
+from tests.lightning_programs import Block
 
 __all__ = ["Model", "Whole", "make", "held", "restore", "snapshot", "step", "whole"]
 
 Whole = dict[str, dict[str, Tensor]]  # name -> "value" or slot of the optimizer -> whole tensor
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(self.norm(x)))
 
 
 class Model(nn.Module):

@@ -20,7 +20,6 @@ import torch._inductor.config as inductor
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins.precision import MixedPrecision as LightningMixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -30,6 +29,7 @@ from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.precision import LossScale
 from lightning_zero.strategy import ZeroStrategy
 from tests import worlds
+from tests.lightning_programs import Ranks
 from tests.references import Block, TinyGPT, difference, tokens, train, train_reference, train_zero
 
 STAGES = (0, 1, 2, 3)
@@ -190,31 +190,14 @@ def test_allocated_bytes_follow_the_formula(stage: int) -> None:
 # -- Lightning ---------------------------------------------------------------------------------------------------------
 
 
-class _Node(LightningEnvironment):
+class _Node(Ranks):
     """Every rank of the pool is a node with one device; on one machine the device is shared."""
-
-    def __init__(self, rank: int, world: int) -> None:
-        super().__init__()
-        self._rank, self._world = rank, world
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    def world_size(self) -> int:
-        return self._world
-
-    def global_rank(self) -> int:
-        return self._rank
 
     def node_rank(self) -> int:
         return self._rank
 
     def local_rank(self) -> int:
         return 0
-
-    def teardown(self) -> None:
-        pass
 
 
 class _Net(LightningModule):
