@@ -68,6 +68,13 @@ class _Handle:
         self.offset = tensor.storage_offset()
 
 
+class _Kept(NamedTuple):
+    """A tensor that autograd saved, without its graph, which would hold itself through it; and its version then."""
+
+    tensor: torch.Tensor
+    version: int
+
+
 class _Outer(NamedTuple):
     """A tensor that hooks around the scope packed."""
 
@@ -339,15 +346,25 @@ class Hooks:
             if found is not None:
                 return _Handle(found[0], found[1], tensor)
         outer = self._outer_hooks
-        return tensor if outer is None else _Outer(outer[0](tensor), outer[1])
+        return _Kept(tensor.detach(), tensor._version) if outer is None else _Outer(outer[0](tensor), outer[1])
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, _Handle):
             self._note_graph()
             self._make_whole(saved.unit)
             return torch.as_strided(saved.full, saved.shape, saved.stride, saved.offset)
-        result: torch.Tensor = saved.unpack(saved.packed) if isinstance(saved, _Outer) else saved
-        return result
+        if isinstance(saved, _Outer):
+            return saved.unpack(saved.packed)
+        kept: _Kept = saved
+        tensor = kept.tensor
+        if tensor._version != kept.version:  # autograd leaves the check to whoever packs
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation:"
+                f" [{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version"
+                f" {kept.version} instead. Change a copy of it, or write to it before anything uses it. With"
+                " `Trainer(detect_anomaly=True)` the error shows the operation that needed it."
+            )
+        return tensor
 
     # -- Backward --------------------------------------------------------------------------------------------------
 

@@ -71,12 +71,14 @@ def _hold_the_lock(seconds: float) -> None:
         pass
 
 
+@pytest.mark.alone
 def test_a_step_that_holds_the_lock_shows() -> None:
     """Threads take turns every 5 ms, so nobody waits longer for one that only computes in Python."""
     waits = [stall._beside(lambda: _hold_the_lock(0.05)).lock for _ in range(3)]
     assert max(waits) > stall.BOUND_MS
 
 
+@pytest.mark.alone
 def test_a_step_without_the_lock_shows_no_wait_for_it() -> None:
     waits = [stall._beside(lambda: time.sleep(0.02)).lock for _ in range(5)]
     assert min(waits) < stall.BOUND_MS

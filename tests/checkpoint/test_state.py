@@ -14,6 +14,7 @@ from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.errors import ReleasedParameterError
 from tests import worlds
 from tests.checkpoint import programs
+from tests.sampling import sample
 
 # -- The model ---------------------------------------------------------------------------------------------------------
 
@@ -145,7 +146,7 @@ def _continue(rank: int, world: int, name: str, path: str, full: bool) -> None:
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["directory", "file"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", sample(OPTIMIZERS, "momentum", "amsgrad", "fused", "rmsprop"))
 def test_training_goes_on_as_if_it_had_not_stopped(name: str, full: bool, tmp_path: Path) -> None:
     worlds.run(_continue, 2, name, str(tmp_path / "saved"), full)
 

@@ -11,6 +11,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 
 from lightning_zero.strategy import ZeroStrategy
 from tests.lightning_programs import WORLD, Net, assert_equal, loader, seeded, trainer, weights
+from tests.sampling import sample
 from tests.worlds import run
 
 
@@ -32,7 +33,7 @@ def checkpoints(rank: int, world: int, folder: str, save_last: Any) -> None:
         assert_equal(weights(resumed), expected, what=f"stage {stage}")
 
 
-@pytest.mark.parametrize("save_last", [True, "link"])
+@pytest.mark.parametrize("save_last", sample([True, "link"], "link"))
 def test_model_checkpoint_keeps_and_removes_what_it_should(save_last: Any, tmp_path: Path) -> None:
     run(checkpoints, WORLD, str(tmp_path), save_last)
 

@@ -38,9 +38,9 @@ def fit_in(rank: int, world: int, precision: str, atol: float) -> None:
 @pytest.mark.parametrize(
     ("precision", "atol"),
     [
-        ("64-true", 0.0),
+        pytest.param("64-true", 0.0, marks=pytest.mark.slow),
         ("bf16-mixed", 1e-6),
-        ("bf16-true", 0.05),  # DDP steps bf16 weights, the engine fp32 masters
+        pytest.param("bf16-true", 0.05, marks=pytest.mark.slow),  # DDP steps bf16 weights, the engine fp32 masters
         ("16-true", 0.01),
     ],
 )

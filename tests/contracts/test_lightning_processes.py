@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.sampling import sample
-
 # -- Starting processes ------------------------------------------------------------------------------------------------
 
 SCRIPT = """
@@ -54,14 +52,16 @@ def start(folder: Path, launcher: list[str], *args: str, script: str = SCRIPT) -
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=folder)
 
 
-@pytest.mark.parametrize("stage", sample([2, 3], 3))
-@pytest.mark.parametrize("start_method", sample(["popen", "spawn", "fork"], "popen"))
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("start_method", ["popen", "spawn", "fork"])
 def test_start_methods(start_method: str, stage: int, tmp_path: Path) -> None:
     result = start(tmp_path, [], start_method, str(stage))
     assert result.returncode == 0, result.stderr[-3000:]
     assert "FITTED" in result.stdout
 
 
+@pytest.mark.slow
 def test_torchrun(tmp_path: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     result = start(tmp_path, launcher, "popen", "3")
@@ -121,14 +121,12 @@ def test_yaml_run_is_reproduced_by_the_config_it_logs(tmp_path: Path) -> None:
 # -- When something goes wrong -----------------------------------------------------------------------------------------
 
 FAILING = """
-import sys, time
-from datetime import timedelta
 import torch
 torch.set_num_threads(1)
 from tests import lightning_programs as t
-from tests.sampling import sample
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning_zero import Communication
 
 class Failing(t.Net):
     def training_step(self, batch, batch_idx):
@@ -137,7 +135,9 @@ class Failing(t.Net):
         return super().training_step(batch, batch_idx)
 
 if __name__ == "__main__":
-    strategy = t.ZeroStrategy(stage=3, units=["Block"], timeout=timedelta(seconds=6))
+    strategy = t.ZeroStrategy(
+        stage=3, units=["Block"], timeout=60, communication=Communication(timeout_s=4)  # 60: the processes' start
+    )
     trainer = Trainer(
         strategy=strategy, accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=OnExceptionCheckpoint("."),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_zero.config import MixedPrecision
 from tests import worlds
 from tests.references import VOCAB, WIDTH, Block, Case, TinyGPT, token_loss, tokens, train
+from tests.sampling import highest_stages
 
 Loss = Callable[[nn.Module, int, int], Tensor]
 
@@ -447,15 +448,15 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-def _check(rank: int, world: int, name: str) -> dict[str, str]:
-    return CASES[name].check(rank, world)
+def _check(rank: int, world: int, name: str, stages: tuple[int, ...]) -> dict[str, str]:
+    return replace(CASES[name], stages=stages).check(rank, world)
 
 
-@pytest.mark.parametrize("name", list(CASES))
-def test_two_ranks_train_as_the_reference(name: str) -> None:
-    assert worlds.run(_check, 2, name) == [{}, {}]
+@pytest.mark.parametrize(("name", "stages"), highest_stages(CASES))
+def test_two_ranks_train_as_the_reference(name: str, stages: tuple[int, ...]) -> None:
+    assert worlds.run(_check, 2, name, stages) == [{}, {}]
 
 
 @pytest.mark.parametrize("name", ["plain", "tied-root", "batch-norm", "frozen-some", "nested-units"])
 def test_one_rank_trains_as_the_reference(name: str) -> None:
-    assert worlds.run(_check, 1, name) == [{}]
+    assert worlds.run(_check, 1, name, CASES[name].stages) == [{}]

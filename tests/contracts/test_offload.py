@@ -99,8 +99,8 @@ CASES = [
 
 @pytest.mark.parametrize(
     "case",
-    sample(CASES, (2, 3, "bf16-mixed", "adamw"), (1, 3, "fp32", "adamw"), (2, 1, "fp32", "adamw"),
-           (2, 2, "bf16-mixed", "rmsprop"), (1, 2, "bf16-mixed", "sgd")),
+    sample(CASES, (2, 3, "bf16-mixed", "adamw"), (2, 1, "fp32", "adamw"), (2, 2, "bf16-mixed", "rmsprop"),
+           (1, 2, "bf16-mixed", "sgd")),
     ids=lambda case: "{}ranks-stage{}-{}-{}".format(*case),
 )  # fmt: skip
 def test_every_placement_gives_the_same_bits(case: tuple[int, int, str, str]) -> None:
@@ -129,7 +129,7 @@ def _compare_moments(rank: int, world: int, moments: str, stage: int) -> list[st
 @pytest.mark.parametrize(
     "case",
     sample([(world, moments, stage) for world in (1, 2) for moments in ("bf16", "int8") for stage in (0, 1, 2, 3)],
-           (2, "int8", 3), (1, "bf16", 2)),
+           (2, "int8", 3)),
     ids=lambda case: "{}ranks-{}-stage{}".format(*case),
 )  # fmt: skip
 def test_moments_of_fewer_bytes_have_the_same_bits_wherever_they_are(case: tuple[int, str, int]) -> None:
@@ -226,7 +226,7 @@ def _act_between_steps(rank: int, world: int, stage: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", sample([1, 2], 2))
 @pytest.mark.parametrize("stage", sample((0, 1, 2, 3), 3), ids="stage{}".format)
 def test_what_is_done_between_a_step_and_the_next_forward_sees_the_step(stage: int, world: int) -> None:
     for wrong in worlds.run(_act_between_steps, world, stage):

@@ -176,7 +176,6 @@ CASES = [
     for optimizer in ("sgd", "adamw")
 ]
 KEPT = [
-    (2, 1, 1, "gpipe", "gpt", "sgd"),
     (2, 2, 2, "interleaved_1f1b", "mlm", "adamw"),
     (2, 2, 3, "1f1b", "gpt", "sgd"),
 ]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -360,3 +363,68 @@ def _outer_hooks(rank: int, world: int) -> int:
 
 def test_saved_tensor_hooks_around_a_step_are_called() -> None:
     assert min(worlds.run(_outer_hooks, 2)) > 0
+
+
+# -- What autograd saves -----------------------------------------------------------------------------------------------
+
+
+class _Exponent(nn.Module):
+    """Autograd saves the result of ``exp``, which knows the graph that saves it."""
+
+    def __init__(self, between: Callable[[Tensor], Any] = lambda y: None) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.between = between
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).exp()
+        z = y * 2
+        self.between(y)
+        return self.last(z)
+
+
+class _Alive:
+    """Lives as long as the graph that it was hung into."""
+
+    def __call__(self, gradient: Tensor) -> None: ...
+
+
+def _without_backward(rank: int, world: int, stage: int) -> tuple[bool, bool]:
+    seen: list[weakref.ref[_Alive]] = []
+
+    def watch(y: Tensor) -> None:
+        alive = _Alive()
+        y.register_hook(alive)
+        seen.append(weakref.ref(alive))
+
+    module = _Exponent(watch)
+    engine = _engine(module, stage, units=["Linear"])
+    gc.disable()
+    with engine.scope("training_step"):
+        loss = module(torch.ones(2, 4)).sum()
+    was_alive = seen[0]() is not None
+    del loss
+    is_alive = seen[0]() is not None
+    gc.enable()
+    engine.close()
+    return was_alive, is_alive
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_graph_of_a_loss_without_backward_goes_with_the_loss(stage: int) -> None:
+    assert worlds.run(_without_backward, 2, stage) == [(True, False)] * 2
+
+
+def _changed_in_place(rank: int, world: int, stage: int) -> None:
+    module = _Exponent(lambda y: y.add_(1))
+    engine = _engine(module, stage, units=["Linear"])
+    with engine.scope("training_step"):
+        loss = module(torch.ones(2, 4)).sum()
+    loss.backward()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_saved_tensor_that_was_changed_is_refused_as_in_plain_pytorch(stage: int) -> None:
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: \[torch.FloatTensor \[2, 4\]\]"):
+        worlds.run(_changed_in_place, 2, stage)

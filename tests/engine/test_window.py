@@ -91,3 +91,22 @@ def _replaced(rank: int, world: int, stage: int) -> None:
 @stages
 def test_a_gradient_that_is_assigned_or_dropped_in_the_window_counts(stage: int) -> None:
     worlds.run(_replaced, 2, stage)
+
+
+def _zeroed(rank: int, world: int, stage: int) -> None:
+    buffer = numbered_buffer(stage, torch.bfloat16, torch.bfloat16)
+    for index in (0, 1):
+        buffer.gradients.accumulate(index, torch.ones(SHAPES[index]))
+    reduce_fully(buffer)
+    buffer.window.enter(0)
+    buffer.window.show(0)  # from here on the gradients of the buffer are written in fp32
+    buffer.gradients.zero([1])
+    buffer.window.leave(0)
+    buffer.window.close()
+    assert found_gradient(buffer, 0) == expected_gradient(buffer, 0, 1.0)
+    assert found_gradient(buffer, 1) == expected_gradient(buffer, 1, 0.0)
+
+
+@stages
+def test_gradients_that_are_zeroed_while_the_window_of_others_is_open_stay_zero(stage: int) -> None:
+    worlds.run(_zeroed, 2, stage)

@@ -36,6 +36,7 @@ def model(*blocks: nn.Module) -> tuple[nn.Module, list[str], Any]:
     return module, costed_layers(module, Pipeline(stages=2, module="blocks")), lambda: module(ids)
 
 
+@pytest.mark.alone
 def test_a_slow_block_costs_what_it_takes() -> None:
     module, names, run = model(Slow(0.0), Slow(0.0), Slow(0.02))
     costs = dict(zip(names, measure_time(module, names, run, CPU), strict=True))

@@ -76,6 +76,7 @@ FORMULA = (STAGES - 1) / (MICROBATCHES + STAGES - 1)
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_the_bubble_is_that_of_the_formula(schedule: str) -> None:
     shares = run(_bubble, STAGES, schedule, 0.08, timeout_s=120.0)  # long against what four ranks take on two cores
@@ -83,6 +84,7 @@ def test_the_bubble_is_that_of_the_formula(schedule: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_interleaved_chunks_make_the_bubble_smaller() -> None:
     shares = run(_bubble, STAGES, "interleaved_1f1b", 0.02, timeout_s=120.0)
     assert max(shares) < FORMULA
