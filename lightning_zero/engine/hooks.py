@@ -55,24 +55,12 @@ class _ModuleHook:
         return _ModuleHook, (None,)
 
 
-class _Handle:
-    """Where a saved tensor lies in a unit's buffer."""
-
-    __slots__ = ("full", "offset", "shape", "stride", "unit")
-
-    def __init__(self, unit: Unit, full: torch.Tensor, tensor: torch.Tensor) -> None:
-        self.unit = unit
-        self.full = full
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
-        self.offset = tensor.storage_offset()
-
-
 class _Kept(NamedTuple):
     """A tensor that autograd saved, without its graph, which would hold itself through it; and its version then."""
 
     tensor: torch.Tensor
     version: int
+    unit: Unit | None  # in whose buffer it lies
 
 
 class _Outer(NamedTuple):
@@ -115,7 +103,7 @@ class Hooks:
         self._reduces_each_backward = reduces_each_backward
         self._shards = any(unit.is_sharded_between_uses for unit in units)
         self._by_storage = {
-            buffer.full.untyped_storage()._cdata: (unit, buffer.full)
+            buffer.full.untyped_storage()._cdata: unit
             for unit in units
             if unit.is_sharded_between_uses
             for buffer in unit.buffers
@@ -341,27 +329,26 @@ class Hooks:
     # -- Saved tensors ---------------------------------------------------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        if tensor.layout is torch.strided:
-            found = self._by_storage.get(tensor.untyped_storage()._cdata)
-            if found is not None:
-                return _Handle(found[0], found[1], tensor)
-        outer = self._outer_hooks
-        return _Kept(tensor.detach(), tensor._version) if outer is None else _Outer(outer[0](tensor), outer[1])
+        unit = self._by_storage.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+        if unit is None and self._outer_hooks is not None:
+            pack, unpack = self._outer_hooks
+            return _Outer(pack(tensor), unpack)
+        return _Kept(tensor.detach(), tensor._version, unit)
 
     def _unpack(self, saved: Any) -> torch.Tensor:
-        if isinstance(saved, _Handle):
-            self._note_graph()
-            self._make_whole(saved.unit)
-            return torch.as_strided(saved.full, saved.shape, saved.stride, saved.offset)
         if isinstance(saved, _Outer):
             return saved.unpack(saved.packed)
         kept: _Kept = saved
         tensor = kept.tensor
+        if kept.unit is not None:
+            self._note_graph()
+            self._make_whole(kept.unit)
         if tensor._version != kept.version:  # autograd leaves the check to whoever packs
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation:"
                 f" [{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version"
-                f" {kept.version} instead. Change a copy of it, or write to it before anything uses it. With"
+                f" {kept.version} instead. Change a copy of it, or write to it before anything uses it; step an"
+                " optimizer behind the backward of every loss that its parameters are in. With"
                 " `Trainer(detect_anomaly=True)` the error shows the operation that needed it."
             )
         return tensor

@@ -239,6 +239,9 @@ class ShardedOptimizer:
         return args, {**kwargs, "closure": evaluate}
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for buffer, index in self.places:
+            if index in buffer.gradients.has_grad:
+                buffer.mark_stepped([index])
         self._publish()
         self.close()
         self._defer()

@@ -428,3 +428,56 @@ def _changed_in_place(rank: int, world: int, stage: int) -> None:
 def test_a_saved_tensor_that_was_changed_is_refused_as_in_plain_pytorch(stage: int) -> None:
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation: \[torch.FloatTensor \[2, 4\]\]"):
         worlds.run(_changed_in_place, 2, stage)
+
+
+class _Pair(nn.Module):
+    """Two layers that make a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, index: int) -> Tensor:
+        return self.layers[index](x.exp()).exp().sum()  # type: ignore[no-any-return]
+
+
+class _AroundPair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.pair = _Pair()
+
+    def forward(self, x: Tensor, index: int) -> Tensor:
+        return self.pair(self.first(x), index)  # type: ignore[no-any-return]
+
+
+def _stepped_between(rank: int, world: int, stage: int, deferred: bool, stepped: str) -> list[Tensor]:
+    """Step all parameters, or those of the other layer, between the forward and the backward of layer 1."""
+    module = _AroundPair()
+    engine = _engine(module, stage, units=["_Pair"], deferred_step=deferred)
+    optimizer = engine.attach(torch.optim.SGD(module.get_submodule(stepped).parameters(), lr=0.1))
+    with engine.scope("training_step"):
+        first, second = (module(torch.ones(2, 4), index) for index in (0 if stepped else 1, 1))
+    first.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    second.backward()
+    found = [engine.full_grad(param).clone() for param in module.pair.layers[1].parameters()]
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("deferred", [False, True], ids=["at-once", "deferred"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_between_a_forward_and_its_backward_is_refused_as_in_plain_pytorch(stage: int, deferred: bool) -> None:
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: \[torch.FloatTensor \[4, 4\]\]"):
+        worlds.run(_stepped_between, 2, stage, deferred, "")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_of_other_parameters_of_the_unit_is_none_of_its_backward(stage: int) -> None:
+    worlds.seed()
+    module = _AroundPair()
+    module(torch.ones(2, 4), 1).backward()
+    for found in worlds.run(_stepped_between, 2, stage, False, "pair.layers.0"):
+        assert all(torch.equal(a, b.grad) for a, b in zip(found, module.pair.layers[1].parameters(), strict=True))
