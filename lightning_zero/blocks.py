@@ -28,7 +28,7 @@ def modules_of_classes(
     """
     if isinstance(classes, (str, type)):
         classes = [classes]
-    known = {type(inner_module(child)).__name__ for child in module.modules()}
+    known = {type(inner_module(child)).__name__ for child in module.modules() if child is not module}
     for wanted in classes:
         found = False
         for name, child in hookable_modules(module):
@@ -38,7 +38,7 @@ def modules_of_classes(
         if not found:
             label = wanted if isinstance(wanted, str) else wanted.__name__
             raise ValueError(
-                f"`{option}` names `{label}`, but no module of `{type(module).__name__}` has that class."
+                f"`{option}` names `{label}`, but no module inside `{type(module).__name__}` has that class."
                 f"{nearest(label, known)} The classes are: {', '.join(sorted(known))}."
             )
 

@@ -2,8 +2,8 @@
 
 Note [Gathering again in backward]
     Two mechanisms together. A hook on the gradients of a unit's outputs gathers the unit before its backward starts.
-    And while a scope runs, tensors that autograd saves and that lie in a unit's buffer are replaced by handles, which
-    gather the unit when backward unpacks them: so a loss that leaves by a side attribute, a parameter used outside its
+    And while a scope runs, tensors that autograd saves and that lie in a unit's buffer are kept with it, and
+    it is gathered when backward unpacks them: so a loss that leaves by a side attribute, a parameter used outside its
     module and a unit that was given back early are all right. Inside activation checkpointing the checkpoint's own
     hooks are on top; it recomputes the forward, which gathers.
 
