@@ -54,6 +54,16 @@ _INDEX_NAMES: dict[tuple[str, str], Any] = {
 }
 
 
+def _memory_format(enum: Any, name: str) -> Any:
+    """Stands for ``getattr``, by which Python 3.11.0 to 3.11.3 pickle the members of an enum."""
+    if enum is not metadata._MEM_FORMAT_ENCODING or name not in enum.__members__:
+        raise pickle.UnpicklingError(f"the index names `getattr(..., {name!r})`, which could run code when it is read.")
+    return enum[name]
+
+
+_INDEX_NAMES["builtins", "getattr"] = _memory_format
+
+
 class _IndexUnpickler(pickle.Unpickler):
     """Knows the names of ``_INDEX_NAMES`` and torch's dtypes."""
 

@@ -33,6 +33,7 @@ class Rounding:
         self._target = target
         self._copies = copies
         self._slot = slot
+        self._landings: list[Landing] = []  # of this step; the slot forgets them when the next one wants to fill it
         self._is_first = True
 
     def around(self, call: Callable[[], None], lo: int, hi: int) -> list[Callable[[], None]]:
@@ -45,9 +46,11 @@ class Rounding:
 
     def _send(self, lo: int, hi: int) -> None:
         assert self._slot is not None
-        self._slot.landings.append(self._copies.up(self._target[lo:hi], self.out[lo:hi], self._behind))
+        landing = self._copies.up(self._target[lo:hi], self.out[lo:hi], self._behind)
+        self._landings.append(landing)
+        self._slot.landings.append(landing)
 
     def land(self) -> None:
         """Let the device wait for the values. The step is made."""
-        for landing in [] if self._slot is None else list(self._slot.landings):
+        for landing in self._landings:
             landing.wait()
