@@ -295,6 +295,7 @@ def find_lr(rank: int, world: int, folder: str) -> None:
             assert_equal(got, expected, atol=1e-6, what=f"{how}, stage {stage}")
 
 
+@pytest.mark.slow
 def test_learning_rate_finder_leaves_the_fit_as_if_it_had_not_run(tmp_path: Path) -> None:
     run(find_lr, WORLD, str(tmp_path))
 

@@ -196,8 +196,8 @@ def _fit(rank: int, world: int, folder: str, stages: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "stages"), [(2, [3]), pytest.param(1, [1, 2, 3], marks=pytest.mark.slow),
-                          pytest.param(2, [1, 2], marks=pytest.mark.slow)]
+    ("world", "stages"), [(1, [3]), pytest.param(1, [1, 2], marks=pytest.mark.slow),
+                          pytest.param(2, [1, 2, 3], marks=pytest.mark.slow)]
 )  # fmt: skip
 def test_fits_resume_between_disks_and_memory(world: int, stages: list[int], tmp_path: Path) -> None:
     worlds.run(_fit, world, str(tmp_path), stages, timeout_s=240.0)

@@ -176,8 +176,8 @@ CASES = [
     for optimizer in ("sgd", "adamw")
 ]
 KEPT = [
-    (2, 2, 2, "interleaved_1f1b", "mlm", "adamw"),
     (2, 2, 3, "1f1b", "gpt", "sgd"),
+    (2, 1, 2, "interleaved_1f1b", "mlm", "adamw"),
 ]
 
 
@@ -193,7 +193,7 @@ def test_pipeline_trains_as_ddp(case: tuple[Any, ...]) -> None:
     check(stages, copies, zero, schedule, model, steps=steps, optimizer=optimizer)
 
 
-@pytest.mark.parametrize("copies", sample((1, 2), 2))
+@pytest.mark.parametrize("copies", sample((1, 2), 1))
 @pytest.mark.parametrize("zero", sample((0, 1, 2, 3), 2))
 def test_tied_embeddings_train_as_ddp(copies: int, zero: int) -> None:
     check(2, copies, zero, "1f1b", "gpt", steps=6, tied=True)

@@ -216,9 +216,8 @@ def _strategy(kind: Any) -> Any:
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [
-        *[pytest.param(*pair, marks=pytest.mark.slow) for pair in ((0, 0), (1, 1), (2, 2), (0, 3), (3, 0))],
+        *[pytest.param(*pair, marks=pytest.mark.slow) for pair in ((0, 0), (1, 1), (2, 2), (0, 3), (3, 0), (1, 2))],
         (3, 3),
-        (1, 2),
         ((3, "full"), 1),
         ((0, "sharded"), 2),
         ("ddp", 3),
@@ -235,7 +234,7 @@ def test_two_optimizers_by_hand_resume(stage: int, tmp_path: Path) -> None:
     worlds.run(_resume, 2, str(tmp_path), Alternating, stage, stage, {})
 
 
-@pytest.mark.parametrize("stage", sample([2, 3], 3), ids="stage{}".format)
+@pytest.mark.parametrize("stage", sample([2, 3], 2), ids="stage{}".format)
 def test_mixed_precision_resumes(stage: int, tmp_path: Path) -> None:
     worlds.run(_resume, 2, str(tmp_path), Tied, stage, stage, {"precision": "bf16-mixed"})
 

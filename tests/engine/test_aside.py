@@ -172,5 +172,6 @@ def _validates(rank: int, world: int, folder: str) -> None:
         assert_equal(fit(None, 2, load=first.path), plain, what=f"resumed from stage {stage}")
 
 
+@pytest.mark.slow
 def test_a_fit_that_frees_the_device_while_it_validates_has_the_same_bits(tmp_path: Path) -> None:
     worlds.run(_validates, 2, str(tmp_path))

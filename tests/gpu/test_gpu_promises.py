@@ -38,7 +38,7 @@ TIMEOUT_S = 240.0  # the first use of a device by a process takes seconds
 
 stages = pytest.mark.parametrize("stage", sample(STAGES, 3))
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-ranks = pytest.mark.parametrize("world", [1, 2])
+ranks = pytest.mark.parametrize("world", sample([1, 2], 2))
 
 
 @contextmanager
@@ -137,7 +137,7 @@ def _compiled(rank: int, world: int, device: str, stage: int) -> str:
 
 
 @devices
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", sample([1, 3], 3))
 def test_compiled_blocks_train_as_the_reference(device: str, stage: int) -> None:
     assert worlds.run(_compiled, 2, device, stage, timeout_s=TIMEOUT_S) == ["", ""]
 
