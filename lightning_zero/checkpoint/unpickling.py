@@ -41,19 +41,6 @@ def read_index(content: bytes | bytearray, path: Path, weights_only: bool | None
     return index
 
 
-_INDEX_NAMES: dict[tuple[str, str], Any] = {
-    **{("torch.distributed.checkpoint.metadata", name): getattr(metadata, name) for name in metadata.__all__},
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): metadata._MEM_FORMAT_ENCODING,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    ("torch", "Size"): torch.Size,
-    ("collections", "OrderedDict"): collections.OrderedDict,
-    # where the writer kept its files; not used
-    **{(module, "PosixPath"): pathlib.PurePosixPath for module in ("pathlib", "pathlib._local")},
-    **{(module, "WindowsPath"): pathlib.PureWindowsPath for module in ("pathlib", "pathlib._local")},
-}
-
-
 def _memory_format(enum: Any, name: str) -> Any:
     """Stands for ``getattr``, by which Python 3.11.0 to 3.11.3 pickle the members of an enum."""
     if enum is not metadata._MEM_FORMAT_ENCODING or name not in enum.__members__:
@@ -61,7 +48,18 @@ def _memory_format(enum: Any, name: str) -> Any:
     return enum[name]
 
 
-_INDEX_NAMES["builtins", "getattr"] = _memory_format
+_INDEX_NAMES: dict[tuple[str, str], Any] = {
+    **{("torch.distributed.checkpoint.metadata", name): getattr(metadata, name) for name in metadata.__all__},
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): metadata._MEM_FORMAT_ENCODING,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("builtins", "getattr"): _memory_format,
+    ("torch", "Size"): torch.Size,
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    # where the writer kept its files; not used
+    **{(module, "PosixPath"): pathlib.PurePosixPath for module in ("pathlib", "pathlib._local")},
+    **{(module, "WindowsPath"): pathlib.PureWindowsPath for module in ("pathlib", "pathlib._local")},
+}
 
 
 class _IndexUnpickler(pickle.Unpickler):

@@ -464,20 +464,20 @@ class FlatBuffer:
         for index, param in enumerate(self.params):
             self._versions[index] = param._version
 
-    def mark_stepped(self, indices: Iterable[int]) -> None:
-        """Let graphs know that parameters have other values than those they saved; no write from outside."""
-        for index in indices:
-            param = self.params[index]
-            is_known = self._versions[index] == param._version
-            torch.autograd.graph.increment_version(param)
-            if is_known:
-                self._versions[index] = param._version
+    def mark_stepped(self, index: int) -> None:
+        """Let graphs know that a parameter has other values than those they saved; it is no write from outside."""
+        param = self.params[index]
+        is_known = self._versions[index] == param._version
+        torch.autograd.graph.increment_version(param)
+        if is_known:
+            self._versions[index] = param._version
 
     def spend_gradients(self) -> None:
         """Give up the reduced gradients to a step that was made in the backward."""
         self.gradients.spend()
         if self.master is None and not self.sharding.params:  # whoever has saved the values for this backward must know
-            self.mark_stepped(range(len(self.params)))
+            for index in range(len(self.params)):
+                self.mark_stepped(index)
 
     def _refuse_new_values(self) -> None:
         """Refuse to show stepped values before the step that asks for them."""

@@ -241,7 +241,7 @@ class ShardedOptimizer:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for buffer, index in self.places:
             if index in buffer.gradients.has_grad:
-                buffer.mark_stepped([index])
+                buffer.mark_stepped(index)
         self._publish()
         self.close()
         self._defer()
