@@ -35,6 +35,10 @@ def _hang(rank: int, world: int) -> None:
         time.sleep(100)
 
 
+def _nothing(rank: int, world: int) -> None:
+    pass
+
+
 def _poison(rank: int, world: int) -> tuple[bool, bool]:
     fresh = torch.empty(100)
     storage = torch.ones(4)
@@ -62,6 +66,12 @@ def test_ranks_share_a_group_and_seeds(world: int) -> None:
     for _, value, random in first + second:
         assert torch.equal(value, torch.full((3,), world * (world + 1.0)))
         assert random == first[0][2]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_done_first_breaks_no_connection() -> None:
+    for _ in range(300):  # one in sixty failed
+        worlds.run(_nothing, 2)
 
 
 def test_error_of_a_rank_is_raised_with_its_traceback() -> None:

@@ -214,6 +214,7 @@ def _serve(connection: Connection, rank: int, world: int, folder: str) -> None:
 
 def _call(fn: Callable[..., Any], args: Sequence[Any], rank: int, world: int, store: Store, timeout_s: float) -> Any:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
+    dist.barrier()  # a rank that is done and closes the group would break the connections others still make
     seed()
     try:
         with poisoned_memory():
