@@ -50,6 +50,7 @@ class Logs:
 
         def log(name: str, value: Any, *args: Any, **options: Any) -> None:
             names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
+            value = value.detach() if isinstance(value, Tensor) else value  # a graph would hold its micro-batch
             self._calls.append((name, value, {**dict(zip(names, args, strict=False)), **options}))
 
         vars(self._module)["log"] = log
@@ -81,7 +82,7 @@ class Logs:
             options["batch_size"] = sum(one["batch_size"] for _, one in calls)
         if isinstance(value, dict):
             raise PipelineError(f"`self.log({name!r}, ...)` logs a dictionary. Use `self.log_dict` in a pipeline.")
-        values = [one.detach() if isinstance(one, Tensor) else torch.tensor(float(one)) for one, _ in calls]
+        values = [one if isinstance(one, Tensor) else torch.tensor(float(one)) for one, _ in calls]
         mean = values[0] if len(values) == 1 else torch.stack([one.float() for one in values]).mean(0)
         return LoggedValue(name, mean.cpu(), None, options)
 
