@@ -50,7 +50,8 @@ class Logs:
 
         def log(name: str, value: Any, *args: Any, **options: Any) -> None:
             names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
-            value = value.detach() if isinstance(value, Tensor) else value  # a graph would hold its micro-batch
+            if isinstance(value, Tensor):  # as it is now, without the graph, which would hold its micro-batch
+                value = value.detach().clone()
             self._calls.append((name, value, {**dict(zip(names, args, strict=False)), **options}))
 
         vars(self._module)["log"] = log

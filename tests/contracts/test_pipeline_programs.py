@@ -280,6 +280,26 @@ def test_what_is_logged_keeps_no_graph() -> None:
     assert not any(last)
 
 
+class ChangesWhatItLogged(Program):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        loss += 1.0
+        self.log("more", loss)
+        return loss
+
+
+def _logged(rank: int, world: int) -> dict[str, Tensor]:
+    strategy = ZeroStrategy(**_pipeline())
+    lightning = trainer(rank, world, strategy, max_epochs=1)
+    lightning.fit(seeded(ChangesWhatItLogged), _loader(1, 0))
+    return lightning.callback_metrics
+
+
+def test_what_is_logged_is_the_value_at_the_call() -> None:
+    for logged in run(_logged, 2):
+        assert logged["more"] == pytest.approx(logged["loss"] + 1.0)
+
+
 def _evaluate(rank: int, world: int, options: dict[str, Any]) -> Any:
     strategy = ZeroStrategy(**options)
     copies = world // (strategy.pipeline.stages if strategy.pipeline else 1)
