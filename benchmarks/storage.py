@@ -51,7 +51,7 @@ class _Side:
     def make(cls, blocks: int, width: int, offload: Offload | None, deferred: bool = False) -> _Side:
         torch.manual_seed(0)
         model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(blocks)])
-        engine = ZeroEngine(2, units=["Linear"], offload=offload, deferred_step=deferred)
+        engine = ZeroEngine(2, units=["Linear"], offload=offload, step="deferred" if deferred else "now")
         model = engine.shard(model)
         return cls(engine, model, engine.attach(torch.optim.AdamW(model.parameters(), lr=1e-3)))
 

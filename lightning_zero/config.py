@@ -20,7 +20,9 @@ __all__ = [
     "ReduceTime",
     "Schedule",
     "Sharding",
+    "StepTime",
     "check_moments",
+    "check_step",
 ]
 
 ReduceDtype = Literal["fp32", "bf16", "fp16"]
@@ -29,6 +31,7 @@ Moments = Literal["fp32", "bf16", "int8"]
 CheckpointPolicy = Literal["full", "selective", "offload", "auto"]
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 ReduceTime = Literal["auto", "step", "microbatch"]
+StepTime = Literal["auto", "now", "deferred", "backward"]
 
 _DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -402,3 +405,14 @@ def check_moments(moments: str) -> Moments:
     if moments not in get_args(Moments):
         raise ValueError(f"`moments={moments!r}` is not known. Use 'fp32', 'bf16' or 'int8'.")
     return cast(Moments, moments)
+
+
+def check_step(step: str) -> StepTime:
+    """Return when optimizers step.
+
+    Raises:
+        ValueError: It is not known.
+    """
+    if step not in get_args(StepTime):
+        raise ValueError(f"`step={step!r}` is not known. Use 'auto', 'now', 'deferred' or 'backward'.")
+    return cast(StepTime, step)

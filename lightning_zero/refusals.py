@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveragin
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_zero.config import ActivationCheckpointing, Pipeline
+from lightning_zero.config import ActivationCheckpointing, Pipeline, StepTime
 from lightning_zero.pipelined import refuse_program
 from lightning_zero.precision import LossScale
 
@@ -26,7 +26,7 @@ class _Options(Protocol):
     pipeline: Pipeline | None
     activation_checkpointing: ActivationCheckpointing | None
     loss_scale: LossScale | None
-    step_in_backward: bool
+    step: StepTime
 
     @property
     def root_device(self) -> torch.device: ...
@@ -83,7 +83,7 @@ def _refuse_pipeline(strategy: _Options, trainer: pl.Trainer) -> None:
 
 
 def _refuse_with_early_steps(strategy: _Options, trainer: pl.Trainer) -> None:
-    if not strategy.step_in_backward or trainer.state.fn != TrainerFn.FITTING:
+    if strategy.step != "backward" or trainer.state.fn != TrainerFn.FITTING:
         return
     hooks = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
     overridden = [name for name in hooks if is_overridden(name, trainer.lightning_module)]
@@ -97,7 +97,7 @@ def _refuse_with_early_steps(strategy: _Options, trainer: pl.Trainer) -> None:
     for what, is_there in found.items():
         if is_there:
             raise ValueError(
-                f"`step_in_backward=True` does not work with {what}: a unit's gradients are stepped and given up in the"
+                f"`step='backward'` does not work with {what}: a unit's gradients are stepped and given up in the"
                 " backward. Leave one of the two out."
             )
 

@@ -28,7 +28,15 @@ from torchmetrics import Metric
 from lightning_zero.checkpoint.asynchronous import AsyncSaver
 from lightning_zero.checkpoint_hooks import CheckpointFollower, CheckpointHooks, raw
 from lightning_zero.comm.mesh import Mesh
-from lightning_zero.config import ActivationCheckpointing, Communication, Offload, Pipeline, Sharding, check_moments
+from lightning_zero.config import (
+    ActivationCheckpointing,
+    Communication,
+    Offload,
+    Pipeline,
+    Sharding,
+    check_moments,
+    check_step,
+)
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.measured import layer_costs
 from lightning_zero.parallel.activation import checkpoint_activations, forecast_of
@@ -62,11 +70,11 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             that all ranks write. The default is ``"full"`` below stage 3 and ``"sharded"`` at stage 3.
         offload: Keep masters and optimizer states in host memory and step them there: ``"cpu"``, or ``Offload``, which
             says it in full and offloads parameters too; a dict of its fields is taken.
-        deferred_step: Make each unit's step beside the next forward, before the unit is used; the bits are the same. By
-            default those that are offloaded.
-        step_in_backward: Make each unit's step in the backward, when its gradients are reduced, and give these up. The
-            bits are the same. What needs all gradients at once is refused: clipping, loss scaling, accumulation,
-            several optimizers, hooks that see gradients.
+        step: When each unit is stepped; the bits are the same. ``"now"``: in ``optimizer.step()``. ``"deferred"``:
+            during the next forward, before the unit is used. ``"backward"``: in the backward, as soon as the unit's
+            gradients are reduced, which frees them; what needs all gradients at once is refused: clipping, loss
+            scaling, accumulation, several optimizers, hooks that see gradients. ``"auto"``: deferred where the unit is
+            offloaded, now elsewhere.
         activation_checkpointing: Compute activations again in the backward pass: ``True`` those of the repeated blocks,
             or of modules by class or class name, or ``ActivationCheckpointing``; a dict of its fields is taken too.
         async_save: Write checkpoints in the background: saving returns when this rank's part of the state is copied
@@ -96,8 +104,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         loss_scale: Union[LossScale, dict[str, Any], None] = None,
         state_dict_type: Optional[Literal["sharded", "full"]] = None,
         offload: Union[str, Offload, dict[str, Any], None] = None,
-        deferred_step: Optional[bool] = None,
-        step_in_backward: bool = False,
+        step: Literal["auto", "now", "deferred", "backward"] = "auto",
         activation_checkpointing: Union[
             bool, list[Union[str, type[nn.Module]]], ActivationCheckpointing, dict[str, Any], None
         ] = None,
@@ -128,8 +135,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self.offload = Offload.of(offload)
         if self.offload is not None:
             self.offload.check(self.stage, in_pipeline=pipeline is not None)
-        self.deferred_step = deferred_step
-        self.step_in_backward = step_in_backward
+        self.step = check_step(step)
         self.activation_checkpointing = ActivationCheckpointing.of(activation_checkpointing)
         self.async_save = async_save
         self.weights_only = weights_only
@@ -275,9 +281,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             "precision": engine_precision(self.precision_plugin, masters=self.masters),
             "device": self.root_device,
             "offload": self.offload,
-            "deferred_step": self.deferred_step,
+            "step": self.step,
             "moments": self.moments,
-            "step_in_backward": self.step_in_backward,
             **self._groups(),
         }
 

@@ -51,8 +51,8 @@ class StepsAhead:
                 if before.get(name) != value:
                     raise RuntimeError(
                         f"`{name}` was changed from {before.get(name)} to {value} between backward and"
-                        " `optimizer.step()`, but `step_in_backward=True` has made steps in the backward. Change it"
-                        " before the backward, or use `step_in_backward=False`."
+                        " `optimizer.step()`, but `step='backward'` has made steps in the backward. Change it"
+                        " before the backward, or use `step='auto'`."
                     )
 
     def take(self) -> dict[int, Update]:

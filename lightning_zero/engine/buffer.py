@@ -363,7 +363,7 @@ class FlatBuffer:
         """
         if self.gradients.is_ahead:
             raise RuntimeError(
-                f"Unit `{self.name}` was stepped in the backward (`step_in_backward=True`), and its values cannot be"
+                f"Unit `{self.name}` was stepped in the backward (`step='backward'`), and its values cannot be"
                 " read or saved before `optimizer.step()` is called."
             )
         if self.is_whole:
@@ -483,9 +483,9 @@ class FlatBuffer:
         """Refuse to show stepped values before the step that asks for them."""
         if self.gradients.is_ahead and self.master is None:
             raise RuntimeError(
-                f"Unit `{self.name}` is used between its step in the backward (`step_in_backward=True`) and"
+                f"Unit `{self.name}` is used between its step in the backward (`step='backward'`) and"
                 " `optimizer.step()`: behind its last gradient in the same backward, or in another forward. Use"
-                " `step_in_backward=False`, or in the first case a precision with masters."
+                " `step='auto'`, or in the first case a precision with masters."
             )
 
 

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
+from lightning_zero.config import StepTime
 from lightning_zero.storage.disk import Visit
 
 __all__ = ["Deferral", "Update"]
@@ -90,17 +91,18 @@ class Deferral:
     """Which steps are deferred, and the thread that makes those of offloaded buffers.
 
     Args:
-        everywhere: True: of every buffer; False: of none; None: of the offloaded ones.
+        step: The option of the engine. ``"deferred"`` defers the steps of all buffers, ``"now"`` those of none, the
+            others those of offloaded buffers.
     """
 
-    def __init__(self, everywhere: bool | None) -> None:
-        self._everywhere = everywhere
+    def __init__(self, step: StepTime) -> None:
+        self._step = step
         self._thread: ThreadPoolExecutor | None = None
         self._upcoming: deque[Visit] = deque()  # of the thread
 
     def wants(self, is_offloaded: bool) -> bool:
         """Say whether the step of a buffer is deferred."""
-        return is_offloaded if self._everywhere is None else self._everywhere
+        return self._step == "deferred" or (is_offloaded and self._step != "now")
 
     def update(self, name: str, calls: Sequence[Callable[[], None]], is_offloaded: bool) -> Update:
         """Return the update that makes ``calls``."""

@@ -47,9 +47,9 @@ class EarlySteps:
                 if buffer.gradients.is_spent:
                     missing = "optimizer.step()" if buffer.gradients.is_ahead else "optimizer.zero_grad()"
                     raise RuntimeError(
-                        f"With `step_in_backward=True` every backward is followed by `optimizer.step()` and"
+                        f"With `step='backward'` every backward is followed by `optimizer.step()` and"
                         f" `optimizer.zero_grad()`, and `{missing}` is missing (unit `{unit.name}`). Call it, or use"
-                        " `step_in_backward=False`."
+                        " `step='auto'`."
                     )
 
     def promise(self, unit: Unit) -> None:
@@ -75,6 +75,6 @@ class EarlySteps:
             if any(buffer.gradients.is_ahead for buffer in unit.buffers):
                 raise RuntimeError(
                     f"Unit `{unit.name}` got another gradient in the same backward after its step was made (reentrant"
-                    " activation checkpointing of a module that is used twice?). Use `step_in_backward=False`, or"
+                    " activation checkpointing of a module that is used twice?). Use `step='auto'`, or"
                     " checkpointing that is not reentrant."
                 )

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import Communication, MixedPrecision, Moments, Offload
+from lightning_zero.config import Communication, MixedPrecision, Moments, Offload, StepTime
 from lightning_zero.engine.attached import Attached
 from lightning_zero.engine.awaited import awaited_places, awaited_values, forget_awaited
 from lightning_zero.engine.buffer import FlatBuffer
@@ -78,14 +78,15 @@ class ZeroEngine:
         parts_group: One rank of every part of a model that is cut into pipeline stages, each with an engine over its
             own ``process_group``; norms, overflows and checkpoints are those of all parts.
         offload: Where optimizer states, masters and parameters sleep: ``"cpu"``, or ``Offload``.
-        deferred_step: Make steps beside the next forward; the bits are the same. By default those that are offloaded.
-        step_in_backward: Make each unit's step in the backward, when its gradients are reduced, and give these up. The
-            bits are the same; what needs all gradients at once (clipping, norms, accumulation) is refused.
+        step: When each unit is stepped; the bits are the same. ``"now"``: in ``optimizer.step()``. ``"deferred"``:
+            during the next forward, before the unit is used. ``"backward"``: in the backward, as soon as the unit's
+            gradients are reduced, which frees them; what needs all gradients at once (clipping, norms, accumulation)
+            is refused. ``"auto"``: deferred where the unit is offloaded, now elsewhere.
         moments: How the moments of ``torch.optim.AdamW`` and ``Adam`` are kept: ``"fp32"``, ``"bf16"``, or ``"int8"``
             (a byte each, with one scale for 256 elements). Arithmetic is fp32, and so are moments in checkpoints.
 
     Raises:
-        ValueError: ``stage`` is not 0, 1, 2 or 3, or ``moments`` is not known.
+        ValueError: ``stage`` is not 0, 1, 2 or 3, or ``moments`` or ``step`` is not known.
     """
 
     def __init__(
@@ -99,8 +100,7 @@ class ZeroEngine:
         process_group: dist.ProcessGroup | None = None,
         parts_group: dist.ProcessGroup | None = None,
         offload: Offload | dict[str, Any] | str | None = None,
-        deferred_step: bool | None = None,
-        step_in_backward: bool = False,
+        step: StepTime = "auto",
         moments: Moments = "fp32",
     ) -> None:
         self.stage = stage
@@ -113,7 +113,7 @@ class ZeroEngine:
             process_group=process_group,
             parts_group=parts_group,
             offload=Offload.of(offload),
-            steps_in_backward=step_in_backward,
+            step=step,
             moments=moments,
         )
         # - Set by `shard`
@@ -122,7 +122,7 @@ class ZeroEngine:
         self._places = Places()
         # - Set by `attach`
         self._attached = Attached()
-        self._deferral = Deferral(deferred_step)
+        self._deferral = Deferral(step)
 
     # -- Set-up ----------------------------------------------------------------------------------------------------
 
@@ -179,8 +179,8 @@ class ZeroEngine:
         early, offload = self._sharded.early, self._options.offload
         if early is not None and len(optimizers) > 1:
             raise ValueError(
-                f"`step_in_backward=True` is for one optimizer, got {len(optimizers)}: a backward does not say which of"
-                " them is going to step. Use `step_in_backward=False`."
+                f"`step='backward'` is for one optimizer, got {len(optimizers)}: a backward does not say which of"
+                " them is going to step. Use `step='auto'`."
             )
         for optimizer in optimizers:
             sharded = ShardedOptimizer(
@@ -336,7 +336,7 @@ class ZeroEngine:
             keeps_gradients: So does stage 3.
 
         Raises:
-            ValueError: It is not the last, with ``step_in_backward=True``.
+            ValueError: It is not the last, with ``step='backward'``.
         """
         if not last:
             self._refuse_with_early_steps("Accumulating gradients over micro-batches")
@@ -417,8 +417,8 @@ class ZeroEngine:
     def _refuse_with_early_steps(self, what: str) -> None:
         if self._options.steps_in_backward:
             raise ValueError(
-                f"{what} does not work with `step_in_backward=True`: a unit's gradients are stepped and given up before"
-                " those of the next one are there. Use `step_in_backward=False`."
+                f"{what} does not work with `step='backward'`: a unit's gradients are stepped and given up before"
+                " those of the next one are there. Use `step='auto'`."
             )
 
     # -- Memory for something else ---------------------------------------------------------------------------------

@@ -184,7 +184,7 @@ class FlatStep:
             if indices and not (fits and self._covers(group) and self._suits_buffer(group, buffer)):
                 raise RuntimeError(
                     f"Unit `{buffer.name}` cannot be stepped in the backward: `{type(self._optimizer).__name__}` has"
-                    " options or states that PyTorch has to step. Use `step_in_backward=False`."
+                    " options or states that PyTorch has to step. Use `step='auto'`."
                 )
             self._step_buffer(group, buffer, indices, rounds=False)
 

@@ -223,7 +223,7 @@ class ShardedOptimizer:
         if closure is None:
             return args, kwargs
         if self._steps_early:
-            raise ValueError("`step(closure)` may call backward several times, which `step_in_backward=True` excludes.")
+            raise ValueError("`step(closure)` may call backward several times, which `step='backward'` excludes.")
 
         def evaluate() -> Any:
             self._publish()
@@ -316,7 +316,7 @@ class ShardedOptimizer:
         Raises:
             ValueError: The engine does not step all groups itself.
         """
-        self.require_runs("step_in_backward=True")
+        self.require_runs("step='backward'")
         self._steps_early = True
 
     def require_runs(self, option: str) -> None:
@@ -405,8 +405,8 @@ class ShardedOptimizer:
         """Drop the gradients, or set them to zero."""
         if not self._ahead.is_empty:
             raise RuntimeError(
-                "`zero_grad` was called between backward and `optimizer.step()`, but `step_in_backward=True` has made"
-                " steps with these gradients. Call `step` first, or use `step_in_backward=False`."
+                "`zero_grad` was called between backward and `optimizer.step()`, but `step='backward'` has made"
+                " steps with these gradients. Call `step` first, or use `step='auto'`."
             )
         self.close()
         if self._keeps_gradients():

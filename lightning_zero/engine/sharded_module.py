@@ -10,7 +10,16 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import Communication, MixedPrecision, Moments, Offload, Sharding, check_moments
+from lightning_zero.config import (
+    Communication,
+    MixedPrecision,
+    Moments,
+    Offload,
+    Sharding,
+    StepTime,
+    check_moments,
+    check_step,
+)
 from lightning_zero.engine.aside import Aside
 from lightning_zero.engine.early import EarlySteps
 from lightning_zero.engine.elsewhere import Elsewhere
@@ -44,15 +53,21 @@ class EngineOptions:
     process_group: dist.ProcessGroup | None
     parts_group: dist.ProcessGroup | None
     offload: Offload | None
-    steps_in_backward: bool
+    step: StepTime
     moments: Moments
 
     def __post_init__(self) -> None:
         """Refuse options that are not known, or do not go together."""
         Sharding.from_stage(self.stage)
         check_moments(self.moments)
+        check_step(self.step)
         if self.offload is not None:
             self.offload.check(self.stage, in_pipeline=self.parts_group is not None)
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether each unit is stepped in the backward."""
+        return self.step == "backward"
 
     def sharding(self, world_size: int) -> Sharding:
         """Return what is kept sharded; alone a rank gives up only what is to sleep elsewhere (ADR 0016)."""
@@ -190,12 +205,12 @@ class ShardedModule:
         if self.parts is not None or (self._options.stage == 0 and self.communicator.world_size > 1):
             what = "a pipeline" if self.parts is not None else "`stage=0`"
             raise ValueError(
-                f"`step_in_backward=True` does not work with {what}: gradients are complete after the backward. Use"
-                " stage 1, 2 or 3 without a pipeline, or `step_in_backward=False`."
+                f"`step='backward'` does not work with {what}: gradients are complete after the backward. Use"
+                " stage 1, 2 or 3 without a pipeline, or `step='auto'`."
             )
         if self.placement.disk is not None:
             raise ValueError(
-                "`step_in_backward=True` does not work with 'nvme': gradients go to the disk, and a step would wait for"
+                "`step='backward'` does not work with 'nvme': gradients go to the disk, and a step would wait for"
                 " it. Steps are made beside the next forward anyhow; or use `Offload(optimizer='cpu')`."
             )
         return EarlySteps(self.communicator)

@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from benchmarks import storage
-from lightning_zero.config import Offload
+from lightning_zero.config import Offload, StepTime
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.storage import nvme
 from lightning_zero.storage.disk import DiskStore
@@ -52,13 +52,13 @@ def on_disk(path: Any, **options: Any) -> Offload:
 def _compare(rank: int, world: int, stage: int, precision: str, optimizer: str, path: str, steps: int = 4) -> list[str]:
     placements: list[dict[str, Any]] = [
         {"offload": on_disk(path)},
-        {"offload": on_disk(path), "deferred_step": False},
+        {"offload": on_disk(path), "step": "now"},
         {"offload": on_disk([f"{path}/a", f"{path}/b"], fraction=0.5)},
     ]
     if stage == 3:
         placements += [
             {"offload": on_disk(path, params="nvme")},
-            {"offload": on_disk(path, params="nvme"), "deferred_step": False},
+            {"offload": on_disk(path, params="nvme"), "step": "now"},
             {"offload": on_disk(path, optimizer="cpu", params="nvme")},
             {"offload": on_disk(path, optimizer=None, params="nvme")},
             {"offload": on_disk(path, params="cpu")},
@@ -148,7 +148,7 @@ def _act_between_steps(rank: int, world: int, stage: int, precision: str, path: 
     # PyTorch's `load_state_dict` casts states to the dtype of the parameters.
     for act in [*ACTS, *(IN_THE_OPEN if stage < 3 else []), *([load_states] if precision == "fp32" else [])]:
         results = []
-        for options in ({}, {"offload": on_disk(path)}, {"offload": on_disk(path), "deferred_step": False}):
+        for options in ({}, {"offload": on_disk(path)}, {"offload": on_disk(path), "step": "now"}):
             engine, module, optimizer = test_offload._started(stage, precision=PRECISIONS[precision], **options)
             for number in range(3):
                 with torch.autocast("cpu", torch.bfloat16, enabled=precision != "fp32"):
@@ -189,7 +189,8 @@ def _fit(rank: int, world: int, folder: str, stages: list[int]) -> None:
             )
             first.fit(seeded(Net), loader(rank, world))
             first.save_checkpoint(path)
-            strategy = ZeroStrategy(stage=stage, offload=placements[after], deferred_step=before == after)
+            step: StepTime = "deferred" if before == after else "now"
+            strategy = ZeroStrategy(stage=stage, offload=placements[after], step=step)
             again = trainer(rank, world, strategy, max_epochs=2, gradient_clip_val=0.1)
             again.fit(seeded(Net), loader(rank, world), ckpt_path=path)
             assert_equal(weights(again), weights(plain), what=f"stage {stage}, {before} to {after}")
@@ -452,7 +453,7 @@ def test_the_benchmark_of_disks_runs(tmp_path: Path) -> None:
         (lambda params: torch.optim.AdamW(params, foreach=True), {}, "optimizer='nvme'.` is for .*`foreach=True`"),
         (lambda params: torch.optim.Adam(params, amsgrad=True), {}, "optimizer='nvme'.` is for .*`amsgrad=True`"),
         (lambda params: torch.optim.AdamW(params), {"moments": "int8"}, "in fp32 or bf16; got `moments='int8'`"),
-        (lambda params: torch.optim.AdamW(params), {"step_in_backward": True}, "`step_in_backward=True` does not work"),
+        (lambda params: torch.optim.AdamW(params), {"step": "backward"}, "`step='backward'` does not work"),
     ],
     ids=["class", "foreach", "amsgrad", "int8", "backward"],
 )  # fmt: skip

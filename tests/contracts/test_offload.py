@@ -78,9 +78,9 @@ def _compare_long(rank: int, world: int, *case: Any) -> list[str]:
 
 
 PLACEMENTS = [
-    {"deferred_step": True},
+    {"step": "deferred"},
     {"offload": "cpu"},
-    {"offload": "cpu", "deferred_step": False},
+    {"offload": "cpu", "step": "now"},
     {"offload": Offload(optimizer="cpu", fraction=0.5)},
 ]
 AT_STAGE_3 = [
@@ -114,7 +114,7 @@ def test_every_placement_gives_the_same_bits(case: tuple[int, int, str, str]) ->
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3], ids="stage{}".format)
 def test_every_placement_gives_the_same_bits_after_fifty_steps(stage: int, precision: str, world: int) -> None:
-    at_stage_3 = [{**placement, "deferred_step": deferred} for placement in AT_STAGE_3 for deferred in (True, False)]
+    at_stage_3 = [{**placement, "step": step} for placement in AT_STAGE_3 for step in ("deferred", "now")]
     placements = PLACEMENTS + (at_stage_3 if stage == 3 else [])
     for found in worlds.run(_compare_long, world, stage, precision, "adamw", placements, timeout_s=240.0):
         assert not any(found), dict(zip(map(str, placements), found, strict=True))
@@ -213,7 +213,7 @@ def _act_between_steps(rank: int, world: int, stage: int) -> list[str]:
     wrong = []
     for act in ACTS + (IN_THE_OPEN if stage < 3 else []):
         results = []
-        for options in ({"deferred_step": False}, {"deferred_step": True}, {"offload": "cpu"}):
+        for options in ({"step": "now"}, {"step": "deferred"}, {"offload": "cpu"}):
             engine, module, optimizer = _started(stage, **options)
             for number in range(3):
                 _step(engine, module, optimizer, number)
@@ -240,7 +240,7 @@ def _states_right_after_a_step(rank: int, world: int, stage: int) -> None:
         run(update)
 
     seen = []
-    for options in ({"deferred_step": False}, {"deferred_step": True}, {"offload": "cpu"}):
+    for options in ({"step": "now"}, {"step": "deferred"}, {"offload": "cpu"}):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Update, "_run", late)
             engine, module, optimizer = _started(stage, **options)
@@ -264,7 +264,7 @@ def test_whoever_looks_at_the_states_sees_the_step(stage: int) -> None:
 
 
 def _is_deferred(rank: int, world: int, stage: int) -> None:
-    for options, expected in (({}, False), ({"deferred_step": True}, True), ({"offload": "cpu"}, True)):
+    for options, expected in (({}, False), ({"step": "deferred"}, True), ({"offload": "cpu"}, True)):
         engine, module, optimizer = _started(stage, **options)
         before = {name: param.detach().clone() for name, param in module.named_parameters()} if stage < 3 else {}
         _step(engine, module, optimizer, 0)
@@ -309,7 +309,7 @@ def test_an_error_in_a_deferred_step_names_the_unit() -> None:
 
 def _with_two_optimizers(rank: int, world: int, stage: int) -> list[bool]:
     results = []
-    for options in ({"deferred_step": False}, {"deferred_step": True}, {"offload": "cpu"}):
+    for options in ({"step": "now"}, {"step": "deferred"}, {"offload": "cpu"}):
         worlds.seed()
         engine = ZeroEngine(stage, units=["Block"], **options)
         module = engine.shard(TinyGPT())
@@ -340,9 +340,7 @@ def test_gradients_of_a_step_that_is_due_outlive_zero_grad_beside_another_optimi
 
 
 def _bytes(rank: int, world: int, stage: int, offload: Any) -> tuple[dict[str, int], dict[str, int], int]:
-    engine, module, optimizer = _started(
-        stage, offload=offload, deferred_step=False, precision=PRECISIONS["bf16-mixed"]
-    )
+    engine, module, optimizer = _started(stage, offload=offload, step="now", precision=PRECISIONS["bf16-mixed"])
     with torch.autocast("cpu", torch.bfloat16):
         _step(engine, module, optimizer, 0)
     stats = engine.stats()
@@ -407,8 +405,8 @@ def test_the_device_holds_parameters_and_two_units(stage: int, world: int) -> No
 
 SAVED = [
     {"stage": 1, "offload": "cpu"},
-    {"stage": 2, "offload": {"optimizer": "cpu", "fraction": 0.5}, "deferred_step": False},
-    {"stage": 2, "deferred_step": True},
+    {"stage": 2, "offload": {"optimizer": "cpu", "fraction": 0.5}, "step": "now"},
+    {"stage": 2, "step": "deferred"},
     {"stage": 3, "offload": {"optimizer": "cpu", "params": "cpu"}},
     {"stage": 3},
 ]

@@ -17,8 +17,8 @@ from tests.worlds import run
 
 PLACES: dict[str, dict[str, Any]] = {
     "optimizer": {"offload": "cpu"},
-    "at-once": {"offload": "cpu", "deferred_step": False},
-    "deferred": {"deferred_step": True},
+    "at-once": {"offload": "cpu", "step": "now"},
+    "deferred": {"step": "deferred"},
     "params": {"offload": Offload(params="cpu")},
     "half": {"offload": Offload(fraction=0.5)},
 }
@@ -63,11 +63,11 @@ KEPT = (Functional, 2, "16-true", "optimizer")
 def test_an_offloaded_pipeline_has_the_bits_of_one_that_is_not(case: Any, tmp_path: Path) -> None:
     make, zero, precision, places = case
     path = str(tmp_path / "offloaded.ckpt")
-    expected = run(_fit, 4, make, zero, precision, {"deferred_step": False}, None, None)[0]
+    expected = run(_fit, 4, make, zero, precision, {"step": "now"}, None, None)[0]
     for weights in run(_fit, 4, make, zero, precision, PLACES[places], path, None):
         assert all(torch.equal(weights[name], value) for name, value in expected.items())
     if case != KEPT:
         return
-    resumed = run(_fit, 4, make, zero, precision, {"deferred_step": False}, None, path)[0]
+    resumed = run(_fit, 4, make, zero, precision, {"step": "now"}, None, path)[0]
     again = run(_fit, 4, make, zero, precision, PLACES[places], None, path)[0]
     assert all(torch.equal(again[name], value) for name, value in resumed.items())

@@ -98,7 +98,7 @@ def _train(run: Run, *, puts_aside: bool) -> list[Tensor]:
 
 
 def _compare(rank: int, world: int, stage: int) -> None:
-    for optimizer, options in (("adamw", {}), ("adamw", {"deferred_step": True}), ("rmsprop", {})):
+    for optimizer, options in (("adamw", {}), ("adamw", {"step": "deferred"}), ("rmsprop", {})):
         plain = _train(Run(stage, optimizer, **options), puts_aside=False)
         aside = _train(Run(stage, optimizer, **options), puts_aside=True)
         assert len(plain) == len(aside)

@@ -24,8 +24,7 @@ from tests.sampling import sample
 PLACEMENTS: list[dict[str, Any]] = [
     {},
     {"offload": "cpu"},
-    {"offload": "cpu", "deferred_step": False},
-    {"offload": Offload(optimizer="cpu", fraction=0.5), "deferred_step": True},
+    {"offload": Offload(optimizer="cpu", fraction=0.5)},
 ]
 AT_STAGE_3 = [{"offload": Offload(optimizer="cpu", params="cpu")}]
 CASES = [
@@ -59,7 +58,7 @@ def _compare(rank: int, world: int, stage: int, precision: str, optimizer: str) 
         options = {"stage": stage, "precision": PRECISIONS[precision], "units": ["Block"]}
         expected = train_zero(build, program, rank, world, **options)
         for placement in PLACEMENTS + (AT_STAGE_3 if stage == 3 else []):
-            actual = train_zero(build, program, rank, world, **options, **placement, step_in_backward=True)
+            actual = train_zero(build, program, rank, world, **options, **placement, step="backward")
             found.append(difference(actual, expected))
     return found
 
@@ -83,7 +82,7 @@ WIDTH, DEPTH = 32, 10
 def _peak(rank: int, world: int, stage: int, lowered: bool) -> tuple[int, int]:
     """Return the most bytes of gradients, and those of a unit."""
     precision = PRECISIONS["bf16-mixed" if lowered else "fp32"]
-    engine = ZeroEngine(stage, units=["Linear"], precision=precision, step_in_backward=True)
+    engine = ZeroEngine(stage, units=["Linear"], precision=precision, step="backward")
     module = engine.shard(nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)]))
     optimizer = engine.attach(torch.optim.AdamW(module.parameters()))
     for _ in range(3):
@@ -111,7 +110,7 @@ class Started:
     """An engine after the first backward."""
 
     def __init__(self, stage: int = 2, **options: Any) -> None:
-        self.engine = ZeroEngine(stage, units=["Block"], step_in_backward=True, **options)
+        self.engine = ZeroEngine(stage, units=["Block"], step="backward", **options)
         self.module = self.engine.shard(TinyGPT())
         self.optimizer = self.engine.attach(torch.optim.AdamW(self.module.parameters()))
         self.backward()
@@ -125,7 +124,7 @@ class Started:
 
 
 MISUSE: list[tuple[Callable[[Started], Any], str]] = [
-    (lambda run: run.engine.clip_grad_norm(run.optimizer, 1.0), "Clipping by norm does not work with `step_in_backwar"),
+    (lambda run: run.engine.clip_grad_norm(run.optimizer, 1.0), "Clipping by norm does not work with `step='back"),
     (lambda run: run.engine.clip_grad_value(run.optimizer, 1.0), "Clipping by value does not work"),
     (lambda run: run.engine.grad_norm(), "The norm of all gradients does not work"),
     (lambda run: run.engine.unscale(run.optimizer, 0.5), "Scaling of the loss does not work"),
@@ -138,7 +137,7 @@ MISUSE: list[tuple[Callable[[Started], Any], str]] = [
     (lambda run: run.backward(), "`optimizer.step\\(\\)` is missing|is used between its step in"),
     (lambda run: (run.optimizer.step(), run.backward()), "`optimizer.zero_grad\\(\\)` is missing"),
     (Started.lowered, "`lr` was changed from 0.001 to 0.0005 between backward and"),
-    (lambda run: run.optimizer.step(lambda: 0.0), "which `step_in_backward=True` excludes"),
+    (lambda run: run.optimizer.step(lambda: 0.0), "which `step='backward'` excludes"),
     (lambda run: run.engine.attach(*[torch.optim.SGD(run.module.parameters())] * 2), "is for one optimizer, got 2"),
     (lambda run: run.engine.attach(torch.optim.RMSprop(run.module.parameters())), "got `RMSprop`"),
     (lambda run: run.engine.attach(torch.optim.AdamW(run.module.parameters(), foreach=True)), "without `foreach`"),
@@ -155,7 +154,7 @@ def _misuse(rank: int, world: int) -> None:
                 act(run)
     for options, message in (({"stage": 0}, "does not work with `stage=0`"),):
         with pytest.raises(ValueError, match=message):
-            ZeroEngine(**options, step_in_backward=True).shard(TinyGPT())
+            ZeroEngine(**options, step="backward").shard(TinyGPT())
 
 
 def test_what_needs_all_gradients_is_refused_by_name() -> None:
@@ -176,9 +175,9 @@ def _comes_back(rank: int, world: int) -> list[str]:
     for stage in (2, 3):
         for precision in (MixedPrecision(), MixedPrecision(compute_dtype=torch.bfloat16)):
             results: list[Any] = []
-            for steps_in_backward in (False, True):
+            for step in ("now", "backward"):
                 worlds.seed()
-                engine = ZeroEngine(stage, units=["Detached"], precision=precision, step_in_backward=steps_in_backward)
+                engine = ZeroEngine(stage, units=["Detached"], precision=precision, step=step)
                 module = engine.shard(TinyGPT(blocks=[Detached() for _ in range(2)]))
                 optimizer = engine.attach(torch.optim.AdamW(module.parameters(), lr=0.1))
                 lowered = precision.compute_dtype is not None
@@ -216,7 +215,7 @@ def _fit(rank: int, world: int) -> None:
     plain = trainer(rank, world, ZeroStrategy(stage=2))
     plain.fit(seeded(Net), loader(rank, world))
     for offload in (None, "cpu"):
-        run = trainer(rank, world, ZeroStrategy(stage=2, offload=offload, step_in_backward=True))
+        run = trainer(rank, world, ZeroStrategy(stage=2, offload=offload, step="backward"))
         run.fit(seeded(Net), loader(rank, world))
         assert_equal(weights(run), weights(plain), what=offload)
     refused: list[tuple[type[Net], dict[str, Any], str]] = [
@@ -226,8 +225,8 @@ def _fit(rank: int, world: int) -> None:
         (Watches, {}, "an overridden `on_before_optimizer_step`"),
     ]
     for make, options, message in refused:
-        with pytest.raises(ValueError, match=f"`step_in_backward=True` does not work with {message}"):
-            trainer(rank, world, ZeroStrategy(stage=2, step_in_backward=True), **options).fit(
+        with pytest.raises(ValueError, match=f"`step='backward'` does not work with {message}"):
+            trainer(rank, world, ZeroStrategy(stage=2, step="backward"), **options).fit(
                 seeded(make), loader(rank, world)
             )
 

@@ -454,7 +454,7 @@ class _AroundPair(nn.Module):
 def _stepped_between(rank: int, world: int, stage: int, deferred: bool, stepped: str) -> list[Tensor]:
     """Step all parameters, or those of the other layer, between the forward and the backward of layer 1."""
     module = _AroundPair()
-    engine = _engine(module, stage, units=["_Pair"], deferred_step=deferred)
+    engine = _engine(module, stage, units=["_Pair"], step="deferred" if deferred else "now")
     optimizer = engine.attach(torch.optim.SGD(module.get_submodule(stepped).parameters(), lr=0.1))
     with engine.scope("training_step"):
         first, second = (module(torch.ones(2, 4), index) for index in (0 if stepped else 1, 1))

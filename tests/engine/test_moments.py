@@ -112,7 +112,7 @@ def test_memory_of_the_optimizer_is_that_of_the_setting(stage: int, moments: Mom
 
 
 def _state_dict(rank: int, world: int, stage: int, moments: Moments, deferred: bool) -> None:
-    engine, module = _engine(stage, moments, deferred_step=deferred)
+    engine, module = _engine(stage, moments, step="deferred" if deferred else "now")
     optimizer = engine.attach(torch.optim.AdamW(module.parameters(), lr=0.01))
     _steps(engine, module, optimizer, rank, range(3))
     saved = optimizer.state_dict()

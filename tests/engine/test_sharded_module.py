@@ -24,7 +24,7 @@ OPTIONS = EngineOptions(
     process_group=None,
     parts_group=None,
     offload=None,
-    steps_in_backward=False,
+    step="auto",
     moments="fp32",
 )
 NOTHING = Sharding(params=False, grads=False, optim=False)
@@ -35,7 +35,7 @@ ALONE: dict[str, tuple[dict[str, Any], Sharding]] = {
     "offloaded": ({"offload": Offload(optimizer="cpu")}, GRADIENTS),
     "offloaded-stage1": ({"offload": Offload(optimizer="cpu"), "stage": 1}, NOTHING),
     "offloaded-parameters": ({"offload": Offload(optimizer="cpu", params="cpu")}, Sharding.from_stage(3)),
-    "in-the-backward": ({"steps_in_backward": True}, GRADIENTS),
+    "in-the-backward": ({"step": "backward"}, GRADIENTS),
 }
 
 

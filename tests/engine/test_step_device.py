@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import Communication, Moments, Offload
+from lightning_zero.config import Communication, Moments, Offload, StepTime
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.step_device import Rates, StepDevices, choose_step_device, measure_rates
@@ -134,7 +134,7 @@ def test_devices_that_are_not_there_are_refused() -> None:
 
 CASES: list[dict[str, Any]] = [
     {"offload": "cpu"},
-    {"offload": "cpu", "deferred_step": False},
+    {"offload": "cpu", "step": "now"},
     {"offload": Offload(optimizer="cpu", params="cpu")},
 ]
 
@@ -175,15 +175,16 @@ def _late(rank: int, world: int, stage: int, early: bool) -> list[str]:
     """Train with copies that are as late as they may be: who does not wait sees what was there before."""
     program = partial(train, loss=partial(_loss, True), optimizer=adamw, steps=4, max_norm=None if early else 0.5)
     run = partial(train_zero, TinyGPT, program, rank, world, stage=stage, units=["Block"])
-    options: dict[str, Any] = {"precision": PRECISIONS["bf16-mixed"], "step_in_backward": early}
-    expected = run(**options)
+    options: dict[str, Any] = {"precision": PRECISIONS["bf16-mixed"]}
+    steps: list[StepTime] = ["backward"] if early else ["deferred", "now"]
+    expected = run(**options, step="backward" if early else "now")
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FlatBuffer, "_is_rounded_in_place", property(lambda buffer: False))
         patch.setattr(Copies, "down", lambda copies, host, tensor: _Late(host, tensor))
         patch.setattr(Copies, "up", lambda copies, tensor, host, behind=None: _Late(tensor, host))
-        for deferred in (True, False):
-            found.append(difference(run(offload="cpu", deferred_step=deferred, **options), expected))
+        for step in steps:
+            found.append(difference(run(offload="cpu", step=step, **options), expected))
     return found
 
 
@@ -221,7 +222,7 @@ def _on_gpu(rank: int, world: int, stage: int, lowered: bool, options: dict[str,
         with torch.autocast("cuda", torch.bfloat16, enabled=lowered), engine.scope("training_step"):
             loss = token_loss(_OnGpu(module), rank, step)
         loss.backward()
-        if not options.get("step_in_backward"):
+        if options.get("step") != "backward":
             engine.clip_grad_norm(optimizer, 0.5)
         optimizer.step()
     values = [engine.full_param(param).cpu() for param in module.parameters()]
@@ -245,18 +246,18 @@ def _compare_on_gpu(rank: int, world: int, stage: int, lowered: bool) -> list[st
     run = partial(_on_gpu, rank, world, stage, lowered)
     both: list[dict[str, Any]] = [{}, {"params": "cpu"}] if stage == 3 else [{}]
     wrong = []
-    on_host = run({"offload": Offload(step_device="cpu"), "deferred_step": False})
+    on_host = run({"offload": Offload(step_device="cpu"), "step": "now"})
     in_memory = run({})
     for params in both:
-        for deferred in (True, False):
+        for step in ("deferred", "now"):
             for device, expected in (("cpu", on_host), ("cuda", in_memory)):
                 offload = Offload(step_device=device, **params)  # type: ignore[arg-type]
-                found = run({"offload": offload, "deferred_step": deferred})
+                found = run({"offload": offload, "step": step})
                 if not all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True)):
-                    wrong.append(f"{offload} deferred={deferred}")
-    early = [run({"step_in_backward": True, "offload": offload}) for offload in (None, Offload(step_device="cuda"))]
+                    wrong.append(f"{offload} step={step}")
+    early = [run({"step": "backward", "offload": offload}) for offload in (None, Offload(step_device="cuda"))]
     if not all(torch.equal(mine, theirs) for mine, theirs in zip(*early, strict=True)):
-        wrong.append("step_in_backward")
+        wrong.append("backward")
     return wrong
 
 
