@@ -252,32 +252,48 @@ class BufferGradients:
             self.is_spent = self.is_ahead = bool(self.has_grad)
         elif self.has_grad:
             self._zero(dropped)  # what comes next is added to it
-        elif self.reduced is not None or self._retained is not None:
-            if self._buffer.sharding.grads and self.reduced is not None:
-                self._give_back_reduced()
-            self._reduced = self._retained = self.factor = self._written = None
+        else:
+            self._drop_average()
         for index in gone:
             if type(params[index]) is ReducedParameter:
                 params[index].__class__ = nn.Parameter
 
+    def _drop_average(self) -> None:
+        """Drop the average and everything that belongs to it: nothing of it may reach the next one."""
+        if self.reduced is not None and self._buffer.sharding.grads:
+            self._give_back_reduced()
+        self._reduced = self._retained = self.factor = self._written = None
+
     def zero(self, indices: Iterable[int]) -> None:
-        """Make the reduced gradients of some parameters zero; they still have one."""
-        self._zero(self.has_grad.intersection(indices))
+        """Make the gradients of some parameters zero, reduced or not; they still have one."""
+        zeroed = set(indices)
+        self._zero(self.has_grad & zeroed)
+        for index in self._summed & zeroed:
+            assert self.local is not None
+            slot = self._buffer.layout.slots[index]
+            self.local[slot.offset : slot.stop].zero_()
 
     def _zero(self, indices: set[int]) -> None:
+        if not indices:
+            return
         self._buffer.flush()  # a step, maybe another optimizer's, reads the same tensor
         self.settle()
         for values in (self.reduced, self._written):
             if values is not None:
                 for index in indices:
                     self._buffer.own_range.segment(index, values).zero_()
+        if self._retained is not None:
+            shard = OwnRange(self._buffer.layout, self._buffer.communicator.rank, is_sharded=True)
+            for index in indices:
+                start, stop = shard.place(index)
+                self._retained[start:stop].zero_()
 
     def spend(self) -> None:
         """Give up the average, which a step in the backward has taken. ``forget`` ends it."""
         assert self.reduced is not None
         if self._buffer.sharding.grads and not is_asleep(self.reduced):
             self._lent.append(self.reduced)
-        self._reduced = None
+        self._reduced = self.factor = self._written = None
         self.is_spent = self.is_ahead = True
         self.mark_reduced()
 
@@ -370,8 +386,10 @@ class BufferGradients:
         """Keep a factor of the average for the step, if it is that of ``indices`` and nobody has written it.
 
         Returns:
-            Whether it was kept; if not, the caller multiplies.
+            Whether nothing is left to do; if not, the caller multiplies.
         """
+        if self.reduced is None or not self.has_grad:
+            return True  # a factor lives and dies with the average that it multiplies
         is_written = self._written is not None or self.factor is not None
         if is_written or not self.has_grad <= indices or self._buffer.stepped.dtype != torch.float32:
             return False

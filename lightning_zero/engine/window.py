@@ -107,7 +107,7 @@ class BufferWindow:
         """Keep a factor of the reduced gradients for the step, if they are those of ``indices`` and nobody saw them.
 
         Returns:
-            Whether it was kept; if not, the caller multiplies.
+            Whether nothing is left to do; if not, the caller multiplies.
         """
         return not self._shown and self._gradients.scale_later(indices, factor)
 

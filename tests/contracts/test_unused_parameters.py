@@ -116,6 +116,21 @@ def test_different_forwards_with_any_look_ahead(name: str, prefetch: int) -> Non
     assert worlds.run(_check, 2, name, False, prefetch) == [{}, {}]
 
 
+def _check_clipped(rank: int, world: int, offload: str | None) -> dict[str, str]:
+    case = Case(
+        build=lambda: Routed(ROUTES["every-step-another-subset"]),
+        program=lambda trainer: train(trainer, loss=_loss, optimizer=_decayed, steps=5, max_norm=0.1),
+        tolerance=1e-6,  # a norm over shards and one over parameters round differently
+        options={"offload": offload},
+    )
+    return case.check(rank, world)
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_a_clip_factor_does_not_multiply_the_gradient_of_a_block_that_was_skipped(offload: str | None) -> None:
+    assert worlds.run(_check_clipped, 2, offload) == [{}, {}]
+
+
 def _without_gradient(rank: int, world: int) -> list[bool]:
     from lightning_zero.engine.engine import ZeroEngine
 

@@ -129,3 +129,42 @@ def _factor(rank: int, world: int, stage: int) -> None:
 @stages
 def test_a_factor_waits_until_somebody_reads(stage: int) -> None:
     worlds.run(_factor, 2, stage)
+
+
+def _stale_factor(rank: int, world: int, stage: int) -> None:
+    gradients = (buffer := numbered_buffer(stage)).gradients
+    assert gradients.scale_later({0, 1}, torch.tensor(0.5))  # nothing to multiply, so nothing is left to do
+    assert gradients.factor is None
+    for _ in range(2):
+        gradients.accumulate(0, torch.ones(SHAPES[0]))
+        reduce_fully(buffer)
+        assert gradients.for_reading() is gradients.reduced
+        assert found_gradient(buffer, 0) == expected_gradient(buffer, 0, 1.0)
+        assert gradients.scale_later({0, 1}, torch.tensor(0.5))
+        gradients.forget()
+        assert gradients.factor is None
+
+
+@stages
+def test_a_factor_does_not_multiply_the_next_gradient(stage: int) -> None:
+    worlds.run(_stale_factor, 2, stage)
+
+
+def _dropped_while_summing(rank: int, world: int, stage: int, drop: str) -> None:
+    gradients = (buffer := numbered_buffer(stage)).gradients
+    for index in (0, 1):
+        gradients.accumulate(index, torch.ones(SHAPES[index]))
+    reduce_fully(buffer)
+    for index in (0, 1):
+        gradients.accumulate(index, torch.full(SHAPES[index], 2.0))  # the average of before waits for these
+    getattr(gradients, drop)([0])
+    gradients.accumulate(0, torch.full(SHAPES[0], 4.0))
+    reduce_fully(buffer)
+    assert found_gradient(buffer, 0) == expected_gradient(buffer, 0, 4.0)
+    assert found_gradient(buffer, 1) == expected_gradient(buffer, 1, 3.0)
+
+
+@stages
+@pytest.mark.parametrize("drop", ["forget", "zero"])
+def test_a_gradient_that_is_dropped_between_micro_batches_is_gone(stage: int, drop: str) -> None:
+    worlds.run(_dropped_while_summing, 2, stage, drop)
