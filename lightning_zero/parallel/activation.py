@@ -1,7 +1,8 @@
 """Activation checkpointing: which activations of a model are kept for the backward pass, and which are computed again.
 
 A chosen module's ``forward`` runs inside ``torch.utils.checkpoint`` (non-reentrant); the module, its names, hooks and
-parameters stay what they are. What is kept of a call, besides its result:
+parameters stay what they are. A recomputation changes no module buffer: ``lightning_zero/parallel/module_state.py``.
+What is kept of a call, besides its result:
 
 =============  =====================================================================================================
 ``full``       its inputs (arXiv:1604.06174)
@@ -29,6 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lightning_zero.blocks import modules_of_classes, repeated_blocks
 from lightning_zero.config import ActivationCheckpointing
 from lightning_zero.parallel.forecast import Forecast
+from lightning_zero.parallel.module_state import RunAgain
 
 __all__ = ["checkpoint_activations", "forecast_of"]
 
@@ -88,6 +90,7 @@ class _Forward:
         self._options = options
         self._lane = lane
         self._own = module.__dict__.get("forward")  # somebody else's stand-in
+        self._unwritten: set[tuple[int, str]] = set()  # see `RunAgain`
         module.forward = self
 
     def remove(self) -> None:
@@ -107,6 +110,8 @@ class _Forward:
             policy = self.forecast.policy or "offload"
         if policy == "none":
             return run(*args, **kwargs)
+        if not torch.compiler.is_compiling():  # compiled code recomputes values, and writes to buffers once
+            run = RunAgain(self.module, run, self._unwritten)
         call = partial(
             checkpoint,
             use_reentrant=False,

@@ -1,0 +1,168 @@
+"""The state of a module that a forward may change, kept for the recomputation of that forward.
+
+Note [One forward, computed twice]
+    A recomputation stands for a forward that has happened. It finds the module buffers and attributes as that forward
+    found them, because its result must be the same (the power iteration of a spectral norm starts from the same
+    vectors), and leaves them as they are by now, because the forward has changed them already (the running statistics
+    of batch norm count a batch once). Buffers are not written back: the recomputation has copies, which autograd may
+    keep, and the module gets its own tensors again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["RunAgain"]
+
+_SMALL_BYTES = 2**16  # buffers of up to this size are copied always
+_PLAIN = (bool, int, float, complex, str, type(None), Tensor)  # attributes that are bound anew, not changed in place
+_MISSING = object()
+
+
+class RunAgain:
+    """A call of a module that runs again: every run finds the module's state as the first one did.
+
+    Args:
+        module: Whose buffers and attributes, with those of its submodules, are kept.
+        run: Calls it.
+        unwritten: Large buffers that calls leave alone, as ``(number of the submodule, name)``; kept up to date.
+    """
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any], unwritten: set[tuple[int, str]]) -> None:
+        self._module = module
+        self._run = run
+        self._unwritten = unwritten
+        self._start: _State | None = None  # from the first run on
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the call."""
+        if self._start is None:
+            self._start = _State(self._module, self._unwritten)
+            result = self._run(*args, **kwargs)
+            self._start.drop_unwritten(self._unwritten)
+            return result
+        with self._start.shown():
+            return self._run(*args, **kwargs)
+
+
+class _State:
+    """Buffers and plain attributes of a module and its submodules, as they are now."""
+
+    def __init__(self, module: nn.Module, unwritten: set[tuple[int, str]]) -> None:
+        self._modules = list(module.modules())
+        self._attributes = [
+            {key: value for key, value in vars(child).items() if _is_plain(value)} for child in self._modules
+        ]
+        self._buffers = [dict(child._buffers) for child in self._modules]
+        places = [
+            (number, key, buffer)
+            for number, buffers in enumerate(self._buffers)
+            for key, buffer in buffers.items()
+            if buffer is not None
+        ]
+        self._large = [  # with their versions
+            (number, key, buffer, _version(buffer))
+            for number, key, buffer in places
+            if _is_large(self._modules[number], buffer)
+        ]
+        without = {id(buffer) for number, key, buffer, _ in self._large if (number, key) in unwritten}
+        copied = {id(buffer): buffer for _, _, buffer in places if id(buffer) not in without}
+        self._copies = _copied(copied)  # by `id` of the buffer, which stays alive
+
+    def drop_unwritten(self, unwritten: set[tuple[int, str]]) -> None:
+        """Give up the copies of large buffers that the forward has not written, and make none in later calls.
+
+        Raises:
+            RuntimeError: It has written one that no call before has, so that there is no copy.
+        """
+        for number, key, buffer, version in self._large:
+            child = self._modules[number]
+            if child._buffers.get(key) is not buffer or _version(buffer) == version:
+                unwritten.add((number, key))
+                self._copies.pop(id(buffer), None)
+            elif id(buffer) not in self._copies:
+                unwritten.discard((number, key))
+                raise RuntimeError(
+                    f"`{key}` of a `{type(child).__name__}` was changed in place by a forward, and was not in its"
+                    f" earlier forwards. Activation checkpointing computes this forward again, and keeps no copy of a"
+                    f" module buffer of {buffer.nbytes} bytes that seems constant. Assign a new tensor"
+                    f" (`self.{key} = ...`), or leave the module out of `activation_checkpointing`."
+                )
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Put this state into the modules for a while; what they have by now comes back afterwards."""
+        copies = _copied(self._copies)  # the module may run once more
+        buffers_now = [dict(child._buffers) for child in self._modules]
+        for child, buffers in zip(self._modules, self._buffers, strict=True):
+            _refill(child._buffers, {key: copies.get(id(buffer), buffer) for key, buffer in buffers.items()})
+        attributes_now = [
+            _bind(vars(child), attributes) for child, attributes in zip(self._modules, self._attributes, strict=True)
+        ]
+        try:
+            yield
+        finally:
+            for child, attributes in zip(self._modules, attributes_now, strict=True):
+                _bind(vars(child), attributes)
+            for child, buffers in zip(self._modules, buffers_now, strict=True):
+                _refill(child._buffers, buffers)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) and not isinstance(value, nn.Parameter)
+
+
+def _is_large(module: nn.Module, buffer: Tensor) -> bool:
+    """Say whether a buffer is copied only where forwards write it; batch norm does so without a change of version."""
+    return buffer.nbytes > _SMALL_BYTES and not isinstance(module, nn.modules.batchnorm._NormBase)
+
+
+def _version(buffer: Tensor) -> int:
+    return -1 if buffer.is_inference() else buffer._version
+
+
+def _copied(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Return copies, by the same keys; those of tensors that share memory share theirs."""
+    sharing = Counter(_storage(tensor) for tensor in tensors.values())
+    storages: dict[int, torch.UntypedStorage] = {}
+    copies = {}
+    with torch.inference_mode(False), torch.no_grad():
+        for key, tensor in tensors.items():
+            place = _storage(tensor)
+            if place is None or sharing[place] == 1:
+                copy = tensor.clone()
+            else:
+                storage = storages.setdefault(place, tensor.untyped_storage().clone())  # type: ignore[no-untyped-call]
+                copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+            copies[key] = copy.requires_grad_(tensor.requires_grad)
+    return copies
+
+
+def _storage(tensor: Tensor) -> int | None:
+    is_ordinary = type(tensor) in (Tensor, nn.Buffer) and tensor.layout is torch.strided
+    return tensor.untyped_storage()._cdata if is_ordinary else None
+
+
+def _refill(buffers: dict[str, Tensor | None], wanted: Mapping[str, Tensor | None]) -> None:
+    buffers.clear()
+    buffers.update(wanted)
+
+
+def _bind(attributes: dict[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Make ``wanted`` the plain attributes; return what they were, for the next call."""
+    before = {key: attributes.get(key, _MISSING) for key in wanted}
+    before.update({key: value for key, value in attributes.items() if key not in wanted and _is_plain(value)})
+    for key in before:
+        value = wanted.get(key, _MISSING)
+        if value is _MISSING:
+            attributes.pop(key, None)
+        elif attributes.get(key, _MISSING) is not value:
+            attributes[key] = value
+    return before
