@@ -89,7 +89,12 @@ class Communication:
             raise ValueError(f"`timeout_s={self.timeout_s!r}` must be a positive number of seconds.")
 
     def gradient_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of parameters with ``compute_dtype`` are reduced."""
+        """Return the dtype in which gradients of parameters with ``compute_dtype`` are reduced.
+
+        Complex gradients are reduced as they are; other dtypes have no gradient unless they are floating-point.
+        """
+        if not compute_dtype.is_floating_point:
+            return compute_dtype
         if self.reduce_dtype is not None:
             return _DTYPES[self.reduce_dtype]
         return torch.float64 if compute_dtype == torch.float64 else torch.float32
@@ -267,6 +272,8 @@ class MixedPrecision:
 
     def master_dtype(self, original: torch.dtype, compute: torch.dtype) -> torch.dtype:
         """Return the dtype in which a parameter that arrived as ``original`` and computes in ``compute`` is stepped."""
+        if not compute.is_floating_point:
+            return compute
         if original.itemsize > compute.itemsize:
             return original
         return torch.float32 if self.masters and compute.itemsize < 4 else compute

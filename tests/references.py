@@ -79,7 +79,9 @@ class Replica:
         with torch.no_grad():
             for tensor in [*module.parameters(), *module.buffers()]:
                 if tensor.numel():
-                    dist.broadcast(tensor, 0)
+                    sent = tensor.reshape(-1).contiguous().view(torch.uint8)  # gloo does not know every dtype
+                    dist.broadcast(sent, 0)
+                    tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))
         module.register_forward_pre_hook(lambda *_: self._broadcast_buffers())
 
     def attach(self, *optimizers: Optimizer) -> None:
@@ -298,8 +300,12 @@ def difference(actual: Outcome, expected: Outcome, tolerance: float = 0.0) -> st
         if a.shape != b.shape or a.dtype != b.dtype:
             found.append(f"{name}: {tuple(a.shape)} {a.dtype} instead of {tuple(b.shape)} {b.dtype}")
         elif not torch.equal(a, b) and not (tolerance and torch.allclose(a, b, rtol=tolerance, atol=tolerance)):
-            found.append(f"{name}: differs by {(a.double() - b.double()).abs().max().item():.3g}")
+            found.append(f"{name}: differs by {(_wide(a) - _wide(b)).abs().max().item():.3g}")
     return "; ".join(found[:8])
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.to(torch.complex128 if values.is_complex() else torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)

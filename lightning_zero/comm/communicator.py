@@ -29,6 +29,10 @@ __all__ = ["Communicator", "Pending"]
 _all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_SENT_AS_THEY_ARE = frozenset(
+    [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int32, torch.int64]
+)
+
 
 class Pending:
     """A collective that may still be running.
@@ -291,7 +295,7 @@ class Communicator:
             return
         self._count("broadcast", tensor.nbytes)
         try:
-            dist.broadcast(tensor, group=self._reduce_group, group_src=source)
+            dist.broadcast(_as_bytes(tensor), group=self._reduce_group, group_src=source)
         except (RuntimeError, ValueError) as error:
             raise self.failure(f"broadcast of {what}", error) from error
 
@@ -430,6 +434,11 @@ class Communicator:
 
     def _peers(self) -> list[int]:
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view that every transport takes: few dtypes are known to all of them."""
+    return tensor if tensor.dtype in _SENT_AS_THEY_ARE else tensor.view(-1).view(torch.uint8)
 
 
 def _average(full: torch.Tensor, world_size: int) -> Any:

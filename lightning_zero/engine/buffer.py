@@ -27,7 +27,14 @@ from lightning_zero.config import Sharding
 from lightning_zero.engine.deferred import Update
 from lightning_zero.engine.gradients import BufferGradients
 from lightning_zero.engine.own_range import OwnRange
-from lightning_zero.engine.parameter import PendingParameter, ReducedParameter, ReleasedParameter
+from lightning_zero.engine.parameter import (
+    PendingParameter,
+    ReducedParameter,
+    ReleasedParameter,
+    placeholder,
+    restore_class,
+    swap_class,
+)
 from lightning_zero.engine.rounding import Rounding
 from lightning_zero.engine.sleep import BufferSleep
 from lightning_zero.engine.window import BufferWindow
@@ -105,7 +112,7 @@ class FlatBuffer:
         self.is_whole = True
         self._versions = [0] * len(self.params)  # of the parameters when they were bound; a write moves them
         self._written = False  # the shard may differ from the rounded master
-        self._placeholders = [_placeholder(view) for view in self.views] if sharding.params else []
+        self._placeholders = [placeholder(view) for view in self.views] if sharding.params else []
         # - A step that was asked for
         self._update: Update | None = None  # not made yet
         self.steps_on: torch.device | None = None  # where states are streamed to for a step; None: where they sleep
@@ -188,7 +195,7 @@ class FlatBuffer:
             return
         self.is_stale = True
         for param in self.params:
-            param.__class__ = PendingParameter
+            swap_class(param, PendingParameter)
 
     def flush(self) -> bool:
         """Make the step that was asked for, if one was; say whether one was.
@@ -274,10 +281,11 @@ class FlatBuffer:
 
     def bind(self) -> None:
         """Make the parameters views of the whole buffer."""
-        for index, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
-            param.__class__ = nn.Parameter
-            param.data = view
-            self._versions[index] = param._version
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
+                restore_class(param)
+                param.data = view
+                self._versions[index] = param._version
         self.is_whole = True
         self.is_stale = False
         self.gradients.mark_reduced()
@@ -285,26 +293,26 @@ class FlatBuffer:
     def bind_one(self, index: int) -> None:
         """Show a parameter as its module computes with it, now: whole, stale or released."""
         param = self.params[index]
-        param.__class__ = nn.Parameter
-        if self.is_stale:
-            param.data = self.views[index]
-            param.__class__ = PendingParameter
-        elif self.is_whole:
-            param.data = self.views[index]
-            self._versions[index] = param._version
-            if index in self.gradients.has_grad:
-                param.__class__ = ReducedParameter
-        else:
-            param.data = self._placeholders[index]
-            param.__class__ = ReleasedParameter
+        is_present = self.is_stale or self.is_whole
+        with torch._C.DisableTorchFunctionSubclass():
+            restore_class(param)
+            param.data = self.views[index] if is_present else self._placeholders[index]
+            if self.is_whole and not self.is_stale:
+                self._versions[index] = param._version
+        if not is_present:
+            swap_class(param, ReleasedParameter)
+        elif self.is_stale:
+            swap_class(param, PendingParameter)
+        elif index in self.gradients.has_grad:
+            swap_class(param, ReducedParameter)
 
     def release(self) -> None:
         """Give the storage of the whole buffer back (stage 3)."""
         self.collect_writes()
-        for param, placeholder in zip(self.params, self._placeholders, strict=True):
-            param.__class__ = nn.Parameter
-            param.data = placeholder
-            param.__class__ = ReleasedParameter
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, value in zip(self.params, self._placeholders, strict=True):
+                param.data = value
+                swap_class(param, ReleasedParameter)
         self.full.untyped_storage().resize_(0)
         self.store.release("gathered", self.full.nbytes)
         self.is_whole = False
@@ -313,10 +321,11 @@ class FlatBuffer:
 
     def is_written(self) -> bool:
         """Say whether somebody wrote into a parameter since it was bound."""
-        return not self.is_stale and any(
-            param._version != version or param.data_ptr() != address
-            for param, version, address in zip(self.params, self._versions, self._addresses(), strict=True)
-        )
+        with torch._C.DisableTorchFunctionSubclass():
+            return not self.is_stale and any(
+                param._version != version or param.data_ptr() != address
+                for param, version, address in zip(self.params, self._versions, self._addresses(), strict=True)
+            )
 
     def _addresses(self) -> list[int]:
         base, size = self.full.data_ptr(), self.full.element_size()
@@ -327,17 +336,29 @@ class FlatBuffer:
         if self.is_stale:  # a write would have made the step
             return
         written = False
-        for index, (param, address) in enumerate(zip(self.params, self._addresses(), strict=True)):
-            if param.data_ptr() != address:  # `.data` was pointed elsewhere
-                with torch.no_grad():
-                    self.views[index].copy_(param.detach())
-                param.data = self.views[index]
-                written = True
-            if param._version != self._versions[index]:
-                self._versions[index] = param._version
-                written = True
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, (param, address) in enumerate(zip(self.params, self._addresses(), strict=True)):
+                if param.data_ptr() != address:  # `.data` was pointed elsewhere
+                    self._take_back_data(index, param)
+                    written = True
+                if param._version != self._versions[index]:
+                    self._versions[index] = param._version
+                    written = True
         if written:
             self.accept_writes()
+
+    def _take_back_data(self, index: int, param: nn.Parameter) -> None:
+        """Copy what ``.data`` was pointed to into the buffer."""
+        view = self.views[index]
+        if param.shape != view.shape or param.dtype != view.dtype:
+            raise RuntimeError(
+                f"`.data` of parameter `{self.layout.slots[index].name}` is now a {param.dtype} tensor of shape"
+                f" {tuple(param.shape)}, and the engine holds it as {view.dtype} of shape {tuple(view.shape)}. Give it"
+                " values of its own shape and dtype, or make the change before `shard`."
+            )
+        with torch.no_grad():
+            view.copy_(param.detach())
+        param.data = view
 
     def accept_writes(self) -> None:
         """Make the values of the whole buffer the shard's."""
@@ -461,16 +482,18 @@ class FlatBuffer:
     def published(self) -> None:
         """Note that parameters and masters agree."""
         self._written = False
-        for index, param in enumerate(self.params):
-            self._versions[index] = param._version
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, param in enumerate(self.params):
+                self._versions[index] = param._version
 
     def mark_stepped(self, index: int) -> None:
         """Let graphs know that a parameter has other values than those they saved; it is no write from outside."""
         param = self.params[index]
-        is_known = self._versions[index] == param._version
-        torch.autograd.graph.increment_version(param)
-        if is_known:
-            self._versions[index] = param._version
+        with torch._C.DisableTorchFunctionSubclass():
+            is_known = self._versions[index] == param._version
+            torch.autograd.graph.increment_version(param)
+            if is_known:
+                self._versions[index] = param._version
 
     def spend_gradients(self) -> None:
         """Give up the reduced gradients to a step that was made in the backward."""
@@ -494,10 +517,3 @@ def _view(full: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tens
     with torch.inference_mode(False):
         stride = torch.empty(shape, device="meta").stride()
         return torch.empty(0, dtype=full.dtype, device=full.device).set_(full.untyped_storage(), offset, shape, stride)
-
-
-def _placeholder(view: torch.Tensor) -> torch.Tensor:
-    """Return one NaN element of the view's shape: nothing reads it in silence, and it needs no memory."""
-    value = float("nan") if view.is_floating_point() or view.is_complex() else 0
-    with torch.inference_mode(False):
-        return torch.full((), value, dtype=view.dtype, device=view.device).expand(view.shape)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.config import Communication, MixedPrecision
-from lightning_zero.engine.parameter import ReleasedParameter, own
+from lightning_zero.engine.parameter import ReleasedParameter, own, placeholder, restore_class, swap_class
 from lightning_zero.engine.partition import kind_of
 from lightning_zero.engine.parts import Parts
 from lightning_zero.errors import PipelineError
@@ -63,8 +63,7 @@ class Elsewhere:
                 kind = kind_of(param, module.get_submodule(name.rpartition(".")[0]), precision, communication)
                 dtype = kind.master if kind.trained else kind.compute
                 empty = torch.empty(0, dtype=dtype, device=device)
-                placeholder = torch.full((), float("nan"), dtype=param.dtype, device=device).expand(param.shape)
-                self._absent[id(param)] = _Absent(param, empty, kind.compute, placeholder)
+                self._absent[id(param)] = _Absent(param, empty, kind.compute, placeholder(param, device))
         for absent in self._absent.values():
             self._give_up(absent)
 
@@ -74,8 +73,8 @@ class Elsewhere:
         if param.is_meta:  # its `data` cannot be of another device
             real = nn.Parameter(absent.placeholder, requires_grad=param.requires_grad)
             torch.utils.swap_tensors(param, real)  # type: ignore[no-untyped-call]
-        param.data = absent.placeholder
-        param.__class__ = ReleasedParameter
+        _show(param, absent.placeholder)
+        swap_class(param, ReleasedParameter)
 
     def __contains__(self, param: object) -> bool:
         return id(param) in self._absent
@@ -104,15 +103,14 @@ class Elsewhere:
                 what = f"parameter `{self.param_name(param)}`"
                 self.parts.communicator.broadcast(values, what, self.parts.first_holder(param))
         for away, values in borrowed:
-            away.param.__class__ = nn.Parameter
-            away.param.data = values
+            restore_class(away.param)
+            _show(away.param, values)
         try:
             yield
         finally:
             for away, _ in borrowed:
-                away.param.__class__ = nn.Parameter
-                away.param.data = away.placeholder
-                away.param.__class__ = ReleasedParameter
+                _show(away.param, away.placeholder)
+                swap_class(away.param, ReleasedParameter)
 
     # -- Optimizers ------------------------------------------------------------------------------------------------
 
@@ -160,3 +158,8 @@ class Elsewhere:
 
     def forget_gradient(self, param: nn.Parameter) -> None:
         """Do nothing: there is none."""
+
+
+def _show(param: nn.Parameter, values: torch.Tensor) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        param.data = values

@@ -20,6 +20,7 @@ from lightning_zero.engine.awaited import awaited_places, awaited_values, forget
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.deferred import Deferral
 from lightning_zero.engine.optimizer import ShardedOptimizer, gradient_norm
+from lightning_zero.engine.parameter import restore_class
 from lightning_zero.engine.parts import Parts
 from lightning_zero.engine.places import Places
 from lightning_zero.engine.records import ParameterRecord, records_of
@@ -252,8 +253,9 @@ class ZeroEngine:
         values = {param: self.full_param(param).to(self._original_dtype(param)) for param in module.parameters()}
         self.close()
         for param, value in values.items():
-            param.__class__ = nn.Parameter
-            param.data = value
+            restore_class(param)
+            with torch._C.DisableTorchFunctionSubclass():
+                param.data = value
         return module
 
     def _original_dtype(self, param: nn.Parameter) -> torch.dtype:

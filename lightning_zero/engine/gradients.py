@@ -17,7 +17,7 @@ from torch import nn
 from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.config import Sharding
 from lightning_zero.engine.own_range import OwnRange
-from lightning_zero.engine.parameter import ReducedParameter
+from lightning_zero.engine.parameter import ReducedParameter, has_class, restore_class, swap_class, user_class
 from lightning_zero.engine.sleep import BufferSleep
 from lightning_zero.layout import FlatLayout
 from lightning_zero.storage.copies import Landing
@@ -228,15 +228,15 @@ class BufferGradients:
         """Let reads of ``grad`` find the reduced gradients."""
         params = self._buffer.params
         for index in self.has_grad:
-            if type(params[index]) is nn.Parameter:
-                params[index].__class__ = ReducedParameter
+            if type(params[index]) is user_class(params[index]):
+                swap_class(params[index], ReducedParameter)
 
     def mark_plain(self) -> None:
         """Make parameters with a reduced gradient plain for the time of a forward (compilers look at the class)."""
         params = self._buffer.params
         for index in self.has_grad:
-            if type(params[index]) is ReducedParameter:
-                params[index].__class__ = nn.Parameter
+            if has_class(params[index], ReducedParameter):
+                restore_class(params[index])
 
     # -- Giving up -------------------------------------------------------------------------------------------------
 
@@ -255,8 +255,8 @@ class BufferGradients:
         else:
             self._drop_average()
         for index in gone:
-            if type(params[index]) is ReducedParameter:
-                params[index].__class__ = nn.Parameter
+            if has_class(params[index], ReducedParameter):
+                restore_class(params[index])
 
     def _drop_average(self) -> None:
         """Drop the average and everything that belongs to it: nothing of it may reach the next one."""

@@ -148,6 +148,8 @@ class Hooks:
             hook(unit.module, unit)
         for unit in self._units:
             for place, buffer in enumerate(unit.buffers):
+                if not _may_have_gradients(buffer.kind.compute):
+                    continue
                 for index, param in enumerate(buffer.params):
                     handles.append(_on_accumulated(param, self._taker(unit, place, index)))
         for child in module.modules():
@@ -458,11 +460,16 @@ def _to_fp32(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor
 
 
 def _on_accumulated(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> Any:
-    requires_grad = param.requires_grad
-    param.requires_grad = True
-    handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    param.requires_grad = requires_grad
+    with torch._C.DisableTorchFunctionSubclass():
+        requires_grad = param.requires_grad
+        param.requires_grad = True
+        handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        param.requires_grad = requires_grad
     return handle
+
+
+def _may_have_gradients(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _in_backward() -> bool:

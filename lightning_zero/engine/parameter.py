@@ -3,19 +3,27 @@
 The user's ``nn.Parameter`` stays the same object from ``shard`` to ``close``; its ``data`` and, for a moment, its class
 change (ADR 0011):
 
-``nn.Parameter``       whole (inside forward and backward, always below stage 3), or stepping (data is a segment).
+the user's own class   whole (inside forward and backward, always below stage 3), or stepping (data is a segment).
 ``ReducedParameter``   whole, and the engine holds a reduced gradient: reading ``grad`` opens the step window.
 ``ReleasedParameter``  sharded: metadata is true, values are not there.
 ``PendingParameter``   whole, but a step was asked for that its values do not show; touching them makes the step.
 
 Swapping class and data costs a few microseconds per parameter and nothing per operation.
+
+Note [Subclasses of nn.Parameter]
+    A user's class, such as the quantised weights of bitsandbytes, has subclasses made from it and the classes above, so
+    that ``isinstance`` and the attributes of the object hold in every state, and its memory layout (``__slots__``)
+    allows the swap. Whatever the class overrides, the engine reads and sets ``data`` underneath it.
 """
 
 from __future__ import annotations
 
+import copy
+import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -31,10 +39,15 @@ __all__ = [
     "ReducedParameter",
     "ReleasedParameter",
     "SleepingParameter",
+    "has_class",
     "own",
     "owner_of",
+    "placeholder",
     "raw_grad",
+    "restore_class",
     "set_raw_grad",
+    "swap_class",
+    "user_class",
 ]
 
 
@@ -71,6 +84,67 @@ def owner_of(param: torch.Tensor) -> Owner | None:
     """Return who answers for ``param``, or None for a parameter that no engine owns."""
     return _OWNERS.get(id(param))
 
+
+# -- Classes -----------------------------------------------------------------------------------------------------------
+
+
+def user_class(param: torch.Tensor) -> type[torch.Tensor]:
+    """Return the class that the user gave a parameter, whatever it has now."""
+    cls = type(param)
+    return getattr(cls, "user_class", cls)
+
+
+def has_class(param: torch.Tensor, cls: type[torch.Tensor]) -> bool:
+    """Say whether a parameter has a class of this module, alone or with the user's."""
+    return issubclass(type(param), cls)
+
+
+def swap_class(param: torch.Tensor, cls: type[torch.Tensor]) -> None:
+    """Give a parameter a class of this module; an instance of the user's class stays one."""
+    user = user_class(param)
+    param.__class__ = cls if user is nn.Parameter else class_over(cls, user)
+
+
+def restore_class(param: torch.Tensor) -> None:
+    """Give a parameter the user's class back."""
+    param.__class__ = user_class(param)
+
+
+@lru_cache(maxsize=256)  # classes that users make in functions are let go in the end
+def class_over(cls: type[torch.Tensor], user: type[torch.Tensor]) -> type[torch.Tensor]:
+    """Return a subclass of ``cls`` and of a user's class, with the memory layout of the latter."""
+    body: dict[str, Any] = {"user_class": user, "__slots__": (), "__module__": cls.__module__}
+    if not issubclass(cls, _OwnedParameter):  # values are there: operations are those of the user's class
+        body["__torch_function__"] = _torch_function_of(user)
+    made: type[torch.Tensor] = types.new_class(cls.__name__, (cls, user), exec_body=lambda names: names.update(body))
+    return made
+
+
+def _torch_function_of(user: type[torch.Tensor]) -> Any:
+    plain = nn.Parameter.__torch_function__
+    if user.__torch_function__ is plain:
+        return plain
+
+    def torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        seen = tuple(user if issubclass(one, cls) else one for one in types)
+        return user.__torch_function__(func, seen, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+    return classmethod(torch_function)
+
+
+def placeholder(like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """Return one element of the tensor's shape, NaN where there is one: nothing reads it in silence."""
+    dtype, device = like.dtype, device or like.device
+    with torch.inference_mode(False):
+        if dtype.itemsize > 1 and (dtype.is_floating_point or dtype.is_complex):
+            one = torch.full((), float("nan"), dtype=dtype, device=device)
+        else:  # few kernels know all of these; a byte of ones is NaN in most of the 8-bit formats
+            byte = 255 if dtype.is_floating_point else 0
+            one = torch.full((dtype.itemsize,), byte, dtype=torch.uint8, device=device).view(dtype)[0]
+        return one.expand(like.shape)
+
+
+# -- Gradients ---------------------------------------------------------------------------------------------------------
 
 _Tensor: Any = torch.Tensor
 _get_grad = _Tensor.grad.__get__
@@ -110,7 +184,25 @@ def _write_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
 class ReducedParameter(nn.Parameter):
     """A whole parameter whose reduced gradient is held by the engine."""
 
+    user_class: ClassVar[type[torch.Tensor]] = nn.Parameter
     grad = property(_read_grad, _write_grad, lambda param: _write_grad(param, None))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Copy the parameter as what it is to the user."""
+        return _as_user_class(self, lambda: copy.deepcopy(self, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the parameter as what it is to the user."""
+        return _as_user_class(self, lambda: self.__reduce_ex__(protocol))
+
+
+def _as_user_class(param: torch.Tensor, call: Callable[[], Any]) -> Any:
+    cls = type(param)
+    restore_class(param)
+    try:
+        return call()
+    finally:
+        param.__class__ = cls
 
 
 def _getters(*names: str) -> set[Any]:
@@ -138,6 +230,7 @@ _FILL: dict[Any, Callable[..., float]] = {
 class _OwnedParameter(nn.Parameter):
     """A parameter whose values are not there: metadata is answered, ``_use`` does what everything else needs."""
 
+    user_class: ClassVar[type[torch.Tensor]] = nn.Parameter
     grad = property(_read_grad, _write_grad, lambda param: _write_grad(param, None))
 
     @classmethod
@@ -174,7 +267,7 @@ class ReleasedParameter(_OwnedParameter):
         if func in _FILL:
             return _constant_like(args[0], _FILL[func](*args, **kwargs), **kwargs)
         for leaf in tree_leaves((args, kwargs)):
-            if type(leaf) is ReleasedParameter:
+            if has_class(leaf, ReleasedParameter):
                 owner = owner_of(leaf)
                 if owner is None or not owner.touch(leaf):
                     raise ReleasedParameterError(_refusal(leaf, getattr(func, "__name__", str(func))))
@@ -207,7 +300,7 @@ class PendingParameter(_OwnedParameter):
     def _use(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Make the step first."""
         for leaf in tree_leaves((args, kwargs)):
-            if type(leaf) is PendingParameter:
+            if has_class(leaf, PendingParameter):
                 _make_step(leaf)
         return func(*args, **kwargs)  # other arguments may have something to say
 
@@ -257,7 +350,7 @@ def _make_step(param: nn.Parameter) -> None:
     owner = owner_of(param)
     if owner is not None:
         owner.touch(param)
-    if type(param) is PendingParameter:
+    if has_class(param, PendingParameter):
         raise RuntimeError(f"The step of parameter `{_name(param)}` could not be made.")
 
 

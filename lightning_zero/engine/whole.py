@@ -20,6 +20,7 @@ __all__ = ["Whole", "Write"]
 
 Write = Literal["rank0", "all"]
 
+_SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 
 
@@ -127,4 +128,7 @@ class Whole:
         with torch.inference_mode(False), torch.no_grad():
             whole = torch.zeros(slot.numel, dtype=piece.dtype, device=self._communicator.device)  # not the host's
             whole[start:stop] = piece
-            return self._communicator.all_reduce(whole, f"parameter `{slot.name}`", kind="reads").view(slot.shape)
+            # One rank has each byte, the others zero: their sum is exact, and few transports add every dtype.
+            summed = whole if piece.dtype in _SUMMED else whole.view(torch.uint8)
+            self._communicator.all_reduce(summed, f"parameter `{slot.name}`", kind="reads")
+            return whole.view(slot.shape)

@@ -11,7 +11,14 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Sharding
 from lightning_zero.engine.gradients import BufferGradients
 from lightning_zero.engine.own_range import OwnRange
-from lightning_zero.engine.parameter import ReducedParameter, SleepingParameter, raw_grad, set_raw_grad
+from lightning_zero.engine.parameter import (
+    ReducedParameter,
+    SleepingParameter,
+    raw_grad,
+    restore_class,
+    set_raw_grad,
+    swap_class,
+)
 from lightning_zero.engine.sharded_gradient import ShardedGradient, sharded_gradient_class
 from lightning_zero.engine.sleep import BufferSleep
 from lightning_zero.storage.sleeping import ordinary
@@ -68,18 +75,19 @@ class BufferWindow:
         buffer = self._buffer
         buffer.take_back()
         param = buffer.params[index]
-        param.__class__ = nn.Parameter
+        restore_class(param)
         segment = ordinary(buffer.segment(index))
         same = (segment.data_ptr(), segment.shape, segment.dtype) == (param.data_ptr(), param.shape, param.dtype)
         if not same:
-            param.data = segment
+            with torch._C.DisableTorchFunctionSubclass():
+                param.data = segment
         set_raw_grad(param, None)
         self._entered.add(index)
         buffer.forget_rounding()
         if buffer.sleep is not None:
-            param.__class__ = SleepingParameter
+            swap_class(param, SleepingParameter)
         elif index in self._gradients.has_grad and self._gradients.reduced is not None:
-            param.__class__ = ReducedParameter
+            swap_class(param, ReducedParameter)
 
     def show(self, index: int) -> None:
         """Let an entered parameter's ``grad`` be its segment of the reduced gradient, if it has one."""
@@ -90,7 +98,10 @@ class BufferWindow:
             return
         buffer = self._buffer
         param = buffer.params[index]
-        param.__class__ = nn.Parameter if buffer.sleep is None else SleepingParameter
+        if buffer.sleep is None:
+            restore_class(param)
+        else:
+            swap_class(param, SleepingParameter)
         grad = buffer.own_range.segment(index, values)
         if buffer.sharding.optim:
             grad.__class__ = self._gradient_class
