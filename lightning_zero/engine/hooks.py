@@ -15,6 +15,18 @@ Note [Giving back in backward]
 Note [Backward that builds a graph]
     With ``create_graph`` the new graph needs the parameters again, so units stay whole and nothing is reduced; the next
     backward without it cleans up.
+
+Note [Backwards that reduce]
+    ``loss.backward()`` ends the pass before it, and its own pass may reduce from its beginning: a rank that comes to a
+    reduction of the list without a gradient takes part with zeros. So nothing of the kind may stand in the list of
+    ``torch.autograd.grad`` (a penalty, a slope of an input). It belongs to the pass in which it is called, which
+    gathers only; ranks may differ in whether they call it. PyTorch tells the two apart by what allows reentrant
+    checkpointing: a backward that runs the whole graph. ``backward(inputs=...)`` does not and may bring gradients
+    nevertheless; they are reduced at its end.
+
+    What cannot be known at the beginning is whether ``backward(create_graph=True)`` builds a graph, or a rank's loss
+    without parameters goes with one that does. If so, reductions that were started because the list says so were of
+    zeros on all ranks, for a rank that takes a gradient knows better. They are finished and dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +36,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -116,6 +128,8 @@ class Hooks:
         self._outer_hooks: Any = None  # the saved-tensor hooks around the scope, e.g. of a checkpoint
         # - The backward that is running
         self._armed = False
+        self._runs_whole_graph = False  # else it is for some tensors only, as `autograd.grad` is
+        self._has_own_pass = False
         self._explicit = False  # `backward_scope` ends it, not autograd
         self._took_gradient = False
         self._keeps_units = False
@@ -256,9 +270,9 @@ class Hooks:
             self._net.__exit__(None, None, None)
             self._net = None
 
-    def _begin_pass(self, direction: str) -> None:
+    def _begin_pass(self, direction: Literal["forward", "backward", "backward of inputs"]) -> None:
         is_stale = any(unit.state is UnitState.SHARDED and not unit.is_sharded_between_uses for unit in self._units)
-        if direction == "forward" and (self._order.is_suspended or not (self._shards or is_stale)):
+        if direction != "backward" and (self._order.is_suspended or not (self._shards or is_stale)):
             return
         self._order.begin((self._scope, self._ordinal, direction, is_stale), gathers=self._shards or is_stale)
         self._ordinal += 1
@@ -358,21 +372,22 @@ class Hooks:
     # -- Backward --------------------------------------------------------------------------------------------------
 
     def _watch_outputs(self, unit: Unit, output: Any) -> None:
-        outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad]
-        if not outputs or not unit.is_sharded_between_uses:
+        if not unit.is_sharded_between_uses:
             return
 
         def begins(_: Any) -> None:
             self._note_graph()
             self._make_whole(unit)
 
-        register_multi_grad_hook(outputs, begins, mode="any")
+        for node in {tensor.grad_fn for tensor in _tensors(output)}:
+            if node is not None:
+                node.register_prehook(begins)
 
     def _watch_inputs(self, unit: Unit, inputs: Any) -> None:
-        tensors = [tensor for tensor in _tensors(inputs) if tensor.requires_grad]
+        tensors = [tensor for tensor in _tensors(inputs) if tensor.grad_fn is not None]
+        unit.calls += 1  # without such inputs to the end of backward: the first unit is the last to have gradients
         if not tensors:
             return
-        unit.calls += 1
 
         def passed(_: Any) -> None:
             unit.calls = max(unit.calls - 1, 0)
@@ -398,10 +413,14 @@ class Hooks:
             return
         self._armed = True
         self._close_windows()
-        self._order.finish()
+        self._runs_whole_graph = self._explicit or _runs_whole_graph()
+        self._has_own_pass = self._runs_whole_graph or not self._order.in_pass
+        if self._has_own_pass:
+            self._order.finish()
         if self._is_reducing:
             self._reducer.begin()
-            self._begin_pass("backward")
+            if self._has_own_pass:
+                self._begin_pass("backward" if self._runs_whole_graph else "backward of inputs")
         if not self._explicit:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -429,7 +448,7 @@ class Hooks:
         set_raw_grad(param, None)
         if self._is_reducing:
             self._give_back_if_done(unit)
-            if unit.is_complete:
+            if unit.is_complete and self._runs_whole_graph:
                 self._order.completed(unit)
 
     def _give_back_if_done(self, unit: Unit) -> None:
@@ -446,11 +465,15 @@ class Hooks:
                     unit.is_touched = unit.is_touched and self._depth > 0
                     self._give_back(unit)
         reduces = self._is_reducing and (self._took_gradient or self._explicit) and not self._keeps_units
-        self._order.finish(reduces=reduces)
+        ends_pass = reduces or self._has_own_pass
+        if ends_pass:
+            self._order.finish(reduces=reduces)
         if reduces:
             self._reducer.finish(has_more_backwards=self.has_more_backwards)
+        else:
+            self._reducer.cancel()
         self._armed = self._explicit = self._took_gradient = self._keeps_units = False
-        if self._depth > 0:
+        if self._depth > 0 and ends_pass:
             self._begin_pass("forward")
 
 
@@ -474,6 +497,11 @@ def _may_have_gradients(dtype: torch.dtype) -> bool:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _runs_whole_graph() -> bool:
+    """Say whether the backward that is running is one of all tensors, not of some."""
+    return bool(torch.autograd._is_checkpoint_valid())  # type: ignore[no-untyped-call]
 
 
 def _has_frozen(unit: Unit) -> bool:

@@ -79,6 +79,17 @@ class Reducer:
             unit.ran_forward = unit.ran_forward and has_more_backwards
             unit.is_reduced = False
 
+    def cancel(self) -> None:
+        """End a backward that brought no gradients: what was started were sums of zeros. No collective."""
+        self._drain(0)
+        self._late.clear()
+        for unit in self._units:
+            if unit.is_reduced:
+                unit.is_reduced = False
+                for buffer in unit.reducing_buffers:
+                    if not buffer.gradients.has_grad:
+                        buffer.gradients.forget()
+
     def abandon(self) -> None:
         """Forget the backward after an error. No collective."""
         self._in_flight.clear()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_zero.config import MixedPrecision
+from lightning_zero.config import Communication, MixedPrecision
 from tests import worlds
 from tests.contracts.programs import gradients, optimizers, steps, weights
 from tests.references import Case, TinyGPT
@@ -28,6 +29,8 @@ CASES: dict[str, Case] = {
         steps.backward_twice_through_one_graph, steps.two_forwards_then_two_backwards, steps.two_losses_summed,
         steps.step_without_zero_grad, steps.zeros_instead_of_none, steps.step_with_closure, steps.step_twice,
         steps.backward_without_step, steps.gradient_penalty, steps.gradients_by_autograd_grad,
+        steps.graph_built_by_backward, steps.slopes_on_one_rank,
+        steps.slopes_of_leaves_at_frozen_units,
         optimizers.two_optimizers_in_one_unit, optimizers.decay_by_dimensions,
         optimizers.part_of_the_parameters, optimizers.unfrozen_later,
         optimizers.unfrozen_later_in_the_optimizer, optimizers.frozen_later,
@@ -49,6 +52,12 @@ CASES: dict[str, Case] = {
         gradients.bf16_weights_written_through_data, stages=(0, 1, 2),
         options={"precision": MixedPrecision(compute_dtype=torch.bfloat16)},
     ),
+    **{f"penalties-between-plain-steps-{bare}-{per_rank}": case(
+        partial(steps.penalties_between_plain_steps, bare=bare == "bare", per_rank=per_rank == "per-rank"),
+        options={"communication": Communication(prefetch=prefetch)},
+    ) for bare, per_rank, prefetch in (
+        ("bare", "alike", 2), ("bare", "per-rank", 1), ("explicit", "alike", 1), ("explicit", "per-rank", 2),
+    )},
     "clipped-by-hand": case(gradients.clipped_by_hand, tolerance=_NORM),
     "norms-logged": case(gradients.norms_logged, tolerance=_NORM),
     "norms-of-a-list": case(gradients.norms_through_parameters_to_vector, tolerance=_NORM),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -143,6 +143,80 @@ def gradient_penalty(trainer: Trainer) -> None:
             (slope,) = torch.autograd.grad(score, embedded, create_graph=True)
             loss = score + (slope.flatten(1).norm(dim=1) - 1).square().mean()
         trainer.backward(loss)
+        optimizer.step()
+
+
+def _penalised(trainer: Trainer, step: int, blocks: Sequence[int], *, again: bool) -> Tensor:
+    """Return a loss with a penalty on the slope at the blocks' input, and on the slope of the slope (``again``)."""
+    ids = tokens(trainer.rank, step)
+    x = F.one_hot(ids, 11).float()[..., :WIDTH].requires_grad_()
+    hidden = x
+    for index in blocks:
+        hidden = trainer.module.blocks[index](hidden)
+    score = trainer.module.head(trainer.module.norm(hidden)).logsumexp(-1).mean()
+    (slope,) = torch.autograd.grad(score, x, create_graph=True)
+    loss = score + slope.square().sum()
+    if again:
+        (slope,) = torch.autograd.grad(loss, hidden if blocks else x, create_graph=True)
+        loss = loss + slope.square().sum()
+    return loss
+
+
+def penalties_between_plain_steps(trainer: Trainer, *, bare: bool, per_rank: bool) -> None:
+    """The place of a reducing backward in one step is that of a penalty, over fewer blocks, in another."""
+    optimizer = attached(trainer)
+    for step in range(8):
+        optimizer.zero_grad()
+        if step % 4 < 2:
+            with trainer.scope():
+                loss = token_loss(trainer.module, trainer.rank, step)
+        else:
+            blocks = [(), (0,), (1, 2), (0, 2)][(step + trainer.rank * per_rank) % 4]
+            with trainer.scope():
+                loss = _penalised(trainer, step, blocks, again=step > 5)
+        trainer.backward(loss, bare=bare)
+        optimizer.step()
+
+
+def graph_built_by_backward(trainer: Trainer) -> None:
+    """A penalty on parameters' gradients; a step before had a reducing backward in the same place."""
+    optimizer = attached(trainer)
+    for step in range(6):
+        optimizer.zero_grad()
+        with trainer.scope():
+            loss = token_loss(trainer.module, trainer.rank, step)
+            if step % 3:
+                params = [trainer.module.head.weight, trainer.module.blocks[step % 2].up.weight]
+                slopes = torch.autograd.grad(loss, params, create_graph=True)
+                loss = loss + sum(slope.square().sum() for slope in slopes)
+        trainer.backward(loss, bare=True)
+        optimizer.step()
+
+
+def slopes_on_one_rank(trainer: Trainer) -> None:
+    """One rank asks for the slope of an input in the middle of a step."""
+    optimizer = attached(trainer)
+    for step in range(5):
+        optimizer.zero_grad()
+        with trainer.scope():
+            x = torch.ones(2, WIDTH, requires_grad=True)
+            if trainer.rank == 0 and step % 2:
+                trainer.losses += torch.autograd.grad(trainer.module.body(x).square().sum(), x)
+            loss = token_loss(trainer.module, trainer.rank, step)
+        trainer.backward(loss)
+        optimizer.step()
+
+
+def slopes_of_leaves_at_frozen_units(trainer: Trainer) -> None:
+    trainer.module.blocks[0].up.requires_grad_(False)
+    trainer.module.blocks[1].requires_grad_(False)
+    optimizer = attached(trainer)
+    for step in range(4):
+        optimizer.zero_grad()
+        x = torch.full((2, WIDTH), 0.1 * step, requires_grad=True)
+        loss = trainer.module.blocks[step % 2](x).square().sum()
+        trainer.losses += torch.autograd.grad(loss, x, create_graph=step > 1)
+        forward_backward(trainer, step)
         optimizer.step()
 
 
