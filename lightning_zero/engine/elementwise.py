@@ -1,62 +1,432 @@
-"""Which optimizers give the same numbers on the segments of parameters as on the parameters."""
+"""Which optimizers give the same numbers on the segments of parameters as on the parameters (ADR 0035).
+
+Note [The trial]
+    An optimizer of an unknown class is tried. A copy steps sample parameters whole; three more copies step what three
+    ranks would have of them: the pieces of every sample in front of and behind a cut, and nothing. The copies have all
+    distinct groups at once, so that sums over parameters are seen, and a fixed learning rate, so that a warm-up hides
+    nothing. Samples have the shapes of the parameters, cut down to ``_MOST_NUMEL`` elements.
+"""
 
 from __future__ import annotations
 
 import copy
+import random
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor, nn
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
-__all__ = ["is_elementwise"]
+__all__ = ["ElementwiseTrial", "Obstacle", "Stepped"]
+
+_KNOWN: frozenset[type[Optimizer]] = frozenset(
+    {ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop}
+)
+_NUM_STEPS = 8  # RAdam's variants begin to move in the sixth, Lookahead's synchronise in the fifth or sixth
+_SCALES = (1.0, 100.0, 0.01)  # of the gradients, in turns: limits on norms are met
+_MOST_NUMEL = 2**16
+_LR = 0.1
+_LATER_OPTIONS = ("lr", "initial_lr", "params", "param_names")  # no part of a group's kind
+
+_Cut = Callable[[Tensor], Tensor]
 
 
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Say whether an optimizer gives the same bits on the pieces of a parameter as on the whole, by trying.
+@dataclass(frozen=True)
+class Stepped:
+    """The tensor that an optimizer steps for a parameter, before it is cut into segments."""
 
-    A copy steps a small matrix whole, another its two halves one after the other, as 1-D parameters.
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why an optimizer cannot step segments, as the end of a sentence about it, and the exception that showed it."""
+
+    reason: str
+    error: Exception | None = None
+
+
+class ElementwiseTrial:
+    """Decides whether an optimizer gives the same numbers on segments; see Note [The trial].
+
+    The answer is the same on all ranks where their groups are.
+
+    Args:
+        optimizer: The optimizer; nothing of it is changed.
+        stepped: Returns the shape, dtype and device in which a parameter is stepped.
     """
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(4, 6, generator=generator)
-    grads = [torch.randn(4, 6, generator=generator) for _ in range(3)]
+
+    def __init__(self, optimizer: Optimizer, stepped: Callable[[Tensor], Stepped]) -> None:
+        self._optimizer = optimizer
+        self._class = type(optimizer)
+        self._stepped = stepped
+        self._own_options: set[str] = set()  # options that the optimizer itself changes
+        self._tried: set[Any] = set()  # kinds of the groups that were tried together
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the options of a group are of a kind that was not tried."""
+        return self._class not in _KNOWN and self._kinds() not in self._tried
+
+    def find_obstacle(self) -> Obstacle | None:
+        """Try the optimizer with its groups as they are; return what keeps it from stepping segments."""
+        groups = self._sample_groups()
+        with _undisturbed(sample.device for group in groups for sample in group.samples):
+            obstacle = self._try(groups) if groups else None
+        if obstacle is None:
+            self._tried.add(self._kinds())
+        return obstacle
+
+    def _kinds(self) -> Any:
+        left_out = {*_LATER_OPTIONS, *self._own_options}
+        return tuple((_kind_of_group(group, left_out), len(group["params"])) for group in self._optimizer.param_groups)
+
+    # -- Samples -------------------------------------------------------------------------------------------------------
+
+    def _sample_groups(self) -> list[_SampleGroup]:
+        """Return one group of each kind, with samples of all kinds of its parameters."""
+        chosen: dict[Any, tuple[dict[str, Any], dict[Any, _Sample]]] = {}
+        for group in self._optimizer.param_groups:
+            _, samples = chosen.setdefault(_kind_of_group(group, set(_LATER_OPTIONS)), (group, {}))
+            for position, param in enumerate(group["params"]):
+                stepped = self._stepped(param)
+                if stepped.dtype.is_floating_point:
+                    kind = (cut_down(stepped.shape), stepped.dtype, stepped.device, _tags(param))
+                    samples.setdefault(kind, _Sample(param, _name_of(group, position), *kind[:3]))
+        return [_SampleGroup(group, _extremes(samples.values())) for group, samples in chosen.values() if samples]
+
+    # -- Steps ---------------------------------------------------------------------------------------------------------
+
+    def _try(self, groups: Sequence[_SampleGroup]) -> Obstacle | None:
+        generator = torch.Generator().manual_seed(0)
+        for sample in (sample for group in groups for sample in group.samples):
+            sample.fill(generator)
+        errors: list[Exception] = []
+        for has_closure, has_state in product((False, True), (False, True) if self._optimizer.state else (False,)):
+            attempt = _Attempt(self._optimizer, self._class, groups, has_state=has_state, has_closure=has_closure)
+            try:
+                whole = attempt.run(lambda tensor: tensor)
+            except Exception as raised:  # an unknown optimizer may raise anything
+                errors.append(raised)
+                continue
+            self._own_options |= attempt.changed_options
+            return _moves_nothing(groups, whole[0]) or self._compare(groups, attempt, whole)
+        error = errors[len(errors) // 2 - 1]  # with its states, without a closure
+        return Obstacle(f"could not be tried, because its step raised {_describe(error)}", error)
+
+    def _compare(
+        self, groups: Sequence[_SampleGroup], attempt: _Attempt, whole: Sequence[Sequence[Tensor]]
+    ) -> Obstacle | None:
+        try:
+            ranks = [attempt.run(cut) for cut in (_in_front, _behind)]
+        except Exception as error:
+            return Obstacle(
+                f"is not element-wise: on shards of the parameters its step raised {_describe(error)}", error
+            )
+        samples = [sample for group in groups for sample in group.samples]
+        for number, values in enumerate(whole):
+            for index, (sample, value) in enumerate(zip(samples, values, strict=True)):
+                pieces = torch.cat([rank[number][index].reshape(-1) for rank in ranks])
+                if not _is_close(pieces, value.reshape(-1), sample.start.reshape(-1)):
+                    return Obstacle(
+                        "is not element-wise: it gives other numbers on the shards of a parameter than on the"
+                        f" parameter, here one of shape {tuple(sample.start.shape)}"
+                    )
+        try:
+            attempt.run(_nothing)
+        except Exception as error:
+            return Obstacle(
+                f"has no step for a rank without elements of a parameter: it raised {_describe(error)}", error
+            )
+        return None
+
+
+@dataclass
+class _Sample:
+    """A parameter that stands for others of its kind."""
+
+    param: nn.Parameter
+    name: str | None  # in the group's ``param_names``
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def fill(self, generator: torch.Generator) -> None:
+        """Draw values and gradients. Rows differ in size, so that no part of a gradient has the whole's statistics."""
+        draw = torch.randn(self.shape, generator=generator)
+        self.start = draw.to(self.device, self.dtype)
+        rows = torch.randn((*self.shape[:1], *[1] * (len(self.shape) - 1)), generator=generator).exp()
+        grads = [torch.randn(self.shape, generator=generator) * rows * scale for scale in _SCALES]
+        self.grads = [grad.to(self.device, self.dtype) for grad in grads]
+
+
+@dataclass
+class _SampleGroup:
+    """A group of the optimizer, with samples of its parameters."""
+
+    group: dict[str, Any]
+    samples: list[_Sample]
+
+    def options(self) -> dict[str, Any]:
+        """Return the options with a fixed learning rate, and with the names of the samples."""
+        options = {key: _copied(value, {}) for key, value in self.group.items() if key not in ("params", "param_names")}
+        for key in ("lr", "initial_lr"):
+            if isinstance(options.get(key), int | float):
+                options[key] = _LR
+            elif isinstance(options.get(key), Tensor):
+                options[key] = torch.full_like(options[key], _LR, device=self.samples[0].device)
+        if "param_names" in self.group:
+            options["param_names"] = [sample.name for sample in self.samples]
+        return options
+
+
+class _Attempt:
+    """A way to try an optimizer.
+
+    Args:
+        optimizer: The optimizer.
+        of_class: Its class without the engine's methods.
+        groups: The samples.
+        has_state: Start from states like those that it has, which its constructor may have made.
+        has_closure: Give its step a closure.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        of_class: type[Optimizer],
+        groups: Sequence[_SampleGroup],
+        *,
+        has_state: bool,
+        has_closure: bool,
+    ) -> None:
+        self._optimizer = optimizer
+        self._class = of_class
+        self._groups = groups
+        self._has_state = has_state
+        self._has_closure = has_closure
+        self.changed_options: set[str] = set()  # by the steps
+
+    def run(self, cut: _Cut) -> list[list[Tensor]]:
+        """Step what ``cut`` leaves of the samples; return it after the steps, and for evaluation if that differs."""
+        torch.manual_seed(0)
+        samples = [sample for group in self._groups for sample in group.samples]
+        params = {id(sample): _tagged(nn.Parameter(cut(sample.start).clone()), sample.param) for sample in samples}
+        groups = [
+            {**group.options(), "params": [params[id(sample)] for sample in group.samples]} for group in self._groups
+        ]
+        before = [_kinds_of_options(group) for group in groups]
+        probe = self._probe(groups, [(sample, params[id(sample)]) for sample in samples])
+        train, evaluate = (getattr(probe, name, None) for name in ("train", "eval"))
+        if callable(train):
+            train()
+        step: Any = self._class.step
+        step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step  # without hooks
+        for number in range(_NUM_STEPS):
+
+            def closure(number: int = number) -> Tensor:
+                for sample in samples:
+                    params[id(sample)].grad = cut(sample.grads[number % len(_SCALES)]).clone()
+                return torch.ones((), device=samples[0].device)
+
+            loss = closure()
+            step(probe, closure) if self._has_closure else step(probe)
+            del loss
+        values = [[params[id(sample)].detach().clone() for sample in samples]]
+        self._note_changes(groups, before)
+        if callable(train) and callable(evaluate):
+            evaluate()
+            values.append([params[id(sample)].detach().clone() for sample in samples])
+        return values
+
+    def _note_changes(self, groups: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]]) -> None:
+        for group, kinds in zip(groups, before, strict=True):
+            self.changed_options |= {key for key, kind in _kinds_of_options(group).items() if kinds.get(key) != kind}
+
+    def _probe(self, groups: list[dict[str, Any]], params: Sequence[tuple[_Sample, nn.Parameter]]) -> Any:
+        """Return a copy of the optimizer that has ``groups``, and states of its own."""
+        optimizer = self._optimizer
+        state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+        if self._has_state:
+            for sample, param in params:
+                state[param] = _state_like(optimizer.state, sample.param, param)
+        memo: dict[int, Any] = {id(optimizer.param_groups): groups, id(optimizer.state): state}
+        memo.update({id(sample.param): param for sample, param in params})
+        for mine, theirs in zip(self._groups, groups, strict=True):
+            memo.update({id(mine.group): theirs, id(mine.group["params"]): theirs["params"]})
+        return _copy_of_optimizer(optimizer, self._class, memo)
+
+
+def _copy_of_optimizer(optimizer: Optimizer, of_class: type[Optimizer], memo: dict[int, Any]) -> Any:
+    """Return a copy without hooks; what is in ``memo`` takes the place of its original, also in wrapped optimizers."""
+    probe = memo[id(optimizer)] = object.__new__(of_class)
+    for key, value in vars(optimizer).items():
+        if key.endswith("_hooks"):
+            vars(probe)[key] = OrderedDict()
+        elif key != "step":  # a scheduler's, which counts
+            vars(probe)[key] = _copied(value, memo)
+    return probe
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, Optimizer):
+        return _copy_of_optimizer(value, type(value), memo)
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
     try:
-        whole = _trial(optimizer, [start.clone()], [[grad] for grad in grads])
-        halves = _trial(
-            optimizer, list(start.reshape(-1).clone().chunk(2)), [list(grad.reshape(-1).chunk(2)) for grad in grads]
-        )
-    except Exception:  # whatever an unknown optimizer raises on a plain step, it is not one that segments can use
-        return False
-    return torch.equal(whole[0].reshape(-1), torch.cat(halves))
+        return copy.deepcopy(value, memo)
+    except Exception:  # locks, files, parameters that are not there
+        return value
+
+
+def _tagged(param: nn.Parameter, like: nn.Parameter) -> nn.Parameter:
+    vars(param).update(vars(like))
+    return param
+
+
+def _state_like(states: Mapping[Any, dict[str, Any]], original: nn.Parameter, param: nn.Parameter) -> dict[str, Any]:
+    """Return a state like that of the original, or of any parameter, with one value everywhere."""
+    found = [states.get(original, {}), *states.values()]
+    state = next((state for state in found if state and _is_filled(state)), {})
+    return {
+        key: torch.zeros_like(param, dtype=value.dtype) + value.reshape(-1)[0]
+        if torch.is_tensor(value) and value.dim()
+        else copy.deepcopy(value)
+        for key, value in state.items()
+    }
 
 
 def _is_filled(state: dict[str, Any]) -> bool:
     return all(value.numel() for value in state.values() if torch.is_tensor(value))
 
 
-def _trial(optimizer: Optimizer, values: list[torch.Tensor], grads: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-    probes = []
-    options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    options = {key: torch.tensor(0.1) if torch.is_tensor(value) else value for key, value in options.items()}
-    if "fused" in options:  # its last bits depend on how a tensor is cut
-        options["fused"] = None
-    params = [nn.Parameter(value.clone()) for value in values]
-    for param in params:
-        probe = copy.copy(optimizer)
-        probe.__dict__ = {key: value for key, value in vars(optimizer).items() if key != "step"}
-        probe._optimizer_step_pre_hooks, probe._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-        probe.param_groups = [{**options, "params": [param]}]
-        probe.state = defaultdict(dict)
-        initial = next((state for param, state in optimizer.state.items() if param.dim() and _is_filled(state)), None)
-        if initial is not None:  # made in the constructor
-            probe.state[param] = {
-                key: torch.zeros_like(param) + value.reshape(-1)[0] if torch.is_tensor(value) and value.dim() else
-                copy.deepcopy(value) for key, value in initial.items()
-            }  # fmt: skip
-        probes.append(probe)
-    for step in grads:
-        for probe, param, grad in zip(probes, params, step, strict=True):
-            param.grad = grad.clone()
-            type(optimizer).step(probe)
-    return [param.detach() for param in params]
+# -- What is compared --------------------------------------------------------------------------------------------------
+
+
+def _place_of_cut(tensor: Tensor) -> int:
+    return (tensor.numel() + 1) * 3 // 7  # not between two rows
+
+
+def _in_front(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1)[: _place_of_cut(tensor)]
+
+
+def _behind(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1)[_place_of_cut(tensor) :]
+
+
+def _nothing(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1)[:0]
+
+
+def _is_close(pieces: Tensor, whole: Tensor, start: Tensor) -> bool:
+    """Say whether values agree, but for last bits, which depend on where a tensor is cut."""
+    if not whole.numel():
+        return True
+    epsilon = 4 * torch.finfo(whole.dtype).eps
+    moved = float((whole - start).abs().max())
+    close = (pieces - whole).abs() <= 1e-4 * moved + epsilon * whole.abs()
+    return bool(close.all())
+
+
+def _moves_nothing(groups: Sequence[_SampleGroup], values: Iterable[Tensor]) -> Obstacle | None:
+    values = iter(values)
+    for group in groups:
+        ends = [(sample.start, next(values)) for sample in group.samples]
+        filled = [(start, end) for start, end in ends if start.numel()]
+        if any(not bool(end.isfinite().all()) for _, end in filled):
+            return Obstacle("could not be tried, because its steps gave values that are not finite")
+        if filled and all(torch.equal(start, end) for start, end in filled):
+            options = {key: value for key, value in group.options().items() if key != "param_names"}
+            return Obstacle(f"could not be tried, because {_NUM_STEPS} steps moved nothing with the options {options}")
+    return None
+
+
+# -- Kinds -------------------------------------------------------------------------------------------------------------
+
+
+def cut_down(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape of at most ``_MOST_NUMEL`` elements: dimensions above one limit become that limit."""
+    low, high = 1, max([1, *shape])
+    while low < high:
+        limit = (low + high + 1) // 2
+        numel = 1
+        for size in shape:
+            numel *= min(size, limit)
+        low, high = (limit, high) if numel <= _MOST_NUMEL else (low, limit - 1)
+    return tuple(min(size, low) for size in shape)
+
+
+def _extremes(samples: Iterable[_Sample]) -> list[_Sample]:
+    """Return the largest, the smallest and the one with the longest short side, for every number of dimensions."""
+    by_kind: dict[Any, list[_Sample]] = {}
+    for sample in samples:
+        kind = (len(sample.shape), 0 in sample.shape, sample.dtype, sample.device, _tags(sample.param))
+        by_kind.setdefault(kind, []).append(sample)
+    chosen: dict[int, _Sample] = {}
+    for alike in by_kind.values():
+        numels = [torch.Size(sample.shape).numel() for sample in alike]
+        shortest = [min(sample.shape, default=0) for sample in alike]
+        for index in (numels.index(max(numels)), numels.index(min(numels)), shortest.index(max(shortest))):
+            chosen.setdefault(id(alike[index]), alike[index])
+    return list(chosen.values())
+
+
+def _tags(param: nn.Parameter) -> Any:
+    """Return marks that users set for optimizers (`param.use_muon = True`)."""
+    return tuple(sorted((key, value) for key, value in vars(param).items() if isinstance(value, bool)))
+
+
+def _name_of(group: Mapping[str, Any], position: int) -> str | None:
+    names = group.get("param_names")
+    return None if names is None else names[position]
+
+
+def _kind_of_group(group: Mapping[str, Any], left_out: set[str]) -> Any:
+    lr = group.get("lr")
+    kind_of_lr = "number" if isinstance(lr, int | float) else _kind(lr)
+    return (kind_of_lr, *((key, _kind(value)) for key, value in sorted(group.items()) if key not in left_out))
+
+
+def _kinds_of_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _kind(value) for key, value in group.items() if key != "params"}
+
+
+def _kind(value: Any) -> Any:
+    """Return what two values of an option have in common if one trial speaks for both; for numbers, whether it is 0."""
+    if value is None or isinstance(value, bool | int | str):
+        return type(value).__name__, value
+    if isinstance(value, float):
+        return value != 0.0
+    if isinstance(value, Tensor):
+        return "tensor"
+    if isinstance(value, list | tuple):
+        return tuple(map(_kind, value))
+    if isinstance(value, dict):
+        return tuple((str(key), _kind(item)) for key, item in value.items())
+    return id(value)
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def _undisturbed(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Compute as a step does, and leave the random number generators as they were."""
+    state = random.getstate()
+    drawn = {device for device in devices if device.type != "cpu"}
+    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(drawn):
+        try:
+            yield
+        finally:
+            random.setstate(state)

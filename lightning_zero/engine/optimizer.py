@@ -21,7 +21,7 @@ from lightning_zero.config import Moments
 from lightning_zero.engine.ahead import StepsAhead
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.deferred import Deferral, Update
-from lightning_zero.engine.elementwise import is_elementwise
+from lightning_zero.engine.elementwise import ElementwiseTrial, Stepped
 from lightning_zero.engine.flat_step import FlatStep, Place
 from lightning_zero.engine.moments import widened
 from lightning_zero.engine.parts import Parts
@@ -75,6 +75,8 @@ class ShardedOptimizer:
         self._attached: dict[int, Place] = {}
         self._moments = moments
         self._flat_step = FlatStep(optimizer, self._attached, moments) if FlatStep.suits(optimizer) else None
+        is_sharded = any(buffer.sharding.optim for buffer, _ in places.values())
+        self._trial = ElementwiseTrial(optimizer, self._stepped) if is_sharded else None
         self._refuse_unless_elementwise()
         for group in optimizer.param_groups:
             self._attach_params(group["params"])
@@ -182,13 +184,29 @@ class ShardedOptimizer:
                 state[key] = value.reshape(-1)[start:stop].to(buffer.stepped.dtype).clone()
 
     def _refuse_unless_elementwise(self) -> None:
-        sharded = any(buffer.sharding.optim for buffer, _ in self._places.values())
-        if sharded and not is_elementwise(self.optimizer):
+        """Try an optimizer of an unknown class, if its groups are of new kinds. Collective then: all ranks."""
+        if self._trial is None or not self._trial.is_due:
+            return
+        obstacle = self._trial.find_obstacle()
+        flag = torch.tensor([obstacle is not None], dtype=torch.uint8)
+        is_refused = bool(self._communicator.agree(flag, "agreement on the optimizer").item())
+        if self._parts is not None:
+            is_refused = self._parts.any_is(is_refused)
+        if is_refused:
+            reason = "is refused by another rank" if obstacle is None else obstacle.reason
             raise ValueError(
-                f"`{self._original_class.__name__}` is not element-wise: it gives other numbers on the shards of a"
-                " parameter than on the parameter. Use stage 0, or an element-wise optimizer such as AdamW, SGD,"
-                " Adagrad, RMSprop or Lion."
-            )
+                f"`{self._original_class.__name__}` {reason}. Use stage 0, or an element-wise optimizer such as AdamW,"
+                " SGD, Adagrad, RMSprop or Lion."
+            ) from (obstacle.error if obstacle is not None else None)
+
+    def _stepped(self, param: torch.Tensor) -> Stepped:
+        place = self._places.get(id(param))
+        if place is None:
+            return Stepped(tuple(param.shape), param.dtype, param.device)
+        buffer, index = place
+        dtype = buffer.kind.master if buffer.kind.trained else buffer.kind.compute
+        device = torch.device("cpu") if buffer.is_offloaded else buffer.full.device
+        return Stepped(buffer.layout.slots[index].shape, dtype, device)
 
     # -- The step window -------------------------------------------------------------------------------------------
 
@@ -217,6 +235,7 @@ class ShardedOptimizer:
         self.is_open = False
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self._refuse_unless_elementwise()
         self.open()
         self._show_gradients()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -506,6 +525,11 @@ def _subclass(sharded: ShardedOptimizer) -> type[Optimizer]:
     def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
         sharded.close()
         base.add_param_group(self, param_group)
+        try:
+            sharded._refuse_unless_elementwise()
+        except ValueError:
+            self.param_groups.pop()
+            raise
         sharded._attach_params(self.param_groups[-1]["params"])
         sharded._refuse_idle_steps(self.param_groups[-1])
         sharded._refuse_what_pytorch_steps(self.param_groups[-1])

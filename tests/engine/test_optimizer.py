@@ -14,6 +14,7 @@ from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.parameter import raw_grad
 from lightning_zero.engine.sharded_gradient import ShardedGradient
 from tests import worlds
+from tests.engine.optimizers import Lamb, Momentum, SometimesFactored
 from tests.references import TinyGPT, token_loss
 
 STAGES = (0, 1, 2, 3)
@@ -274,6 +275,45 @@ def _order_of_windows(rank: int, world: int, stage: int) -> None:
 @stages
 def test_optimizers_may_share_parameters(stage: int) -> None:
     worlds.run(_order_of_windows, 2, stage)
+
+
+def _refusals(rank: int, world: int, stage: int) -> None:
+    engine, module = _engine(stage)
+    *others, last = module.parameters()
+    with pytest.raises(ValueError, match="`Lamb` is not element-wise: it gives other numbers .* Use stage 0"):
+        engine.attach(Lamb(module.parameters(), lr=0.0))  # a warm-up starts with 0
+    groups = [{"params": others, "factored": False}, {"params": [last], "least": 2}]
+    with pytest.raises(ValueError, match="`SometimesFactored` is not element-wise"):
+        engine.attach(SometimesFactored(groups))
+    optimizer = engine.attach(SometimesFactored(groups[:1]))
+    with pytest.raises(ValueError, match="`SometimesFactored` is not element-wise"):
+        optimizer.add_param_group({"params": [last], "least": 2})
+    optimizer.add_param_group({"params": [last], "factored": False})
+    assert [len(group["params"]) for group in optimizer.param_groups] == [len(others), 1]
+    _backward(engine, module, rank)
+    optimizer.param_groups[1].update(lr=0.5, momentum=0.5)
+    optimizer.step()
+    optimizer.param_groups[1].update(factored=True, least=2)
+    with pytest.raises(ValueError, match="`SometimesFactored` is not element-wise"):
+        optimizer.step()
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_every_group_and_every_kind_of_options_is_tried_before_it_steps(stage: int) -> None:
+    worlds.run(_refusals, 2, stage)
+
+
+def _unlike(rank: int, world: int) -> None:
+    engine, module = _engine(1)
+    make = Lamb if rank else Momentum
+    with pytest.raises(ValueError, match="is not element-wise" if rank else "`Momentum` is refused by another rank"):
+        engine.attach(make(module.parameters()))
+    engine.close()
+
+
+def test_a_refusal_on_one_rank_is_known_to_all() -> None:
+    worlds.run(_unlike, 2)
 
 
 def _unattached(rank: int, world: int) -> None:
