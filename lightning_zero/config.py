@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import nn
+
+from lightning_zero.errors import nearest
+from lightning_zero.option_checks import checked_fields, from_fields
 
 __all__ = [
     "ActivationCheckpointing",
     "Communication",
     "MixedPrecision",
     "Moments",
+    "OFFLOAD_USE",
     "Offload",
     "Pipeline",
     "ReduceDtype",
@@ -21,8 +27,6 @@ __all__ = [
     "Schedule",
     "Sharding",
     "StepTime",
-    "check_moments",
-    "check_step",
 ]
 
 ReduceDtype = Literal["fp32", "bf16", "fp16"]
@@ -33,6 +37,19 @@ Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 ReduceTime = Literal["auto", "step", "microbatch"]
 StepTime = Literal["auto", "now", "deferred", "backward"]
 
+OFFLOAD_USE = (
+    "Use 'cpu', `Offload(...)`, a dict of its fields, or None. Disks need `Offload(optimizer='nvme', path=...)`."
+)
+_PARTITIONS = ("parameters", "uniform", "flops", "measured")
+_PARTITION_USE = (
+    "Use 'parameters', 'uniform', 'type:Regex', 'flops', 'measured', or the list of the first blocks of the stages."
+)
+_POLICY_USE = (
+    "Use 'full', 'selective', 'offload' or 'auto'. 'partition' needs tensor parallelism, which does not exist yet."
+)
+_SCHEDULE_USE = (
+    "Use 'gpipe', '1f1b' or 'interleaved_1f1b'. Zero-bubble schedules set gradients past the hooks that reduce them."
+)
 _DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -51,7 +68,7 @@ class Sharding:
         Raises:
             ValueError: ``stage`` is not 0, 1, 2 or 3.
         """
-        if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        if type(stage) is not int or stage not in (0, 1, 2, 3):
             raise ValueError(f"`stage={stage!r}` is not a ZeRO stage. Use 0, 1, 2 or 3.")
         return cls(params=stage >= 3, grads=stage >= 2, optim=stage >= 1)
 
@@ -61,6 +78,7 @@ class Sharding:
         return int(self.params) + int(self.grads) + int(self.optim)
 
 
+@checked_fields()
 @dataclass(frozen=True, kw_only=True)
 class Communication:
     """How ranks exchange parameters and gradients.
@@ -79,14 +97,10 @@ class Communication:
     backend: str | None = None
 
     def __post_init__(self) -> None:
-        if self.reduce_dtype is not None and self.reduce_dtype not in get_args(ReduceDtype):
-            raise ValueError(
-                f"`reduce_dtype={self.reduce_dtype!r}` is not known. Use 'fp32', 'bf16', 'fp16' or None (fp32)."
-            )
-        if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
-            raise ValueError(f"`prefetch={self.prefetch!r}` must be a number of units, 0 or more.")
-        if not self.timeout_s > 0:
-            raise ValueError(f"`timeout_s={self.timeout_s!r}` must be a positive number of seconds.")
+        if self.prefetch < 0:
+            raise ValueError(f"`Communication(prefetch={self.prefetch!r})` must be a number of units, 0 or more.")
+        if self.timeout_s <= 0:
+            raise ValueError(f"`Communication(timeout_s={self.timeout_s!r})` must be a positive number of seconds.")
 
     def gradient_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of parameters with ``compute_dtype`` are reduced.
@@ -100,6 +114,7 @@ class Communication:
         return torch.float64 if compute_dtype == torch.float64 else torch.float32
 
 
+@checked_fields(use={"fraction": "Use a number from 0 to 1, or 'auto'."})
 @dataclass(frozen=True, kw_only=True)
 class Offload:
     """Where optimizer states, masters and parameters sleep between their uses.
@@ -124,7 +139,7 @@ class Offload:
 
     optimizer: Place | None = "cpu"
     params: Place | None = None
-    path: str | list[str] | None = None
+    path: str | Path | Sequence[str | Path] | None = None
     fraction: float | Literal["auto"] = 1.0
     pin_memory: bool = True
     buffer_bytes: int = 2**22
@@ -133,24 +148,16 @@ class Offload:
     step_device: Literal["cpu", "cuda"] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("optimizer", "params"):
-            value = getattr(self, name)
-            if value is not None and value not in get_args(Place):
-                raise ValueError(f"`Offload({name}={value!r})` is not known. Use 'cpu', 'nvme' or None.")
-        is_number = isinstance(self.fraction, (int, float)) and not isinstance(self.fraction, bool)
-        if self.fraction != "auto" and not (is_number and 0 <= float(self.fraction) <= 1):
+        if self.fraction != "auto" and not 0 <= self.fraction <= 1:
             raise ValueError(f"`Offload(fraction={self.fraction!r})` must be a number from 0 to 1, or 'auto'.")
         if self.uses_disks != bool(self.path):
             raise ValueError(
                 f"`Offload(optimizer={self.optimizer!r}, params={self.params!r}, path={self.path!r})`: `path` says in"
                 " which directories 'nvme' keeps its files. Give both or neither."
             )
-        _require_count("io_threads", self.io_threads)
-        _require_count("buffer_bytes", self.buffer_bytes)
+        _require_positive(self, "io_threads", "buffer_bytes")
         if self.buffer_bytes % 4096:
             raise ValueError(f"`Offload(buffer_bytes={self.buffer_bytes!r})` must be a multiple of 4096.")
-        if self.step_device not in (None, "cpu", "cuda"):
-            raise ValueError(f"`Offload(step_device={self.step_device!r})` is not known. Use 'cpu', 'cuda' or None.")
         if self.step_device is not None and self.optimizer is None:
             raise ValueError(
                 f"`Offload(step_device={self.step_device!r})` says where an offloaded optimizer is stepped, and"
@@ -163,9 +170,10 @@ class Offload:
         return "nvme" in (self.optimizer, self.params)
 
     @property
-    def paths(self) -> list[str]:
+    def paths(self) -> list[Path]:
         """The directories of ``path``."""
-        return [self.path] if isinstance(self.path, str) else list(self.path or [])
+        paths = [self.path] if isinstance(self.path, (str, Path)) else self.path or []
+        return [Path(path) for path in paths]
 
     @classmethod
     def of(cls, value: Any) -> Offload | None:
@@ -174,15 +182,12 @@ class Offload:
         Raises:
             ValueError: Another word.
         """
-        if value is None or isinstance(value, cls):
-            return value
-        if isinstance(value, dict):
-            return cls(**value)
         if value == "nvme":
             raise ValueError("`offload='nvme'` needs a path: `Offload(optimizer='nvme', path='/a/directory')`.")
-        if value not in get_args(Place):
-            raise ValueError(f"`offload={value!r}` is not known. Use 'cpu', `Offload(...)` or None.")
-        return cls(optimizer=value)
+        if isinstance(value, str) and value != "cpu":
+            raise ValueError(f"`offload={value!r}` is not known. {OFFLOAD_USE}")
+        offload: Offload | None = cls(optimizer="cpu") if value == "cpu" else from_fields(cls, value)
+        return offload
 
     def check(self, stage: int, *, in_pipeline: bool = False) -> None:
         """Refuse what a stage, or a pipeline, cannot do.
@@ -202,6 +207,7 @@ class Offload:
             )
 
 
+@checked_fields(use={"policy": _POLICY_USE})
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointing:
     """Which activations are computed again in the backward pass instead of being kept.
@@ -217,27 +223,20 @@ class ActivationCheckpointing:
             where nothing is random.
     """
 
-    modules: list[str | type[nn.Module]] | None = None
+    modules: Sequence[str | type[nn.Module]] | None = None
     every: int = 1
     policy: CheckpointPolicy = "full"
     budget_bytes: int | None = None
     preserve_rng_state: bool = True
 
     def __post_init__(self) -> None:
-        given: str = self.policy
-        if given == "partition":
-            raise ValueError(
-                "`policy='partition'` needs tensor parallelism, which does not exist yet. Use 'full' or 'selective'."
-            )
-        if self.policy not in get_args(CheckpointPolicy):
-            raise ValueError(f"`policy={self.policy!r}` is not known. Use 'full', 'selective', 'offload' or 'auto'.")
         if self.budget_bytes is not None and (self.policy != "auto" or self.budget_bytes < 0):
             raise ValueError(
-                f"`budget_bytes={self.budget_bytes!r}` with `policy={self.policy!r}`: it is a number of bytes, 0 or"
-                " more, and for `policy='auto'` alone."
+                f"`ActivationCheckpointing(budget_bytes={self.budget_bytes!r}, policy={self.policy!r})`: the budget is"
+                " a number of bytes, 0 or more, and for `policy='auto'` alone."
             )
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            raise ValueError(f"`every={self.every!r}` must be a number of modules, 1 or more.")
+        if self.every < 1:
+            raise ValueError(f"`ActivationCheckpointing(every={self.every!r})` must be a number of modules, 1 or more.")
 
     @classmethod
     def of(cls, value: Any) -> ActivationCheckpointing | None:
@@ -246,13 +245,12 @@ class ActivationCheckpointing:
             return None
         if value is True:
             return cls()
-        if isinstance(value, cls):
-            return value
-        if isinstance(value, dict):
-            return cls(**value)
-        return cls(modules=[value] if isinstance(value, (str, type)) else list(value))
+        if isinstance(value, (cls, dict)):
+            return from_fields(cls, value)  # type: ignore[no-any-return]
+        return cls(modules=[value] if isinstance(value, type) else list(value))
 
 
+@checked_fields(use={"compute_dtype": "Use torch.bfloat16, torch.float16 or None."})
 @dataclass(frozen=True, kw_only=True)
 class MixedPrecision:
     """In which dtype parameters compute and in which they are stepped.
@@ -268,7 +266,9 @@ class MixedPrecision:
 
     def __post_init__(self) -> None:
         if self.compute_dtype not in (None, torch.bfloat16, torch.float16):
-            raise ValueError(f"`compute_dtype={self.compute_dtype}` must be torch.bfloat16, torch.float16 or None.")
+            raise ValueError(
+                f"`MixedPrecision(compute_dtype={self.compute_dtype})` must be torch.bfloat16, torch.float16 or None."
+            )
 
     def master_dtype(self, original: torch.dtype, compute: torch.dtype) -> torch.dtype:
         """Return the dtype in which a parameter that arrived as ``original`` and computes in ``compute`` is stepped."""
@@ -279,6 +279,7 @@ class MixedPrecision:
         return torch.float32 if self.masters and compute.itemsize < 4 else compute
 
 
+@checked_fields(use={"partition": _PARTITION_USE, "schedule": _SCHEDULE_USE})
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
     """How a model is cut into pipeline stages, and in which order micro-batches go through them.
@@ -307,35 +308,23 @@ class Pipeline:
 
     stages: int = 2
     module: str | None = None
-    partition: str | list[str] | list[int] = "parameters"
+    partition: str | Sequence[str] | Sequence[int] = "parameters"
     microbatches: int | None = None
     schedule: Schedule = "1f1b"
     chunks: int | None = None
-    first: list[str] | None = None
-    last: list[str] | None = None
-    shared: list[str] | None = None
+    first: Sequence[str] | None = None
+    last: Sequence[str] | None = None
+    shared: Sequence[str] | None = None
     reduce: ReduceTime = "auto"
 
     def __post_init__(self) -> None:
-        _require_count("stages", self.stages)
-        if self.schedule not in get_args(Schedule):
-            zero_bubble = " Zero-bubble schedules set gradients past the hooks that reduce them."
-            raise ValueError(
-                f"`schedule={self.schedule!r}` is not known. Use 'gpipe', '1f1b' or 'interleaved_1f1b'."
-                + (zero_bubble if "zero" in str(self.schedule).lower() or "zb" in str(self.schedule).lower() else "")
-            )
-        if self.microbatches is not None:
-            _require_count("microbatches", self.microbatches)
-        if self.chunks is not None:
-            _require_count("chunks", self.chunks)
+        _require_positive(self, "stages", "microbatches", "chunks")
         is_interleaved = self.schedule == "interleaved_1f1b"
         if is_interleaved != (self.num_chunks > self.stages) and self.stages > 1:
             raise ValueError(
                 f"`chunks={self.chunks}` does not fit `schedule={self.schedule!r}`: 'interleaved_1f1b' needs 2 or more"
                 " chunks a stage, the others have 1."
             )
-        if self.reduce not in get_args(ReduceTime):
-            raise ValueError(f"`reduce={self.reduce!r}` is not known. Use 'auto', 'step' or 'microbatch'.")
         if self.reduce == "microbatch" and is_interleaved:
             raise ValueError(
                 "`reduce='microbatch'` does not work with `schedule='interleaved_1f1b'`: a reduction takes all chunks"
@@ -381,10 +370,10 @@ class Pipeline:
                 re.compile(self.partition.removeprefix("type:"))
             except re.error as error:
                 raise ValueError(f"`partition={self.partition!r}` is no regular expression: {error}.") from error
-        elif self.partition not in ("parameters", "uniform", "flops", "measured"):
+        elif self.partition not in _PARTITIONS:
             raise ValueError(
-                f"`partition={self.partition!r}` is not known. Use 'parameters', 'uniform', 'type:Regex', 'flops',"
-                " 'measured', or the list of the first blocks of the stages."
+                f"`Pipeline(partition={self.partition!r})` is not known.{nearest(self.partition, _PARTITIONS)}"
+                f" {_PARTITION_USE}"
             )
 
     @property
@@ -398,28 +387,8 @@ class Pipeline:
         return self.microbatches or self.stages
 
 
-def _require_count(option: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"`{option}={value!r}` must be a whole number, 1 or more.")
-
-
-def check_moments(moments: str) -> Moments:
-    """Return how moments of AdamW and Adam are kept.
-
-    Raises:
-        ValueError: It is not known.
-    """
-    if moments not in get_args(Moments):
-        raise ValueError(f"`moments={moments!r}` is not known. Use 'fp32', 'bf16' or 'int8'.")
-    return cast(Moments, moments)
-
-
-def check_step(step: str) -> StepTime:
-    """Return when optimizers step.
-
-    Raises:
-        ValueError: It is not known.
-    """
-    if step not in get_args(StepTime):
-        raise ValueError(f"`step={step!r}` is not known. Use 'auto', 'now', 'deferred' or 'backward'.")
-    return cast(StepTime, step)
+def _require_positive(options: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"`{type(options).__name__}({name}={value!r})` must be a whole number, 1 or more.")

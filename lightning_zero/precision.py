@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import MixedPrecision as PrecisionConfig
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.option_checks import checked_fields
 
 __all__ = [
     "LossScale",
@@ -41,6 +42,7 @@ log = logging.getLogger(__name__)
 _SCALER_STATES = ("MixedPrecision", "FSDPPrecision")  # where other strategies' checkpoints keep a loss scale
 
 
+@checked_fields()
 @dataclass(frozen=True, kw_only=True)
 class LossScale:
     """How the loss is scaled so that small fp16 gradients do not vanish.
@@ -63,16 +65,18 @@ class LossScale:
     static: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.min_scale > 0:
-            raise ValueError(f"`min_scale={self.min_scale!r}` must be positive.")
+        if self.min_scale <= 0:
+            raise ValueError(f"`LossScale(min_scale={self.min_scale!r})` must be positive.")
         if self.init_scale < self.min_scale:
-            raise ValueError(f"`init_scale={self.init_scale!r}` must be at least `min_scale={self.min_scale!r}`.")
+            raise ValueError(
+                f"`LossScale(init_scale={self.init_scale!r})` must be at least `min_scale={self.min_scale!r}`."
+            )
         for option in ("window", "hysteresis"):
             value = getattr(self, option)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"`{option}={value!r}` must be a whole number of steps, 1 or more.")
-        if self.static is not None and not self.static > 0:
-            raise ValueError(f"`static={self.static!r}` must be positive, or None for a dynamic scale.")
+            if value < 1:
+                raise ValueError(f"`LossScale({option}={value!r})` must be a whole number of steps, 1 or more.")
+        if self.static is not None and self.static <= 0:
+            raise ValueError(f"`LossScale(static={self.static!r})` must be positive, or None for a dynamic scale.")
 
 
 class LossScaler:

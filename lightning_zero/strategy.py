@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -28,17 +28,11 @@ from torchmetrics import Metric
 from lightning_zero.checkpoint.asynchronous import AsyncSaver
 from lightning_zero.checkpoint_hooks import CheckpointFollower, CheckpointHooks, raw
 from lightning_zero.comm.mesh import Mesh
-from lightning_zero.config import (
-    ActivationCheckpointing,
-    Communication,
-    Offload,
-    Pipeline,
-    Sharding,
-    check_moments,
-    check_step,
-)
+from lightning_zero.config import OFFLOAD_USE, ActivationCheckpointing, Communication, Offload, Pipeline, Sharding
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.foreign_options import FOREIGN_OPTIONS
 from lightning_zero.measured import layer_costs
+from lightning_zero.option_checks import checked_arguments, from_fields
 from lightning_zero.parallel.activation import checkpoint_activations, forecast_of
 from lightning_zero.parallel.forecast import Forecast
 from lightning_zero.parallel.specs import SpecifiedLayers
@@ -49,6 +43,29 @@ from lightning_zero.processes import ProcessHooks
 from lightning_zero.refusals import refuse_options
 
 __all__ = ["ZeroStrategy", "register_strategies"]
+
+
+_USE = {
+    "units": "Use a list of classes or names of classes, for example `units=['Block']`, or None.",
+    "pipeline": "Use a number of stages, for example `pipeline=4`, `Pipeline(...)`, a dict of its fields, or None.",
+    "communication": (
+        "Use `Communication(...)`, for example `Communication(reduce_dtype='bf16')`, a dict of its fields, or None."
+    ),
+    "moments": "Use 'fp32', 'bf16' or 'int8'.",
+    "loss_scale": (
+        "Use `LossScale(...)`, a dict of its fields, or None. `LossScale(static=1024)` is a fixed factor, and"
+        " `LossScale(init_scale=1024)` the first of a dynamic one."
+    ),
+    "offload": OFFLOAD_USE,
+    "activation_checkpointing": (
+        "Use True, a list of classes or names of classes, `ActivationCheckpointing(...)`, a dict of its fields, or"
+        " None. The policy is one of the fields: `ActivationCheckpointing(policy='selective')`."
+    ),
+    "timeout": "Use seconds, for example `timeout=1800`, a `timedelta`, or None.",
+    "accelerator": "Leave it out, and use `Trainer(accelerator=...)`.",
+    "parallel_devices": "Leave it out, and use `Trainer(devices=...)`.",
+    "precision_plugin": "Leave it out, and use `Trainer(precision=...)`.",
+}
 
 
 class ZeroStrategy(CheckpointHooks, ProcessHooks):
@@ -93,10 +110,11 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
 
     strategy_name = "zero"
 
+    @checked_arguments(use=_USE, foreign=FOREIGN_OPTIONS, unchecked=["stage"])
     def __init__(
         self,
         stage: Literal[0, 1, 2, 3] = 3,
-        units: Optional[list[Union[str, type[nn.Module]]]] = None,
+        units: Optional[Sequence[Union[str, type[nn.Module]]]] = None,
         pipeline: Union[int, Pipeline, dict[str, Any], None] = None,
         communication: Union[Communication, dict[str, Any], None] = None,
         masters: bool = True,
@@ -106,7 +124,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         offload: Union[str, Offload, dict[str, Any], None] = None,
         step: Literal["auto", "now", "deferred", "backward"] = "auto",
         activation_checkpointing: Union[
-            bool, list[Union[str, type[nn.Module]]], ActivationCheckpointing, dict[str, Any], None
+            bool, type[nn.Module], Sequence[Union[str, type[nn.Module]]], ActivationCheckpointing, dict[str, Any], None
         ] = None,
         async_save: bool = False,
         weights_only: Optional[bool] = None,
@@ -121,21 +139,19 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
     ) -> None:
         # - What the user asked for
         self.stage = Sharding.from_stage(stage).stage
-        if state_dict_type not in (None, "sharded", "full"):
-            raise ValueError(f"`state_dict_type={state_dict_type!r}` is not known. Use 'sharded', 'full' or None.")
         self.state_dict_type = state_dict_type or ("sharded" if self.stage == 3 else "full")
         self.units = units
         self.pipeline = _pipeline(pipeline)
         if self.pipeline is not None:
             self.pipeline.check(self.stage)
         self.masters = masters
-        self.moments = check_moments(moments)
-        self.loss_scale = LossScale(**loss_scale) if isinstance(loss_scale, dict) else loss_scale
+        self.moments = moments
+        self.loss_scale = from_fields(LossScale, loss_scale)
         self.communication, self.timeout = _timeouts(communication, timeout)
         self.offload = Offload.of(offload)
         if self.offload is not None:
-            self.offload.check(self.stage, in_pipeline=pipeline is not None)
-        self.step = check_step(step)
+            self.offload.check(self.stage, in_pipeline=self.pipeline is not None)
+        self.step = step
         self.activation_checkpointing = ActivationCheckpointing.of(activation_checkpointing)
         self.async_save = async_save
         self.weights_only = weights_only
@@ -476,11 +492,10 @@ _made_for: weakref.WeakKeyDictionary[ZeroEngine, tuple[Any, ...]] = weakref.Weak
 
 def _pipeline(pipeline: Pipeline | dict[str, Any] | int | None) -> Pipeline | None:
     """Return the options of a pipeline of two or more stages, or None."""
-    if isinstance(pipeline, dict):
-        pipeline = Pipeline(**pipeline)
-    elif pipeline is not None and not isinstance(pipeline, Pipeline):
-        pipeline = Pipeline(stages=pipeline)
-    return None if pipeline is None or pipeline.stages == 1 else pipeline
+    options: Pipeline | None = (
+        Pipeline(stages=pipeline) if isinstance(pipeline, int) else from_fields(Pipeline, pipeline)
+    )
+    return None if options is None or options.stages == 1 else options
 
 
 def _timeouts(
@@ -489,11 +504,12 @@ def _timeouts(
     """Return the engine's communication options and the timeout of the default process group."""
     if isinstance(timeout, timedelta):
         timeout = timeout.total_seconds()
-    if isinstance(communication, dict):
-        communication = Communication(**communication)
-    if communication is None:
-        communication = Communication() if timeout is None else replace(Communication(), timeout_s=timeout)
-    return communication, timedelta(seconds=communication.timeout_s if timeout is None else timeout)
+    if timeout is not None and timeout <= 0:
+        raise ValueError(f"`timeout={timeout!r}` must be a positive number of seconds.")
+    options: Communication | None = from_fields(Communication, communication)
+    if options is None:
+        options = Communication() if timeout is None else Communication(timeout_s=timeout)
+    return options, timedelta(seconds=options.timeout_s if timeout is None else timeout)
 
 
 def register_strategies() -> None:

@@ -33,12 +33,10 @@ def test_other_stages_are_refused(stage: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reduce_dtype": "fp8"}, "`reduce_dtype='fp8'` is not known"),
-        ({"prefetch": -1}, "`prefetch=-1` must be a number of units"),
-        ({"prefetch": True}, "`prefetch=True` must be a number of units"),
-        ({"prefetch": 1.0}, "`prefetch=1.0` must be a number of units"),
-        ({"timeout_s": 0}, "`timeout_s=0` must be a positive number"),
-        ({"timeout_s": float("nan")}, "`timeout_s=nan` must be a positive number"),
+        ({"reduce_dtype": "fp8"}, "`Communication.reduce_dtype='fp8'.` is not known"),
+        ({"prefetch": -1}, "`Communication.prefetch=-1.` must be a number of units"),
+        ({"timeout_s": 0}, "`Communication.timeout_s=0.` must be a positive number"),
+        ({"timeout_s": float("nan")}, "`Communication.timeout_s=nan.` is not a finite number"),
     ],
 )
 def test_communication_that_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
@@ -72,7 +70,7 @@ def test_a_master_is_never_less_precise_than_the_parameter_was(
 
 @pytest.mark.parametrize("dtype", [fp32, fp64, torch.int8])
 def test_a_compute_dtype_that_is_not_of_16_bits_is_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(ValueError, match=f"`compute_dtype={dtype}` must be torch.bfloat16, torch.float16 or None"):
+    with pytest.raises(ValueError, match=f"compute_dtype={dtype}.` must be torch.bfloat16, torch.float16 or None"):
         MixedPrecision(compute_dtype=dtype)
 
 

@@ -132,11 +132,11 @@ def test_skipped_steps_are_counted() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"min_scale": 0.0}, "`min_scale=0.0` must be positive"),
-        ({"init_scale": 1.0, "min_scale": 2.0}, "`init_scale=1.0` must be at least `min_scale=2.0`"),
-        ({"window": 0}, "`window=0` must be a whole number"),
-        ({"hysteresis": 1.5}, "`hysteresis=1.5` must be a whole number"),
-        ({"static": -1.0}, "`static=-1.0` must be positive"),
+        ({"min_scale": 0.0}, "`LossScale.min_scale=0.0.` must be positive"),
+        ({"init_scale": 1.0, "min_scale": 2.0}, "`LossScale.init_scale=1.0.` must be at least `min_scale=2.0`"),
+        ({"window": 0}, "`LossScale.window=0.` must be a whole number"),
+        ({"hysteresis": -1}, "`LossScale.hysteresis=-1.` must be a whole number"),
+        ({"static": -1.0}, "`LossScale.static=-1.0.` must be positive"),
     ],
 )
 def test_wrong_loss_scale_is_refused(options: dict[str, Any], message: str) -> None:

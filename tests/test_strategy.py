@@ -15,7 +15,7 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_zero
-from lightning_zero.config import Communication
+from lightning_zero.config import ActivationCheckpointing, Communication, Offload, Pipeline
 from lightning_zero.precision import LossScale, ZeroHalfPrecision, ZeroMixedPrecision
 from lightning_zero.strategy import ZeroStrategy, register_strategies
 
@@ -190,3 +190,72 @@ def test_wrong_yaml_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli("--trainer.strategy=lightning_zero.ZeroStrategy", "--trainer.strategy.stage=4")
     assert "stage" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "pipeline", [1, Pipeline(stages=1), {"stages": 1}, Pipeline(stages=1, reduce="microbatch")], ids=str
+)
+def test_a_pipeline_of_one_stage_is_none(pipeline: Any, tmp_path: Path) -> None:
+    offload = {"optimizer": "nvme", "path": str(tmp_path)}
+    assert ZeroStrategy(stage=2, pipeline=pipeline, offload=offload).pipeline is None
+    fitted = Trainer(**quick(ZeroStrategy(stage=2, pipeline=pipeline, offload=offload), tmp_path))
+    fitted.fit(BoringModel())
+    assert fitted.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}
+
+
+INIT_ARGS: list[tuple[str, str, Any]] = [
+    ("pipeline: 1", "pipeline", None),
+    ("pipeline: 2", "pipeline", Pipeline(stages=2)),
+    ("pipeline: {stages: 2, partition: [blocks.1]}", "pipeline", Pipeline(stages=2, partition=["blocks.1"])),
+    ("offload: cpu", "offload", Offload()),
+    ("offload: {optimizer: nvme, path: /data}", "offload", Offload(optimizer="nvme", path="/data")),
+    ("offload: {optimizer: nvme, path: [/a, /b]}", "offload", Offload(optimizer="nvme", path=["/a", "/b"])),
+    ("step: deferred", "step", "deferred"),
+    ("units: [Block, torch.nn.Linear]", "units", ["Block", "torch.nn.Linear"]),
+    ("activation_checkpointing: true", "activation_checkpointing", ActivationCheckpointing()),
+    ("activation_checkpointing: [Block]", "activation_checkpointing", ActivationCheckpointing(modules=["Block"])),
+    (
+        "activation_checkpointing: {policy: selective, every: 2}",
+        "activation_checkpointing",
+        ActivationCheckpointing(policy="selective", every=2),
+    ),
+    ("loss_scale: {static: 1024}", "loss_scale", LossScale(static=1024)),
+    (
+        "communication: {class_path: lightning_zero.Communication, init_args: {prefetch: 2}}",
+        "communication",
+        Communication(prefetch=2),
+    ),
+]
+
+
+def _built(line: str, folder: Path) -> Any:
+    (folder / "c.yaml").write_text(YAML.split("      stage:", maxsplit=1)[0] + f"      {line}\n")
+    return cli(f"--config={folder / 'c.yaml'}").trainer.strategy
+
+
+@pytest.mark.parametrize(("line", "name", "expected"), INIT_ARGS, ids=[line for line, _, _ in INIT_ARGS])
+def test_every_kind_of_option_is_built_from_yaml(line: str, name: str, expected: Any, tmp_path: Path) -> None:
+    assert getattr(_built(line, tmp_path), name) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("stge: 3", "Option 'stge' is not accepted"),
+        ("sharding_strategy: FULL_SHARD", "Option 'sharding_strategy' is not accepted"),
+        (
+            "communication: {prefetch_count: 2}",
+            "`Communication` has no option `prefetch_count`. Did you mean `prefetch`?",
+        ),
+        ("communication: {prefetch: two}", "`Communication(prefetch='two')` is a `str`. Use a whole number."),
+        ("offload: disk", "`offload='disk'` is not known. Use 'cpu', `Offload(...)`"),
+        ("offload: {optimizer: disk}", "`Offload(optimizer='disk')` is not known. Use 'cpu', 'nvme' or None."),
+        ("step: later", "Literal['auto', 'now', 'deferred', 'backward']"),
+    ],
+)
+def test_wrong_options_in_yaml_are_named(
+    line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises((SystemExit, ValueError, TypeError)) as caught:
+        _built(line, tmp_path)
+    assert message in capsys.readouterr().err + str(caught.value)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import Communication, MixedPrecision, Moments, Offload, StepTime
+from lightning_zero.config import OFFLOAD_USE, Communication, MixedPrecision, Moments, Offload, StepTime
 from lightning_zero.engine.attached import Attached
 from lightning_zero.engine.awaited import awaited_places, awaited_values, forget_awaited
 from lightning_zero.engine.buffer import FlatBuffer
@@ -29,10 +29,19 @@ from lightning_zero.engine.statistics import EngineStats
 from lightning_zero.engine.step_device import StepDevice
 from lightning_zero.engine.unit import Unit, UnitState
 from lightning_zero.engine.whole import Write
+from lightning_zero.foreign_options import FOREIGN_TO_ENGINE
+from lightning_zero.option_checks import checked_arguments
 
 __all__ = ["ZeroEngine", "engine_of", "gathered"]
 
 _ENGINES: WeakSet[ZeroEngine] = WeakSet()
+
+_USE = {
+    "communication": "Use `Communication(...)` or None, for example `Communication(reduce_dtype='bf16')`.",
+    "precision": "Use `MixedPrecision(...)` or None, for example `MixedPrecision(compute_dtype=torch.bfloat16)`.",
+    "units": "Use a list of classes or names of classes, for example `units=['Block']`, or None.",
+    "offload": OFFLOAD_USE,
+}
 
 
 class _UnitOwner:
@@ -90,6 +99,7 @@ class ZeroEngine:
         ValueError: ``stage`` is not 0, 1, 2 or 3, or ``moments`` or ``step`` is not known.
     """
 
+    @checked_arguments(use=_USE, foreign=FOREIGN_TO_ENGINE, unchecked=["stage"])
     def __init__(
         self,
         stage: int = 3,
@@ -97,7 +107,7 @@ class ZeroEngine:
         units: Sequence[str | type[nn.Module]] | None = None,
         communication: Communication | None = None,
         precision: MixedPrecision | None = None,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         process_group: dist.ProcessGroup | None = None,
         parts_group: dist.ProcessGroup | None = None,
         offload: Offload | dict[str, Any] | str | None = None,

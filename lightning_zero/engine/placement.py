@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -61,7 +60,7 @@ class Placement:
         error: StorageError | None = None
         try:
             disks = NvmeStore(
-                [Path(path) for path in offload.paths],
+                offload.paths,
                 block_bytes=offload.buffer_bytes,
                 threads=offload.io_threads,
                 direct=offload.direct,

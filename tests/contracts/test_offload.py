@@ -437,7 +437,7 @@ def test_fits_resume_across_placements(tmp_path: Path) -> None:
         (lambda: Offload(optimizer="nvme"), "`path` says in which directories 'nvme' keeps its files"),
         (lambda: Offload(path="/tmp"), "`Offload.optimizer='cpu', params=None, path='/tmp'.`.*Give both or neither"),
         (lambda: Offload(optimizer="nvme", path="/tmp", buffer_bytes=5000), "`Offload.buffer_bytes=5000.` must be a"),
-        (lambda: Offload(io_threads=0), "`io_threads=0` must be a whole number"),
+        (lambda: Offload(io_threads=0), "`Offload.io_threads=0.` must be a whole number"),
         (lambda: ZeroStrategy(offload="nvme"), "`offload='nvme'` needs a path"),
         (
             lambda: ZeroStrategy(pipeline=2, offload={"optimizer": "nvme", "path": "/tmp"}),

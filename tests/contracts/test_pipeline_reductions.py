@@ -49,7 +49,7 @@ def test_gradients_are_reduced_once_a_step_or_once_a_microbatch(case: Any, sched
 
 
 def test_a_time_to_reduce_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match=re.escape("`reduce='never'` is not known")):
+    with pytest.raises(ValueError, match=re.escape("`Pipeline(reduce='never')` is not known")):
         Pipeline(reduce="never")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=re.escape("`reduce='microbatch'` does not work with")):
         Pipeline(reduce="microbatch", schedule="interleaved_1f1b")

@@ -69,5 +69,5 @@ def test_units_are_spread_alike_on_all_ranks_and_train_alike(tmp_path: Path) -> 
 
 
 def test_auto_is_the_only_word() -> None:
-    with pytest.raises(ValueError, match="`Offload.fraction='some'.` must be a number from 0 to 1, or 'auto'"):
+    with pytest.raises(ValueError, match="fraction='some'.` is not known. Use a number from 0 to 1, or 'auto'"):
         Offload(fraction="some")  # type: ignore[arg-type]

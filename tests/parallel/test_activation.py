@@ -299,11 +299,14 @@ def test_an_error_in_a_forward_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"policy": "partition"}, "`policy='partition'` needs tensor parallelism"),
-        ({"budget_bytes": 1}, "`budget_bytes=1` with `policy='full'`: it is a number of bytes, 0 or more, and for"),
-        ({"budget_bytes": -1, "policy": "auto"}, "`budget_bytes=-1` with `policy='auto'`"),
-        ({"policy": "some"}, "`policy='some'` is not known. Use 'full', 'selective', 'offload' or 'auto'"),
-        ({"every": 0}, "`every=0` must be a number of modules"),
+        ({"policy": "partition"}, "policy='partition'.` is not known.*needs tensor parallelism"),
+        ({"budget_bytes": 1}, "budget_bytes=1, policy='full'.`: the budget is a number of bytes"),
+        (
+            {"budget_bytes": -1, "policy": "auto"},
+            "budget_bytes=-1, policy='auto'.`: the budget is a number of bytes",
+        ),
+        ({"policy": "some"}, "policy='some'.` is not known. Use 'full', 'selective', 'offload' or 'auto'"),
+        ({"every": 0}, "every=0.` must be a number of modules"),
     ],
     ids=str,
 )
