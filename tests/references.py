@@ -75,6 +75,8 @@ class Replica:
         self.losses: list[Tensor] = []
         self._average = average
         self._waits = False  # the current micro-batch is not the last
+        self._is_last = True
+        self._syncs_buffers = True  # when the next forward begins
         self._reduced: dict[nn.Parameter, Tensor | None] | None = None  # gradients from before the waiting backwards
         with torch.no_grad():
             for tensor in [*module.parameters(), *module.buffers()]:
@@ -94,8 +96,9 @@ class Replica:
     @contextlib.contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
         self._waits = not last and self._average == "once"
+        self._is_last = last
         yield
-        self._waits = False
+        self._waits, self._is_last = False, True
 
     def backward(self, loss: Tensor, *, bare: bool = False, **kwargs: Any) -> None:
         self.losses.append(loss.detach().clone())
@@ -132,8 +135,10 @@ class Replica:
         return total.div_(self.world)
 
     def _broadcast_buffers(self) -> None:
-        for buffer in self.module.buffers():
-            dist.broadcast(buffer.detach(), 0)
+        if self._syncs_buffers:
+            for buffer in self.module.buffers():
+                dist.broadcast(buffer.detach(), 0)
+        self._syncs_buffers = torch.is_grad_enabled() and self._is_last
 
     @contextlib.contextmanager
     def gathered(self, what: Any, write: str | None = None) -> Iterator[None]:

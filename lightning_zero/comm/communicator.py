@@ -353,6 +353,16 @@ class Communicator:
             raise self.failure(what, error) from error
         return Pending(self, what, [work], keep=[values])
 
+    def gather_objects(self, value: Any, what: str) -> list[Any]:
+        """Return the objects of all ranks, in rank order. Collective: all ranks, over gloo whatever the backend."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            try:
+                dist.all_gather_object(values, value, group=self._object_group)
+            except (RuntimeError, ValueError) as error:
+                raise self.failure(what, error) from error
+        return values
+
     # -- Bookkeeping -----------------------------------------------------------------------------------------------
 
     def failure(self, what: str, error: Exception) -> CollectiveError:

@@ -91,7 +91,7 @@ class Hooks:
         order: Makes units whole, and starts their reductions, in one order on all ranks.
         reducer: Finishes the reductions.
         close_windows: Called when a forward or backward begins.
-        broadcast_buffers: Called when a scope of the root begins. Collective.
+        broadcast_buffers: Called when a scope of the root begins, with whether the next one needs it too. Collective.
         reduces_each_backward: Whether gradients are reduced in every backward (stages 2 and 3).
     """
 
@@ -103,7 +103,7 @@ class Hooks:
         reducer: Reducer,
         *,
         close_windows: Callable[[], None],
-        broadcast_buffers: Callable[[], None],
+        broadcast_buffers: Callable[[bool], None],
         reduces_each_backward: bool,
     ) -> None:
         self._units = list(units)
@@ -229,7 +229,7 @@ class Hooks:
             self._scope = f"{name}:{'train' if torch.is_grad_enabled() else 'eval'}"
             self._ordinal = 0
             if with_root and not self._order.is_suspended:
-                self._broadcast_buffers()
+                self._broadcast_buffers(torch.is_grad_enabled() and self.is_last_microbatch)
             self._begin_pass("forward")
             if self._shards and torch.is_grad_enabled():
                 self._outer_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)

@@ -15,7 +15,7 @@ from lightning_zero.engine.aside import Aside
 from lightning_zero.engine.early import EarlySteps
 from lightning_zero.engine.elsewhere import Elsewhere
 from lightning_zero.engine.hooks import Hooks
-from lightning_zero.engine.module_buffers import ModuleBuffers
+from lightning_zero.engine.module_buffers import ModuleBuffers, refuse_shared_memory
 from lightning_zero.engine.order import PassOrder
 from lightning_zero.engine.parameter import Owner, own
 from lightning_zero.engine.partition import Territory, build_unit, choose_territories
@@ -97,6 +97,7 @@ class ShardedModule:
         self._options = options
         self._places = places
         device = options.device or _device_of(module)
+        refuse_shared_memory(module)
         # - Ranks
         self.communicator = Communicator(options.communication, device, options.process_group)
         self.everyone = self.communicator  # those of other parts of the model too
