@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lightning_zero.checkpoint.stored import METADATA_FUNCTIONS
+from lightning_zero.engine.parameter import class_over, copy_attributes, has_class, user_class
 from lightning_zero.errors import ReleasedParameterError
 
 __all__ = ["StandIn", "stand_ins"]
@@ -28,22 +29,32 @@ class StandIn(nn.Parameter):
     fqn: str
     sources: list[Any]  # what was copied into it, one entry per name of a tied parameter
 
-    def __new__(cls, name: str, shape: Sequence[int], dtype: torch.dtype) -> StandIn:
-        """Make the stand-in of a tensor."""
+    def __new__(cls, name: str, shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor | None = None) -> StandIn:
+        """Make the stand-in of a tensor, with the class and the attributes of ``like``."""
         values = torch.empty((), dtype=dtype, device="cpu").expand(tuple(shape))
-        stand_in: StandIn = torch.Tensor._make_subclass(cls, values, False)
+        user = nn.Parameter if like is None else user_class(like)
+        made: Any = cls if user in (nn.Parameter, torch.Tensor) else class_over(cls, user)
+        stand_in: StandIn = torch.Tensor._make_subclass(made, values, False)
+        if like is not None:
+            copy_attributes(like, stand_in)
         stand_in.fqn, stand_in.sources = name, []
         return stand_in
 
-    def __init__(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(self, name: str, shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor | None = None) -> None:
         pass
+
+    def give_attributes(self, like: torch.Tensor) -> None:
+        """Give the tensor it stands for what code has set on it."""
+        mine = {key: value for key, value in vars(self).items() if key not in ("fqn", "sources")}
+        if mine:
+            vars(like).update(mine)
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Record copies, hand itself through, answer questions about metadata, refuse the rest."""
-        if func is torch.Tensor.copy_ and type(args[0]) is StandIn:
+        if func is torch.Tensor.copy_ and has_class(args[0], StandIn):
             if args[1] is not args[0]:
                 args[0].sources.append(args[1])
             return args[0]
@@ -52,7 +63,7 @@ class StandIn(nn.Parameter):
         if func in METADATA_FUNCTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        name = next(arg.fqn for arg in args if type(arg) is StandIn)
+        name = next(arg.fqn for arg in args if has_class(arg, StandIn))
         raise ReleasedParameterError(
             f"`{getattr(func, '__name__', func)}` needs the values of parameter `{name}`, which `state_dict` and"
             " `load_state_dict` do not have: they are sharded over the ranks. Rename, drop or add entries there, and"
@@ -77,3 +88,4 @@ def stand_ins(module: nn.Module, wanted: Mapping[int, StandIn]) -> Iterator[None
     finally:
         for tensors, key, tensor in places:
             tensors[key] = tensor
+            wanted[id(tensor)].give_attributes(tensor)

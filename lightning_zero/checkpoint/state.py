@@ -84,7 +84,10 @@ def _master_segment(record: ParameterRecord) -> Segment:
 
 
 def _stand_ins(records: Sequence[ParameterRecord]) -> dict[int, StandIn]:
-    return {id(record.parameter): StandIn(record.name, record.shape, record.parameter.dtype) for record in records}
+    return {
+        id(record.parameter): StandIn(record.name, record.shape, record.parameter.dtype, record.parameter)
+        for record in records
+    }
 
 
 def copy_ranges(items: Sequence[tuple[str, Any, Segment]]) -> None:

@@ -24,6 +24,7 @@ from torch import nn
 
 from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.config import Sharding
+from lightning_zero.engine.aliases import Aliases
 from lightning_zero.engine.deferred import Update
 from lightning_zero.engine.gradients import BufferGradients
 from lightning_zero.engine.own_range import OwnRange
@@ -119,6 +120,7 @@ class FlatBuffer:
         self._rounding: Rounding | None = None  # of the last step, until its values are there
         self.is_stale = False  # whole parameters do not show a step that was asked for
         self._rounded: set[int] = set()  # slots whose stepped values the step has rounded into the own range
+        self.aliases: dict[int, Aliases] = {}  # by slot; set when the buffer is made
         self.wake: Callable[[], None] | None = None  # brings back what was put aside, which is not computed with
         # - Gradients
         self.gradients = BufferGradients(self, kind.reduce)
@@ -286,6 +288,8 @@ class FlatBuffer:
                 restore_class(param)
                 param.data = view
                 self._versions[index] = param._version
+        for index, aliases in self.aliases.items():
+            aliases.show(self.views[index])
         self.is_whole = True
         self.is_stale = False
         self.gradients.mark_reduced()
@@ -310,6 +314,8 @@ class FlatBuffer:
         """Give the storage of the whole buffer back (stage 3)."""
         self.collect_writes()
         with torch._C.DisableTorchFunctionSubclass():
+            for aliases in self.aliases.values():
+                aliases.hide()
             for param, value in zip(self.params, self._placeholders, strict=True):
                 param.data = value
                 swap_class(param, ReleasedParameter)
@@ -350,7 +356,8 @@ class FlatBuffer:
     def _take_back_data(self, index: int, param: nn.Parameter) -> None:
         """Copy what ``.data`` was pointed to into the buffer."""
         view = self.views[index]
-        if param.shape != view.shape or param.dtype != view.dtype:
+        is_cast = param.dtype.is_floating_point and view.dtype.is_floating_point  # layers cast their bias
+        if param.shape != view.shape or not (is_cast or param.dtype == view.dtype):
             raise RuntimeError(
                 f"`.data` of parameter `{self.layout.slots[index].name}` is now a {param.dtype} tensor of shape"
                 f" {tuple(param.shape)}, and the engine holds it as {view.dtype} of shape {tuple(view.shape)}. Give it"

@@ -262,10 +262,15 @@ class ZeroEngine:
         self.detach()
         values = {param: self.full_param(param).to(self._original_dtype(param)) for param in module.parameters()}
         self.close()
+        aliases = [one for buffer in self._buffers for one in buffer.aliases.values()]
+        for one in aliases:
+            one.hide()
         for param, value in values.items():
             restore_class(param)
             with torch._C.DisableTorchFunctionSubclass():
                 param.data = value
+        for one in aliases:
+            one.show_own()
         return module
 
     def _original_dtype(self, param: nn.Parameter) -> torch.dtype:

@@ -160,6 +160,9 @@ class Hooks:
         hook(module, self._root)
         for unit in self._units[1:]:
             hook(unit.module, unit)
+        for unit in self._units if self._shards else []:
+            watch = _ModuleHook(lambda _, args, output, unit=unit: self._watch_outputs(unit, output))
+            handles += [watched.register_forward_hook(watch) for watched in unit.watched]
         for unit in self._units:
             for place, buffer in enumerate(unit.buffers):
                 if not _may_have_gradients(buffer.kind.compute):

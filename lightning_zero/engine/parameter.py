@@ -39,6 +39,8 @@ __all__ = [
     "ReducedParameter",
     "ReleasedParameter",
     "SleepingParameter",
+    "class_over",
+    "copy_attributes",
     "has_class",
     "own",
     "owner_of",
@@ -114,7 +116,7 @@ def restore_class(param: torch.Tensor) -> None:
 def class_over(cls: type[torch.Tensor], user: type[torch.Tensor]) -> type[torch.Tensor]:
     """Return a subclass of ``cls`` and of a user's class, with the memory layout of the latter."""
     body: dict[str, Any] = {"user_class": user, "__slots__": (), "__module__": cls.__module__}
-    if not issubclass(cls, _OwnedParameter):  # values are there: operations are those of the user's class
+    if cls.__torch_function__ is nn.Parameter.__torch_function__:  # operations are those of the user's class
         body["__torch_function__"] = _torch_function_of(user)
     made: type[torch.Tensor] = types.new_class(cls.__name__, (cls, user), exec_body=lambda names: names.update(body))
     return made
@@ -130,6 +132,16 @@ def _torch_function_of(user: type[torch.Tensor]) -> Any:
         return user.__torch_function__(func, seen, args, kwargs or {})  # type: ignore[no-untyped-call]
 
     return classmethod(torch_function)
+
+
+def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Give a tensor the attributes of another one of the same class, without copies of their values."""
+    vars(target).update(vars(source))
+    for cls in type(source).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for slot in [slots] if isinstance(slots, str) else slots:
+            if hasattr(source, slot):
+                setattr(target, slot, getattr(source, slot))
 
 
 def placeholder(like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:

@@ -11,7 +11,9 @@ from torch import nn
 from lightning_zero.blocks import hookable_modules, modules_of_classes, repeated_blocks
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication, MixedPrecision, Sharding
+from lightning_zero.engine.aliases import Aliases
 from lightning_zero.engine.buffer import BufferKind, FlatBuffer
+from lightning_zero.engine.parameter import copy_attributes, user_class
 from lightning_zero.engine.unit import Unit
 from lightning_zero.storage.store import DeviceStore, ShardStore
 
@@ -167,11 +169,22 @@ def build_unit(
         params, param_names = kinds.setdefault(kind, ([], []))
         params.append(param)
         param_names.append(names[0])
+    special = {
+        id(param): owner
+        for param, owner in zip(territory.params, territory.owners, strict=True)
+        if user_class(param) is not nn.Parameter
+    }
+    aliases = {key: Aliases(param, special[key]) for param in territory.params if (key := id(param)) in special}
     buffers = [
         FlatBuffer(territory.name, params, names, kind, sharding, communicator, store, home, params_home)
         for kind, (params, names) in kinds.items()
     ]
-    return Unit(territory.name, index, territory.module, buffers)
+    for buffer in buffers:
+        found = {index: aliases.get(id(param)) for index, param in enumerate(buffer.params) if not buffer.kind.trained}
+        buffer.aliases = {index: one for index, one in found.items() if one}
+        if buffer.aliases:
+            buffer.bind()
+    return Unit(territory.name, index, territory.module, buffers, watched=list(special.values()))
 
 
 def kind_of(
@@ -196,7 +209,7 @@ def kind_of(
 
 
 def _materialize(territory: Territory, root: nn.Module, device: torch.device, awaited: set[tuple[int, str]]) -> None:
-    """Give meta parameters and buffers of a territory memory and their initial values."""
+    """Give meta parameters and buffers of a territory memory and their initial values; move what quantises itself."""
     fresh: set[int] = set()
     for position, param in enumerate(territory.params):
         if param.is_meta:
@@ -212,11 +225,25 @@ def _materialize(territory: Territory, root: nn.Module, device: torch.device, aw
         new = [*meta_buffers, *(key for key, param in module._parameters.items() if id(param) in fresh)]
         if any((id(module), key) not in awaited for key in new):
             _initialize(module, prefix.rstrip(".") or ROOT)
+    for param in territory.params:
+        _move(param, device)
+
+
+def _move(param: nn.Parameter, device: torch.device) -> None:
+    """Let a class that has a ``to`` of its own take a parameter to the device: it may quantise it there."""
+    if type(param).to is torch.Tensor.to:
+        return
+    moved: torch.Tensor = param.to(device)
+    if moved is not param:
+        torch.utils.swap_tensors(param, moved)  # type: ignore[no-untyped-call]
 
 
 def _with_memory(param: nn.Parameter, root: nn.Module, device: torch.device) -> nn.Parameter:
     """Return the parameter with memory: the same object where PyTorch can swap its content, else put in its place."""
-    real = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+    with torch._C.DisableTorchFunctionSubclass():
+        values = torch.empty_like(param, device=device).as_subclass(torch.Tensor)
+        real: nn.Parameter = torch.Tensor._make_subclass(type(param), values, param.requires_grad)
+    copy_attributes(param, real)
     try:
         torch.utils.swap_tensors(param, real)  # type: ignore[no-untyped-call]
     except RuntimeError:  # somebody holds a weak reference, as recurrent layers do

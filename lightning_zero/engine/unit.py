@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 
 import torch
@@ -37,14 +38,23 @@ class Unit:
         index: Position among the units; the same on every rank.
         module: The module whose forward needs the unit.
         buffers: One per kind of parameter.
+        watched: Modules whose backward may use a parameter that autograd has not saved, as custom functions do.
     """
 
-    def __init__(self, name: str, index: int, module: nn.Module, buffers: list[FlatBuffer]) -> None:
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        module: nn.Module,
+        buffers: list[FlatBuffer],
+        watched: Sequence[nn.Module] = (),
+    ) -> None:
         # - What it is
         self.name = name
         self.index = index
         self.module = module
         self.buffers = buffers
+        self.watched = list({id(one): one for one in watched if one is not module}.values())
         self.is_sharded_between_uses = any(buffer.sharding.params for buffer in buffers)
         # - Who needs it whole
         self.state = UnitState.UNSHARDED
