@@ -8,6 +8,7 @@ after a backward, ``step``; it closes after ``step`` and at the next forward or 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.deferred import Deferral, Update
 from lightning_zero.engine.elementwise import ElementwiseTrial, Stepped
 from lightning_zero.engine.flat_step import FlatStep, Place
+from lightning_zero.engine.methods import MethodCalls, RunningStep, methods_on_segments
 from lightning_zero.engine.moments import widened
 from lightning_zero.engine.parts import Parts
 from lightning_zero.engine.sharded_gradient import norm_of_norms, norms_of
@@ -75,6 +77,9 @@ class ShardedOptimizer:
         self._attached: dict[int, Place] = {}
         self._moments = moments
         self._flat_step = FlatStep(optimizer, self._attached, moments) if FlatStep.suits(optimizer) else None
+        self._running_step = RunningStep()
+        self._calls = MethodCalls(self, self._running_step)
+        _make_hookable(optimizer)
         is_sharded = any(buffer.sharding.optim for buffer, _ in places.values())
         self._trial = ElementwiseTrial(optimizer, self._stepped) if is_sharded else None
         self._refuse_unless_elementwise()
@@ -108,6 +113,11 @@ class ShardedOptimizer:
     def places(self) -> Iterable[Place]:
         """Where the optimizer's parameters lie."""
         return self._attached.values()
+
+    @property
+    def params(self) -> Iterable[nn.Parameter]:
+        """The optimizer's parameters."""
+        return [buffer.params[index] for buffer, index in self.places]
 
     @property
     def buffers(self) -> list[FlatBuffer]:
@@ -238,6 +248,7 @@ class ShardedOptimizer:
         self._refuse_unless_elementwise()
         self.open()
         self._show_gradients()
+        self._running_step.begin()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             return args, kwargs
@@ -245,6 +256,7 @@ class ShardedOptimizer:
             raise ValueError("`step(closure)` may call backward several times, which `step='backward'` excludes.")
 
         def evaluate() -> Any:
+            self._take_values()
             self._publish()
             self.close()
             with torch.enable_grad():
@@ -258,12 +270,26 @@ class ShardedOptimizer:
         return args, {**kwargs, "closure": evaluate}
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._running_step.end()
+        self._take_values()
         for buffer, index in self.places:
             if index in buffer.gradients.has_grad:
                 buffer.mark_stepped(index)
         self._publish()
         self.close()
         self._defer()
+
+    def accept_values(self) -> None:
+        """Make the segments in the window the parameters' values. Collective at stages 1 and 2: all ranks."""
+        self._take_values()
+        for buffer, index in self.places:
+            buffer.mark_stepped(index)
+        self._publish()
+
+    def _take_values(self) -> None:
+        if self._flat_step is None:
+            for buffer, index in self.places:
+                buffer.window.take_values(index)
 
     def _show_gradients(self) -> None:
         """Give PyTorch's step its gradients; a step by runs takes them from the buffers."""
@@ -515,6 +541,26 @@ def _pieces(buffer: FlatBuffer, indices: set[int], values: torch.Tensor | None) 
     return [buffer.own_range.segment(index, values) for index in sorted(buffer.gradients.has_grad & indices)]
 
 
+def _has_hooks(step: Any) -> bool:
+    return bool(getattr(step, "hooked", False))
+
+
+def _make_hookable(optimizer: Optimizer) -> None:
+    """Give an optimizer whose constructor has not called that of ``Optimizer`` what hooks are kept in.
+
+    Raises:
+        ValueError: A learning rate scheduler calls its step, which has no hooks.
+    """
+    for moment in ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre"):
+        vars(optimizer).setdefault(f"_optimizer_{moment}_hooks", OrderedDict())
+    vars(optimizer).setdefault("_optimizer_load_state_dict_post_hooks", OrderedDict())
+    if "step" in vars(optimizer) and not _has_hooks(optimizer.step):
+        raise ValueError(
+            f"`{type(optimizer).__name__}` does not call `super().__init__()`, so the step that the learning rate"
+            " scheduler calls has no hooks. Call it in the constructor."
+        )
+
+
 def _subclass(sharded: ShardedOptimizer) -> type[Optimizer]:
     """Return a subclass of the optimizer's class, under the same name, that knows of the engine's gradients."""
     base = type(sharded.optimizer)
@@ -545,7 +591,10 @@ def _subclass(sharded: ShardedOptimizer) -> type[Optimizer]:
         "zero_grad": zero_grad,
         "add_param_group": add_param_group,
         "__module__": base.__module__,
+        **methods_on_segments(base, sharded._calls),
     }
+    if not _has_hooks(base.step):
+        methods["step"] = Optimizer.profile_hook_step(base.step)
     if sharded._flat_step is not None:
         methods["_init_group"] = _init_group
         methods["state"] = property(state, lambda self, value: vars(self).update(state=value))

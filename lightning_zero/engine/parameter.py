@@ -39,6 +39,7 @@ __all__ = [
     "ReducedParameter",
     "ReleasedParameter",
     "SleepingParameter",
+    "WatchedParameter",
     "class_over",
     "copy_attributes",
     "has_class",
@@ -49,7 +50,9 @@ __all__ = [
     "restore_class",
     "set_raw_grad",
     "swap_class",
+    "unwatch",
     "user_class",
+    "watch",
 ]
 
 
@@ -330,6 +333,54 @@ class PendingParameter(_OwnedParameter):
         """Pickle what the step makes."""
         _make_step(self)
         return self.__reduce_ex__(protocol)
+
+
+_WATCHERS: dict[int, Callable[[bool], None]] = {}  # while a method of an optimizer runs
+
+
+def watch(param: nn.Parameter, touched: Callable[[bool], None]) -> None:
+    """Call ``touched`` with each use of a ``WatchedParameter``, saying whether values are used, until ``unwatch``."""
+    _WATCHERS[id(param)] = touched
+
+
+def unwatch(param: nn.Parameter) -> None:
+    """Forget about a parameter."""
+    _WATCHERS.pop(id(param), None)
+
+
+def _touch_and(act: Callable[..., Any]) -> Callable[..., Any]:
+    def touch(param: nn.Parameter, *args: Any) -> Any:
+        _WATCHERS[id(param)](True)
+        return act(param, *args)
+
+    return touch
+
+
+class WatchedParameter(_OwnedParameter):
+    """A parameter while a method of its optimizer runs; see ``lightning_zero/engine/methods.py``."""
+
+    grad = property(
+        _touch_and(lambda param: param.grad),
+        _touch_and(lambda param, grad: setattr(param, "grad", grad)),
+        _touch_and(lambda param: delattr(param, "grad")),
+    )
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Tell the watcher first."""
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and has_class(leaf, WatchedParameter):
+                _WATCHERS[id(leaf)](func not in _METADATA)
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))  # now the window shows what a step sees
 
 
 class SleepingParameter(_OwnedParameter):

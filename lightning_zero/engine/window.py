@@ -147,6 +147,13 @@ class BufferWindow:
             start, stop = own.elements(index)
             segment.copy_(plain if plain.shape == segment.shape else plain.reshape(-1)[start:stop])
 
+    def take_values(self, index: int) -> None:
+        """Copy what an entered parameter's ``data`` was pointed to (``p.data = p.data - ...``) into its segment."""
+        param, segment = self._buffer.params[index], ordinary(self._buffer.segment(index))
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            if index in self._entered and param.data_ptr() != segment.data_ptr():
+                segment.copy_(param.detach().view(segment.shape))
+
     def leave(self, index: int) -> None:
         """Show a parameter as its module computes with it, and take over what was done to its ``grad``."""
         self.take_gradient(index)

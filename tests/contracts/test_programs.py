@@ -35,7 +35,9 @@ CASES: dict[str, Case] = {
         optimizers.part_of_the_parameters, optimizers.unfrozen_later,
         optimizers.unfrozen_later_in_the_optimizer, optimizers.frozen_later,
         optimizers.frozen_between_backward_and_step, optimizers.frozen_with_a_gradient_left,
-        optimizers.learning_rate_schedule,
+        optimizers.learning_rate_schedule, optimizers.schedule_free,
+        optimizers.schedule_free_in_the_wrong_mode, optimizers.methods_that_swap,
+        optimizers.data_assigned_in_a_step, optimizers.lookahead, optimizers.wrapper_without_a_constructor,
         weights.clamped, weights.clamped_before_the_step, weights.state_dict_loaded,
         weights.written_by_one_rank, weights.sampled_by_one_rank, weights.validated_between,
         weights.validated_before_attach, weights.interrupted, weights.dropout,
@@ -59,6 +61,10 @@ CASES: dict[str, Case] = {
         ("bare", "alike", 2), ("bare", "per-rank", 1), ("explicit", "alike", 1), ("explicit", "per-rank", 2),
     )},
     "clipped-by-hand": case(gradients.clipped_by_hand, tolerance=_NORM),
+    "methods-that-use-gradients": case(optimizers.methods_that_use_gradients, tolerance=_NORM),
+    **{f"schedule-free-{name}": case(optimizers.schedule_free, options=options) for name, options in (
+        ("offloaded", {"offload": "cpu"}), ("prefetched", {"communication": Communication(prefetch=2)}),
+    )},
     "norms-logged": case(gradients.norms_logged, tolerance=_NORM),
     "norms-of-a-list": case(gradients.norms_through_parameters_to_vector, tolerance=_NORM),
 }  # fmt: skip

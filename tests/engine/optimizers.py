@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["RIGHT", "WRONG", "Lamb", "Momentum", "ScheduleFree", "SometimesFactored"]
+__all__ = ["RIGHT", "WRONG", "Lamb", "Lookahead", "Momentum", "ScheduleFree", "SometimesFactored", "Unfinished"]
 
 
 class Momentum(Optimizer):
@@ -146,6 +146,17 @@ class ScheduleFree(Momentum):
                 param.add_(param.grad, alpha=group["lr"] * (group["momentum"] * (1 - weight) - 1))
                 z.sub_(param.grad, alpha=group["lr"])
         return loss
+
+
+class Unfinished(Optimizer):
+    """Does not call the constructor of ``Optimizer``."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self.base, self.state, self.defaults = base, base.state, base.defaults
+        self.param_groups = base.param_groups
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self.base.step()
 
 
 # -- Not right on segments ---------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.parameter import raw_grad
 from lightning_zero.engine.sharded_gradient import ShardedGradient
 from tests import worlds
-from tests.engine.optimizers import Lamb, Momentum, SometimesFactored
+from tests.engine.optimizers import Lamb, Momentum, SometimesFactored, Unfinished
 from tests.references import TinyGPT, token_loss
 
 STAGES = (0, 1, 2, 3)
@@ -314,6 +314,19 @@ def _unlike(rank: int, world: int) -> None:
 
 def test_a_refusal_on_one_rank_is_known_to_all() -> None:
     worlds.run(_unlike, 2)
+
+
+def _without_hooks(rank: int, world: int) -> None:
+    engine, module = _engine(1)
+    optimizer = Unfinished(torch.optim.SGD(module.parameters(), lr=0.1))
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(ValueError, match=r"`Unfinished` does not call `super\(\).__init__\(\)`"):
+        engine.attach(optimizer)
+    engine.close()
+
+
+def test_a_wrapper_without_hooks_under_a_scheduler_is_refused() -> None:
+    worlds.run(_without_hooks, 2)
 
 
 def _unattached(rank: int, world: int) -> None:
