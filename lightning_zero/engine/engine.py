@@ -24,6 +24,7 @@ from lightning_zero.engine.parameter import restore_class
 from lightning_zero.engine.parts import Parts
 from lightning_zero.engine.places import Places
 from lightning_zero.engine.records import ParameterRecord, records_of
+from lightning_zero.engine.shardable import check_shardable
 from lightning_zero.engine.sharded_module import EngineOptions, ShardedModule
 from lightning_zero.engine.statistics import EngineStats
 from lightning_zero.engine.step_device import StepDevice
@@ -149,13 +150,15 @@ class ZeroEngine:
                 values of the others are given up.
 
         Raises:
-            ValueError: A name in ``units`` matches nothing; parameters on several devices and no ``device``.
+            ValueError: A name in ``units`` matches nothing; parameters on several devices and no ``device``; one that
+                cannot be sharded, or shares memory with another.
             RuntimeError: The engine holds another module.
         """
         if self.module is module:
             return module
         if self.module is not None:
             raise RuntimeError("This engine holds another module. Make a new `ZeroEngine` for each module.")
+        check_shardable(module)
         self._made = ShardedModule(
             module,
             self._options,

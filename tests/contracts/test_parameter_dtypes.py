@@ -88,7 +88,7 @@ def _check(rank: int, world: int, options: dict[str, Any], stages: tuple[int, ..
     return case.check(rank, world)
 
 
-@pytest.mark.parametrize("world", sample([1, 2, 3, 4], 1, 3))
+@pytest.mark.parametrize("world", sample([1, 2, 3, 4], 3))
 def test_frozen_integer_and_bool_parameters_train_as_on_a_replica(world: int) -> None:
     assert worlds.run(_check, world, {}, (0, 1, 2, 3)) == [{}] * world
 
@@ -158,7 +158,7 @@ def _bytes(values: torch.Tensor) -> torch.Tensor:
     return values.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-@pytest.mark.parametrize("stage", sample([0, 1, 2, 3], 1, 3))
+@pytest.mark.parametrize("stage", sample([0, 1, 2, 3], 3))
 @pytest.mark.parametrize("world", sample([1, 2, 3], 3))
 def test_parameters_of_any_dtype_are_read_written_copied_and_loaded(stage: int, world: int, tmp_path: Path) -> None:
     assert worlds.run(_reads, world, stage, str(tmp_path)) == [[]] * world

@@ -34,6 +34,8 @@ def _bnb() -> Any:
 
 def _base(kind: str, bias: bool = True) -> nn.Module:
     """Return a frozen linear layer of one kind."""
+    if kind == "none":
+        return nn.Linear(WIDTH, WIDTH, bias).requires_grad_(False)
     if kind == "int8":
         layer: nn.Module = _bnb().Linear8bitLt(WIDTH, WIDTH, bias, has_fp16_weights=False)
     else:
@@ -161,7 +163,7 @@ def test_layers_that_no_forward_is_around_are_whole_in_backward(kind: str) -> No
     assert worlds.run(_train_case, 2, _Build(kind), "parts", (3,), {}, 0.0) == [{}] * 2
 
 
-@pytest.mark.parametrize("kind", sample(KINDS, "int8", "nf4"))
+@pytest.mark.parametrize("kind", sample(KINDS, "int8"))
 def test_quantised_blocks_are_checkpointed(kind: str) -> None:
     assert worlds.run(_train_case, 2, _Build(kind, checkpointed=True), "forward", (3,), {}, 0.0) == [{}] * 2
 
@@ -173,7 +175,7 @@ def test_quantised_weights_are_offloaded(kind: str, where: str, tmp_path: Path) 
     assert worlds.run(_train_case, 2, _Build(kind), "forward", (3,), {"offload": offload}, 1e-6) == [{}] * 2
 
 
-@pytest.mark.parametrize("kind", sample(KINDS, "nf4", "int8"))
+@pytest.mark.parametrize("kind", sample(KINDS, "nf4"))
 def test_quantised_weights_train_in_mixed_precision(kind: str) -> None:
     options = {"precision": MixedPrecision(compute_dtype=torch.bfloat16)}
     build = _Build(kind, bias=False)  # the package casts a bias to 16 bits for good
@@ -197,6 +199,61 @@ def _quantised_late(rank: int, world: int, kind: str) -> None:
     engine.unshard()
     for param, expected in zip(module.parameters(), plain.parameters(), strict=True):
         assert type(param) is type(expected)
+
+
+def _on_meta(rank: int, world: int, kind: str) -> None:
+    bnb = _bnb()
+    with torch.device("meta"):
+        module: Any = nn.Sequential(_base(kind), _base(kind))
+    real = _base(kind).to("cpu")
+    module.append(real)
+    expected = real.weight.data.clone()
+    engine = ZeroEngine(3, units=(nn.Linear,))
+    engine.shard(module)
+    module(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
+    engine.unshard()
+    assert {type(layer.weight) for layer in module} == {bnb.Int8Params if kind == "int8" else bnb.Params4bit}
+    assert {layer.weight.dtype for layer in module} == {torch.int8 if kind == "int8" else torch.uint8}
+    assert torch.equal(real.weight.data, expected)
+
+
+@pytest.mark.parametrize("kind", sample(KINDS, "int8"))
+def test_quantised_layers_on_the_meta_device_stand_beside_real_ones(kind: str) -> None:
+    worlds.run(_on_meta, 2, kind)
+
+
+def _torchao(unwrapped: bool, bits: int) -> nn.Module:
+    quantization, unwrap = _ao()
+    config = quantization.Int8WeightOnlyConfig() if bits == 8 else quantization.IntxWeightOnlyConfig(torch.int4)
+    module = Model("none", checkpointed=False, bias=True)
+    for name, layer in module.named_modules():
+        if name.endswith("base"):
+            quantization.quantize_(layer, config)
+            layer.requires_grad_(False)
+    return unwrap(module) if unwrapped else module  # type: ignore[no-any-return]
+
+
+def _ao() -> tuple[Any, Any]:
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+    from torchao import quantization
+    from torchao.utils import unwrap_tensor_subclass
+
+    return quantization, unwrap_tensor_subclass
+
+
+class _Unwrapped:
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+
+    def __call__(self) -> nn.Module:
+        return _torchao(True, self.bits)
+
+
+@pytest.mark.parametrize("bits", sample([8, 4], 8))
+def test_torchao_weights_train_unwrapped_and_are_refused_by_name_before(bits: int) -> None:
+    with pytest.raises(ValueError, match=r"`blocks.0.first.base.weight` is a .*unwrap_tensor_subclass"):
+        ZeroEngine(3).shard(_torchao(False, bits))
+    assert worlds.run(_train_case, 2, _Unwrapped(bits), "forward", (3,), {}, 0.0) == [{}] * 2
 
 
 def _lives(rank: int, world: int, stage: int, kind: str, folder: str) -> None:
