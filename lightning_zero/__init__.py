@@ -6,7 +6,7 @@ Importing the package registers the strategy names ``zero_0`` to ``zero_3`` with
 from lightning_zero.callbacks import ExportSafetensors, ZeroMonitor
 from lightning_zero.checkpoint.export import export_safetensors
 from lightning_zero.checkpoint.pretrained import load_pretrained
-from lightning_zero.checkpoint_io import load_from_checkpoint
+from lightning_zero.checkpoint_io import load_from_checkpoint, name_the_reader_of_directories
 from lightning_zero.config import ActivationCheckpointing, Communication, MixedPrecision, Offload, Pipeline, Sharding
 from lightning_zero.engine.engine import ZeroEngine, gathered
 from lightning_zero.engine.statistics import EngineStats
@@ -15,6 +15,8 @@ from lightning_zero.layout import FlatLayout
 from lightning_zero.parallel.specs import LayerSpec, TiedLayerSpec
 from lightning_zero.precision import LossScale
 from lightning_zero.strategy import ZeroStrategy, register_strategies
+
+__version__ = "0.1.0"
 
 __all__ = [
     "ActivationCheckpointing",
@@ -43,3 +45,4 @@ __all__ = [
 ]
 
 register_strategies()
+name_the_reader_of_directories()

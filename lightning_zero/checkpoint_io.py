@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -9,14 +10,14 @@ from typing import Any, TypeVar, cast
 import torch
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule
-from lightning.pytorch.core.saving import _load_state
+from lightning.pytorch.core import saving
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 
 from lightning_zero.checkpoint import directory, paths
 from lightning_zero.checkpoint.flat import by_number
 
-__all__ = ["ZeroCheckpointIO", "load_from_checkpoint"]
+__all__ = ["ZeroCheckpointIO", "load_from_checkpoint", "name_the_reader_of_directories"]
 
 M = TypeVar("M", bound=LightningModule)
 
@@ -84,5 +85,28 @@ def load_from_checkpoint(
     checkpoint, _ = migrate_checkpoint(directory.load(None, path, weights_only))
     saved = checkpoint.get(module_class.CHECKPOINT_HYPER_PARAMS_KEY, {})
     checkpoint[module_class.CHECKPOINT_HYPER_PARAMS_KEY] = {**saved, **kwargs}
-    module = cast(M, _load_state(module_class, checkpoint, strict=strict, **kwargs))
+    module = cast(M, saving._load_state(module_class, checkpoint, strict=strict, **kwargs))
     return module if map_location is None else module.to(map_location)
+
+
+def name_the_reader_of_directories() -> None:
+    """Let ``LightningModule.load_from_checkpoint`` say which function reads a directory (ADR 0040).
+
+    It fails on every directory, with an ``IsADirectoryError`` that says no more than its name. The error stays, and
+    gets the name of the function. Files are read as before.
+    """
+    read = vars(saving).get("pl_load")
+    if read is None or hasattr(read, "__wrapped__"):
+        return
+
+    @functools.wraps(read)
+    def read_file(path_or_url: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return read(path_or_url, *args, **kwargs)
+        except IsADirectoryError as error:
+            raise IsADirectoryError(
+                f"`{path_or_url}` is a directory, and `LightningModule.load_from_checkpoint` reads single files."
+                " `lightning_zero.load_from_checkpoint(Module, path)` reads a checkpoint directory."
+            ) from error
+
+    vars(saving)["pl_load"] = read_file

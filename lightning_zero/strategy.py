@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -46,8 +46,7 @@ __all__ = ["ZeroStrategy", "register_strategies"]
 
 
 _USE = {
-    "units": "Use a list of classes or names of classes, for example `units=['Block']`, or None.",
-    "lowered": "Use a list of classes or names of classes, for example `lowered=['Experts']`, or None.",
+    "units": "Use classes or names of classes, for example `units=['Block']`, or None.",
     "pipeline": "Use a number of stages, for example `pipeline=4`, `Pipeline(...)`, a dict of its fields, or None.",
     "communication": (
         "Use `Communication(...)`, for example `Communication(reduce_dtype='bf16')`, a dict of its fields, or None."
@@ -81,8 +80,6 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         communication: How ranks exchange parameters and gradients; a dict of the fields of ``Communication`` is taken
             too.
         masters: Keep fp32 masters of parameters that compute in 16 bits.
-        lowered: Classes of modules, or their names, whose own matrices compute in 16 bits as well under ``bf16-mixed``
-            and ``16-mixed``, for example experts. Linear layers, convolutions, embeddings and attention always do.
         moments: How the moments of AdamW and Adam are kept: ``"fp32"``, ``"bf16"`` or ``"int8"``. Checkpoints hold them
             in fp32.
         loss_scale: How the loss is scaled with fp16; a dict of the fields of ``LossScale`` is taken too.
@@ -117,11 +114,10 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
     def __init__(
         self,
         stage: Literal[0, 1, 2, 3] = 3,
-        units: Optional[Sequence[Union[str, type[nn.Module]]]] = None,
+        units: Union[Sequence[Union[str, type[nn.Module]]], str, type[nn.Module], None] = None,
         pipeline: Union[int, Pipeline, dict[str, Any], None] = None,
         communication: Union[Communication, dict[str, Any], None] = None,
         masters: bool = True,
-        lowered: Optional[Sequence[Union[str, type[nn.Module]]]] = None,
         moments: Literal["fp32", "bf16", "int8"] = "fp32",
         loss_scale: Union[LossScale, dict[str, Any], None] = None,
         state_dict_type: Optional[Literal["sharded", "full"]] = None,
@@ -149,7 +145,6 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         if self.pipeline is not None:
             self.pipeline.check(self.stage)
         self.masters = masters
-        self.lowered = lowered
         self.moments = moments
         self.loss_scale = from_fields(LossScale, loss_scale)
         self.communication, self.timeout = _timeouts(communication, timeout)
@@ -180,16 +175,18 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
     # -- The engine ------------------------------------------------------------------------------------------------
 
     def gathered(
-        self, params_or_module: Any, write: Literal["rank0", "all"] | None = None
+        self,
+        params_or_module: nn.Module | Tensor | Iterable[nn.Module | Tensor],
+        write: Literal["rank0", "all"] | None = None,
     ) -> AbstractContextManager[None]:
         """See ``ZeroEngine.gathered``. Collective: all ranks."""
         return self.engine.gathered(params_or_module, write=write)
 
-    def full_param(self, parameter: nn.Parameter) -> Tensor:
+    def full_param(self, parameter: Tensor | nn.Module) -> Tensor:
         """See ``ZeroEngine.full_param``. Collective: all ranks."""
         return self.engine.full_param(parameter)
 
-    def full_grad(self, parameter: nn.Parameter) -> Tensor | None:
+    def full_grad(self, parameter: Tensor | nn.Module) -> Tensor | None:
         """See ``ZeroEngine.full_grad``. Collective: all ranks."""
         return self.engine.full_grad(parameter)
 
@@ -299,7 +296,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             "stage": self.stage,
             "units": self.units,
             "communication": self.communication,
-            "precision": engine_precision(self.precision_plugin, masters=self.masters, lowered=self.lowered),
+            "precision": engine_precision(self.precision_plugin, masters=self.masters),
             "device": self.root_device,
             "offload": self.offload,
             "step": self.step,

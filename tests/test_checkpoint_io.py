@@ -55,6 +55,15 @@ def test_a_module_is_made_from_a_directory_as_from_a_file(tmp_path: Path) -> Non
         lightning_zero.load_from_checkpoint(Wide, tmp_path / "nothing")
 
 
+def test_the_classmethod_of_lightning_says_who_reads_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "epoch=3.ckpt").mkdir()
+    with pytest.raises(IsADirectoryError, match="epoch=3.ckpt` is a directory.*`lightning_zero.load_from_checkpoint"):
+        Wide.load_from_checkpoint(tmp_path / "epoch=3.ckpt")
+    lightning_zero.checkpoint_io.name_the_reader_of_directories()  # once is enough
+    with pytest.raises(FileNotFoundError):
+        Wide.load_from_checkpoint(tmp_path / "nothing.ckpt")
+
+
 class Half(Wide):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

@@ -80,11 +80,11 @@ WRITTEN: list[tuple[Make, dict[str, Any], str]] = [
     (ZeroStrategy, {"async_save": "no"}, "`async_save='no'` is a `str`. Use True or False"),
     (ZeroStrategy, {"stage": 3.0}, "`stage=3.0` is not a ZeRO stage. Use 0, 1, 2 or 3"),
     (ZeroStrategy, {"stage": np.int64(3)}, "is not a ZeRO stage. Use 0, 1, 2 or 3"),
-    (ZeroStrategy, {"units": [nn.Linear(2, 2)]}, "is a list with a `Linear` in it. Use a list of classes or names"),
-    (ZeroEngine, {"units": [nn.Linear(2, 2)]}, "is a list with a `Linear` in it. Use a list of classes or names"),
-    (ZeroStrategy, {"units": "Block"}, "`units='Block'` is a `str`. .* `units=.'Block'.`"),
-    (ZeroStrategy, {"units": nn.Linear}, "is a class. Use a list of classes"),
-    (ZeroStrategy, {"units": 3.5}, "`units=3.5` is a `float`. Use a list of classes"),
+    (ZeroStrategy, {"units": [nn.Linear(2, 2)]}, "is a list with a `Linear` in it. Use classes or names"),
+    (ZeroEngine, {"units": [nn.Linear(2, 2)]}, "is a list with a `Linear` in it. Use classes or names"),
+    (ZeroStrategy, {"units": nn.Linear(2, 2)}, "is a `Linear`. Use classes or names of classes, for example `units="),
+    (ZeroStrategy, {"units": int}, "is a class. Use classes or names"),
+    (ZeroStrategy, {"units": 3.5}, "`units=3.5` is a `float`. Use classes"),
     (ZeroStrategy, {"activation_checkpointing": "selective"}, "`ActivationCheckpointing.policy='selective'.`"),
     (ZeroStrategy, {"activation_checkpointing": "full"}, "The policy is one of the fields"),
     (ZeroStrategy, {"offload": True}, "`offload=True` is a `bool`. Use 'cpu', `Offload"),
@@ -148,6 +148,7 @@ def test_a_misspelt_option_gets_the_nearest_name(make: Make, options: dict[str, 
 
 def test_what_was_right_is_taken(tmp_path: Path) -> None:
     assert ZeroStrategy(units=("Block", nn.Linear)).units == ("Block", nn.Linear)
+    assert (ZeroStrategy(units="Block").units, ZeroEngine(units=nn.Linear).stage) == ("Block", 3)
     assert ZeroStrategy(activation_checkpointing=nn.Linear).activation_checkpointing == ActivationCheckpointing(
         modules=[nn.Linear]
     )

@@ -212,6 +212,7 @@ INIT_ARGS: list[tuple[str, str, Any]] = [
     ("offload: {optimizer: nvme, path: [/a, /b]}", "offload", Offload(optimizer="nvme", path=["/a", "/b"])),
     ("step: deferred", "step", "deferred"),
     ("units: [Block, torch.nn.Linear]", "units", ["Block", "torch.nn.Linear"]),
+    ("units: Block", "units", "Block"),
     ("activation_checkpointing: true", "activation_checkpointing", ActivationCheckpointing()),
     ("activation_checkpointing: [Block]", "activation_checkpointing", ActivationCheckpointing(modules=["Block"])),
     (

@@ -27,6 +27,7 @@ from lightning_zero.config import Sharding
 from lightning_zero.engine.aliases import Aliases
 from lightning_zero.engine.deferred import Update
 from lightning_zero.engine.gradients import BufferGradients
+from lightning_zero.engine.labels import label
 from lightning_zero.engine.own_range import OwnRange
 from lightning_zero.engine.parameter import (
     PendingParameter,
@@ -434,7 +435,7 @@ class FlatBuffer:
         Collective at stages 1 and 2: all ranks.
         """
         is_rounded = self.flush()
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), label("publish", self.name):
             if not is_rounded:
                 self._round()
             if self.sharding.optim and not self.sharding.params:

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from lightning_zero.config import StepTime
+from lightning_zero.engine.labels import label
 from lightning_zero.storage.disk import Visit
 
 __all__ = ["Deferral", "Update"]
@@ -65,7 +66,7 @@ class Update:
 
     def _run(self) -> None:
         awake = nullcontext() if self._upcoming is None else _first_awake(self._upcoming)
-        with torch.inference_mode(False), torch.no_grad(), awake:
+        with torch.inference_mode(False), torch.no_grad(), awake, label("step", self._name):
             for call in self._calls:
                 call()
         self._calls.clear()  # they hold gradients

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar, cast, overload
 from weakref import WeakSet
 
 import torch
@@ -35,12 +35,16 @@ from lightning_zero.option_checks import checked_arguments
 
 __all__ = ["ZeroEngine", "engine_of", "gathered"]
 
+M = TypeVar("M", bound=nn.Module)
+Opt = TypeVar("Opt", bound=Optimizer)
+Gatherable = nn.Module | torch.Tensor | Iterable[nn.Module | torch.Tensor]
+
 _ENGINES: WeakSet[ZeroEngine] = WeakSet()
 
 _USE = {
     "communication": "Use `Communication(...)` or None, for example `Communication(reduce_dtype='bf16')`.",
     "precision": "Use `MixedPrecision(...)` or None, for example `MixedPrecision(compute_dtype=torch.bfloat16)`.",
-    "units": "Use a list of classes or names of classes, for example `units=['Block']`, or None.",
+    "units": "Use classes or names of classes, for example `units=['Block']`, or None.",
     "offload": OFFLOAD_USE,
 }
 
@@ -105,7 +109,7 @@ class ZeroEngine:
         self,
         stage: int = 3,
         *,
-        units: Sequence[str | type[nn.Module]] | None = None,
+        units: Sequence[str | type[nn.Module]] | str | type[nn.Module] | None = None,
         communication: Communication | None = None,
         precision: MixedPrecision | None = None,
         device: torch.device | str | int | None = None,
@@ -118,7 +122,7 @@ class ZeroEngine:
         self.stage = stage
         self._options = EngineOptions(
             stage=stage,
-            units=units,
+            units=[units] if isinstance(units, (str, type)) else units,
             communication=communication or Communication(),
             precision=precision or MixedPrecision(),
             device=torch.device(device) if device is not None else None,
@@ -138,7 +142,7 @@ class ZeroEngine:
 
     # -- Set-up ----------------------------------------------------------------------------------------------------
 
-    def shard(self, module: nn.Module, holders: Mapping[str, tuple[int, ...]] | None = None) -> nn.Module:
+    def shard(self, module: M, holders: Mapping[str, tuple[int, ...]] | None = None) -> M:
         """Partition ``module`` in place and return it; all ranks start from rank 0's values.
 
         Collective: all ranks. Meta parameters are made real unit by unit, by their module's ``reset_parameters``, so no
@@ -176,6 +180,12 @@ class ZeroEngine:
         self.reset_stats()
         _ENGINES.add(self)
         return module
+
+    @overload
+    def attach(self, optimizer: Opt, /) -> Opt: ...
+
+    @overload
+    def attach(self, first: Opt, second: Opt, /, *others: Opt) -> list[Opt]: ...
 
     def attach(self, *optimizers: Optimizer) -> Any:
         """Make optimizers step this rank's segments; they replace those attached before.
@@ -468,9 +478,7 @@ class ZeroEngine:
     # -- Reading and writing ---------------------------------------------------------------------------------------
 
     @contextmanager
-    def gathered(
-        self, params_or_module: nn.Module | nn.Parameter | Iterable[nn.Parameter], write: Write | None = None
-    ) -> Iterator[None]:
+    def gathered(self, params_or_module: Gatherable, write: Write | None = None) -> Iterator[None]:
         """Make parameters whole for a while. Collective on entry, and on exit with ``write="rank0"``: all ranks.
 
         Inside, forwards of what is gathered do not communicate, so one rank alone may run them. Parameters of other
@@ -491,8 +499,9 @@ class ZeroEngine:
         with self._sharded.whole.gathered(units, params, write):
             yield
 
-    def full_param(self, param: nn.Parameter) -> torch.Tensor:
+    def full_param(self, param: torch.Tensor | nn.Module) -> torch.Tensor:
         """Return a copy of a parameter's values as they are stepped (fp32 masters), whole. Collective: all ranks."""
+        param = _parameter(param)
         self._attached.close()
         elsewhere = self._places.elsewhere
         here = None if self._places.is_elsewhere(param) else self._sharded.whole.values(*self._places.of(param))
@@ -501,11 +510,12 @@ class ZeroEngine:
         assert here is not None
         return here
 
-    def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:
+    def full_grad(self, param: torch.Tensor | nn.Module) -> torch.Tensor | None:
         """Return a copy of a parameter's reduced gradient, whole; None if it has none. Collective: all ranks.
 
         Of a parameter that another part of the model holds it is None.
         """
+        param = _parameter(param)
         self._refuse_with_early_steps("Reading gradients")
         return None if self._places.is_elsewhere(param) else self._sharded.whole.gradient(*self._places.of(param))
 
@@ -637,12 +647,12 @@ class ZeroEngine:
             raise RuntimeError("The engine holds no module yet. Call `engine.shard(module)` first.")
         return self._made
 
-    def _units_of(self, params_or_module: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[Unit]:
+    def _units_of(self, params_or_module: Gatherable) -> list[Unit]:
         if params_or_module is self.module:
             return self.units
         return self._places.units_of(_params_of(params_or_module))
 
-    def _knows(self, params_or_module: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> bool:
+    def _knows(self, params_or_module: Gatherable) -> bool:
         """Say whether parameters are of this engine's module; those of other parts of a pipeline are too."""
         known = any(param in self._places for param in _params_of(params_or_module))
         return known or params_or_module is self.module
@@ -676,9 +686,7 @@ def _close_groups_at_exit() -> None:
 
 
 @contextmanager
-def gathered(
-    params_or_module: nn.Module | nn.Parameter | Iterable[nn.Parameter], write: Write | None = None
-) -> Iterator[None]:
+def gathered(params_or_module: Gatherable, write: Write | None = None) -> Iterator[None]:
     """Make parameters whole for a while, whichever engine holds them; see ``ZeroEngine.gathered``.
 
     Parameters that no engine holds are whole already.
@@ -693,13 +701,21 @@ def gathered(
         yield
 
 
-def _params_of(params_or_module: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def _params_of(params_or_module: Gatherable) -> list[torch.Tensor]:
     if isinstance(params_or_module, nn.Module):
         return list(params_or_module.parameters())
-    return [params_or_module] if isinstance(params_or_module, torch.Tensor) else list(params_or_module)
+    if isinstance(params_or_module, torch.Tensor):
+        return [params_or_module]
+    return [param for item in params_or_module for param in _params_of(item)]
 
 
-def engine_of(params_or_module: nn.Module | torch.Tensor | Sequence[torch.Tensor]) -> ZeroEngine | None:
+def _parameter(param: torch.Tensor | nn.Module) -> nn.Parameter:
+    if not isinstance(param, torch.Tensor):
+        raise TypeError(f"`{type(param).__name__}` is no parameter. Pass one parameter; `gathered` takes modules too.")
+    return cast(nn.Parameter, param)  # to a type checker `module.weight` is a tensor or a module
+
+
+def engine_of(params_or_module: Gatherable) -> ZeroEngine | None:
     """Return the engine that holds parameters, or None.
 
     Raises:

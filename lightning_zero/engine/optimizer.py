@@ -24,6 +24,7 @@ from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.deferred import Deferral, Update
 from lightning_zero.engine.elementwise import ElementwiseTrial, Stepped
 from lightning_zero.engine.flat_step import FlatStep, Place
+from lightning_zero.engine.labels import label
 from lightning_zero.engine.methods import MethodCalls, RunningStep, methods_on_segments
 from lightning_zero.engine.moments import widened
 from lightning_zero.engine.parts import Parts
@@ -312,8 +313,9 @@ class ShardedOptimizer:
         for buffer in self.buffers:
             is_due_now = id(buffer) in self._by_torch or not self._is_deferred(buffer)
             if is_due_now and buffer.sleep is None:
-                for call in self._flat_step.take_calls(buffer):
-                    call()
+                with label("step", buffer.name):
+                    for call in self._flat_step.take_calls(buffer):
+                        call()
         if group is self.optimizer.param_groups[-1]:
             self._step_asleep()
         self._strip(self._attached[id(param)] for param in left)

@@ -19,11 +19,12 @@ Note [Subclasses of nn.Parameter]
 from __future__ import annotations
 
 import copy
+import sys
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import nn
@@ -285,7 +286,7 @@ class ReleasedParameter(_OwnedParameter):
             if has_class(leaf, ReleasedParameter):
                 owner = owner_of(leaf)
                 if owner is None or not owner.touch(leaf):
-                    raise ReleasedParameterError(_refusal(leaf, getattr(func, "__name__", str(func))))
+                    raise ReleasedParameterError(_refusal(leaf, _operation(func)))
         return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -422,7 +423,29 @@ def _name(param: nn.Parameter) -> str:
     return owner.param_name(param) if owner is not None else "?"
 
 
+def _operation(func: Callable[..., Any]) -> str:
+    """Return what the user wrote: an attribute is read and set by functions of the same two names for all."""
+    name: str = getattr(func, "__name__", str(func))
+    attribute = getattr(getattr(func, "__self__", None), "__name__", None)
+    return {"__get__": f".{attribute}", "__set__": f".{attribute} = ..."}.get(name, name)
+
+
+def _is_in_state_dict() -> bool:
+    """Say whether ``module.state_dict()`` is running."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not nn.Module._save_to_state_dict.__code__:
+        frame = cast(types.FrameType, frame.f_back)
+    return frame is not None
+
+
 def _refusal(param: nn.Parameter, operation: str) -> str:
+    if _is_in_state_dict():
+        return (
+            f"`state_dict()` needs the values of parameter `{_name(param)}`, which are sharded over the ranks."
+            " `trainer.save_checkpoint(path)` writes a checkpoint, `lightning_zero.export_safetensors(module, folder)`"
+            " the weights alone, both without gathering them. For the dict itself call `state_dict()` inside"
+            " `with lightning_zero.gathered(module):` on every rank."
+        )
     return (
         f"`{operation}` needs the values of parameter `{_name(param)}`, which are sharded over the ranks."
         " Use `with lightning_zero.gathered(param_or_module):` on every rank (add `write='rank0'` or `write='all'` to"

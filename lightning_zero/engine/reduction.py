@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.early import EarlySteps
+from lightning_zero.engine.labels import label
 from lightning_zero.engine.unit import Unit
 
 __all__ = ["Reducer"]
@@ -63,7 +64,8 @@ class Reducer:
             self._early.promise(unit)
         for buffer in unit.reducing_buffers:
             self._drain(max(self._max_in_flight - 1, 0))
-            self._in_flight.append((unit, buffer, buffer.gradients.reduce()))
+            with label("reduce", unit.name):
+                self._in_flight.append((unit, buffer, buffer.gradients.reduce()))
             if self._max_in_flight == 0:
                 self._drain(0)
 
@@ -98,8 +100,9 @@ class Reducer:
     def _drain(self, keep: int) -> None:
         while len(self._in_flight) > keep:
             unit, buffer, pending = self._in_flight.pop(0)
-            pending.wait()
-            buffer.gradients.finish_reduce()
+            with label("reduce", unit.name):
+                pending.wait()
+                buffer.gradients.finish_reduce()
             if self._early is not None:
                 self._early.reduced(unit, buffer)
 

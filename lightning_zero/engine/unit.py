@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_zero.comm.communicator import Pending
 from lightning_zero.engine.buffer import FlatBuffer
+from lightning_zero.engine.labels import label
 
 __all__ = ["Unit", "UnitState"]
 
@@ -83,18 +84,20 @@ class Unit:
     def unshard(self) -> None:
         """Start gathering. Collective: all ranks. ``wait`` before use."""
         assert self.state is UnitState.SHARDED
-        self._pending = [buffer.gather() for buffer in self.buffers]
+        with label("gather", self.name):
+            self._pending = [buffer.gather() for buffer in self.buffers]
         self.state = UnitState.UNSHARDING
 
     def wait(self) -> None:
         """Return when the parameters are whole."""
         if self.state is not UnitState.UNSHARDING:
             return
-        for pending in self._pending:
-            pending.wait()
-        self._pending = []
-        for buffer in self.buffers:
-            buffer.bind()
+        with label("wait for", self.name):
+            for pending in self._pending:
+                pending.wait()
+            self._pending = []
+            for buffer in self.buffers:
+                buffer.bind()
         self.state = UnitState.UNSHARDED
 
     def reshard(self) -> None:

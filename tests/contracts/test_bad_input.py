@@ -163,6 +163,33 @@ def test_values_of_a_released_parameter_are_refused_with_its_name_and_the_remedy
     assert worlds.run(_touch, 2, name) == ["", ""]
 
 
+NAMED: dict[str, Callable[[nn.Module, nn.Parameter], Any]] = {
+    "`.data` needs": lambda module, param: param.data,
+    "`.data = ...` needs": lambda module, param: setattr(param, "data", torch.ones(param.shape)),
+    "`.T` needs": lambda module, param: param.T,
+    "`.mT` needs": lambda module, param: param.mT,
+    "`norm` needs": lambda module, param: param.norm(),
+    "`state_dict..` needs .*`trainer.save_checkpoint.*`lightning_zero.export_safetensors": lambda module, param: (
+        module.state_dict()
+    ),
+    "`state_dict..` needs .*`with lightning_zero.gathered.module.:` on every rank": lambda module, param: module.blocks[
+        1
+    ].state_dict(keep_vars=False),  # type: ignore[index, operator, union-attr]
+}
+
+
+def _name(rank: int, world: int) -> None:
+    trainer = _sharded(rank, world)
+    for message, read in NAMED.items():
+        with pytest.raises(ReleasedParameterError, match=message):
+            read(trainer.module, trainer.module.blocks[1].up.weight)
+    trainer.engine.close()
+
+
+def test_what_was_read_of_a_released_parameter_is_named_as_it_was_written() -> None:
+    worlds.run(_name, 2)
+
+
 def _look(rank: int, world: int) -> str:
     trainer = _sharded(rank, world)
     parameter = trainer.module.blocks[1].up.weight

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -191,3 +192,16 @@ def test_decisions_that_code_and_documents_refer_to_exist() -> None:
 def test_documents_speak_of_the_project_alone(path: Path) -> None:
     foreign = r"(?<![\w.])/(?:work|tmp|home|root)\b|\b(?:session|helper)s?\b"
     assert re.findall(foreign, path.read_text(), flags=re.IGNORECASE) == []
+
+
+def test_the_version_is_said_in_one_place() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "lightning_zero.__version__"}
+    assert re.fullmatch(r"\d+\.\d+\.\d+", lightning_zero.__version__)
+
+
+def test_the_readme_names_the_oldest_releases_that_are_taken() -> None:
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    oldest = dict(re.findall(r"(\w+)>=([\d.]+)", " ".join(dependencies)))
+    assert f"torch {oldest['torch']}, lightning {oldest['lightning']}, or newer" in (ROOT / "README.md").read_text()
