@@ -18,7 +18,14 @@ import torch.distributed as dist
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.errors import ShardedGradientError
 
-__all__ = ["ShardedGradient", "norm_of_norms", "norm_over_ranks", "norms_of", "sharded_gradient_class"]
+__all__ = [
+    "ShardedGradient",
+    "norm_of_norms",
+    "norm_over_ranks",
+    "norm_in_double",
+    "norms_of",
+    "sharded_gradient_class",
+]
 
 _ELEMENTWISE = frozenset([
     "clone", "detach", "detach_", "copy_", "zero_", "fill_", "to", "float", "double", "half", "bfloat16", "type",
@@ -88,9 +95,16 @@ def norm_over_ranks(segments: Sequence[torch.Tensor], order: float, communicator
     return norm_of_norms(norms_of(segments, order), order, communicator)
 
 
+def norm_in_double(values: torch.Tensor, order: float = 2.0) -> torch.Tensor:
+    """Return the norm of real or complex values, added in float64: () float64."""
+    dtype = torch.complex128 if values.is_complex() else torch.float64
+    norm: torch.Tensor = torch.linalg.vector_norm(values, order, dtype=dtype)
+    return norm
+
+
 def norms_of(segments: Iterable[torch.Tensor], order: float) -> list[torch.Tensor]:
     """Return the norm of every tensor that has elements: () float64 each."""
-    return [torch.linalg.vector_norm(segment, order, dtype=torch.float64) for segment in segments if segment.numel()]
+    return [norm_in_double(segment, order) for segment in segments if segment.numel()]
 
 
 def norm_of_norms(norms: Sequence[torch.Tensor], order: float, communicator: Communicator | None) -> torch.Tensor:
