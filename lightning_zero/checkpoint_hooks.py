@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -192,7 +192,13 @@ class CheckpointHooks(ParallelStrategy):
         is_plain = self.has_plain_checkpoint_io and not _has_protocol(checkpoint_path)
         if not is_plain and not Path(checkpoint_path).is_dir():
             return super().load_checkpoint(checkpoint_path, weights_only)
-        return directory.load(self._engine, checkpoint_path, weights_only=weights_only)
+        checkpoint = directory.load(self._engine, checkpoint_path, weights_only=weights_only)
+        if "pytorch-lightning_version" not in checkpoint:
+            raise ValueError(
+                f"`{checkpoint_path}` is no checkpoint of a Trainer: it has the keys {_some(checkpoint)}, and no"
+                " `pytorch-lightning_version`. `lightning_zero.load_pretrained(module, path)` loads weights alone."
+            )
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load ``checkpoint["state_dict"]`` as it is now. Collective: all ranks."""
@@ -257,6 +263,11 @@ class CheckpointHooks(ParallelStrategy):
             if trainer is None or not trainer.interrupted:
                 raise
             warnings.warn(f"The last checkpoint is not complete: {error}", stacklevel=2)
+
+
+def _some(names: Iterable[Any]) -> str:
+    found = [f"`{name}`" for name in names]
+    return ", ".join(found[:5]) + (", …" if len(found) > 5 else "")
 
 
 def _has_protocol(path: _PATH) -> bool:

@@ -14,7 +14,7 @@ from lightning.pytorch.core import saving
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 
-from lightning_zero.checkpoint import directory, paths
+from lightning_zero.checkpoint import directory, paths, torchfile
 from lightning_zero.checkpoint.flat import by_number
 
 __all__ = ["ZeroCheckpointIO", "load_from_checkpoint", "name_the_reader_of_directories"]
@@ -41,6 +41,8 @@ class ZeroCheckpointIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         """Read a directory, or a file."""
         if not Path(path).is_dir():
+            if "://" not in str(path):
+                torchfile.refuse_others(Path(path))
             return super().load_checkpoint(path, map_location, weights_only)
         checkpoint = directory.load(None, path, weights_only)
         if "optimizer_states" in checkpoint:
@@ -79,6 +81,8 @@ def load_from_checkpoint(
         RuntimeError: Names or shapes differ.
     """
     if not Path(path).is_dir():
+        if "://" not in str(path) and "state_dict" not in torchfile.load(Path(path), weights_only):
+            raise ValueError(f"`{path}` is no checkpoint of a Trainer: it has no `state_dict`. {torchfile.EXPECTED}")
         return module_class.load_from_checkpoint(
             path, map_location=map_location, strict=strict, weights_only=weights_only, **kwargs
         )

@@ -47,6 +47,8 @@ def read_foreign(path: Path) -> dict[str, Any]:
     Raises:
         As ``convert``.
     """
+    if not path.exists():
+        raise FileNotFoundError(f"There is nothing at `{path}`. Give a directory of DeepSpeed or of Lightning's FSDP.")
     if not path.is_dir():
         raise FileNotFoundError(f"`{path}` is not a directory. Single files need no conversion.")
     folder = find_deepspeed(path)

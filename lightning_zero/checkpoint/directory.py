@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
+from lightning_zero.checkpoint import torchfile
 from lightning_zero.checkpoint.checksums import CHECKSUMS, EARLIER, BlockReader, block_sums, check_archive, write_sums
 from lightning_zero.checkpoint.flat import FlatCheckpoint, by_number, rebuild
 from lightning_zero.checkpoint.paths import beside, delete, local_path, new_token, put_in_place
@@ -288,14 +289,13 @@ def load(engine: ZeroEngine | None, path: str | os.PathLike[str], weights_only: 
 
 
 def _read(path: Path, weights_only: bool | None, rank: int, world_size: int) -> dict[str, Any]:
-    try:
-        if path.is_dir():
-            return _read_directory(path, weights_only)
-        mapped = zipfile.is_zipfile(path)
-        if mapped:
+    if not path.is_dir():
+        torchfile.refuse_others(path)
+        if zipfile.is_zipfile(path):
             check_archive(path, rank, world_size)
-        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=mapped, weights_only=weights_only)
-        return checkpoint
+        return torchfile.load(path, weights_only)
+    try:
+        return _read_directory(path, weights_only)
     except pickle.UnpicklingError as error:
         error.add_note(f"If you trust `{path}`, load it with `ZeroStrategy(weights_only=False)`.")
         raise
@@ -303,7 +303,7 @@ def _read(path: Path, weights_only: bool | None, rank: int, world_size: int) -> 
 
 def _read_directory(path: Path, weights_only: bool | None) -> dict[str, Any]:
     if not (path / METADATA).is_file():
-        raise FileNotFoundError(f"`{path}` is not a checkpoint: it has no `{METADATA}`.")
+        raise FileNotFoundError(f"`{path}` is not a checkpoint: it has no `{METADATA}`. {torchfile.EXPECTED}")
     reader = _open(path)
     stored = StoredTensors(path, reader, weights_only)
     meta: dict[str, Any] = {}

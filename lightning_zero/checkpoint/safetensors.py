@@ -22,7 +22,7 @@ import torch
 from lightning_zero.checkpoint.planner import Segment
 from lightning_zero.checkpoint.stored import PIECE_BYTES, StoredTensor
 
-__all__ = ["DTYPES", "Entry", "SafetensorsFile", "SafetensorsPlan", "parse_size"]
+__all__ = ["DTYPES", "Entry", "SafetensorsFile", "SafetensorsPlan", "is_safetensors", "parse_size"]
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -60,6 +60,13 @@ class Entry:
 
 
 # -- Reading -----------------------------------------------------------------------------------------------------------
+
+
+def is_safetensors(path: Path) -> bool:
+    """Say whether a file begins as one of this format does, whatever its name is."""
+    with path.open("rb") as file:
+        head = file.read(9)
+    return head[8:] == b"{" and int.from_bytes(head[:8], "little") <= min(path.stat().st_size - 8, MAX_HEADER_BYTES)
 
 
 class SafetensorsFile:

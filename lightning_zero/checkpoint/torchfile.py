@@ -20,11 +20,12 @@ from typing import Any, BinaryIO
 import torch
 
 from lightning_zero.checkpoint.planner import Segment
-from lightning_zero.checkpoint.safetensors import convert, pieces
+from lightning_zero.checkpoint.safetensors import convert, is_safetensors, pieces
 from lightning_zero.checkpoint.stored import StoredTensor
 
-__all__ = ["save", "values_of"]
+__all__ = ["load", "refuse_others", "save", "values_of"]
 
+EXPECTED = "Give a checkpoint directory, or a file that `torch.save` or a `Trainer` has written."
 ALIGN = 64  # bytes, as ``torch.save``: what is mapped into memory can be used with wide loads
 
 
@@ -54,6 +55,64 @@ def save(path: Path, content: Any, dtypes: Mapping[int, tuple[str, torch.dtype]]
             _add(archive, file, "archive/version", iter([b"3\n"]))
         file.flush()
         os.fsync(file.fileno())
+
+
+def load(path: Path, weights_only: bool | None = None) -> dict[str, Any]:
+    """Read a dictionary that ``torch.save`` wrote; its tensors are mapped into memory.
+
+    Raises:
+        FileNotFoundError: There is nothing at the path.
+        ValueError: It is something else, or damaged.
+        pickle.UnpicklingError: It names something that could run code.
+    """
+    refuse_others(path)
+    try:
+        content = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        error.add_note(f"The file is `{path}`. If you trust it, load it with `ZeroStrategy(weights_only=False)`.")
+        raise
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # a damaged pickle raises anything
+        reason = (str(error).splitlines() or [""])[0]
+        raise ValueError(
+            f"`{path}` is damaged, or no file of `torch.save`: {type(error).__name__}: {reason} {EXPECTED}"
+        ) from error
+    if not isinstance(content, dict):
+        raise ValueError(f"`{path}` is no checkpoint: it holds a `{type(content).__name__}`. {EXPECTED}")
+    return content
+
+
+def refuse_others(path: Path) -> None:
+    """Refuse a file that ``torch.save`` has not written, by its first bytes.
+
+    Raises:
+        FileNotFoundError: There is nothing at the path.
+        ValueError: It is something else.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"There is nothing at `{path}`. {EXPECTED}")
+    found = _other_kind(path)
+    if found is not None:
+        raise ValueError(f"`{path}` is no checkpoint: it is {found}. {EXPECTED}")
+
+
+def _other_kind(path: Path) -> str | None:
+    """Say what a file is that ``torch.save`` has not written, as far as its first bytes tell."""
+    with path.open("rb") as file:
+        head = file.read(512)
+    if not head:
+        return "empty"
+    if is_safetensors(path):
+        return "a safetensors file, which has weights only: `lightning_zero.load_pretrained(module, path)` reads it"
+    if head.startswith(b"PK"):
+        if not zipfile.is_zipfile(path):
+            return "cut off: the end of the archive is missing"
+        with zipfile.ZipFile(path) as archive:
+            is_ours = any(name.endswith("/data.pkl") for name in archive.namelist())
+        return None if is_ours else "another kind of zip archive"
+    is_older = head.startswith(b"\x80") or head[257:262] == b"ustar"  # formats of earlier releases of PyTorch
+    return None if is_older else "another kind of file, such as text"
 
 
 def values_of(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:

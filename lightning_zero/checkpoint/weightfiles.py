@@ -12,7 +12,7 @@ import torch
 from lightning_zero.checkpoint import directory
 from lightning_zero.checkpoint.paths import local_path
 from lightning_zero.checkpoint.planner import METADATA
-from lightning_zero.checkpoint.safetensors import SafetensorsFile
+from lightning_zero.checkpoint.safetensors import SafetensorsFile, is_safetensors
 
 __all__ = ["open_weights"]
 
@@ -32,7 +32,7 @@ def open_weights(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"`{path}` does not exist. Give a file or a folder; nothing is downloaded.")
     if path.is_dir() and not (path / METADATA).is_file():
         return _open_folder(path)
-    if path.suffix == ".safetensors":
+    if path.suffix == ".safetensors" or (path.is_file() and is_safetensors(path)):
         return dict(SafetensorsFile(path).tensors())
     content = directory.load(None, path)
     weights = content.get("state_dict", content)
