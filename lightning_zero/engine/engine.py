@@ -15,10 +15,12 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import OFFLOAD_USE, Communication, MixedPrecision, Moments, Offload, StepTime
+from lightning_zero.engine.agreement import require_same
 from lightning_zero.engine.attached import Attached
 from lightning_zero.engine.awaited import awaited_places, awaited_values, forget_awaited
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.deferred import Deferral
+from lightning_zero.engine.facts import optimizer_facts
 from lightning_zero.engine.optimizer import ShardedOptimizer, gradient_norm
 from lightning_zero.engine.parameter import restore_class
 from lightning_zero.engine.parts import Parts
@@ -155,7 +157,7 @@ class ZeroEngine:
 
         Raises:
             ValueError: A name in ``units`` matches nothing; parameters on several devices and no ``device``; one that
-                cannot be sharded, or shares memory with another.
+                cannot be sharded, or shares memory with another; the ranks have different models or options.
             RuntimeError: The engine holds another module.
         """
         if self.module is module:
@@ -190,15 +192,22 @@ class ZeroEngine:
     def attach(self, *optimizers: Optimizer) -> Any:
         """Make optimizers step this rank's segments; they replace those attached before.
 
-        The objects stay the same and keep the module's parameters in their groups.
+        Collective: all ranks. The objects stay the same and keep the module's parameters in their groups.
 
         Returns:
             The optimizer, or a list of them if there are several.
 
         Raises:
-            ValueError: An optimizer is not element-wise at stage 1 or above, holds a parameter of another module, or
-                has moments that cannot be kept as ``moments`` says.
+            ValueError: The ranks have different optimizers; one is not element-wise at stage 1 or above, holds a
+                parameter of another module, or has moments that cannot be kept as ``moments`` says.
         """
+        if self.world_size > 1:
+            require_same(
+                self.communicator,
+                optimizer_facts(optimizers, self._name_of),
+                "optimizers",
+                "Make the same optimizers, with the same parameters in the same order, on every rank.",
+            )
         self.detach()
         early, offload = self._sharded.early, self._options.offload
         if early is not None and len(optimizers) > 1:
@@ -225,6 +234,10 @@ class ZeroEngine:
                 sharded.allow_early_steps()
                 early.optimizer = sharded
         return optimizers[0] if len(optimizers) == 1 else list(optimizers)
+
+    def _name_of(self, param: torch.Tensor) -> str:
+        names = self._places.names.get(id(param))
+        return names[0] if names else f"a tensor of shape {tuple(param.shape)} that the module does not have"
 
     def drop_elsewhere(self, optimizer: Optimizer) -> None:
         """Take the parameters that other parts of the model hold out of an optimizer's groups; ``attach`` it then."""

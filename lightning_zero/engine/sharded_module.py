@@ -11,11 +11,13 @@ from torch import nn
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication, MixedPrecision, Moments, Offload, Sharding, StepTime
+from lightning_zero.engine.agreement import require_same
 from lightning_zero.engine.aside import Aside
 from lightning_zero.engine.early import EarlySteps
 from lightning_zero.engine.elsewhere import Elsewhere
+from lightning_zero.engine.facts import model_facts, unit_facts
 from lightning_zero.engine.hooks import Hooks
-from lightning_zero.engine.module_buffers import ModuleBuffers, refuse_shared_memory
+from lightning_zero.engine.module_buffers import ModuleBuffers, buffer_facts, refuse_shared_memory
 from lightning_zero.engine.order import PassOrder
 from lightning_zero.engine.parameter import Owner, own
 from lightning_zero.engine.partition import Territory, build_unit, choose_territories
@@ -30,6 +32,11 @@ from lightning_zero.engine.whole import Whole
 from lightning_zero.storage.store import DeviceStore
 
 __all__ = ["EngineOptions", "ShardedModule"]
+
+_REMEDY = (
+    "Build the same model, with the same options, on every rank: what depends on the rank, on its data or on a random"
+    " number must not change the layers."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +74,24 @@ class EngineOptions:
         leaves = sharding.grads and (is_offloaded or self.steps_in_backward)
         return Sharding(params=False, grads=leaves, optim=False)
 
+    def facts(self, device: torch.device) -> dict[str, str]:
+        """Return the options that decide what is sent, and what sums are; paths, threads and timeouts may differ."""
+        units = None if self.units is None else [one if isinstance(one, str) else one.__name__ for one in self.units]
+        facts = {
+            "stage": self.stage,
+            "units": units,
+            "step": self.step,
+            "moments": self.moments,
+            "precision": self.precision,
+            "communication.reduce_dtype": self.communication.reduce_dtype,
+            "communication.prefetch": self.communication.prefetch,
+            "offload.optimizer": self.offload and self.offload.optimizer,
+            "offload.params": self.offload and self.offload.params,
+            "offload.fraction": self.offload and self.offload.fraction,
+            "offload.step_device": self.offload and self.offload.step_device,
+        }
+        return {"the type of device": device.type, **{f"`{name}`": repr(value) for name, value in facts.items()}}
+
 
 class ShardedModule:
     """A module that was partitioned in place.
@@ -100,6 +125,7 @@ class ShardedModule:
         refuse_shared_memory(module)
         # - Ranks
         self.communicator = Communicator(options.communication, device, options.process_group)
+        self._compare(module, holders)
         self.everyone = self.communicator  # those of other parts of the model too
         self.parts: Parts | None = None  # of a model that is cut; None if it is whole
         if holders is not None:
@@ -109,6 +135,7 @@ class ShardedModule:
         # - Memory
         absent = [] if places.elsewhere is None else places.elsewhere.params
         territories = choose_territories(module, options.units, {id(param) for param in absent})
+        require_same(self.communicator, unit_facts(territories), "units", _REMEDY)
         # Blocks of freed memory are not used again for what is a little larger, and pile up.
         self.store = DeviceStore(device, keeps_freed=options.offload is None or not options.offload.uses_disks)
         itemsize = (options.precision.compute_dtype or torch.get_default_dtype()).itemsize
@@ -148,6 +175,13 @@ class ShardedModule:
             prefetch=ahead,
             moments=options.moments,
         )
+
+    def _compare(self, module: nn.Module, holders: Mapping[str, tuple[int, ...]] | None) -> None:
+        """Refuse ranks that differ, before a collective of theirs does not fit another's."""
+        if self.communicator.world_size > 1:
+            options = self._options.facts(self.communicator.device)
+            facts = {**options, **model_facts(module, holders), **buffer_facts(module)}
+            require_same(self.communicator, facts, "models or options", _REMEDY)
 
     def _take_part(self, module: nn.Module, holders: Mapping[str, tuple[int, ...]]) -> Parts:
         """Give up the values of the parameters that other parts hold."""
