@@ -47,12 +47,6 @@ def refuse_options(strategy: _Options, trainer: pl.Trainer) -> None:
     Raises:
         ValueError: Names the option, and what to do.
     """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if strategy.stage == 3 and isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-            raise ValueError(
-                f"`{type(callback).__name__}` averages whole parameters, which no rank has at stage 3."
-                " Use `ZeroStrategy(stage=2)`, or remove the callback."
-            )
     if strategy.state_dict_type == "sharded" and not strategy.has_plain_checkpoint_io:
         raise ValueError(
             f"`{type(strategy.checkpoint_io).__name__}` writes single files, and `state_dict_type='sharded'` writes a"

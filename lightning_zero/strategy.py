@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_zero.averaging import begin_averages, bind_averages, forget_averages
 from lightning_zero.checkpoint.asynchronous import AsyncSaver
 from lightning_zero.checkpoint_hooks import CheckpointFollower, CheckpointHooks, raw
 from lightning_zero.comm.mesh import Mesh
@@ -222,6 +223,11 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         if self._engine is not None and self._engine.module is not model:
             self._engine = None
 
+    def setup_environment(self) -> None:
+        """Start the default process group, before the callbacks' ``setup``. Collective: all ranks."""
+        super().setup_environment()
+        bind_averages(self._sharded_module.trainer)
+
     def setup(self, trainer: pl.Trainer) -> None:
         """Shard the module, then make the optimizers and let them step shards.
 
@@ -235,6 +241,9 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             self._show_values_to_finetuning(trainer)
+            begin_averages(trainer)
+        else:
+            forget_averages(trainer)
         self.setup_precision_plugin()
         self.model_to_device()
         self._announce()

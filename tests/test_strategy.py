@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.strategies import StrategyRegistry
@@ -106,13 +105,6 @@ def test_loss_scale_option_reaches_the_plugin() -> None:
 def test_engine_is_refused_before_setup() -> None:
     with pytest.raises(RuntimeError, match="not sharded before"):
         ZeroStrategy().engine  # noqa: B018
-
-
-@pytest.mark.parametrize("callback", [StochasticWeightAveraging(1e-2), EMAWeightAveraging()], ids=["swa", "ema"])
-def test_averaging_callbacks_are_refused_by_name_at_stage_3(callback: Any, tmp_path: Path) -> None:
-    trainer = Trainer(**quick(ZeroStrategy(), tmp_path), callbacks=callback)
-    with pytest.raises(ValueError, match=rf"`{type(callback).__name__}` averages whole parameters.*stage=2"):
-        trainer.fit(BoringModel())
 
 
 def test_loss_scale_without_fp16_is_refused(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from lightning_zero.checkpoint.stored import METADATA_FUNCTIONS
 from lightning_zero.engine.parameter import class_over, copy_attributes, has_class, user_class
 from lightning_zero.errors import ReleasedParameterError
 
-__all__ = ["StandIn", "stand_ins"]
+__all__ = ["StandIn", "replaced", "stand_ins"]
 
 
 class StandIn(nn.Parameter):
@@ -74,13 +74,19 @@ class StandIn(nn.Parameter):
 @contextlib.contextmanager
 def stand_ins(module: nn.Module, wanted: Mapping[int, StandIn]) -> Iterator[None]:
     """Put stand-ins in place of a module's parameters and buffers, given by the ``id`` of what they stand for."""
-    places: list[tuple[dict[str, Any], str, torch.Tensor]] = [
-        (tensors, key, tensor)
-        for submodule in module.modules()
-        for tensors in (submodule._parameters, submodule._buffers)
-        for key, tensor in tensors.items()
-        if tensor is not None and id(tensor) in wanted
-    ]
+    places = _tensors_of(module, wanted)
+    try:
+        with replaced(module, wanted):
+            yield
+    finally:
+        for _, _, tensor in places:
+            wanted[id(tensor)].give_attributes(tensor)
+
+
+@contextlib.contextmanager
+def replaced(module: nn.Module, wanted: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Put tensors in place of a module's parameters and buffers, given by the ``id`` of what they replace."""
+    places = _tensors_of(module, wanted)
     try:
         for tensors, key, tensor in places:
             tensors[key] = wanted[id(tensor)]
@@ -88,4 +94,14 @@ def stand_ins(module: nn.Module, wanted: Mapping[int, StandIn]) -> Iterator[None
     finally:
         for tensors, key, tensor in places:
             tensors[key] = tensor
-            wanted[id(tensor)].give_attributes(tensor)
+
+
+def _tensors_of(module: nn.Module, wanted: Mapping[int, Any]) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Return where the parameters and buffers in ``wanted``, by ``id``, are kept."""
+    return [
+        (tensors, key, tensor)
+        for submodule in module.modules()
+        for tensors in (submodule._parameters, submodule._buffers)
+        for key, tensor in tensors.items()
+        if tensor is not None and id(tensor) in wanted
+    ]

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.planner import Segment
 from lightning_zero.checkpoint.ranks import Ranks
-from lightning_zero.checkpoint.standins import StandIn, stand_ins
+from lightning_zero.checkpoint.standins import StandIn, replaced, stand_ins
 from lightning_zero.checkpoint.stored import StoredTensor, fill
 from lightning_zero.errors import nearest
 
@@ -25,22 +25,30 @@ if TYPE_CHECKING:
     from lightning_zero.engine.engine import ZeroEngine
     from lightning_zero.engine.records import ParameterRecord
 
-__all__ = ["copy_ranges", "load_model_state", "load_optimizer_state", "model_state", "optimizer_state"]
+__all__ = ["copy_ranges", "load_average", "load_model_state", "load_optimizer_state", "model_state", "optimizer_state"]
 
 
 # -- The model ---------------------------------------------------------------------------------------------------------
 
 
-def model_state(engine: ZeroEngine, module: nn.Module) -> dict[str, Any]:
+def model_state(engine: ZeroEngine, module: nn.Module, average: nn.Module | None = None) -> dict[str, Any]:
     """Return the module's ``state_dict`` with a ``Segment`` of the master for every parameter.
 
     The names of a tied parameter hold the same ``Segment``. Buffers and extra state are as the module returns them.
+
+    Args:
+        engine: Shards the module.
+        module: The module.
+        average: Has this rank's segments and the buffers, by name, that take the place of the module's.
     """
     records = engine.records()
     wanted = _stand_ins(records)
-    with stand_ins(module, wanted):
+    buffers = {} if average is None else dict(average.named_buffers())
+    averaged = {id(buffer): buffers[name] for name, buffer in module.named_buffers() if name in buffers}
+    with stand_ins(module, wanted), replaced(module, averaged):
         values = module.state_dict()
-    segments = {id(wanted[id(record.parameter)]): _master_segment(record) for record in records}
+    local = {} if average is None else dict(average.named_parameters())
+    segments = {id(wanted[id(record.parameter)]): _master_segment(record, local.get(record.name)) for record in records}
     return {key: segments.get(id(value), value) for key, value in values.items()}
 
 
@@ -79,8 +87,31 @@ def _names_the_file(state_dict: Mapping[str, Any]) -> Iterator[None]:
         raise
 
 
-def _master_segment(record: ParameterRecord) -> Segment:
-    return Segment(record.master().detach(), record.own_range[0], torch.Size(record.shape), record.save_range)
+def load_average(engine: ZeroEngine, average: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    """Load what ``model_state`` has made of an average. Collective: all ranks.
+
+    Raises:
+        ValueError: A parameter or buffer is missing, or a shape is another one.
+        CheckpointError: Another rank had an error.
+    """
+    with Ranks(engine).agree("Loading an average"):
+        items, local = [], dict(average.named_parameters())
+        for record in engine.records():
+            found = next((state_dict[name] for name in record.aliases if name in state_dict), None)
+            if found is None or tuple(found.shape) != tuple(record.shape):
+                raise ValueError(f"The checkpoint has no average of `{record.name}` of shape {tuple(record.shape)}.")
+            items.append((record.name, found, _master_segment(record, local[record.name])))
+        copy_ranges(items)
+        with torch.no_grad():
+            for name, buffer in average.named_buffers():
+                if name in state_dict:
+                    buffer.copy_(state_dict[name])
+
+
+def _master_segment(record: ParameterRecord, local: torch.Tensor | None = None) -> Segment:
+    """Return a record's segment of the master, or of what is in its place."""
+    local = record.master() if local is None else local
+    return Segment(local.detach(), record.own_range[0], torch.Size(record.shape), record.save_range)
 
 
 def _stand_ins(records: Sequence[ParameterRecord]) -> dict[int, StandIn]:

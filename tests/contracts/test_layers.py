@@ -34,6 +34,7 @@ LEVELS: dict[str, int] = {
     "lightning_zero.inference": 4,
     "lightning_zero.monitor": 4,
     "lightning_zero.strategy": 5,
+    "lightning_zero.averaging": 5,
     "lightning_zero.precision": 5,
     "lightning_zero.callbacks": 5,
     "lightning_zero.metrics": 4,
@@ -45,6 +46,7 @@ LEVELS: dict[str, int] = {
 }
 FACES = {
     "strategy",
+    "averaging",
     "checkpoint_hooks",
     "processes",
     "refusals",

@@ -12,10 +12,8 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
-    EMAWeightAveraging,
     LearningRateFinder,
     LearningRateMonitor,
-    StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -321,20 +319,6 @@ def lbfgs_at_stage_0(rank: int, world: int) -> None:
 
 def test_lbfgs_at_stage_0_equals_ddp() -> None:
     run(lbfgs_at_stage_0, WORLD)
-
-
-def average(rank: int, world: int, name: str) -> None:
-    def callback() -> Any:
-        if name == "ema":
-            return EMAWeightAveraging(decay=0.5)
-        return StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=1)
-
-    parity(rank, world, atol=1e-6, stages=(0, 1, 2), callbacks=callback, max_epochs=4)
-
-
-@pytest.mark.parametrize("name", ["ema", "swa"])
-def test_weight_averaging_below_stage_3_equals_ddp(name: str) -> None:
-    run(average, WORLD, name)
 
 
 class Overflows(Sgd):

@@ -1,0 +1,217 @@
+"""Lightning's averaging callbacks equal those under DDP, at every stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_avg_fn, get_ema_multi_avg_fn
+
+from lightning_zero.strategy import ZeroStrategy
+from tests import worlds
+from tests.lightning_programs import STAGES, WORLD, Net, assert_equal, assert_moved, loader, seeded, trainer, weights
+from tests.sampling import sample
+
+
+class Normed(Net):
+    """Has statistics of batches, a frozen and a tied parameter, a scheduler; keeps what validation saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6, bias=False)  # in front of a norm a bias has no gradient but rounding
+        self.norm = nn.BatchNorm1d(6)
+        self.frozen = nn.Parameter(torch.ones(6), requires_grad=False)
+        self.twin = nn.Linear(6, 6)
+        self.twin.weight = self.blocks[0].linear.weight  # type: ignore[union-attr, assignment]
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x)) * self.frozen
+        for block in self.blocks:
+            x = block(x)
+        return self.last(self.twin(x))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(self.loss(batch).detach())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.02, fused=True)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+
+
+class ByEpoch(WeightAveraging):
+    """A user's own schedule, average and hook."""
+
+    def __init__(self) -> None:
+        super().__init__(avg_fn=lambda averaged, current, number: averaged + (current - averaged) / (number + 2))
+        self.ended: list[int] = []
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return epoch_idx is not None and epoch_idx > 0
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
+        self.ended.append(trainer.current_epoch)
+
+
+CALLBACKS: dict[str, Any] = {
+    "ema": lambda: EMAWeightAveraging(decay=0.5),
+    "ema-later": lambda: EMAWeightAveraging(
+        decay=0.9, update_every_n_steps=2, update_starting_at_step=3, update_starting_at_epoch=1
+    ),
+    "ema-many": lambda: WeightAveraging(multi_avg_fn=get_ema_multi_avg_fn(0.5)),
+    "ema-without-buffers": lambda: WeightAveraging(use_buffers=False, avg_fn=get_ema_avg_fn(0.5)),
+    "equal": lambda: WeightAveraging(device="cpu"),
+    "own": ByEpoch,
+    "swa": lambda: StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=2),
+    "swa-own": lambda: StochasticWeightAveraging(
+        [0.05], swa_epoch_start=0.5, annealing_strategy="linear", avg_fn=lambda a, b, n: (a + b) / 2, device=None
+    ),
+}
+
+
+def fit(rank: int, world: int, strategy: Any, name: str, folder: str, **options: Any) -> dict[str, Tensor]:
+    resume = options.pop("resume", None)
+    module = seeded(Normed)
+    callbacks = [CALLBACKS[name](), ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)]
+    fitted = trainer(
+        rank, world, strategy, **{"max_epochs": 4, "enable_checkpointing": True, "callbacks": callbacks, **options}
+    )
+    fitted.fit(module, loader(rank, world, size=24), loader(rank, world, size=8), ckpt_path=resume)
+    values = weights(fitted)
+    seen = torch.stack(module.seen)  # type: ignore[arg-type]
+    losses = [loss["val"] for loss in fitted.validate(module, loader(rank, world, size=8), verbose=False) if loss]
+    assert not losses
+    fitted.save_checkpoint(f"{folder}/end.ckpt")
+    return {**values, "seen": seen[-2:] if resume else seen}
+
+
+def _with_last(expected: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**expected, "seen": expected["seen"][-2:]}
+
+
+def parity(rank: int, world: int, name: str, folder: str, ours: list[dict[str, Any]], options: dict[str, Any]) -> None:
+    expected = fit(rank, world, "ddp", name, f"{folder}/ddp", **options)
+    assert_moved({key: value for key, value in expected.items() if key != "seen"}, Normed)
+    for number, mine in enumerate(ours):
+        got = fit(rank, world, ZeroStrategy(**mine), name, f"{folder}/{number}", **options)
+        assert_equal(got, expected, 1e-6, mine)
+
+
+@pytest.mark.parametrize("name", sample(CALLBACKS, "ema", "swa"))
+def test_averages_equal_ddps(name: str, tmp_path: Path) -> None:
+    worlds.run(parity, WORLD, name, str(tmp_path), [{"stage": stage} for stage in STAGES], {}, timeout_s=120)
+
+
+@pytest.mark.parametrize("name", sample(["ema", "swa"]))
+def test_averages_of_what_sleeps_in_host_memory_equal_ddps(name: str, tmp_path: Path) -> None:
+    ours = [{"stage": stage, "offload": "cpu"} for stage in (1, 3)]
+    worlds.run(parity, WORLD, name, str(tmp_path), ours, {"accumulate_grad_batches": 2})
+
+
+def resumed(rank: int, world: int, name: str, folder: str, epoch: int) -> None:
+    expected = _with_last(fit(rank, world, "ddp", name, f"{folder}/ddp"))
+    before = f"{folder}/ddp"
+    for stage, kind in ((3, "sharded"), (1, "full"), (0, "sharded"), (2, "full"), (3, "full")):
+        strategy = ZeroStrategy(stage=stage, state_dict_type=kind)  # type: ignore[arg-type]
+        now = f"{folder}/{stage}-{kind}"
+        got = fit(rank, world, strategy, name, now, resume=f"{before}/epoch={epoch}.ckpt")
+        assert_equal(got, expected, 1e-6, now)
+        again = fit(rank, world, ZeroStrategy(stage=stage), name, f"{now}-all")
+        assert_equal(_with_last(again), expected, 1e-6, now)
+        before = f"{now}-all"
+    assert_equal(
+        fit(rank, world, "ddp", name, f"{folder}/back", resume=f"{folder}/2-full-all/epoch={epoch}.ckpt"),
+        expected, 1e-6, "ddp",
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_averages_resume_at_any_stage_and_under_ddp(name: str, tmp_path: Path) -> None:
+    worlds.run(resumed, WORLD, name, str(tmp_path), 1, timeout_s=200)
+
+
+def _saved(rank: int, world: int, name: str, folder: str, stage: int) -> None:
+    fit(rank, world, ZeroStrategy(stage=stage), name, folder)
+
+
+def _read(rank: int, world: int, name: str, path: str, stage: int) -> dict[str, Tensor]:
+    """Resume at the end: nothing is trained, and the average is the result."""
+    callback = CALLBACKS[name]()
+    fitted = trainer(rank, world, ZeroStrategy(stage=stage), callbacks=[callback], max_epochs=2)
+    fitted.fit(seeded(Normed), loader(rank, world, size=24), loader(rank, world, size=8), ckpt_path=path)
+    return {key: value for key, value in weights(fitted).items() if not key.startswith("norm.")}
+
+
+@pytest.mark.world(3)
+@pytest.mark.parametrize("name", sample(["ema", "swa"], "ema"))
+def test_averages_resume_on_other_worlds(name: str, tmp_path: Path) -> None:
+    worlds.run(_saved, 2, name, str(tmp_path), 3)
+    path = str(tmp_path / "epoch=1.ckpt")
+    expected = worlds.run(_read, 2, name, path, 3)[0]
+    for world, stage in ((3, 3), (1, 1), (3, 0)):
+        assert_equal(worlds.run(_read, world, name, path, stage)[0], expected, 1e-6, world)
+
+
+def _traffic(rank: int, world: int, stage: int) -> tuple[dict[str, int], dict[str, int]]:
+    sent = []
+    for callbacks in ([], [EMAWeightAveraging(decay=0.5)]):
+        fitted = trainer(rank, world, stage, callbacks=callbacks, max_epochs=1)
+        module = seeded(Net)
+        counted: dict[str, int] = {}
+
+        def count(fitted: Any = fitted, counted: dict[str, int] = counted) -> None:
+            counted.update(fitted.strategy.engine.stats().traffic)
+
+        module.on_train_epoch_end = count  # type: ignore[method-assign]
+        fitted.fit(module, loader(rank, world))
+        sent.append(counted)
+    return sent[0], sent[1]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_update_sends_nothing(stage: int) -> None:
+    for without, with_average in worlds.run(_traffic, WORLD, stage):
+        assert without == with_average
+        assert without
+
+
+def _elsewhere(rank: int, world: int, folder: str) -> None:
+    """A callback goes from one strategy to another, and keeps its class and the key of its state."""
+    callback = EMAWeightAveraging(decay=0.5)
+    key = callback.state_key
+    results = []
+    for strategy in ("ddp", ZeroStrategy(stage=3), ZeroStrategy(stage=1), "ddp"):
+        fitted = trainer(rank, world, strategy, callbacks=[callback])
+        fitted.fit(seeded(Net), loader(rank, world))
+        assert isinstance(callback, EMAWeightAveraging)
+        assert (callback.state_key, type(callback).__name__) == (key, "EMAWeightAveraging")
+        results.append(weights(fitted))
+        callback._latest_update_step = 0
+    for result in results[1:]:
+        assert_equal(result, results[0], 1e-6)
+    assert type(callback) is EMAWeightAveraging
+
+
+def test_a_callback_goes_from_strategy_to_strategy(tmp_path: Path) -> None:
+    worlds.run(_elsewhere, WORLD, str(tmp_path))
+
+
+def _mixed(rank: int, world: int, name: str, folder: str) -> None:
+    values = [
+        fit(rank, world, strategy, name, f"{folder}/{number}", precision="bf16-mixed")
+        for number, strategy in enumerate(["ddp", *(ZeroStrategy(stage=stage) for stage in STAGES)])
+    ]
+    for number, value in enumerate(values[1:]):
+        assert_equal(value, values[0], 0.03, f"stage {number}")
+        assert_equal(value, values[1], 1e-6, f"stage {number}")
+
+
+@pytest.mark.parametrize("name", sample(["ema", "swa"], "ema"))
+def test_averages_are_of_fp32_masters(name: str, tmp_path: Path) -> None:
+    worlds.run(_mixed, WORLD, name, str(tmp_path))
