@@ -256,6 +256,45 @@ def test_torchao_weights_train_unwrapped_and_are_refused_by_name_before(bits: in
     assert worlds.run(_train_case, 2, _Unwrapped(bits), "forward", (3,), {}, 0.0) == [{}] * 2
 
 
+def _evaluates(rank: int, world: int) -> None:
+    module: Any = _Build("nf4")()
+    for layer in module.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
+    plain = copy.deepcopy(module)
+    engine = ZeroEngine(3, units=("Block",))
+    engine.shard(module)
+    for one in (module, plain):
+        one.eval()
+    with torch.no_grad():
+        assert torch.equal(_loss(module, rank, 0), _loss(plain, rank, 0))
+    module.train()
+    _loss(module, rank, 1).backward()
+    engine.close()
+
+
+def test_4_bit_weights_are_evaluated_between_steps() -> None:
+    worlds.run(_evaluates, 2)
+
+
+def _repacks(rank: int, world: int) -> None:
+    module: Any = nn.Sequential(_base("nf4"))
+    engine = ZeroEngine(3, units=("Linear4bit",))
+    engine.shard(module)
+
+    def repack(layer: Any, _: Any) -> None:
+        layer.weight.data = layer.weight.data.view(-1, 32).clone()
+
+    module[0].register_forward_pre_hook(repack)
+    with pytest.raises(RuntimeError, match=r"`.data` of parameter `0.weight` is now a torch.uint8 tensor of shape"):
+        module(torch.randn(2, WIDTH, requires_grad=True) * 1)
+    engine.close()
+
+
+def test_data_of_another_shape_is_refused_by_name() -> None:
+    worlds.run(_repacks, 2)
+
+
 def _lives(rank: int, world: int, stage: int, kind: str, folder: str) -> None:
     bnb = _bnb()
     worlds.seed()
