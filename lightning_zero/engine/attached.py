@@ -54,14 +54,16 @@ class Attached:
     def show_gradient(self, param: nn.Parameter, place: Place) -> None:
         """Let a parameter with a reduced gradient show it: the window of its optimizer opens."""
         buffer, index = place
-        for sharded in self._optimizers:
+        for sharded in sorted(self._optimizers, key=lambda sharded: not sharded.is_open):
             if sharded.holds(param):
                 sharded.open()
                 buffer.window.show(index)
                 return
-        buffer.window.enter(index)
+        if index not in buffer.entered:
+            buffer.refresh_master()
+            buffer.window.enter(index)
+            self._loose.append(place)
         buffer.window.show(index)
-        self._loose.append(place)
 
     def close_others(self, opening: ShardedOptimizer) -> None:
         """Close the windows that show a parameter of an optimizer whose window opens."""

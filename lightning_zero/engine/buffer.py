@@ -16,7 +16,7 @@ those of ``FlatBuffer.gradients``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,7 @@ from lightning_zero.engine.aliases import Aliases
 from lightning_zero.engine.deferred import Update
 from lightning_zero.engine.gradients import BufferGradients
 from lightning_zero.engine.labels import label
-from lightning_zero.engine.own_range import OwnRange
+from lightning_zero.engine.own_range import OwnRange, merge_written
 from lightning_zero.engine.parameter import (
     PendingParameter,
     ReducedParameter,
@@ -184,6 +184,11 @@ class FlatBuffer:
         return self.own_range.segment(index, self.stepped)
 
     @property
+    def entered(self) -> Set[int]:
+        """The slots whose parameters show what is stepped: a step window is open there."""
+        return self.window.entered
+
+    @property
     def is_on_host(self) -> bool:
         """Whether what is stepped sleeps elsewhere than on the device, for a while or always."""
         return self.home is not self.store
@@ -197,8 +202,9 @@ class FlatBuffer:
         if self.sharding.params:
             return
         self.is_stale = True
-        for param in self.params:
-            swap_class(param, PendingParameter)
+        for index, param in enumerate(self.params):
+            if index not in self.entered:  # another optimizer's
+                swap_class(param, PendingParameter)
 
     def flush(self) -> bool:
         """Make the step that was asked for, if one was; say whether one was.
@@ -286,6 +292,8 @@ class FlatBuffer:
         """Make the parameters views of the whole buffer."""
         with torch._C.DisableTorchFunctionSubclass():
             for index, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
+                if index in self.entered:
+                    continue
                 restore_class(param)
                 param.data = view
                 self._versions[index] = param._version
@@ -331,7 +339,10 @@ class FlatBuffer:
         with torch._C.DisableTorchFunctionSubclass():
             return not self.is_stale and any(
                 param._version != version or param.data_ptr() != address
-                for param, version, address in zip(self.params, self._versions, self._addresses(), strict=True)
+                for index, (param, version, address) in enumerate(
+                    zip(self.params, self._versions, self._addresses(), strict=True)
+                )
+                if index not in self.entered
             )
 
     def _addresses(self) -> list[int]:
@@ -345,6 +356,8 @@ class FlatBuffer:
         written = False
         with torch._C.DisableTorchFunctionSubclass():
             for index, (param, address) in enumerate(zip(self.params, self._addresses(), strict=True)):
+                if index in self.entered:  # shows the master's segment
+                    continue
                 if param.data_ptr() != address:  # `.data` was pointed elsewhere
                     self._take_back_data(index, param)
                     written = True
@@ -404,10 +417,7 @@ class FlatBuffer:
             self.sleep.note_writes()
             return
         with torch.inference_mode(False), torch.no_grad():
-            values = self.computed.to(self.master.device)
-            rounded = self.master.to(values.dtype)
-            if not torch.equal(rounded, values):
-                self.master.copy_(torch.where(rounded == values, self.master, values.to(self.master.dtype)))
+            merge_written(self.master, self.computed.to(self.master.device), self.own_range, self.entered)
 
     # -- Publishing what was stepped -----------------------------------------------------------------------------------
 

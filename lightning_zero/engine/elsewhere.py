@@ -12,7 +12,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.config import Communication, MixedPrecision
-from lightning_zero.engine.parameter import ReleasedParameter, own, placeholder, restore_class, swap_class
+from lightning_zero.engine.parameter import (
+    ReleasedParameter,
+    own,
+    placeholder,
+    restore_class,
+    set_raw_grad,
+    swap_class,
+)
 from lightning_zero.engine.partition import kind_of
 from lightning_zero.engine.parts import Parts
 from lightning_zero.errors import PipelineError
@@ -156,8 +163,9 @@ class Elsewhere:
     def show_gradient(self, param: nn.Parameter) -> None:
         """Do nothing: there is none."""
 
-    def forget_gradient(self, param: nn.Parameter) -> None:
-        """Do nothing: there is none."""
+    def write_gradient(self, param: nn.Parameter, grad: torch.Tensor | None) -> None:
+        """Let it be read here; the part that holds the parameter steps it."""
+        set_raw_grad(param, grad)
 
 
 def _show(param: nn.Parameter, values: torch.Tensor) -> None:

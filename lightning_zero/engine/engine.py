@@ -27,11 +27,13 @@ from lightning_zero.engine.parts import Parts
 from lightning_zero.engine.places import Places
 from lightning_zero.engine.records import ParameterRecord, records_of
 from lightning_zero.engine.shardable import check_shardable
+from lightning_zero.engine.sharded_gradient import ShardedGradient
 from lightning_zero.engine.sharded_module import EngineOptions, ShardedModule
 from lightning_zero.engine.statistics import EngineStats
 from lightning_zero.engine.step_device import StepDevice
 from lightning_zero.engine.unit import Unit, UnitState
 from lightning_zero.engine.whole import Write
+from lightning_zero.engine.window import compare_assigned
 from lightning_zero.foreign_options import FOREIGN_TO_ENGINE
 from lightning_zero.option_checks import checked_arguments
 
@@ -67,9 +69,8 @@ class _UnitOwner:
     def show_gradient(self, param: nn.Parameter) -> None:
         self._engine._show_gradient(param)
 
-    def forget_gradient(self, param: nn.Parameter) -> None:
-        buffer, index = self._engine._places.of(param)
-        buffer.gradients.forget([index])
+    def write_gradient(self, param: nn.Parameter, grad: torch.Tensor | None) -> None:
+        self._engine._write_gradient(param, grad)
 
 
 class ZeroEngine:
@@ -208,7 +209,7 @@ class ZeroEngine:
                 "optimizers",
                 "Make the same optimizers, with the same parameters in the same order, on every rank.",
             )
-        self.detach()
+        self._let_go()
         early, offload = self._sharded.early, self._options.offload
         if early is not None and len(optimizers) > 1:
             raise ValueError(
@@ -251,14 +252,21 @@ class ZeroEngine:
 
     def detach(self) -> None:
         """Let go of the optimizers and of all gradients."""
+        self._let_go()
+        self._drop_gradients()
+
+    def _let_go(self) -> None:
+        """Let go of the optimizers."""
         self._attached.close()
         if self.module is not None:
             self.reload_states()
         self._attached.detach()
         if self._made is not None and self._made.early is not None:
             self._made.early.optimizer = None
+
+    def _drop_gradients(self) -> None:
         for buffer in self._buffers:
-            buffer.gradients.forget()
+            buffer.window.drop(range(len(buffer.params)))
 
     def pause(self) -> None:
         """Let the module compute as if it were not sharded, until ``resume``. No collective.
@@ -268,8 +276,7 @@ class ZeroEngine:
         """
         self._attached.close()
         self._flush_here()
-        for buffer in self._buffers:
-            buffer.gradients.forget()
+        self._drop_gradients()
         if not any(unit.is_sharded_between_uses for unit in self.units):
             self._sharded.hooks.remove()
 
@@ -410,8 +417,7 @@ class ZeroEngine:
 
         For steps whose backward comes before ``zero_grad`` is called.
         """
-        for buffer in self._buffers:
-            buffer.gradients.forget()
+        self._drop_gradients()
         self._attached.begin_gradients()
 
     def end_gradients(self) -> None:
@@ -530,7 +536,12 @@ class ZeroEngine:
         """
         param = _parameter(param)
         self._refuse_with_early_steps("Reading gradients")
-        return None if self._places.is_elsewhere(param) else self._sharded.whole.gradient(*self._places.of(param))
+        if self._places.is_elsewhere(param):
+            return None
+        buffer, index = self._places.of(param)
+        buffer.window.take_gradient(index)
+        compare_assigned([buffer], self.communicator)
+        return self._sharded.whole.gradient(buffer, index)
 
     # -- Checkpoints -----------------------------------------------------------------------------------------------
 
@@ -682,10 +693,26 @@ class ZeroEngine:
         self.flush()
         return True
 
+    def _write_gradient(self, param: nn.Parameter, grad: torch.Tensor | None) -> None:
+        buffer, index = self._places.of(param)
+        self._refuse_in_backward(buffer, index)
+        if isinstance(grad, ShardedGradient):  # a segment
+            self._show_gradient(param)
+        buffer.window.write(index, grad)
+
+    def _refuse_in_backward(self, buffer: FlatBuffer, index: int) -> None:
+        if index in buffer.gradients.has_grad and torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                f"`grad` of `{buffer.layout.slots[index].name}` is used in a backward (by a hook of"
+                " `register_post_accumulate_grad_hook`?) that adds to the average of an earlier one. The sum is not"
+                " there before the backward ends. Use it behind the backward, or call `zero_grad` before."
+            )
+
     def _show_gradient(self, param: nn.Parameter) -> None:
         buffer, index = self._places.of(param)
         if index not in buffer.gradients.has_grad:
             return
+        self._refuse_in_backward(buffer, index)
         if buffer.gradients.is_spent:
             self._refuse_with_early_steps(f"Reading the gradient of `{self.param_name(param)}`")
         self._attached.show_gradient(param, (buffer, index))

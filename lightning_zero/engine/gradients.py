@@ -17,7 +17,15 @@ from torch import nn
 from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.config import Sharding
 from lightning_zero.engine.own_range import OwnRange
-from lightning_zero.engine.parameter import ReducedParameter, has_class, restore_class, swap_class, user_class
+from lightning_zero.engine.parameter import (
+    ReducedParameter,
+    has_class,
+    raw_grad,
+    restore_class,
+    set_raw_grad,
+    swap_class,
+    user_class,
+)
 from lightning_zero.engine.sleep import BufferSleep
 from lightning_zero.layout import FlatLayout
 from lightning_zero.storage.copies import Landing
@@ -125,6 +133,8 @@ class BufferGradients:
             buffer.flush()  # its gradient is there
         if self.reduced is not None and not buffer.sharding.grads:
             self.settle()
+            self.accept_writes()
+            self.end_writing()
             lo, hi = buffer.layout.shard_range(buffer.communicator.rank)
             self._retained = (self.reduced if buffer.sharding.optim else self.reduced[lo:hi]).clone()
             self._reduced = None
@@ -135,6 +145,16 @@ class BufferGradients:
             for lo, hi in buffer.layout.gaps():
                 self.local[lo:hi].zero_()
         return self.local
+
+    @property
+    def is_summing(self) -> bool:
+        """Whether gradients of micro-batches wait for their reduction where the average would be (stages 0 and 1)."""
+        return not self._buffer.sharding.grads and (bool(self._summed) or self._retained is not None)
+
+    @property
+    def waiting(self) -> set[int]:
+        """The slots with such a gradient."""
+        return self._summed | (self.has_grad if self._retained is not None else set())
 
     # -- The average over the ranks --------------------------------------------------------------------------------
 
@@ -148,7 +168,7 @@ class BufferGradients:
         with torch.inference_mode(False), torch.no_grad():
             local = self._local_sums()
             for index, slot in enumerate(buffer.layout.slots):
-                if index not in self._summed:
+                if index not in self._summed and not self._sum_assigned(index):
                     local[slot.offset : slot.stop].zero_()
             lo, hi = buffer.layout.shard_range(buffer.communicator.rank)
             if buffer.sharding.grads and buffer.communicator.world_size > 1:
@@ -156,6 +176,16 @@ class BufferGradients:
             else:
                 self._target = local[lo:hi]
             return buffer.communicator.reduce_scatter(self._target, local, f"gradients of unit `{buffer.name}`")
+
+    def _sum_assigned(self, index: int) -> bool:
+        """Sum what somebody assigned to ``grad`` and this backward added nothing to; say whether there is something."""
+        param = self._buffer.params[index]
+        grad = raw_grad(param) if param.requires_grad else None
+        if grad is None:
+            return False
+        self.accumulate(index, grad)
+        set_raw_grad(param, None)
+        return True
 
     def finish_reduce(self) -> None:
         """Add the average to what was reduced before. No collective; stage 0 still needs ``gather_reduced``."""
@@ -168,6 +198,8 @@ class BufferGradients:
                 self._retained = None
             elif buffer.sharding.grads and self.reduced is not None:
                 self.settle()
+                self.accept_writes()
+                self.end_writing()
                 target.add_(self.reduced.to(target.device))
                 self._give_back_reduced()
             if buffer.sharding.grads and buffer.is_offloaded:
@@ -208,21 +240,63 @@ class BufferGradients:
 
     def reduced_or_zeros(self) -> torch.Tensor:
         """Return the average, made of zeros where no rank of this part has a gradient: (own range,)."""
-        buffer = self._buffer
-        buffer.take_back()
         self.settle()
-        if self.reduced is None:
-            own = buffer.own_range
-            with torch.inference_mode(False), torch.no_grad():
-                if buffer.sharding.grads:
-                    self._reduced = buffer.home.create("gradients", own.numel, self._dtype)
-                else:
-                    self._reduced = self._local_sums()[own.start : own.stop]
-                self._reduced.zero_()
-        self.has_grad.update(range(len(buffer.params)))
+        reduced = self._average_or_zeros()
+        self.has_grad.update(range(len(self._buffer.params)))
         self.mark_reduced()
+        return reduced
+
+    def _average_or_zeros(self) -> torch.Tensor:
+        buffer, own = self._buffer, self._buffer.own_range
+        buffer.take_back()
+        if self.reduced is None:
+            with torch.inference_mode(False), torch.no_grad():
+                if not buffer.sharding.grads:
+                    self._reduced = self._local_sums()[own.start : own.stop].zero_()
+                elif buffer.sleep is not None:
+                    zeros = torch.zeros(own.numel, dtype=self._dtype, device=buffer.store.device)
+                    self._reduced = buffer.sleep.keep_gradient(zeros)
+                else:
+                    self._reduced = buffer.home.create("gradients", own.numel, self._dtype).zero_()
         assert self.reduced is not None
         return self.reduced
+
+    def assign(self, index: int, segment: torch.Tensor) -> None:
+        """Let a segment take the place of a slot's average, or of its sums: somebody has assigned it to ``grad``.
+
+        Args:
+            index: The slot.
+            segment: This rank's, in any shape and dtype.
+
+        Raises:
+            RuntimeError: A step in the backward has taken the buffer's gradients.
+        """
+        if self.is_spent:
+            raise RuntimeError(
+                f"A gradient was assigned to a parameter of unit `{self._buffer.name}`, whose gradients were stepped in"
+                " the backward (`step='backward'`). Call `optimizer.zero_grad()` before, or use `step='auto'`."
+            )
+        own = self._buffer.own_range
+        flat = segment.detach().as_subclass(torch.Tensor).reshape(-1)
+        self._summed.discard(index)
+        self.used.discard(index)
+        with torch.inference_mode(False), torch.no_grad():
+            if self.is_summing:  # the sums lie where the average would
+                self._assign_retained(index, flat)
+            else:
+                self._average_or_zeros()
+                values = self.for_writing()
+                assert values is not None
+                own.segment(index, values).reshape(-1).copy_(flat)
+        self.has_grad.add(index)
+
+    def _assign_retained(self, index: int, flat: torch.Tensor) -> None:
+        shard = OwnRange(self._buffer.layout, self._buffer.communicator.rank, is_sharded=True)
+        if self._retained is None:
+            self._retained = torch.zeros(shard.numel, dtype=self._dtype, device=self._buffer.store.device)
+        first = self._buffer.own_range.elements(index)[0]
+        start, stop = shard.elements(index)
+        shard.segment(index, self._retained).copy_(flat[start - first : stop - first])
 
     def mark_reduced(self) -> None:
         """Let reads of ``grad`` find the reduced gradients."""
@@ -285,8 +359,7 @@ class BufferGradients:
         if self._retained is not None:
             shard = OwnRange(self._buffer.layout, self._buffer.communicator.rank, is_sharded=True)
             for index in indices:
-                start, stop = shard.place(index)
-                self._retained[start:stop].zero_()
+                shard.segment(index, self._retained).zero_()
 
     def spend(self) -> None:
         """Give up the average, which a step in the backward has taken. ``forget`` ends it."""

@@ -29,6 +29,7 @@ from lightning_zero.engine.methods import MethodCalls, RunningStep, methods_on_s
 from lightning_zero.engine.moments import widened
 from lightning_zero.engine.parts import Parts
 from lightning_zero.engine.sharded_gradient import norm_of_norms, norms_of
+from lightning_zero.engine.window import compare_assigned
 
 __all__ = ["ShardedOptimizer", "gradient_norm"]
 
@@ -229,6 +230,8 @@ class ShardedOptimizer:
         for buffer in self.buffers:
             if not buffer.gradients.is_ahead:
                 buffer.refresh_master()
+            else:
+                buffer.window.take_gradients()  # refuses what was assigned
         self._in_window = [(buffer, index) for buffer, index in self.places if not buffer.gradients.is_ahead]
         with torch.inference_mode(False):
             for buffer, index in self._in_window:
@@ -247,6 +250,7 @@ class ShardedOptimizer:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._refuse_unless_elementwise()
+        self._refuse_local_gradients()
         self.open()
         self._show_gradients()
         self._running_step.begin()
@@ -292,8 +296,31 @@ class ShardedOptimizer:
             for buffer, index in self.places:
                 buffer.window.take_values(index)
 
+    def _refuse_local_gradients(self) -> None:
+        """Refuse a step before the gradients are averaged: it would be another one on every rank.
+
+        Raises:
+            RuntimeError: A backward is running, or micro-batches wait for the last one.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "`optimizer.step()` was called in a backward (a hook of `register_post_accumulate_grad_hook`?), where"
+                " gradients are those of this rank alone. Step behind the backward, or use `step='backward'`, which"
+                " steps each unit when its gradients are averaged."
+            )
+        for buffer, index in self.places:
+            if buffer.gradients.is_summing and index in buffer.gradients.waiting:
+                raise RuntimeError(
+                    f"`optimizer.step()` was called behind `microbatch(last=False)`: the gradient of"
+                    f" `{buffer.layout.slots[index].name}` waits on every rank for the last micro-batch, and is not"
+                    " averaged. Run the last backward before a step inside `microbatch(last=True)`, or outside."
+                )
+
     def _show_gradients(self) -> None:
         """Give PyTorch's step its gradients; a step by runs takes them from the buffers."""
+        for buffer, index in self.places:
+            buffer.window.take_gradient(index)
+        compare_assigned(self.buffers, self._communicator)
         if self._flat_step is None:
             self._strip(self.places)
 
@@ -458,12 +485,11 @@ class ShardedOptimizer:
         self.close()
         if self._keeps_gradients():
             return
-        for buffer in self.buffers:
-            indices = [index for owner, index in self.places if owner is buffer]
+        for buffer, indices in _by_buffer(self.places):
             if set_to_none or buffer.gradients.is_spent:
-                buffer.gradients.forget(indices)
+                buffer.window.drop(indices)
             else:
-                buffer.gradients.zero(indices)
+                buffer.window.zero(indices)
 
     # -- Gradients as a whole --------------------------------------------------------------------------------------
 
@@ -482,6 +508,7 @@ class ShardedOptimizer:
     def _scale(self, factor: torch.Tensor) -> None:
         """Multiply the gradients: in the step where that is one pass over them less, else at once."""
         for buffer, indices in _by_buffer(self.places):
+            buffer.window.show_again()
             if self._flat_step is None or not buffer.window.scale_later(indices, factor):
                 for grad in _pieces(buffer, indices, buffer.gradients.for_writing()):
                     grad.mul_(factor.to(grad.dtype))
@@ -505,6 +532,10 @@ class ShardedOptimizer:
         return overflows if self._parts is None else self._parts.any_is(overflows)
 
     def _grads(self) -> list[torch.Tensor]:
+        """Return the gradients to change them."""
+        _take_gradients(self.places, self._communicator)
+        for buffer in self.buffers:
+            buffer.window.show_again()
         return [grad for buffer, indices in _by_buffer(self.places)
                 for grad in _pieces(buffer, indices, buffer.gradients.for_writing())]  # fmt: skip
 
@@ -514,12 +545,21 @@ def gradient_norm(
 ) -> torch.Tensor:
     """Return the norm of the reduced gradients at ``places``, of all parts: () fp32. Collective: all ranks."""
     places = list(places)
+    _take_gradients(places, communicator)
     is_sharded = any(buffer.sharding.optim for buffer, _ in places)
     if parts is not None:
         places = [(buffer, index) for buffer, index in places if parts.is_counted_here(buffer.params[index])]
     norms = [norm for buffer, indices in _by_buffer(places) for norm in _norms(buffer, indices, order)]
     norm = norm_of_norms(norms, order, communicator if is_sharded else None)
     return (norm if parts is None else parts.combine_norms(norm.to(communicator.device), order)).float()
+
+
+def _take_gradients(places: Iterable[Place], communicator: Communicator) -> None:
+    """Take over what was done to gradients. Collective: all ranks that have assigned some by hand."""
+    buffers = [buffer for buffer, _ in _by_buffer(places)]
+    for buffer in buffers:
+        buffer.window.take_gradients()
+    compare_assigned(buffers, communicator)
 
 
 def _norms(buffer: FlatBuffer, indices: set[int], order: float) -> list[torch.Tensor]:

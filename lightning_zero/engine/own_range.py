@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from lightning_zero.layout import FlatLayout
 
-__all__ = ["OwnRange"]
+__all__ = ["OwnRange", "merge_written"]
 
 
 class OwnRange:
@@ -64,3 +64,24 @@ class OwnRange:
         """Yield where padding lies in the range; ranges may be empty."""
         for start, stop in self._layout.gaps():
             yield max(start - self.start, 0), max(min(stop, self.stop) - self.start, 0)
+
+
+def merge_written(master: torch.Tensor, values: torch.Tensor, own: OwnRange, but_for: Iterable[int]) -> bool:
+    """Take over values that are not the rounded master's; say whether there were any.
+
+    Args:
+        master: What is stepped: (own range,).
+        values: What parameters hold; may be the parameters themselves: (own range,).
+        own: The range.
+        but_for: Slots that show the master itself.
+    """
+    rounded = master.to(values.dtype)
+    if torch.equal(rounded, values):
+        return False
+    is_same = rounded == values
+    for index in but_for:
+        own.segment(index, is_same).fill_(True)
+    if bool(is_same.all()):
+        return False
+    master.copy_(torch.where(is_same, master, values.to(master.dtype)))
+    return True

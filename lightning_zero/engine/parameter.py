@@ -4,7 +4,8 @@ The user's ``nn.Parameter`` stays the same object from ``shard`` to ``close``; i
 change (ADR 0011):
 
 the user's own class   whole (inside forward and backward, always below stage 3), or stepping (data is a segment).
-``ReducedParameter``   whole, and the engine holds a reduced gradient: reading ``grad`` opens the step window.
+``ReducedParameter``   whole, and the engine holds a reduced gradient: reading ``grad`` opens the step window. Or a
+                       segment in the step window: assigning ``grad`` there takes a segment or a whole tensor.
 ``ReleasedParameter``  sharded: metadata is true, values are not there.
 ``PendingParameter``   whole, but a step was asked for that its values do not show; touching them makes the step.
 
@@ -28,6 +29,7 @@ from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.errors import ReleasedParameterError
@@ -72,8 +74,8 @@ class Owner(Protocol):
         """Bring the reduced gradient of ``param``, if there is one, into its ``grad``."""
         ...
 
-    def forget_gradient(self, param: nn.Parameter) -> None:
-        """Drop the reduced gradient of ``param``."""
+    def write_gradient(self, param: nn.Parameter, grad: torch.Tensor | None) -> None:
+        """Let ``grad`` take the place of the gradient of ``param``; None drops it."""
         ...
 
 
@@ -189,16 +191,14 @@ def _read_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 def _write_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
     owner = owner_of(param)
-    if owner is not None:
-        if grad is None:
-            owner.forget_gradient(param)
-        else:
-            owner.show_gradient(param)
-    set_raw_grad(param, grad)
+    if owner is None:
+        set_raw_grad(param, grad)
+    else:
+        owner.write_gradient(param, grad)
 
 
 class ReducedParameter(nn.Parameter):
-    """A whole parameter whose reduced gradient is held by the engine."""
+    """A parameter whose reduced gradient is held by the engine, or that is in the step window."""
 
     user_class: ClassVar[type[torch.Tensor]] = nn.Parameter
     grad = property(_read_grad, _write_grad, lambda param: _write_grad(param, None))
@@ -259,6 +259,8 @@ class _OwnedParameter(nn.Parameter):
     ) -> Any:
         """Answer questions about metadata; leave the rest to ``_use``."""
         kwargs = kwargs or {}
+        if func is torch.autograd.grad:
+            return _gradients_of_edges(*args, **kwargs)
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -398,6 +400,8 @@ class SleepingParameter(_OwnedParameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Answer questions about metadata, make views, and wake for everything else."""
+        if func is torch.autograd.grad:
+            return _gradients_of_edges(*args, **(kwargs or {}))
         return call_awake(func, args, kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -408,6 +412,23 @@ class SleepingParameter(_OwnedParameter):
         """Pickle an ordinary copy."""
         copied = nn.Parameter(self.detach().clone(), self.requires_grad)
         return copied.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _gradients_of_edges(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call ``torch.autograd.grad``, which needs no values of the parameters that it differentiates by."""
+    wanted = [inputs] if isinstance(inputs, (torch.Tensor, GradientEdge)) else list(inputs)
+    is_filled = kwargs.pop("materialize_grads", False)
+    if is_filled:
+        kwargs["allow_unused"] = True
+    with torch._C.DisableTorchFunctionSubclass():  # not around the backward, whose hooks use parameters
+        edges = [get_gradient_edge(one) if torch.is_tensor(one) else one for one in wanted]
+    found = torch.autograd.grad(outputs, edges, *args, **kwargs)
+    if not is_filled:
+        return found
+    return tuple(
+        torch.zeros(one.shape, dtype=one.dtype, device=one.device) if grad is None and torch.is_tensor(one) else grad
+        for grad, one in zip(found, wanted, strict=True)
+    )
 
 
 def _make_step(param: nn.Parameter) -> None:

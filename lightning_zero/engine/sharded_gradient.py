@@ -53,18 +53,34 @@ class ShardedGradient(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run element-wise operations, finish norms over the ranks, refuse the rest."""
+        """Run element-wise operations, finish norms over the ranks, refuse the rest.
+
+        Gradients of several units have a class each; lists of them (``_foreach_mul_``) are no conflict.
+        """
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", str(func))
         if name in _NORMS:
             return cls._norm(name, args, kwargs)
+        if name == "_amp_foreach_non_finite_check_and_unscale_":  # torch.amp.GradScaler
+            return cls._unscale(func, *args)
         is_reduction = name in _EXTREMA and not (len(args) > 1 and torch.is_tensor(args[1]))
         if name in ("__get__", "__set__", "__delete__") or (_is_elementwise(name) and not is_reduction):
-            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+            return super().__torch_function__(func, (cls,), args, kwargs)  # type: ignore[no-untyped-call]
         raise ShardedGradientError(
             f"`{name}` needs a whole gradient, but this rank holds one segment of it. Use `strategy.full_grad(param)`"
             " (`engine.full_grad(param)`) on every rank; element-wise operations and norms work on the segment."
         )
+
+    @classmethod
+    def _unscale(
+        cls, func: Callable[..., Any], grads: Sequence[torch.Tensor], found: torch.Tensor, factor: torch.Tensor
+    ) -> None:
+        """Multiply gradients; all ranks learn whether one of them is not finite on some rank. Collective: all ranks."""
+        func([grad.detach().as_subclass(torch.Tensor) for grad in grads], found, factor)
+        on_some_rank = cls.communicator.all_reduce(
+            found.to(cls.communicator.device, copy=True), "agreement on overflow", dist.ReduceOp.MAX
+        )
+        found.copy_(on_some_rank)
 
     @classmethod
     def _norm(cls, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

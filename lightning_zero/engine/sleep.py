@@ -9,12 +9,12 @@ Note [Reading each tensor once a step]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Protocol
 
 import torch
 
-from lightning_zero.engine.own_range import OwnRange
+from lightning_zero.engine.own_range import OwnRange, merge_written
 from lightning_zero.storage.disk import DiskStore, Visit
 from lightning_zero.storage.sleeping import is_asleep, ordinary
 
@@ -27,6 +27,11 @@ class Sleeping(Protocol):
     name: str
     own_range: OwnRange
     master: torch.Tensor | None
+
+    @property
+    def entered(self) -> Set[int]:
+        """The slots whose parameters show the master."""
+        ...
 
     @property
     def raw_computed(self) -> torch.Tensor:
@@ -110,12 +115,7 @@ class BufferSleep:
         """Take over values that are not the rounded master's; say whether there were any."""
         assert self._buffer.master is not None
         master = ordinary(self._buffer.master)
-        values = values.to(master.device)
-        rounded = master.to(values.dtype)
-        if torch.equal(rounded, values):
-            return False
-        master.copy_(torch.where(rounded == values, master, values.to(master.dtype)))
-        return True
+        return merge_written(master, values.to(master.device), self._buffer.own_range, self._buffer.entered)
 
     def plan_step(
         self,

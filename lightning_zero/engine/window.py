@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Set
 from typing import Protocol
 
 import torch
@@ -9,11 +10,13 @@ from torch import nn
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Sharding
+from lightning_zero.engine.assigned import Digest, compare
 from lightning_zero.engine.gradients import BufferGradients
 from lightning_zero.engine.own_range import OwnRange
 from lightning_zero.engine.parameter import (
     ReducedParameter,
     SleepingParameter,
+    has_class,
     raw_grad,
     restore_class,
     set_raw_grad,
@@ -21,9 +24,10 @@ from lightning_zero.engine.parameter import (
 )
 from lightning_zero.engine.sharded_gradient import ShardedGradient, sharded_gradient_class
 from lightning_zero.engine.sleep import BufferSleep
+from lightning_zero.layout import FlatLayout
 from lightning_zero.storage.sleeping import ordinary
 
-__all__ = ["BufferWindow", "Shown"]
+__all__ = ["BufferWindow", "Shown", "Windowed", "compare_assigned"]
 
 
 class Shown(Protocol):
@@ -32,6 +36,7 @@ class Shown(Protocol):
     params: list[nn.Parameter]
     sharding: Sharding
     communicator: Communicator
+    layout: FlatLayout
     own_range: OwnRange
     sleep: BufferSleep | None
 
@@ -52,11 +57,18 @@ class Shown(Protocol):
         ...
 
 
+class Windowed(Protocol):
+    """A buffer with a window."""
+
+    layout: FlatLayout
+    window: BufferWindow
+
+
 class BufferWindow:
     """The step window of one buffer; several optimizers may have parameters in it.
 
     Call protocol, parameter by parameter: ``enter``, ``show`` if its gradient is wanted, ``leave``; then
-    ``close``.
+    ``close``. Whoever reads the average calls ``take_gradients`` before, whoever changes it ``show_again`` too.
 
     Args:
         buffer: The buffer.
@@ -68,12 +80,14 @@ class BufferWindow:
         self._gradients = gradients
         self._gradient_class = sharded_gradient_class(buffer.communicator)
         self._entered: set[int] = set()  # slots whose parameter shows what is stepped
-        self._shown: dict[int, torch.Tensor] = {}  # the gradients that parameters show
+        self._shown: dict[int, torch.Tensor] = {}  # segments of the average that parameters show as ``grad``
+        self.assigned: dict[int, Digest] = {}  # of whole gradients assigned by hand, until the ranks have compared them
 
     def enter(self, index: int) -> None:
         """Show a parameter as the optimizer steps it: ``data`` is the master's segment; reading ``grad`` shows it."""
         buffer = self._buffer
         buffer.take_back()
+        self.take_gradient(index)
         param = buffer.params[index]
         restore_class(param)
         segment = ordinary(buffer.segment(index))
@@ -81,38 +95,44 @@ class BufferWindow:
         if not same:
             with torch._C.DisableTorchFunctionSubclass():
                 param.data = segment
-        set_raw_grad(param, None)
         self._entered.add(index)
         buffer.forget_rounding()
-        if buffer.sleep is not None:
-            swap_class(param, SleepingParameter)
-        elif index in self._gradients.has_grad and self._gradients.reduced is not None:
-            swap_class(param, ReducedParameter)
+        self._let_grad_be_written(param)
+
+    def _let_grad_be_written(self, param: nn.Parameter) -> None:
+        swap_class(param, ReducedParameter if self._buffer.sleep is None else SleepingParameter)
+
+    @property
+    def entered(self) -> Set[int]:
+        """The slots whose parameters show what is stepped."""
+        return self._entered
+
+    # -- What parameters show --------------------------------------------------------------------------------------
 
     def show(self, index: int) -> None:
         """Let an entered parameter's ``grad`` be its segment of the reduced gradient, if it has one."""
-        if index not in self._gradients.has_grad or index not in self._entered or index in self._shown:
+        if index not in self._gradients.has_grad or index not in self._entered:
+            return
+        param = self._buffer.params[index]
+        if index in self._shown or raw_grad(param) is not None:
             return
         values = self._gradients.for_showing()
         if values is None:
             return
-        buffer = self._buffer
-        param = buffer.params[index]
-        if buffer.sleep is None:
-            restore_class(param)
-        else:
-            swap_class(param, SleepingParameter)
-        grad = buffer.own_range.segment(index, values)
-        if buffer.sharding.optim:
-            grad.__class__ = self._gradient_class
-        self._shown[index] = grad
-        set_raw_grad(param, grad)
+        self._shown[index] = self._as_shown(self._buffer.own_range.segment(index, values))
+        set_raw_grad(param, self._shown[index])
+
+    def _as_shown(self, segment: torch.Tensor) -> torch.Tensor:
+        return segment.as_subclass(self._gradient_class) if self._buffer.sharding.optim else segment
 
     def strip(self, index: int) -> None:
-        """Make a parameter's gradient a plain tensor: optimizers have fast paths for exact classes only."""
-        grad = raw_grad(self._buffer.params[index])
+        """Make a parameter and its gradient plain tensors: optimizers have fast paths for exact classes only."""
+        param = self._buffer.params[index]
+        grad = raw_grad(param)
         if isinstance(grad, ShardedGradient):
             grad.__class__ = torch.Tensor  # type: ignore[assignment]
+        if has_class(param, ReducedParameter):
+            restore_class(param)
 
     def scale_later(self, indices: set[int], factor: torch.Tensor) -> bool:
         """Keep a factor of the reduced gradients for the step, if they are those of ``indices`` and nobody saw them.
@@ -122,30 +142,94 @@ class BufferWindow:
         """
         return not self._shown and self._gradients.scale_later(indices, factor)
 
-    def take_gradient(self, index: int) -> bool:
-        """Take over what was done to an entered parameter's ``grad``; say whether it has a reduced gradient now."""
-        shown = self._shown.get(index)
-        if shown is None:
-            return index in self._gradients.has_grad and self._gradients.reduced is not None
-        grad = raw_grad(self._buffer.params[index])
-        if grad is None:
-            del self._shown[index]
-            self._gradients.forget([index])
-            return False
-        if grad is not shown:
-            self._replace_gradient(index, grad)
-        return True
+    # -- What is done to gradients ---------------------------------------------------------------------------------
 
-    def _replace_gradient(self, index: int, grad: torch.Tensor) -> None:
-        """Take over a tensor that was assigned to a parameter's ``grad``: this rank's segment, or the whole."""
-        values = self._gradients.for_writing()
-        assert values is not None
-        own = self._buffer.own_range
-        with torch.no_grad():
-            segment = own.segment(index, values)
-            plain = grad.detach().as_subclass(torch.Tensor)
-            start, stop = own.elements(index)
-            segment.copy_(plain if plain.shape == segment.shape else plain.reshape(-1)[start:stop])
+    def write(self, index: int, grad: torch.Tensor | None) -> None:
+        """Let a parameter's ``grad`` be what was assigned to it; None drops the gradient.
+
+        In the window that is this rank's segment, or the whole gradient, of which the segment is taken.
+        """
+        param = self._buffer.params[index]
+        if grad is None:
+            self.drop([index])
+        elif index in self._entered:
+            set_raw_grad(param, self._segment_of(index, grad))
+        else:
+            set_raw_grad(param, grad)
+            self._gradients.forget([index])
+
+    def _segment_of(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        buffer, param = self._buffer, self._buffer.params[index]
+        if not buffer.sharding.optim or isinstance(grad, ShardedGradient):
+            return grad
+        if grad.shape != param.shape and grad.shape == torch.Size(buffer.layout.slots[index].shape):
+            if not self._may_be_segment(index):
+                self.assigned[index] = Digest.of(grad)
+            start, stop = buffer.own_range.elements(index)
+            grad = _dense(grad).reshape(-1)[start:stop].to(param.device, param.dtype)
+        return self._as_shown(grad.detach()) if grad.shape == param.shape else grad
+
+    def _may_be_segment(self, index: int) -> bool:
+        """Say whether a whole gradient has the shape that a segment has on some rank."""
+        layout = self._buffer.layout
+        segments = [layout.segments(rank)[index] for rank in range(self._buffer.communicator.world_size)]
+        numel = layout.slots[index].numel
+        return len(layout.slots[index].shape) == 1 and any(one.stop - one.start == numel for one in segments)
+
+    def drop(self, indices: Iterable[int]) -> None:
+        """Drop the gradients of some parameters, reduced or assigned."""
+        params, indices = self._buffer.params, list(indices)
+        for index in indices:
+            self._shown.pop(index, None)
+            self.assigned.pop(index, None)
+            set_raw_grad(params[index], None)
+        self._gradients.forget(indices)
+        for index in self._entered.intersection(indices):
+            self._let_grad_be_written(params[index])
+
+    def zero(self, indices: Iterable[int]) -> None:
+        """Make the gradients of some parameters zero, reduced or assigned."""
+        indices = list(indices)
+        for index in indices:
+            grad = raw_grad(self._buffer.params[index])
+            if grad is not None:
+                grad.detach().zero_()
+        self._gradients.zero(indices)
+
+    def take_gradients(self) -> None:
+        """Take over what was done to the ``grad`` of every parameter of the buffer."""
+        for index in range(len(self._buffer.params)):
+            self.take_gradient(index)
+
+    def show_again(self) -> None:
+        """Let entered parameters show the gradients that were taken over: they are about to be changed."""
+        for index in self._entered:
+            param = self._buffer.params[index]
+            if raw_grad(param) is not self._shown.get(index):
+                set_raw_grad(param, None)
+                self._shown.pop(index, None)
+                self.show(index)
+
+    def take_gradient(self, index: int) -> bool:
+        """Take over what was done to a parameter's ``grad``; say whether it has a reduced gradient now."""
+        grad, shown = raw_grad(self._buffer.params[index]), self._shown.get(index)
+        if grad is None and shown is not None:
+            self.drop([index])
+        elif grad is not None and grad is not shown:
+            self._take_assigned(index, grad)
+        return index in self._gradients.has_grad and self._gradients.reduced is not None
+
+    def _take_assigned(self, index: int, grad: torch.Tensor) -> None:
+        if index in self._entered:
+            self._gradients.assign(index, grad)
+            return
+        set_raw_grad(self._buffer.params[index], None)
+        self.assigned[index] = Digest.of(grad)
+        start, stop = self._buffer.own_range.elements(index)
+        self._gradients.assign(index, _dense(grad).reshape(-1)[start:stop])
+        self._gradients.mark_reduced()
+
+    # -- The end ---------------------------------------------------------------------------------------------------
 
     def take_values(self, index: int) -> None:
         """Copy what an entered parameter's ``data`` was pointed to (``p.data = p.data - ...``) into its segment."""
@@ -167,3 +251,22 @@ class BufferWindow:
         self._gradients.accept_writes()
         if not self._shown:  # another optimizer's window may be open
             self._gradients.end_writing()
+
+
+def compare_assigned(buffers: Iterable[Windowed], communicator: Communicator) -> None:
+    """Compare what the ranks have assigned by hand, once. Collective: all ranks that have assigned something.
+
+    Raises:
+        RuntimeError: They have not assigned the same.
+    """
+    assigned: dict[str, Digest] = {}
+    for buffer in buffers:
+        slots = buffer.layout.slots
+        assigned.update({slots[index].name: digest for index, digest in buffer.window.assigned.items()})
+        buffer.window.assigned.clear()
+    if assigned:
+        compare(assigned, communicator)
+
+
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    return grad.to_dense() if grad.is_sparse else grad

@@ -28,7 +28,7 @@ class _Owner:
     def __init__(self, values: torch.Tensor | None = None) -> None:
         self.values = values
         self.shown: list[nn.Parameter] = []
-        self.forgotten: list[nn.Parameter] = []
+        self.written: list[nn.Parameter] = []
 
     def param_name(self, param: nn.Parameter) -> str:
         return "blocks.0.weight"
@@ -44,8 +44,9 @@ class _Owner:
         self.shown.append(param)
         set_raw_grad(param, torch.full(param.shape, 7.0))
 
-    def forget_gradient(self, param: nn.Parameter) -> None:
-        self.forgotten.append(param)
+    def write_gradient(self, param: nn.Parameter, grad: torch.Tensor | None) -> None:
+        self.written.append(param)
+        set_raw_grad(param, grad)
 
 
 def _released(owner: _Owner, dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -166,7 +167,7 @@ def test_a_gradient_that_is_set_to_none_is_forgotten(write: Callable[[nn.Paramet
     own(param, owner)
     param.__class__ = ReducedParameter
     write(param)
-    assert owner.forgotten[0] is param
+    assert owner.written[0] is param
     assert raw_grad(param) is None
 
 
@@ -176,7 +177,8 @@ def test_a_gradient_that_is_assigned_is_kept() -> None:
     own(param, owner)
     param.__class__ = ReducedParameter
     param.grad = torch.tensor([1.0, 2.0])
-    assert owner.shown[0] is param
+    assert owner.written[0] is param
+    assert not owner.shown
     grad = raw_grad(param)
     assert grad is not None
     assert grad.tolist() == [1.0, 2.0]

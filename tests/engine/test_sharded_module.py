@@ -65,7 +65,7 @@ class _Owner:
     def show_gradient(self, param: nn.Parameter) -> None:
         """Do nothing."""
 
-    def forget_gradient(self, param: nn.Parameter) -> None:
+    def write_gradient(self, param: nn.Parameter, grad: torch.Tensor | None) -> None:
         """Do nothing."""
 
 

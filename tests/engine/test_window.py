@@ -34,7 +34,7 @@ def _window(rank: int, world: int, stage: int) -> None:
         buffer.window.enter(index)
         buffer.window.show(index)
         start, stop = buffer.own_range.elements(index)
-        assert (type(param), param.dtype) == (nn.Parameter, torch.float32)
+        assert (type(param), param.dtype) == (ReducedParameter, torch.float32)
         assert param.shape == ((stop - start,) if stage else SHAPES[index])
         assert torch.equal(param.reshape(-1), values_of(index, 0.25).reshape(-1)[start:stop])
         grad = param.grad
@@ -43,7 +43,7 @@ def _window(rank: int, world: int, stage: int) -> None:
             assert (grad.shape, grad.dtype) == (param.shape, torch.float32)
             grad.mul_(3)
             buffer.window.strip(index)
-            assert type(grad) is Tensor
+            assert (type(param), type(raw_grad(param))) == (nn.Parameter, Tensor)
             with torch.no_grad():
                 param.sub_(grad)
     for index, param in enumerate(buffer.params):

@@ -37,7 +37,7 @@ class _Silent:
     def show_gradient(self, param: nn.Parameter) -> None:
         set_raw_grad(param, None)
 
-    def forget_gradient(self, param: nn.Parameter) -> None:
+    def write_gradient(self, param: nn.Parameter, grad: torch.Tensor | None) -> None:
         raise AssertionError("wrote a gradient")
 
     def awake(self, others: Sequence[Any], written: Sequence[Any]) -> AbstractContextManager[None]:

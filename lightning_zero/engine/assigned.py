@@ -1,0 +1,107 @@
+"""Gradients that were assigned by hand: every rank must have assigned the same (ADR 0033).
+
+Note [Whole and local]
+    ``param.grad = g`` with a whole ``g``, as ``torch.autograd.grad`` returns it, is no average of the engine: under
+    DistributedDataParallel too such a gradient is this rank's own until the program averages it. Each rank keeps its
+    segment. If the ranks had assigned different tensors, they would train segments of different gradients, and nobody
+    would notice. So before a step they compare a digest of each. Ranks that have assigned nothing do not ask, so
+    programs that assign nothing pay nothing; a rank that asks alone gets an error when the others do not come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from lightning_zero.comm.communicator import Communicator
+
+__all__ = ["Digest", "compare"]
+
+_TOLERANCE = 1e-4  # ranks that add in other orders differ in the last bits, gradients of other batches in the first
+
+
+class Digest(NamedTuple):
+    """What tells one gradient from another.
+
+    Attributes:
+        norm: Its norm.
+        ramp: The sum of its elements, with weights that rise from 1 to 2.
+        eps: Relative rounding error of its dtype.
+    """
+
+    norm: float
+    ramp: float
+    eps: float
+
+    @staticmethod
+    def of(grad: torch.Tensor) -> Digest:
+        """Return the digest of a whole gradient."""
+        values = grad.detach().as_subclass(torch.Tensor)
+        values = (values.coalesce().to_dense() if values.is_sparse else values).reshape(-1)
+        values = torch.view_as_real(values).reshape(-1) if values.is_complex() else values
+        eps = torch.finfo(values.dtype).eps
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
+        weights = torch.linspace(1, 2, values.numel(), dtype=values.dtype, device=values.device)
+        return Digest(torch.linalg.vector_norm(values).item(), torch.dot(values, weights).item(), eps)
+
+    def is_that_of(self, other: Digest) -> bool:
+        """Say whether two gradients may be the same, up to their last bits."""
+        tolerance = max(_TOLERANCE, 8 * self.eps, 8 * other.eps) * max(self.norm, other.norm)
+        pairs = ((self.norm, other.norm), (self.ramp, other.ramp))
+        return all(mine == theirs or abs(mine - theirs) <= tolerance or _both_nan(mine, theirs)
+                   for mine, theirs in pairs)  # fmt: skip
+
+
+def _both_nan(mine: float, theirs: float) -> bool:
+    return mine != mine and theirs != theirs
+
+
+def compare(assigned: Mapping[str, Digest], communicator: Communicator) -> None:
+    """Compare what ranks have assigned, by parameter. Collective: all ranks that have assigned something.
+
+    Raises:
+        RuntimeError: They have not assigned the same.
+    """
+    if communicator.world_size == 1:
+        return
+    found: list[dict[str, Digest]] = [{} for _ in range(communicator.world_size)]
+    first = next(iter(assigned))
+    try:
+        dist.all_gather_object(found, dict(assigned), group=communicator.object_group)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {communicator.rank} of {communicator.world_size}: the gradients of {len(assigned)} parameter(s),"
+            f" `{first}` first, were assigned by hand on this rank, and not all ranks came to say what they have"
+            f" assigned ({str(error).splitlines()[0]}). {_REMEDY}"
+        ) from error
+    names = list(dict.fromkeys(name for digests in found for name in digests))
+    for name in names:
+        _compare_one(name, [digests.get(name) for digests in found])
+
+
+def _compare_one(name: str, digests: list[Digest | None]) -> None:
+    without = [rank for rank, digest in enumerate(digests) if digest is None]
+    if without:
+        ranks = [rank for rank, digest in enumerate(digests) if digest is not None]
+        raise RuntimeError(
+            f"The gradient of `{name}` was assigned by hand on rank(s) {ranks} and not on rank(s) {without}. {_REMEDY}"
+        )
+    first = digests[0]
+    assert first is not None
+    others = [rank for rank, digest in enumerate(digests) if digest is not None and not first.is_that_of(digest)]
+    if others:
+        norms = ", ".join(f"{digest.norm:.6g}" for digest in digests if digest is not None)
+        raise RuntimeError(
+            f"The gradient of `{name}` was assigned by hand, and rank(s) {others} have assigned another one than rank 0"
+            f" (norms by rank: {norms}). {_REMEDY}"
+        )
+
+
+_REMEDY = (
+    "What is assigned to `grad` (or left there by `backward(create_graph=True)`) is one rank's gradient. Average it on"
+    " all ranks before the step (`torch.distributed.all_reduce(grad)`, then divide it by the number of ranks), or let"
+    " `loss.backward()` do it."
+)

@@ -1,0 +1,509 @@
+"""Programs that assign, edit, drop, read and scale gradients themselves train as the reference."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_zero.config import Communication
+from lightning_zero.engine.engine import ZeroEngine
+from tests import worlds
+from tests.references import Case, Sharded, TinyGPT, adamw, token_loss
+
+DEPTH = 2
+Program = Callable[[Any], None]
+
+
+class Skipping(TinyGPT):
+    """Runs the first block only."""
+
+    def body(self, x: Tensor) -> Tensor:
+        out: Tensor = self.blocks[0](x)
+        return out
+
+
+def _params(trainer: Any) -> list[nn.Parameter]:
+    return list(trainer.module.parameters())
+
+
+def _averaged(grads: Any) -> list[Tensor]:
+    found = []
+    for grad in grads:
+        total = grad.detach().clone()
+        dist.all_reduce(total)
+        found.append(total.div_(dist.get_world_size()))
+    return found
+
+
+def _noise(step: int) -> list[Tensor]:
+    """Return a whole gradient of every parameter, the same on all ranks."""
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(param.shape, generator=generator) for param in TinyGPT(depth=DEPTH).parameters()]
+
+
+def _grads_of(trainer: Any, step: int) -> list[Tensor]:
+    loss = token_loss(trainer.module, trainer.rank, step)
+    return _averaged(torch.autograd.grad(loss, _params(trainer)))
+
+
+def _assign(params: list[nn.Parameter], grads: list[Tensor]) -> None:
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+
+
+def _log(trainer: Any, optimizer: Any) -> None:
+    """Compare norms and whole gradients."""
+    grads = [trainer.full_grad(param) for param in _params(trainer)]
+    trainer.losses += [torch.zeros(1) if grad is None else grad.clone() for grad in grads]
+    trainer.losses.append(torch.tensor([grad is None for grad in grads]))
+    if isinstance(trainer, Sharded):
+        trainer.losses.append(trainer.engine.grad_norm(optimizer))
+    else:
+        norms = [torch.linalg.vector_norm(p.grad.double()) for group in optimizer.param_groups
+                 for p in group["params"] if p.grad is not None]  # fmt: skip
+        trainer.losses.append(torch.linalg.vector_norm(torch.stack(norms)).float() if norms else torch.zeros(()))
+
+
+def _loop(body: Callable[[Any, Any, int], None], optimizer: Any = adamw, steps: int = 3) -> Program:
+    """Return a program that calls ``body(trainer, optimizer, step)`` and steps."""
+
+    def program(trainer: Any) -> None:
+        stepper = optimizer(trainer.module)
+        trainer.attach(stepper)
+        for step in range(steps):
+            body(trainer, stepper, step)
+            stepper.step()
+            stepper.zero_grad()
+
+    return program
+
+
+def _backward(trainer: Any, step: int) -> None:
+    trainer.backward(token_loss(trainer.module, trainer.rank, step))
+
+
+# -- Programs ----------------------------------------------------------------------------------------------------------
+
+
+def autograd_grad(trainer: Any, optimizer: Any, step: int) -> None:
+    _assign(_params(trainer), _grads_of(trainer, step))
+
+
+def evolution(trainer: Any, optimizer: Any, step: int) -> None:
+    _assign(_params(trainer), _noise(step))
+
+
+def assigned_and_clipped(trainer: Any, optimizer: Any, step: int) -> None:
+    _assign(_params(trainer), _noise(step))
+    _log(trainer, optimizer)
+    trainer.losses.append(trainer.clip_grad_norm(optimizer, 0.5))
+    _log(trainer, optimizer)
+    trainer.clip_grad_value(optimizer, 0.01)
+    _log(trainer, optimizer)
+
+
+def some_are_assigned(trainer: Any, optimizer: Any, step: int) -> None:
+    params = _params(trainer)
+    _backward(trainer, step)
+    for index, grad in enumerate(_noise(step)):
+        if index % 3 == 0:
+            params[index].grad = grad
+    if step % 2:
+        _log(trainer, optimizer)
+    trainer.losses.append(trainer.clip_grad_norm(optimizer, 0.5))
+
+
+def assigned_in_the_window(trainer: Any, optimizer: Any, step: int) -> None:
+    params = _params(trainer)
+    _backward(trainer, step)
+    trainer.clip_grad_norm(optimizer, 0.5)
+    for index, grad in enumerate(_noise(step)):
+        if index % 3 == 0:
+            params[index].grad = grad
+    if step % 2:
+        _log(trainer, optimizer)
+        trainer.clip_grad_norm(optimizer, 0.3)
+
+
+def halved(trainer: Any, optimizer: Any, step: int) -> None:
+    params = _params(trainer)
+    _backward(trainer, step)
+    for index, param in enumerate(params):
+        if index % 3 == 0 and param.grad is not None:
+            param.grad = param.grad * 0.5
+        elif index % 3 == 1:
+            param.grad = None
+    _log(trainer, optimizer)
+    if step % 2:
+        trainer.losses.append(trainer.clip_grad_norm(optimizer, 0.1))
+        _log(trainer, optimizer)
+
+
+def edited_in_place(trainer: Any, optimizer: Any, step: int) -> None:
+    params = _params(trainer)
+    _backward(trainer, step)
+    grads = [param.grad for param in params if param.grad is not None]
+    torch._foreach_mul_(grads, 0.5)
+    grads[0].add_(1.0)
+    _log(trainer, optimizer)
+    trainer.losses.append(trainer.clip_grad_norm(optimizer, 0.1))
+
+
+def backward_adds_to_what_was_assigned(trainer: Any, optimizer: Any, step: int) -> None:
+    params = _params(trainer)
+    _assign(params, _noise(step))
+    _backward(trainer, step)
+    _log(trainer, optimizer)
+
+
+def read_before_the_backward(trainer: Any, optimizer: Any, step: int) -> None:
+    params = _params(trainer)
+    _assign(params, _noise(step))
+    _log(trainer, optimizer)
+    _backward(trainer, step)
+    _log(trainer, optimizer)
+
+
+def accumulated_after_an_edit(trainer: Any, optimizer: Any, step: int) -> None:
+    params = _params(trainer)
+    _backward(trainer, 2 * step)
+    for param in params[::2]:
+        if param.grad is not None:
+            param.grad = param.grad * 0.5
+    params[1].grad = None
+    _backward(trainer, 2 * step + 1)
+    params[3].grad = None
+    _log(trainer, optimizer)
+
+
+def scaled_and_accumulated(trainer: Any, optimizer: Any, step: int) -> None:
+    _backward(trainer, 2 * step)
+    trainer.clip_grad_norm(optimizer, 0.1)
+    _backward(trainer, 2 * step + 1)
+    for param in _params(trainer):
+        if param.grad is not None:
+            param.grad += param.grad
+    trainer.clip_grad_norm(optimizer, 0.2)
+    _log(trainer, optimizer)
+
+
+def zeroed_in_place(trainer: Any, optimizer: Any, step: int) -> None:
+    params = _params(trainer)
+    params[0].grad = torch.ones_like(_noise(0)[0])
+    optimizer.zero_grad(set_to_none=False)
+    _log(trainer, optimizer)
+    _backward(trainer, step)
+    optimizer.zero_grad()
+    params[-1].grad = _noise(step)[-1]
+    _log(trainer, optimizer)
+
+
+def several_micro_batches(trainer: Any, optimizer: Any, step: int) -> None:
+    params = _params(trainer)
+    params[0].grad = _noise(step)[0]
+    for index in range(3):
+        with trainer.microbatch(last=index == 2):
+            _backward(trainer, 3 * step + index)
+    params[2].grad = _noise(step)[2]
+    _log(trainer, optimizer)
+
+
+PROGRAMS: dict[str, Callable[[Any, Any, int], None]] = {
+    one.__name__.replace("_", "-"): one
+    for one in (
+        autograd_grad, evolution, assigned_and_clipped, some_are_assigned, assigned_in_the_window, halved,
+        edited_in_place, backward_adds_to_what_was_assigned, read_before_the_backward, accumulated_after_an_edit,
+        scaled_and_accumulated, zeroed_in_place, several_micro_batches,
+    )
+}  # fmt: skip
+
+OPTIMIZERS = {
+    "adamw": adamw,
+    "rmsprop": lambda module: torch.optim.RMSprop(module.parameters(), lr=1e-2, eps=1e-3),
+    "sgd": lambda module: torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9),
+}
+
+
+def _check(
+    rank: int, world: int, name: str, optimizer: str = "adamw", model: type[TinyGPT] = Skipping, **options: Any
+) -> dict[str, str]:
+    case = Case(
+        build=lambda: model(depth=DEPTH),
+        program=_loop(PROGRAMS[name], OPTIMIZERS[optimizer]),
+        tolerance=1e-5,  # norms over shards, and what Adam makes of their last bits
+        options=options,
+    )
+    return case.check(rank, world)
+
+
+def _check_with(rank: int, world: int, name: str, optimizer: str, options: dict[str, Any]) -> dict[str, str]:
+    return _check(rank, world, name, optimizer, **options)
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "autograd-grad"])
+def test_gradients_that_a_program_assigns_or_edits_are_those_that_are_stepped(name: str) -> None:
+    assert worlds.run(_check, 2, name) == [{}, {}]
+
+
+def _check_autograd_grad(rank: int, world: int) -> dict[str, str]:
+    return _check(rank, world, "autograd-grad", model=TinyGPT)
+
+
+def test_gradients_of_autograd_grad_train_at_every_stage() -> None:
+    assert worlds.run(_check_autograd_grad, 2) == [{}, {}]
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "cpu": {"offload": "cpu"},
+    "cpu-now": {"offload": "cpu", "step": "now"},
+    "deferred": {"step": "deferred"},
+    "device": {},
+}
+MATRIX = [
+    pytest.param(name, optimizer, place, id=f"{name}-{optimizer}-{place}")
+    for name in PROGRAMS
+    for optimizer in OPTIMIZERS
+    for place in PLACES
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("name", "optimizer", "place"), MATRIX)
+def test_gradients_by_hand_wherever_they_are(name: str, optimizer: str, place: str, world: int) -> None:
+    assert worlds.run(_check_placed, world, name, optimizer, place) == [{}] * world
+
+
+def _check_placed(rank: int, world: int, name: str, optimizer: str, place: str) -> dict[str, str]:
+    model = TinyGPT if name == "autograd-grad" else Skipping
+    return _check(rank, world, name, optimizer, model, **PLACES[place])
+
+
+# -- Several optimizers ------------------------------------------------------------------------------------------------
+
+
+def _optimizers(module: nn.Module, kind: str) -> list[torch.optim.Optimizer]:
+    params = list(module.parameters())
+    groups = {
+        "two": [params[::2], params[1::2]],
+        "three": [params[::3], params[1::3], params[2::3]],
+        "shared": [params[: len(params) // 2 + 3], params[len(params) // 2 :]],
+    }[kind]
+    makers = [
+        lambda group: torch.optim.SGD(group, lr=0.05, momentum=0.9),
+        lambda group: torch.optim.AdamW(group, lr=1e-2, eps=1e-3, fused=True),
+        lambda group: torch.optim.RMSprop(group, lr=1e-2, eps=1e-2),
+    ]
+    return [make(group) for make, group in zip(makers, groups, strict=False)]
+
+
+def _clip(trainer: Any, optimizer: Any, number: int) -> None:
+    trainer.losses.append(trainer.clip_grad_norm(optimizer, 0.3 + 0.1 * number))
+
+
+def _halve(trainer: Any, optimizer: Any, number: int) -> None:
+    for param in optimizer.param_groups[0]["params"][::2]:
+        if param.grad is not None:
+            param.grad.mul_(0.5)
+
+
+def _negate(trainer: Any, optimizer: Any, number: int) -> None:
+    for param in optimizer.param_groups[0]["params"][1::2]:
+        if param.grad is not None:
+            param.grad = -param.grad
+
+
+def _drop_one(trainer: Any, optimizer: Any, number: int) -> None:
+    optimizer.param_groups[0]["params"][number % 2].grad = None
+
+
+def _assign_one(trainer: Any, optimizer: Any, number: int) -> None:
+    params = list(trainer.module.parameters())
+    place = next(i for i, p in enumerate(params) if p is optimizer.param_groups[0]["params"][number % 3])
+    params[place].grad = _noise(number)[place]
+
+
+def _halve_all(trainer: Any, optimizer: Any, number: int) -> None:
+    grads = [param.grad for param in trainer.module.parameters()]
+    torch._foreach_mul_([grad for grad in grads if grad is not None], 0.5)
+
+
+def _clip_value(trainer: Any, optimizer: Any, number: int) -> None:
+    trainer.clip_grad_value(optimizer, 0.05)
+
+
+ACTIONS: dict[str, Callable[[Any, Any, int], Any]] = {
+    "assign": _assign_one,
+    "backward": lambda trainer, optimizer, number: _backward(trainer, number),
+    "clip": _clip,
+    "clip-value": _clip_value,
+    "drop": _drop_one,
+    "halve": _halve,
+    "halve-all": _halve_all,
+    "log": lambda trainer, optimizer, number: _log(trainer, optimizer),
+    "negate": _negate,
+    "step": lambda trainer, optimizer, number: optimizer.step(),
+    "zero": lambda trainer, optimizer, number: optimizer.zero_grad(),
+    "zero-in-place": lambda trainer, optimizer, number: optimizer.zero_grad(set_to_none=False),
+}
+
+
+def _order(seed: int, kind: str, length: int = 24) -> list[tuple[str, int]]:
+    chosen = random.Random(seed)
+    number = 3 if kind == "three" else 2
+    weights = [3 if name in ("backward", "clip", "step") else 1 for name in ACTIONS]
+    names = chosen.choices(list(ACTIONS), weights, k=length)
+    return [("backward", 0), *((name, chosen.randrange(number)) for name in names)]
+
+
+def _several(order: list[tuple[str, int]], kind: str) -> Program:
+    def program(trainer: Any) -> None:
+        optimizers = _optimizers(trainer.module, kind)
+        trainer.attach(*optimizers)
+        for number, (name, index) in enumerate(order):
+            ACTIONS[name](trainer, optimizers[index], number)
+
+    return program
+
+
+def _check_several(
+    rank: int, world: int, order: list[tuple[str, int]], kind: str, options: dict[str, Any], stages: Any = (0, 1, 2, 3)
+) -> dict[str, str]:
+    case = Case(
+        build=lambda: Skipping(depth=DEPTH),
+        program=_several(order, kind),
+        tolerance=1e-4,  # as above; sums of several steps
+        options=options,
+        stages=stages,
+    )
+    return case.check(rank, world)
+
+
+@pytest.mark.parametrize("kind", ["two", "shared"])
+def test_windows_of_optimizers_that_share_a_unit_are_open_at_once(kind: str) -> None:
+    order = [("backward", 0), ("clip", 0), ("clip", 1), ("step", 0), ("step", 1), ("zero", 0), ("zero", 1)]
+    assert worlds.run(_check_several, 2, order * 3, kind, {}) == [{}, {}]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_several_optimizers_over_one_buffer_in_any_order(seed: int) -> None:
+    kind = ["two", "three", "shared"][seed % 3]
+    options = list(PLACES.values())[seed % len(PLACES)]
+    assert worlds.run(_check_several, 2, _order(seed, kind), kind, options) == [{}, {}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", ["two", "three", "shared"])
+@pytest.mark.parametrize("seed", range(4, 14))
+def test_several_optimizers_in_many_orders(seed: int, kind: str, place: str) -> None:
+    world = 2 + seed % 2
+    assert worlds.run(_check_several, world, _order(seed, kind), kind, PLACES[place]) == [{}] * world
+
+
+# -- Ranks that disagree -----------------------------------------------------------------------------------------------
+
+
+def _assign_differently(rank: int, world: int, stage: int, how: str) -> str:
+    module = TinyGPT(depth=DEPTH)
+    engine = ZeroEngine(stage, units=("Block",), communication=Communication(timeout_s=2.0))
+    engine.shard(module)
+    optimizer = engine.attach(torch.optim.SGD(module.parameters(), lr=0.1))
+    if how == "values":
+        _assign(list(module.parameters()), [grad + 0.1 * rank for grad in _noise(0)])
+    elif how == "names":
+        list(module.parameters())[rank].grad = _noise(0)[rank]
+    elif how == "create-graph":
+        token_loss(module, rank, 0).backward(create_graph=True)
+    elif rank == 0:
+        _assign(list(module.parameters()), _noise(0))
+    try:
+        optimizer.step()
+        text = ""
+    except RuntimeError as error:
+        text = str(error)
+    if how == "one-rank":  # the other one goes on, and waits for this one
+        return text
+    engine.close()
+    return text
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("how", ["values", "names", "create-graph"])
+def test_ranks_that_assign_different_gradients_are_told(stage: int, how: str) -> None:
+    expected = {
+        "values": "rank(s) [1] have assigned another one than rank 0",
+        "names": "was assigned by hand on rank(s) [0] and not on rank(s) [1]",
+        "create-graph": "left there by `backward(create_graph=True)`",
+    }[how]
+    for text in worlds.run(_assign_differently, 2, stage, how):
+        assert expected in text
+        assert "torch.distributed.all_reduce(grad)" in text
+
+
+@pytest.mark.slow
+def test_a_rank_that_assigns_gradients_alone_is_told() -> None:
+    texts = worlds.run(_assign_differently, 2, 3, "one-rank")
+    assert "`embedding.weight` first, were assigned by hand on this rank, and not all ranks came" in texts[0]
+    worlds.close()
+
+
+# -- Loss scaling by hand ----------------------------------------------------------------------------------------------
+
+
+def _scaled(trainer: Any, optimizer: Callable[[nn.Module], torch.optim.Optimizer], is_unscaled: bool) -> None:
+    stepper = optimizer(trainer.module)
+    trainer.attach(stepper)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    for step in range(6):
+        with trainer.scope():
+            loss = token_loss(trainer.module, trainer.rank, step)
+            if step == 3 and trainer.rank == 1:  # only the rank that has the segment can find it
+                loss = loss + trainer.module.norm.bias[0] * float("inf")
+        trainer.backward(scaler.scale(loss))
+        trainer.losses[-1] = trainer.losses[-1].nan_to_num(0.0)
+        if is_unscaled:
+            scaler.unscale_(stepper)
+            torch.nn.utils.clip_grad_norm_(trainer.module.parameters(), 0.5)
+        scaler.step(stepper)
+        scaler.update()
+        trainer.losses.append(torch.tensor(scaler.get_scale()))
+        stepper.zero_grad()
+
+
+SCALED = {
+    "adamw": lambda module: torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-4),
+    "adamw-fused": adamw,
+    "sgd-fused": lambda module: torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, fused=True),
+}
+
+
+def _check_scaled(rank: int, world: int, optimizer: str, is_unscaled: bool, options: dict[str, Any]) -> dict[str, str]:
+    case = Case(
+        build=lambda: TinyGPT(depth=DEPTH),
+        program=lambda trainer: _scaled(trainer, SCALED[optimizer], is_unscaled),
+        tolerance=1e-5,
+        options=options,
+    )
+    return case.check(rank, world)
+
+
+@pytest.mark.parametrize(("optimizer", "is_unscaled", "place"), [
+    ("adamw", True, "device"), ("adamw-fused", False, "cpu"), ("sgd-fused", True, "deferred"),
+])  # fmt: skip
+def test_grad_scaler_skips_a_step_on_all_ranks_or_none(optimizer: str, is_unscaled: bool, place: str) -> None:
+    assert worlds.run(_check_scaled, 2, optimizer, is_unscaled, PLACES[place]) == [{}, {}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("is_unscaled", [False, True])
+@pytest.mark.parametrize("optimizer", SCALED)
+def test_grad_scaler_everywhere(optimizer: str, is_unscaled: bool, place: str) -> None:
+    assert worlds.run(_check_scaled, 3, optimizer, is_unscaled, PLACES[place]) == [{}] * 3
