@@ -11,12 +11,13 @@ import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import yaml
 
 import lightning_zero
+from lightning_zero import config
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("lightning_zero", "lightning_zero_ops")
@@ -137,6 +138,8 @@ OPTIONS: dict[str, Any] = {
     for name in (
         "ZeroStrategy",
         "Communication",
+        "Offload",
+        "ActivationCheckpointing",
         "LossScale",
         "ZeroMonitor",
         "ExportSafetensors",
@@ -156,6 +159,21 @@ def test_every_option_is_listed_with_its_default(name: str) -> None:
     assert {option: repr(default).replace("'", '"') for option, default in expected.items()} == rows
     if dataclasses.is_dataclass(OPTIONS[name]):
         assert {field.name for field in dataclasses.fields(OPTIONS[name])} == set(rows)
+
+
+def test_tables_of_all_classes_with_options_are_checked() -> None:
+    titles = set(re.findall(r"^## (\w+)$", (ROOT / "docs" / "options.md").read_text(), flags=re.MULTILINE))
+    assert titles & set(lightning_zero.__all__) == set(OPTIONS)
+    fields = {name for name, cls in vars(config).items() if dataclasses.is_dataclass(cls)} - {"Sharding"}
+    assert fields <= set(OPTIONS)
+
+
+def test_what_the_limits_call_missing_is_no_value_of_an_option() -> None:
+    missing = set(re.findall(r"`(\w+)`", _section(ROOT / "docs" / "limits.md", "Not there")))
+    for owner in OPTIONS.values():
+        hints = get_type_hints(owner if dataclasses.is_dataclass(owner) else owner.__init__)
+        parts = [part for hint in hints.values() for part in (hint, *get_args(hint))]
+        assert not missing & {word for part in parts for word in get_args(part) if isinstance(word, str)}
 
 
 def test_public_names_are_in_the_changelog() -> None:
