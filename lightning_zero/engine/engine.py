@@ -682,6 +682,7 @@ class ZeroEngine:
         return known or params_or_module is self.module
 
     def _before_open(self, opening: ShardedOptimizer) -> None:
+        self._sharded.hooks.recover()
         self._sharded.aside.take_back()
         self._attached.close_others(opening)
 

@@ -91,6 +91,7 @@ class BufferGradients:
         self.local: torch.Tensor | None = None
         self._summed: set[int] = set()  # slots that hold a sum in ``local``
         self.used: set[int] = set()  # slots with a gradient on this rank since the ranks last agreed
+        self.left: set[int] = set()  # slots whose gradient is still where autograd has put it
         self._target: torch.Tensor | None = None  # where a running reduction writes
         # - The average over the ranks
         self.has_grad: set[int] = set()  # slots with a gradient on some rank, in ``reduced``
@@ -223,6 +224,14 @@ class BufferGradients:
         buffer.store.release("gradients", target.nbytes)
         return at_home
 
+    def serve(self) -> Pending:
+        """Take part in a reduction that is for nothing. Collective: all ranks."""
+        buffer = self._buffer
+        with torch.inference_mode(False), torch.no_grad():
+            zeros = torch.zeros(buffer.layout.padded_numel, dtype=self._dtype, device=buffer.store.device)
+            lo, hi = buffer.layout.shard_range(buffer.communicator.rank)
+            return buffer.communicator.reduce_scatter(zeros[lo:hi], zeros, f"gradients of unit `{buffer.name}`")
+
     def gather_reduced(self) -> Pending | None:
         """Start gathering the average where every rank steps everything (stage 0). Collective there: all ranks."""
         buffer = self._buffer
@@ -322,6 +331,9 @@ class BufferGradients:
         self.used -= gone
         dropped = self.has_grad & gone
         self.has_grad -= gone
+        for index in self.left & gone:
+            set_raw_grad(params[index], None)
+        self.left -= gone
         if self.is_spent:
             self.is_spent = self.is_ahead = bool(self.has_grad)
         elif self.has_grad:
@@ -337,6 +349,39 @@ class BufferGradients:
         if self.reduced is not None and self._buffer.sharding.grads:
             self._give_back_reduced()
         self._reduced = self._retained = self.factor = self._written = None
+
+    def drop_untaken(self) -> None:
+        """Drop gradients that autograd has put down and an error has kept anybody from taking over."""
+        for index, param in enumerate(self._buffer.params):
+            if index not in self.left and raw_grad(param) is not None:
+                set_raw_grad(param, None)
+
+    def abandon(self) -> None:
+        """Drop the sums of a backward that an error has ended; the average before it stays. No collective.
+
+        Of what was reduced already a sum is left where there was an average, as in plain PyTorch. At stage 0 no rank
+        has the average whole any more where a reduction has begun: it goes, too.
+        """
+        buffer, target, self._target = self._buffer, self._target, None
+        self._summed.clear()
+        self.used.clear()
+        if target is not None and buffer.sharding.grads and buffer.communicator.world_size > 1:
+            buffer.store.release("gradients", target.nbytes)
+        if self.local is not None and (buffer.sharding.grads or self._reduced is None):
+            buffer.store.release("gradients", self.local.nbytes)
+            self.local = None  # a reduction that is running holds it
+        retained, self._retained = self._retained, None
+        if retained is not None and buffer.sharding.optim:
+            with torch.no_grad():
+                self._reduced = self._local_sums()[buffer.own_range.start : buffer.own_range.stop].copy_(retained)
+        elif retained is not None:
+            self.has_grad.clear()
+        if self.is_spent:
+            return
+        if self.has_grad:
+            self._zero(set(range(len(buffer.params))) - self.has_grad)
+        else:
+            self.forget()
 
     def zero(self, indices: Iterable[int]) -> None:
         """Make the gradients of some parameters zero, reduced or not; they still have one."""

@@ -27,15 +27,25 @@ Note [Backwards that reduce]
     What cannot be known at the beginning is whether ``backward(create_graph=True)`` builds a graph, or a rank's loss
     without parameters goes with one that does. If so, reductions that were started because the list says so were of
     zeros on all ranks, for a rank that takes a gradient knows better. They are finished and dropped.
+
+Note [After an error]
+    What an error leaves is put aside without a collective, since the other ranks may be elsewhere: whole units that
+    nobody holds are given back, sums of an interrupted backward are dropped, and the pass is abandoned (see the order's
+    note). Where the error leaves a ``with`` block, a hook that PyTorch always calls, or both, this happens at once.
+    PyTorch tells nobody that a backward has failed, or that a ``KeyboardInterrupt`` has ended a forward: then it
+    happens at the next forward, backward or step (``recover``). An error that does not leave the scope leaves the pass
+    alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -82,6 +92,14 @@ class _Outer(NamedTuple):
     unpack: Callable[[Any], torch.Tensor]
 
 
+class _Call(NamedTuple):
+    """A forward that is running."""
+
+    unit: Unit
+    opens_scope: bool
+    handled: BaseException | None  # the error that was being handled when it began
+
+
 class Hooks:
     """Drives the units of one module.
 
@@ -124,10 +142,12 @@ class Hooks:
         self._depth = 0
         self._scope = ""
         self._ordinal = 0  # of the pass in its step
+        self._opened_by: tuple[FrameType, int] | None = None  # the call, and its thread, that has opened the scope
         self._net: AbstractContextManager[Any] | None = None
         self._outer_hooks: Any = None  # the saved-tensor hooks around the scope, e.g. of a checkpoint
         # - The backward that is running
         self._armed = False
+        self._reduces = False  # unless it brings nothing
         self._runs_whole_graph = False  # else it is for some tensors only, as `autograd.grad` is
         self._has_own_pass = False
         self._explicit = False  # `backward_scope` ends it, not autograd
@@ -138,7 +158,7 @@ class Hooks:
         self.has_more_backwards = False  # of forwards that have run: a pipeline runs several ahead
         self.keeps_gradients = False  # at stage 3 too, until the last of them
         self.is_asleep = False  # forwards compute nothing
-        self._open_calls: list[tuple[Unit, bool]] = []
+        self._open_calls: list[_Call] = []
         self._handles: list[Any] = []
         self.install(module)
 
@@ -203,22 +223,29 @@ class Hooks:
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
         """Run a step of the program: the root unit is whole, and what lies between is one pass per direction."""
-        self._enter_scope(name, with_root=True)
+        self.recover()
+        depth, uses = self._depth, self._root.uses
         try:
+            self._enter_scope(name, with_root=True)
             yield
+            self._leave_scope(with_root=True)
         except BaseException:
-            self._abandon()
+            self._depth, self._root.uses = depth, uses
+            if depth == 0:
+                self._abandon()
             raise
-        self._leave_scope(with_root=True)
 
     @contextmanager
     def boundary(self) -> Iterator[None]:
         """Run something that every rank reaches, between two passes. Collective inside a scope."""
+        self.recover()
         was_in_pass = self._order.in_pass
         self._order.finish()
-        yield
-        if was_in_pass:
-            self._begin_pass("forward")
+        try:
+            yield
+        finally:
+            if was_in_pass:
+                self._begin_pass("forward")
 
     @property
     def in_scope(self) -> bool:
@@ -244,29 +271,76 @@ class Hooks:
             self._root.ran_forward = self._root.ran_forward or torch.is_grad_enabled()
 
     def _leave_scope(self, *, with_root: bool) -> None:
+        self.recover()
         if with_root:
             self._unuse(self._root)
-        self._depth -= 1
-        if self._depth > 0:
+        if self._depth > 1:
+            self._depth -= 1
             return
-        self._cast_net_off()
+        self._end_calls()
         for unit in self._units:
             if unit.is_touched:
                 unit.is_touched = False
                 self._give_back(unit)
         self._order.finish()
-
-    def _abandon(self) -> None:
-        """Put an interrupted step aside. No collective: the other ranks may be elsewhere."""
         self._cast_net_off()
         self._depth = 0
+        self._opened_by = None
+
+    def _end_calls(self) -> None:
+        """Take note that no forward runs: an error may have ended some without notice."""
         self._open_calls.clear()
-        self._armed = self._explicit = self._took_gradient = self._keeps_units = False
+        for unit in self._units:
+            if unit.uses:
+                unit.uses = 0
+                self._give_back(unit)
+
+    # -- After an error --------------------------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """Put aside what an error has ended without notice. No collective."""
+        if _in_backward():
+            return
+        if self._armed and not self._explicit:
+            self._abandon_backward()
+        if self._opened_by is not None and not _is_running(*self._opened_by):
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Put an interrupted step aside. No collective."""
+        self._cast_net_off()
+        self._depth = 0
+        self._opened_by = None
+        self._abandon_backward()
         self._order.abandon()
-        self._reducer.abandon()
         for unit in self._units:
             unit.uses = unit.calls = 0
             unit.is_touched = False
+            for buffer in unit.buffers:
+                buffer.gradients.mark_reduced()
+        self._open_calls.clear()
+        self._give_back_idle()
+
+    def _abandon_backward(self) -> None:
+        """Put an interrupted backward aside. No collective."""
+        if not self._armed:
+            return
+        if self._has_own_pass:
+            self._order.abandon()
+        for unit in self._units:
+            for buffer in unit.buffers:
+                buffer.gradients.drop_untaken()
+        if self._reduces:
+            self._reducer.abandon()
+        self._armed = self._explicit = self._took_gradient = self._keeps_units = False
+        self._give_back_idle()
+        if self._depth > 0 and not self._order.in_pass:
+            self._begin_pass("forward")
+
+    def _give_back_idle(self) -> None:
+        for unit in self._units:
+            if unit.state is UnitState.UNSHARDED:
+                self._give_back(unit)
 
     def _cast_net_off(self) -> None:
         if self._net is not None:
@@ -285,37 +359,55 @@ class Hooks:
     def _before_forward(self, unit: Unit, args: Any, kwargs: Any) -> None:
         if self.is_asleep:
             return
-        opens_scope = self._depth == 0 and not _in_backward()
-        self._open_calls.append((unit, opens_scope))
+        in_backward = _in_backward()
+        if not in_backward:
+            self.recover()
+        opens_scope = self._depth == 0 and not in_backward
+        self._open_calls.append(_Call(unit, opens_scope, sys.exc_info()[1]))
         if opens_scope:
+            self._opened_by = _frame_of_forward()
             self._enter_scope(unit.name, with_root=unit is self._root)
-        elif not _in_backward():
+        elif not in_backward:
             self._close_windows()
         self._use(unit)
         for buffer in unit.buffers:
             buffer.gradients.mark_plain()
-        if torch.is_grad_enabled() and not _in_backward():
+        if torch.is_grad_enabled() and not in_backward:
             unit.ran_forward = True
             if self._shards and _has_frozen(unit):
                 self._watch_inputs(unit, (args, kwargs))
 
     def _after_forward(self, unit: Unit, output: Any) -> None:
-        if self.is_asleep or not self._open_calls:  # an error came before
+        call = self._take_call(unit) if not self.is_asleep else None
+        if call is None:
             return
-        unit, opened_scope = self._open_calls.pop()
-        is_raising = output is None and sys.exc_info()[0] is not None
-        if is_raising and opened_scope:
-            self._abandon()
-            return
-        for buffer in unit.buffers:
-            buffer.gradients.mark_reduced()
-        self._unuse(unit)
-        if is_raising:
-            return
-        if self._shards and torch.is_grad_enabled():
-            self._watch_outputs(unit, output)
-        if opened_scope:
-            self._leave_scope(with_root=unit is self._root)
+        error = sys.exc_info()[1]
+        is_raising = error is not None and error is not call.handled
+        try:
+            if is_raising and call.opens_scope:
+                self._abandon()
+                return
+            for buffer in unit.buffers:
+                buffer.gradients.mark_reduced()
+            self._unuse(unit)
+            if is_raising:
+                return
+            if self._shards and torch.is_grad_enabled():
+                self._watch_outputs(unit, output)
+            if call.opens_scope:
+                self._leave_scope(with_root=unit is self._root)
+        except BaseException:
+            if call.opens_scope:
+                self._abandon()
+            raise
+
+    def _take_call(self, unit: Unit) -> _Call | None:
+        """Return the last call of a unit that is running; None if a hook before ours has failed."""
+        if not any(call.unit is unit for call in self._open_calls):
+            return None
+        while (call := self._open_calls.pop()).unit is not unit:  # an error has ended it without notice
+            self._unuse(call.unit)
+        return call
 
     def _use(self, unit: Unit) -> None:
         unit.uses += 1
@@ -401,26 +493,30 @@ class Hooks:
     @contextmanager
     def backward_scope(self) -> Iterator[None]:
         """Run a backward whose reductions every rank makes, also one that has nothing to reduce."""
+        self.recover()
         self._explicit = True
-        self.arm()
         try:
+            self.arm()
             yield
+            self._end_backward()
         except BaseException:
-            self._abandon()
+            self._armed = True  # also where it could not begin
+            self._abandon_backward()
             raise
-        self._end_backward()
 
     def arm(self) -> None:
         """Begin a backward, once."""
         if self._armed:
             return
         self._armed = True
-        self._close_windows()
+        self._reduces = False
         self._runs_whole_graph = self._explicit or _runs_whole_graph()
         self._has_own_pass = self._runs_whole_graph or not self._order.in_pass
+        self._close_windows()
         if self._has_own_pass:
             self._order.finish()
         if self._is_reducing:
+            self._reduces = True
             self._reducer.begin()
             if self._has_own_pass:
                 self._begin_pass("backward" if self._runs_whole_graph else "backward of inputs")
@@ -439,12 +535,15 @@ class Hooks:
 
     def _take_gradient(self, unit: Unit, place: int, index: int, param: nn.Parameter) -> None:
         self._note_graph()
-        if self._keeps_units:
-            return
         self.arm()
+        left = unit.buffers[place].gradients.left
+        if self._keeps_units:
+            left.add(index)
+            return
         grad = raw_grad(param)
         if grad is None:
             return
+        left.discard(index)
         self._took_gradient = True
         self._reducer.before_gradient(unit)
         unit.accumulate(place, index, grad)
@@ -500,6 +599,22 @@ def _may_have_gradients(dtype: torch.dtype) -> bool:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _frame_of_forward() -> tuple[FrameType, int] | None:
+    """Return the call of a module that has called a hook, and its thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
+        frame = frame.f_back
+    return None if frame is None else (frame, threading.get_ident())
+
+
+def _is_running(frame: FrameType, thread: int) -> bool:
+    """Say whether a call is still going on; of other threads it is not known."""
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None and caller is not frame:
+        caller = caller.f_back
+    return caller is not None or thread != threading.get_ident()
 
 
 def _runs_whole_graph() -> bool:

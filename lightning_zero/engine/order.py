@@ -14,6 +14,10 @@ Note [One order of collectives]
     not in the list is served when the others have come to the end of the pass. A list that was not enough is
     forgotten; a kind of pass whose list keeps failing goes on by agreement alone, which is slower and always right.
 
+    A pass that an error has interrupted cannot be finished then, for nobody knows where the other ranks are. Each rank
+    finishes it at its first call in a later pass: it takes part in what is left, for ranks that came further before the
+    same error, and waits for what was started.
+
 Note [Reading ahead]
     A list is recorded without reading ahead, so each unit's reduction stands before the next unit's gather. To let
     gathers run while the unit before computes, every reduction is moved behind as many gathers as are read ahead.
@@ -23,6 +27,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -35,6 +40,19 @@ __all__ = ["PassOrder"]
 
 _DONE = 2**31 - 1
 _MAX_FAILURES = 3
+
+
+@dataclass
+class _Pass:
+    """What lies between two points that every rank reaches."""
+
+    kind: Hashable
+    gathers: bool  # whether some unit may be gathered in it
+    entries: Sequence[int] | None  # the list; None while it is being learned
+    position: int = 0  # first entry that was not started yet
+    ahead: deque[Unit] = field(default_factory=deque)  # gathers started, not needed yet
+    record: list[int] = field(default_factory=list)  # entries started beyond the list
+    is_abandoned: bool = False  # its reductions are for nothing
 
 
 class PassOrder:
@@ -54,68 +72,67 @@ class PassOrder:
         self._communicator = communicator
         self._reducer = reducer
         self._prefetch = prefetch
-        self._gathers = False  # whether some unit may be gathered in this pass
+        self.is_suspended = 0  # > 0 while everything is held whole: forwards do not communicate
         # - What was learned
         self._lists: dict[Hashable, list[int]] = {}
         self._failures: dict[Hashable, int] = {}
-        # - The pass that is running
-        self._kind: Hashable | None = None
-        self._list: list[int] | None = None  # None while it is being learned
-        self._position = 0  # first entry that was not started yet
-        self._ahead: deque[Unit] = deque()  # gathers started, not needed yet
-        self._record: list[int] = []  # entries started beyond the list
-        self.is_suspended = 0  # > 0 while everything is held whole: forwards do not communicate
+        # - Passes
+        self._running: _Pass | None = None
+        self._abandoned: list[_Pass] = []
+        self._is_settled = True  # nothing of an abandoned pass is left
 
     @property
     def in_pass(self) -> bool:
         """Whether a pass is running."""
-        return self._kind is not None
+        return self._running is not None
 
     def begin(self, kind: Hashable, *, gathers: bool | None = None) -> None:
-        """Begin a pass. Every rank begins the same kind.
+        """Begin a pass. Every rank begins the same kind. No collective.
 
         Args:
             kind: What its list is remembered by.
             gathers: Whether units may be gathered in it, the same on every rank; by default whether they are sharded
                 between uses.
         """
-        assert self._kind is None
-        self._gathers = any(unit.is_sharded_between_uses for unit in self._units) if gathers is None else gathers
-        self._kind = kind
-        self._list = self._lists.get(kind)
-        self._position = 0
-        self._record = []
+        assert self._running is None
+        if gathers is None:
+            gathers = any(unit.is_sharded_between_uses for unit in self._units)
+        self._running = _Pass(kind, gathers, self._lists.get(kind))
 
     def request(self, unit: Unit) -> None:
         """Return with ``unit`` whole. Collective, in the order of the note, unless it is whole already."""
-        if unit in self._ahead:
-            while self._ahead[0] is not unit:
-                self._drop(self._ahead.popleft())
-            self._ahead.popleft()
+        self._settle()
+        current = self._running or _Pass(None, gathers=True, entries=())
+        if unit in current.ahead:
+            while current.ahead[0] is not unit:
+                self._drop(current.ahead.popleft())
+            current.ahead.popleft()
         elif unit.state is UnitState.SHARDED:
             entry = unit.index + len(self._units)
-            if self._list is not None and entry in self._list[self._position :]:
-                self._drop_ahead()
-                while self._list[self._position] != entry:
-                    self._join(self._list[self._position])
-                    self._position += 1
-                self._position += 1
+            if current.entries is not None and entry in current.entries[current.position :]:
+                self._drop_ahead(current)
+                while current.entries[current.position] != entry:
+                    self._join(current.entries[current.position])
+                    current.position += 1
+                current.position += 1
             else:
-                self._agree_until(entry)
+                self._agree_until(entry, current)
             unit.unshard()
-        else:
+        elif unit.state is UnitState.UNSHARDED:
             return
         unit.wait()
-        self._look_ahead()
+        self._look_ahead(current)
 
     def completed(self, unit: Unit) -> None:
         """Take note that a unit's gradients have arrived; start what may be started. Collective, in order."""
-        if self._list is None:
+        self._settle()
+        assert self._running is not None
+        if self._running.entries is None:
             if not unit.is_reduced:
-                self._agree_until(unit.index)
+                self._agree_until(unit.index, self._running)
                 self._reducer.start(unit)
             return
-        self._advance()
+        self._advance(self._running)
 
     def finish(self, *, reduces: bool = False) -> None:
         """End the pass: take part in what other ranks still need, reduce what is left. Collective: all ranks.
@@ -123,97 +140,119 @@ class PassOrder:
         Args:
             reduces: The pass is a backward, after which every unit that may have a gradient is reduced.
         """
-        if self._kind is None:
+        self._settle()
+        current = self._running
+        if current is None:
             return
-        self._join_the_rest()
-        if self._gathers or self._list is None:
-            self._agree_until(_DONE)
+        self._end(current)
         if reduces:
             for unit in self._units:
                 if unit.expected and not unit.is_reduced:
-                    self._record.append(unit.index)
+                    current.record.append(unit.index)
                     self._reducer.start(unit)
-        self._learn()
-        self._kind = None
+        self._learn(current)
+        self._running = None
+
+    def _end(self, current: _Pass) -> None:
+        self._join_the_rest(current)
+        if current.gathers or current.entries is None:
+            self._agree_until(_DONE, current)
 
     def abandon(self) -> None:
-        """Forget the pass after an error. No collective."""
-        self._ahead.clear()
-        self._kind = None
+        """Leave the pass after an error; it is finished at the next call. No collective."""
+        self._is_settled = False
+        if self._running is not None:
+            self._running.is_abandoned = True
+            self._abandoned.append(self._running)
+            self._running = None
 
-    def _agree_until(self, wanted: int) -> None:
+    def _settle(self) -> None:
+        """Finish what was abandoned. Collective: all ranks."""
+        if self._is_settled:
+            return
+        while self._abandoned:
+            self._end(self._abandoned[0])
+            del self._abandoned[0]
+        self._reducer.settle()
+        ahead = self._running.ahead if self._running is not None else ()
+        for unit in self._units:
+            if unit.state is UnitState.UNSHARDING and unit not in ahead:
+                unit.reshard()
+        self._is_settled = True
+
+    def _agree_until(self, wanted: int, current: _Pass) -> None:
         """Join the entries that other ranks are ready for, until it is this rank's turn."""
-        self._join_the_rest()
-        while (agreed := self._agree(wanted)) != wanted:
-            self._record.append(agreed)
-            self._join(agreed)
+        self._join_the_rest(current)
+        while (agreed := self._agree(wanted, current)) != wanted:
+            current.record.append(agreed)
+            self._join(agreed, is_void=current.is_abandoned)
         if wanted != _DONE:
-            self._record.append(wanted)
+            current.record.append(wanted)
 
-    def _join_the_rest(self) -> None:
+    def _join_the_rest(self, current: _Pass) -> None:
         """Start what is left of the list."""
-        self._drop_ahead()
-        rest = [] if self._list is None else self._list[self._position :]
-        self._position += len(rest)
-        for entry in rest:
-            self._join(entry)
+        self._drop_ahead(current)
+        while current.entries is not None and current.position < len(current.entries):
+            self._join(current.entries[current.position], is_void=current.is_abandoned)
+            current.position += 1
 
-    def _join(self, entry: int) -> None:
+    def _join(self, entry: int, *, is_void: bool = False) -> None:
         """Start an entry that this rank does not need, or is not ready for."""
-        if entry < len(self._units):
-            self._reducer.start(self._units[entry])
-        else:
+        if entry >= len(self._units):
             self._units[entry - len(self._units)].serve()
+        elif is_void:
+            self._reducer.serve(self._units[entry])
+        else:
+            self._reducer.start(self._units[entry])
 
-    def _advance(self) -> None:
+    def _advance(self, current: _Pass) -> None:
         """Start the reductions that are next in the list and ready."""
-        assert self._list is not None
-        while self._position < len(self._list) and self._list[self._position] < len(self._units):
-            unit = self._units[self._list[self._position]]
+        assert current.entries is not None
+        while current.position < len(current.entries) and current.entries[current.position] < len(self._units):
+            unit = self._units[current.entries[current.position]]
             if unit.expected and not unit.is_complete and unit.ran_forward:
                 return
             self._reducer.start(unit)
-            self._position += 1
+            current.position += 1
 
-    def _look_ahead(self) -> None:
-        if self._list is None:
+    def _look_ahead(self, current: _Pass) -> None:
+        if current.entries is None:
             return
-        self._advance()
-        while len(self._ahead) < self._prefetch and self._position < len(self._list):
-            entry = self._list[self._position]
+        self._advance(current)
+        while len(current.ahead) < self._prefetch and current.position < len(current.entries):
+            entry = current.entries[current.position]
             unit = self._units[entry % len(self._units)]
             if entry < len(self._units) or unit.state is not UnitState.SHARDED:
                 return  # a reduction that is not ready, or a unit whose present use must end first
             unit.unshard()
-            self._ahead.append(unit)
-            self._position += 1
-            self._advance()
+            current.ahead.append(unit)
+            current.position += 1
+            self._advance(current)
 
-    def _drop_ahead(self) -> None:
-        while self._ahead:
-            self._drop(self._ahead.popleft())
+    def _drop_ahead(self, current: _Pass) -> None:
+        while current.ahead:
+            self._drop(current.ahead.popleft())
 
     def _drop(self, unit: Unit) -> None:
         if not unit.is_busy:
             unit.reshard()
 
-    def _agree(self, wanted: int) -> int:
+    def _agree(self, wanted: int, current: _Pass) -> int:
         value = torch.tensor([wanted], dtype=torch.int64)
         what = "agreement on the next collective"
         if wanted == _DONE:
-            what += f" (this rank is at the end of the pass {self._kind})"
+            what += f" (this rank is at the end of the pass {current.kind})"
         else:
             verb = "reduces" if wanted < len(self._units) else "needs"
             what += f" (this rank {verb} unit `{self._units[wanted % len(self._units)].name}`)"
         return int(self._communicator.agree(value, what, dist.ReduceOp.MIN))
 
-    def _learn(self) -> None:
-        kind = self._kind
-        assert kind is not None
-        if self._list is None:
+    def _learn(self, current: _Pass) -> None:
+        kind = current.kind
+        if current.entries is None:
             if self._failures.get(kind, 0) < _MAX_FAILURES:
-                self._lists[kind] = self._with_room_ahead(self._record)
-        elif self._record:
+                self._lists[kind] = self._with_room_ahead(current.record)
+        elif current.record:
             self._failures[kind] = self._failures.get(kind, 0) + 1
             del self._lists[kind]
 

@@ -40,6 +40,7 @@ class Reducer:
         self._max_in_flight = in_flight
         self._early = early
         self._in_flight: list[tuple[Unit, FlatBuffer, Pending]] = []
+        self._interrupted: list[Pending] = []  # of backwards that an error has ended
         self._late: set[Unit] = set()  # got a gradient after their reduction had started
 
     def begin(self) -> None:
@@ -93,15 +94,34 @@ class Reducer:
                         buffer.gradients.forget()
 
     def abandon(self) -> None:
-        """Forget the backward after an error. No collective."""
+        """Drop the gradients of a backward that an error has ended. No collective; ``settle`` is to follow."""
+        self._interrupted += [pending for _, _, pending in self._in_flight]
         self._in_flight.clear()
         self._late.clear()
+        for unit in self._units:
+            unit.arrived.clear()
+            unit.is_reduced = False
+            for buffer in unit.buffers:
+                buffer.gradients.abandon()
+
+    def serve(self, unit: Unit) -> None:
+        """Take part in a reduction of an abandoned backward. Collective: all ranks."""
+        if self._early is not None:
+            self._early.promise(unit)
+        for buffer in unit.reducing_buffers:
+            buffer.gradients.serve().wait()
+
+    def settle(self) -> None:
+        """Wait for the reductions of abandoned backwards. Collective: all ranks have come behind them."""
+        while self._interrupted:
+            self._interrupted.pop(0).wait()
 
     def _drain(self, keep: int) -> None:
         while len(self._in_flight) > keep:
-            unit, buffer, pending = self._in_flight.pop(0)
+            unit, buffer, pending = self._in_flight[0]
             with label("reduce", unit.name):
                 pending.wait()
+                del self._in_flight[0]
                 buffer.gradients.finish_reduce()
             if self._early is not None:
                 self._early.reduced(unit, buffer)

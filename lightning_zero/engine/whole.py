@@ -59,24 +59,27 @@ class Whole:
                 "`write='rank0'` needs all parameters on rank 0, and a pipeline stage has its own. Make the same change"
                 " on every rank and use `write='all'`."
             )
-        with self._hooks.boundary():
-            for unit in units:
-                unit.holds += 1
-                if not unit.holds > 1 and unit.state is UnitState.SHARDED:
-                    unit.unshard()
-                unit.wait()
-        all_held = all(unit.holds for unit in self._units)
-        self._order.is_suspended += all_held
-        for unit in units:
-            for buffer in unit.buffers:
-                buffer.collect_writes()
+        held: list[Unit] = []
+        all_held = False
         try:
+            with self._hooks.boundary():
+                for unit in units:
+                    unit.holds += 1
+                    held.append(unit)
+                    if not unit.holds > 1 and unit.state is UnitState.SHARDED:
+                        unit.unshard()
+                    unit.wait()
+            all_held = all(unit.holds for unit in self._units)
+            self._order.is_suspended += all_held
+            for unit in units:
+                for buffer in unit.buffers:
+                    buffer.collect_writes()
             with self._elsewhere.borrowed(params) if self._elsewhere is not None else nullcontext():
                 yield
             self._accept(units, write)
         finally:
             self._order.is_suspended -= all_held
-            for unit in units:
+            for unit in held:
                 unit.holds -= 1
                 if not unit.is_busy:
                     unit.reshard()

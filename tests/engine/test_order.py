@@ -56,6 +56,12 @@ class _Reducer:
             unit.is_reduced = True
             self._log.append(f"reduce {unit.index}")
 
+    def serve(self, unit: _Unit) -> None:
+        self._log.append(f"nothing {unit.index}")
+
+    def settle(self) -> None:
+        self._log.append("settle")
+
 
 class _Ranks:
     """Answers agreements: the other ranks want what is in ``others``, one after the other, and then are done."""
@@ -191,14 +197,45 @@ def test_a_unit_that_is_whole_already_costs_nothing() -> None:
     assert world.ranks.agreements == gathers(0)
 
 
-def test_an_abandoned_pass_is_not_learned() -> None:
+def test_an_abandoned_pass_is_finished_by_the_next_call_and_not_learned() -> None:
     world = _World()
     world.order.begin("forward")
     world.use(0, 1)
     world.order.abandon()
     assert not world.order.in_pass
-    world.run([2])
-    assert world.ranks.agreements == [*gathers(2), _DONE]
+    assert world.ranks.agreements == gathers(0, 1)
+    assert world.run([2], others=gathers(3)) == ["serve 3", "settle", "gather 2"]
+    assert world.ranks.agreements == [*gathers(3), _DONE, *gathers(2), _DONE]
+    assert world.run([2]) == ["gather 2"]
+    assert world.ranks.agreements == [_DONE]
+
+
+def test_a_rank_takes_part_in_what_is_left_of_an_abandoned_pass() -> None:
+    world = _World(prefetch=1)
+    world.run([0, 1, 2])
+    world.log.clear()
+    world.order.begin("forward")
+    world.use(0)
+    world.order.abandon()
+    world.order.abandon()
+    assert world.log == ["gather 0", "gather 1", "release 0"]
+    world.order.finish()
+    assert world.log[3:] == ["release 1", "serve 2", "settle"]
+    assert all(unit.state is UnitState.SHARDED for unit in world.units)
+
+
+def test_reductions_of_an_abandoned_pass_are_for_nothing() -> None:
+    world = _World(count=2)
+    _backward(world, [1, 0])
+    world.log.clear()
+    for unit in world.units:
+        unit.is_complete = unit.is_reduced = False
+    world.order.begin("backward")
+    world.use(1)
+    world.order.abandon()
+    world.order.begin("backward")
+    world.order.finish(reduces=True)
+    assert world.log[2:5] == ["nothing 1", "serve 0", "nothing 0"]
 
 
 def test_finishing_without_a_pass_does_nothing() -> None:
