@@ -227,6 +227,8 @@ class ZeroEngine:
                 self._deferral,
                 self._mark_stale,
                 moments=self._options.moments,
+                before_step=self._sharded.hooks.begin_step,
+                after_step=self._end_step,
             )
             self._attached.add(sharded)
             if offload is not None and offload.step_device == "cuda":
@@ -685,6 +687,10 @@ class ZeroEngine:
         self._sharded.hooks.recover()
         self._sharded.aside.take_back()
         self._attached.close_others(opening)
+
+    def _end_step(self, buffers: Sequence[FlatBuffer]) -> None:
+        units = {unit.index: unit for unit in map(self._places.unit_of, buffers)}
+        self._sharded.hooks.end_step(list(units.values()))
 
     def _touch(self, unit: Unit) -> bool:
         if self._sharded.hooks.touch(unit):

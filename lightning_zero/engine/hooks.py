@@ -247,6 +247,20 @@ class Hooks:
             if was_in_pass:
                 self._begin_pass("forward")
 
+    def begin_step(self) -> None:
+        """Begin a step of an optimizer: nothing that is gathered ahead may outlive it. Collective inside a scope."""
+        if self._shards and self._depth > 0 and not self._order.is_suspended:
+            with self.boundary():
+                pass
+
+    def end_step(self, units: Sequence[Unit]) -> None:
+        """Let no whole unit show the values of before a step. Collective for those in use: all ranks."""
+        for unit in units:
+            if unit.is_sharded_between_uses and unit.state is not UnitState.SHARDED:
+                unit.reshard()
+                if unit.is_busy:
+                    self._order.request(unit)
+
     @property
     def in_scope(self) -> bool:
         """Whether parameters may be gathered on demand."""

@@ -47,6 +47,8 @@ class ShardedOptimizer:
         deferral: Which steps are made later.
         after_defer: Called with each buffer whose step is.
         moments: How the moments of AdamW and Adam are kept.
+        before_step: Called before values change.
+        after_step: Called when the window is closed behind a change of values.
     """
 
     def __init__(
@@ -60,6 +62,8 @@ class ShardedOptimizer:
         deferral: Deferral | None = None,
         after_defer: Callable[[FlatBuffer], None] = lambda buffer: None,
         moments: Moments = "fp32",
+        before_step: Callable[[], None] = lambda: None,
+        after_step: Callable[[Sequence[FlatBuffer]], None] = lambda buffers: None,
     ) -> None:
         self.optimizer = optimizer
         self.is_open = False
@@ -71,6 +75,8 @@ class ShardedOptimizer:
         self._original_class = type(optimizer)
         self._deferral = deferral
         self._after_defer = after_defer
+        self._begin_step = before_step
+        self._end_step = after_step
         self._deferred: list[FlatBuffer] = []  # in the last step
         self._ahead = StepsAhead()
         self._steps_early = False
@@ -251,6 +257,7 @@ class ShardedOptimizer:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._refuse_unless_elementwise()
         self._refuse_local_gradients()
+        self._begin_step()
         self.open()
         self._show_gradients()
         self._running_step.begin()
@@ -264,8 +271,10 @@ class ShardedOptimizer:
             self._take_values()
             self._publish()
             self.close()
+            self._end_step(self.buffers)
             with torch.enable_grad():
                 loss = closure()
+            self._begin_step()
             self.open()
             self._show_gradients()
             return loss
@@ -283,6 +292,7 @@ class ShardedOptimizer:
         self._publish()
         self.close()
         self._defer()
+        self._end_step(self.buffers)
 
     def accept_values(self) -> None:
         """Make the segments in the window the parameters' values. Collective at stages 1 and 2: all ranks."""

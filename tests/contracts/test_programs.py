@@ -31,6 +31,7 @@ CASES: dict[str, Case] = {
         steps.backward_without_step, steps.gradient_penalty, steps.gradients_by_autograd_grad,
         steps.graph_built_by_backward, steps.slopes_on_one_rank,
         steps.slopes_of_leaves_at_frozen_units,
+        steps.steps_inside_a_scope, steps.steps_while_a_graph_keeps_units,
         optimizers.two_optimizers_in_one_unit, optimizers.decay_by_dimensions,
         optimizers.part_of_the_parameters, optimizers.unfrozen_later,
         optimizers.unfrozen_later_in_the_optimizer, optimizers.frozen_later,

@@ -162,6 +162,32 @@ def _penalised(trainer: Trainer, step: int, blocks: Sequence[int], *, again: boo
     return loss
 
 
+def steps_inside_a_scope(trainer: Trainer) -> None:
+    """The root's parameters are whole in a scope; a forward behind a step in it uses the stepped ones."""
+    optimizer = attached(trainer)
+    for step in range(3):
+        with trainer.scope():
+            for part in range(3):
+                loss = token_loss(trainer.module, trainer.rank, 3 * step + part)
+                optimizer.zero_grad()
+                trainer.backward(loss, bare=part == 1)
+                trainer.losses.append(trainer.module.head.weight.detach().norm())
+                optimizer.step()
+
+
+def steps_while_a_graph_keeps_units(trainer: Trainer) -> None:
+    optimizer = attached(trainer)
+    for step in range(4):
+        optimizer.zero_grad()
+        forward_backward(trainer, step)
+        with trainer.scope():
+            loss = token_loss(trainer.module, trainer.rank, step + 50)
+            (slope,) = torch.autograd.grad(loss, trainer.module.embedding.weight, create_graph=True)
+        trainer.losses.append(slope.detach().norm())
+        del loss, slope
+        optimizer.step()
+
+
 def penalties_between_plain_steps(trainer: Trainer, *, bare: bool, per_rank: bool) -> None:
     """The place of a reducing backward in one step is that of a penalty, over fewer blocks, in another."""
     optimizer = attached(trainer)
