@@ -250,24 +250,40 @@ class ActivationCheckpointing:
         return cls(modules=[value] if isinstance(value, type) else list(value))
 
 
-@checked_fields(use={"compute_dtype": "Use torch.bfloat16, torch.float16 or None."})
+@checked_fields(
+    use={
+        "compute_dtype": "Use torch.bfloat16, torch.float16 or None.",
+        "lowered": "Use a list of classes or names of classes, for example `lowered=['Experts']`.",
+    }
+)
 @dataclass(frozen=True, kw_only=True)
 class MixedPrecision:
     """In which dtype parameters compute and in which they are stepped.
 
     Args:
-        compute_dtype: ``None``: parameters compute in the dtype they have. A 16-bit dtype: parameters with two or more
-            dimensions outside normalisation modules compute in it, the others stay as they are (ADR 0014).
+        compute_dtype: ``None``: parameters compute in the dtype they have. A 16-bit dtype: the fp32 weights of linear
+            layers, convolutions, embeddings and attention compute in it; all others, such as the matrices of modules
+            that are not PyTorch's, stay as they are (ADR 0014).
         masters: Keep fp32 masters of 16-bit parameters. Without them the optimizer steps the 16-bit values.
+        lowered: Classes of modules, or their names, whose own fp32 matrices compute in ``compute_dtype`` as well, for
+            example experts that give their weights to nothing but matrix products.
     """
 
     compute_dtype: torch.dtype | None = None
     masters: bool = True
+    lowered: Sequence[str | type[nn.Module]] = ()
 
     def __post_init__(self) -> None:
         if self.compute_dtype not in (None, torch.bfloat16, torch.float16):
             raise ValueError(
                 f"`MixedPrecision(compute_dtype={self.compute_dtype})` must be torch.bfloat16, torch.float16 or None."
+            )
+        object.__setattr__(self, "lowered", tuple(self.lowered))
+        if self.lowered and self.compute_dtype is None:
+            raise ValueError(
+                f"`lowered={list(self.lowered)!r}` says which other matrices compute in 16 bits, and none does. Use it"
+                " with precision='bf16-mixed' or '16-mixed' (`compute_dtype=torch.bfloat16` in `MixedPrecision`), or"
+                " leave it out."
             )
 
     def master_dtype(self, original: torch.dtype, compute: torch.dtype) -> torch.dtype:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal, cast
@@ -19,7 +19,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.config import MixedPrecision as PrecisionConfig
@@ -348,10 +348,12 @@ def adopt(plugin: Precision) -> ZeroStep:
     )
 
 
-def engine_precision(plugin: Precision, *, masters: bool) -> PrecisionConfig:
+def engine_precision(
+    plugin: Precision, *, masters: bool, lowered: Sequence[str | type[nn.Module]] | None = None
+) -> PrecisionConfig:
     """Return in which dtype the engine lets parameters compute under ``plugin``."""
     compute_dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(str(plugin.precision))
-    return PrecisionConfig(compute_dtype=compute_dtype, masters=masters)
+    return PrecisionConfig(compute_dtype=compute_dtype, masters=masters, lowered=lowered or ())
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:

@@ -48,6 +48,7 @@ __all__ = ["ZeroStrategy", "register_strategies"]
 
 _USE = {
     "units": "Use classes or names of classes, for example `units=['Block']`, or None.",
+    "lowered": "Use a list of classes or names of classes, for example `lowered=['Experts']`, or None.",
     "pipeline": "Use a number of stages, for example `pipeline=4`, `Pipeline(...)`, a dict of its fields, or None.",
     "communication": (
         "Use `Communication(...)`, for example `Communication(reduce_dtype='bf16')`, a dict of its fields, or None."
@@ -81,6 +82,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         communication: How ranks exchange parameters and gradients; a dict of the fields of ``Communication`` is taken
             too.
         masters: Keep fp32 masters of parameters that compute in 16 bits.
+        lowered: Classes of modules, or their names, whose own matrices compute in 16 bits as well under ``bf16-mixed``
+            and ``16-mixed``, for example experts. Linear layers, convolutions, embeddings and attention always do.
         moments: How the moments of AdamW and Adam are kept: ``"fp32"``, ``"bf16"`` or ``"int8"``. Checkpoints hold them
             in fp32.
         loss_scale: How the loss is scaled with fp16; a dict of the fields of ``LossScale`` is taken too.
@@ -119,6 +122,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         pipeline: Union[int, Pipeline, dict[str, Any], None] = None,
         communication: Union[Communication, dict[str, Any], None] = None,
         masters: bool = True,
+        lowered: Optional[Sequence[Union[str, type[nn.Module]]]] = None,
         moments: Literal["fp32", "bf16", "int8"] = "fp32",
         loss_scale: Union[LossScale, dict[str, Any], None] = None,
         state_dict_type: Optional[Literal["sharded", "full"]] = None,
@@ -146,6 +150,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         if self.pipeline is not None:
             self.pipeline.check(self.stage)
         self.masters = masters
+        self.lowered = lowered
         self.moments = moments
         self.loss_scale = from_fields(LossScale, loss_scale)
         self.communication, self.timeout = _timeouts(communication, timeout)
@@ -305,7 +310,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             "stage": self.stage,
             "units": self.units,
             "communication": self.communication,
-            "precision": engine_precision(self.precision_plugin, masters=self.masters),
+            "precision": engine_precision(self.precision_plugin, masters=self.masters, lowered=self.lowered),
             "device": self.root_device,
             "offload": self.offload,
             "step": self.step,

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.config import Communication, MixedPrecision
+from lightning_zero.engine.lowering import Lowering
 from lightning_zero.engine.parameter import (
     ReleasedParameter,
     own,
@@ -45,6 +46,7 @@ class Elsewhere:
         parts: Which part holds what.
         names: First fully qualified name and aliases of every parameter, by ``id``; names of absent ones are added.
         precision: Compute and master dtypes.
+        lowering: Which parameters compute in 16 bits.
         communication: Dtype of reductions.
         device: Where the module goes.
     """
@@ -55,6 +57,7 @@ class Elsewhere:
         parts: Parts,
         names: dict[int, tuple[str, ...]],
         precision: MixedPrecision,
+        lowering: Lowering,
         communication: Communication,
         device: torch.device,
     ) -> None:
@@ -67,7 +70,9 @@ class Elsewhere:
                 continue
             names[id(param)] = (*names.get(id(param), ()), name)
             if id(param) not in self._absent:
-                kind = kind_of(param, module.get_submodule(name.rpartition(".")[0]), precision, communication)
+                path, _, key = name.rpartition(".")
+                compute = lowering.dtype(param, module.get_submodule(path), key)
+                kind = kind_of(param, compute, precision, communication)
                 dtype = kind.master if kind.trained else kind.compute
                 empty = torch.empty(0, dtype=dtype, device=device)
                 self._absent[id(param)] = _Absent(param, empty, kind.compute, placeholder(param, device))

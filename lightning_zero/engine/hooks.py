@@ -52,6 +52,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 
+from lightning_zero.engine.lowering import embed_in_fp32
 from lightning_zero.engine.order import PassOrder
 from lightning_zero.engine.parameter import raw_grad, set_raw_grad
 from lightning_zero.engine.reduction import Reducer
@@ -191,7 +192,7 @@ class Hooks:
                     handles.append(_on_accumulated(param, self._taker(unit, place, index)))
         for child in module.modules():
             if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and self._computes_lower(child.weight):
-                handles.append(child.register_forward_hook(_ModuleHook(_to_fp32)))
+                handles.append(child.register_forward_hook(_ModuleHook(embed_in_fp32), with_kwargs=True))
         return handles
 
     def _computes_lower(self, param: torch.Tensor) -> bool:
@@ -591,11 +592,6 @@ class Hooks:
         self._armed = self._explicit = self._took_gradient = self._keeps_units = False
         if self._depth > 0 and ends_pass:
             self._begin_pass("forward")
-
-
-def _to_fp32(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-    """Give an embedding's output the dtype it has under autocast, where the weight is fp32."""
-    return output.float()
 
 
 def _on_accumulated(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> Any:

@@ -13,19 +13,14 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication, MixedPrecision, Sharding
 from lightning_zero.engine.aliases import Aliases
 from lightning_zero.engine.buffer import BufferKind, FlatBuffer
+from lightning_zero.engine.lowering import Lowering
 from lightning_zero.engine.parameter import copy_attributes, user_class
 from lightning_zero.engine.unit import Unit
 from lightning_zero.storage.store import DeviceStore, ShardStore
 
-__all__ = ["ROOT", "Territory", "build_unit", "choose_territories", "computes_in_16_bits", "kind_of"]
+__all__ = ["ROOT", "Territory", "build_unit", "choose_territories", "kind_of"]
 
 ROOT = "(root)"
-_NORMS = (
-    nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.modules.batchnorm._NormBase,
-)  # fmt: skip
-
-
-_NOT_LOWERED = (nn.RNNBase, nn.RNNCellBase, nn.Bilinear)  # autocast runs them in fp32
 
 
 @dataclass
@@ -133,16 +128,6 @@ def _numel(params: Iterable[nn.Parameter]) -> int:
     return sum(param.numel() for param in params)
 
 
-def computes_in_16_bits(module: nn.Module, param: nn.Parameter) -> bool:
-    """Say whether mixed precision gives a parameter a 16-bit compute copy (ADR 0014).
-
-    Matrices do, outside normalisation layers and of layers that autocast leaves alone (recurrent ones, ``Bilinear``).
-    """
-    if param.ndim < 2 or param.dtype != torch.float32:
-        return False
-    return not isinstance(module, (*_NORMS, *_NOT_LOWERED)) and "norm" not in type(module).__name__.lower()
-
-
 def build_unit(
     territory: Territory,
     index: int,
@@ -151,6 +136,7 @@ def build_unit(
     awaited: set[tuple[int, str]],
     sharding: Sharding,
     precision: MixedPrecision,
+    lowering: Lowering,
     communication: Communication,
     communicator: Communicator,
     store: DeviceStore,
@@ -165,7 +151,8 @@ def build_unit(
     _materialize(territory, root, store.device, awaited)
     kinds: dict[BufferKind, tuple[list[nn.Parameter], list[str]]] = {}
     for param, names, owner in zip(territory.params, territory.names, territory.owners, strict=True):
-        kind = kind_of(param, owner, precision, communication, names[0] if is_shared(param) else None)
+        compute = lowering.dtype(param, owner, names[0].rpartition(".")[2])
+        kind = kind_of(param, compute, precision, communication, names[0] if is_shared(param) else None)
         params, param_names = kinds.setdefault(kind, ([], []))
         params.append(param)
         param_names.append(names[0])
@@ -189,15 +176,12 @@ def build_unit(
 
 def kind_of(
     param: nn.Parameter,
-    owner: nn.Module,
+    compute: torch.dtype,
     precision: MixedPrecision,
     communication: Communication,
     shared: str | None = None,
 ) -> BufferKind:
-    """Return what decides in which buffer a parameter of the module ``owner`` lies."""
-    compute = param.dtype
-    if precision.compute_dtype is not None and computes_in_16_bits(owner, param):
-        compute = precision.compute_dtype
+    """Return what decides in which buffer a parameter that computes in ``compute`` lies."""
     return BufferKind(
         original=param.dtype,
         compute=compute,

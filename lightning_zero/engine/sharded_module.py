@@ -17,6 +17,7 @@ from lightning_zero.engine.early import EarlySteps
 from lightning_zero.engine.elsewhere import Elsewhere
 from lightning_zero.engine.facts import model_facts, unit_facts
 from lightning_zero.engine.hooks import Hooks
+from lightning_zero.engine.lowering import Lowering
 from lightning_zero.engine.module_buffers import ModuleBuffers, buffer_facts, refuse_shared_memory
 from lightning_zero.engine.order import PassOrder
 from lightning_zero.engine.parameter import Owner, own
@@ -123,6 +124,7 @@ class ShardedModule:
         self._places = places
         device = options.device or _device_of(module)
         refuse_shared_memory(module)
+        self._lowering = Lowering(module, options.precision)
         # - Ranks
         self.communicator = Communicator(options.communication, device, options.process_group)
         self._compare(module, holders)
@@ -174,6 +176,7 @@ class ShardedModule:
             disk=self.placement.disk,
             prefetch=ahead,
             moments=options.moments,
+            lowering=self._lowering,
         )
 
     def _compare(self, module: nn.Module, holders: Mapping[str, tuple[int, ...]] | None) -> None:
@@ -189,7 +192,7 @@ class ShardedModule:
         communicator = Communicator(options.communication, device, options.parts_group)
         parts = Parts(communicator, dict(module.named_parameters()), holders)
         self._places.elsewhere = Elsewhere(
-            module, parts, self._places.names, options.precision, options.communication, device
+            module, parts, self._places.names, options.precision, self._lowering, options.communication, device
         )
         return parts
 
@@ -209,6 +212,7 @@ class ShardedModule:
                 awaited=awaited,
                 sharding=self._sharding,
                 precision=self._options.precision,
+                lowering=self._lowering,
                 communication=self._options.communication,
                 communicator=self.communicator,
                 store=self.store,

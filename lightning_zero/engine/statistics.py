@@ -13,6 +13,7 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Moments
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.flat_step import Place
+from lightning_zero.engine.lowering import Lowering
 from lightning_zero.engine.unit import Unit
 from lightning_zero.storage.disk import DiskStore
 from lightning_zero.storage.host import HostStore
@@ -66,6 +67,7 @@ class Statistics:
         disk: What is offloaded to disks; None if nothing is.
         prefetch: Units that are gathered ahead.
         moments: How the moments of AdamW and Adam are kept.
+        lowering: Which matrices compute in 16 bits.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Statistics:
         disk: DiskStore | None,
         prefetch: int,
         moments: Moments,
+        lowering: Lowering,
     ) -> None:
         self._stage = stage
         self._units = units
@@ -90,6 +93,7 @@ class Statistics:
         self._disk = disk
         self._prefetch = prefetch
         self._moments = moments
+        self._lowering = lowering
 
     def take(self, optimizers: Iterable[Optimizer]) -> EngineStats:
         """Return what the engine holds and has sent on this rank. No collective."""
@@ -141,7 +145,8 @@ class Statistics:
             f"units: {sum(1 for unit in self._units if unit.buffers)}, the largest `{largest.name}`"
             f" with {largest.numel:,} parameters; prefetch {self._prefetch}" + self._places_of_units(),
             f"dtypes: compute {', '.join(dtypes)}; gradients {', '.join(reduce) or 'none'}"
-            + ("" if self._moments == "fp32" else f"; moments {self._moments}"),
+            + ("" if self._moments == "fp32" else f"; moments {self._moments}")
+            + self._lowering.plan(),
             f"memory per rank: parameters {_size(memory['parameters'])}, masters {_size(memory['optimizer'])},"
             f" gradients {_size(grad_bytes - host_grads - disk_grads)}"
             + (f", gathered at most about {_size(self._gathered_estimate())}" if self._stage == 3 else "")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_zero.config import MixedPrecision
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.parameter import ReleasedParameter
-from lightning_zero.engine.partition import ROOT, choose_territories, computes_in_16_bits
+from lightning_zero.engine.partition import ROOT, choose_territories
 from lightning_zero.storage.store import DeviceStore
 from tests import worlds
 from tests.references import Block, TinyGPT
@@ -169,30 +169,6 @@ def test_a_name_that_matches_nothing_inside_the_module_is_refused(units: Any) ->
         choose_territories(TinyGPT(), units)
     assert str(caught.value).endswith("The classes are: Block, Embedding, LayerNorm, Linear, ModuleList.")
     assert "Did you mean `TinyGPT`" not in str(caught.value)
-
-
-# -- 16 bits -----------------------------------------------------------------------------------------------------------
-
-
-class _MyRmsNorm(nn.Module):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("module", "shape", "expected"),
-    [
-        (nn.Linear(2, 2), (2, 2), True), (nn.Linear(2, 2), (2,), False), (nn.Embedding(2, 2), (2, 2), True),
-        (nn.Conv2d(1, 1, 1), (1, 1, 1, 1), True), (nn.LayerNorm((2, 2)), (2, 2), False),
-        (nn.BatchNorm2d(2), (2,), False), (_MyRmsNorm(), (2, 2), False), (nn.LSTM(2, 2), (8, 2), False),
-        (nn.GRUCell(2, 2), (6, 2), False), (nn.Bilinear(2, 2, 2), (2, 2, 2), False), (TinyGPT(), (), False),
-    ],
-)  # fmt: skip
-def test_matrices_outside_normalisation_compute_in_16_bits(
-    module: nn.Module, shape: tuple[int, ...], expected: bool
-) -> None:
-    assert computes_in_16_bits(module, nn.Parameter(torch.zeros(shape))) is expected
-    assert not computes_in_16_bits(module, nn.Parameter(torch.zeros(shape, dtype=torch.float64)))
-    assert not computes_in_16_bits(module, nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)))
 
 
 # -- Meta modules ------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication, MixedPrecision, Sharding
+from lightning_zero.engine.lowering import Lowering
 from lightning_zero.engine.parameter import ReleasedParameter
 from lightning_zero.engine.partition import build_unit, choose_territories
 from lightning_zero.engine.unit import Unit, UnitState
@@ -22,13 +23,15 @@ CPU = torch.device("cpu")
 def make_unit(module: nn.Module, stage: int, **options: Any) -> Unit:
     """Return the whole module as one unit. Collective."""
     communication = Communication()
+    precision = MixedPrecision(**options)
     return build_unit(
         choose_territories(module, [])[0],
         0,
         root=module,
         awaited=set(),
         sharding=Sharding.from_stage(stage),
-        precision=MixedPrecision(**options),
+        precision=precision,
+        lowering=Lowering(module, precision),
         communication=communication,
         communicator=Communicator(communication, CPU),
         store=DeviceStore(CPU),
