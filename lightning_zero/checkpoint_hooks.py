@@ -223,11 +223,12 @@ class CheckpointHooks(ParallelStrategy):
             state.load_optimizer_state(self.engine, self.optimizers, checkpoint["optimizer_states"])
 
     def on_train_end(self) -> None:
-        """Make the steps that are still due. Collective: all ranks."""
-        self.engine.flush()
+        """Make the steps that are still due, and show parameters in their own dtype. Collective: all ranks."""
+        self.engine.show_masters()
 
     def on_train_start(self) -> None:
         """Set the random number generators as they were at the checkpoint that is resumed."""
+        self.engine.resume()  # a learning rate finder trains twice
         states, self._random_states = self._random_states, None
         if states is None:
             return

@@ -476,6 +476,22 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         with self.engine.microbatch(last=False):
             yield
 
+    def on_validation_end(self) -> None:
+        """Show parameters in their own dtype when ``Trainer.validate`` ends. Collective: all ranks."""
+        self._end_evaluation()
+
+    def on_test_end(self) -> None:
+        """Show parameters in their own dtype when ``Trainer.test`` ends. Collective: all ranks."""
+        self._end_evaluation()
+
+    def on_predict_end(self) -> None:
+        """Show parameters in their own dtype when ``Trainer.predict`` ends. Collective: all ranks."""
+        self._end_evaluation()
+
+    def _end_evaluation(self) -> None:
+        if self._sharded_module.trainer.state.fn != TrainerFn.FITTING:
+            self.engine.show_masters()
+
     # -- The end ---------------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:

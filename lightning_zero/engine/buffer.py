@@ -6,6 +6,7 @@ Memory of a buffer of n padded elements on N ranks (stage 3 keeps ``full`` only 
 ``full``      n compute dtype    what the parameters are views of; storage given back at stage 3
 ``shard``     n/N compute dtype  this rank's part; a view of ``full`` below stage 3
 ``master``    own range          what the optimizer steps; the shard itself when the dtypes agree
+``original``  n own dtype        the masters of all ranks, while parameters are shown in their own dtype
 ``local``     n reduce dtype     sum of this rank's gradients; kept between steps at stages 0 and 1
 ``reduced``   own range          average over the ranks; this rank's place in ``local`` at stages 0 and 1
 ============  =================  =========================================================================
@@ -28,6 +29,7 @@ from lightning_zero.engine.aliases import Aliases
 from lightning_zero.engine.deferred import Update
 from lightning_zero.engine.gradients import BufferGradients
 from lightning_zero.engine.labels import label
+from lightning_zero.engine.original import Original, flat_views
 from lightning_zero.engine.own_range import OwnRange, merge_written
 from lightning_zero.engine.parameter import (
     PendingParameter,
@@ -109,12 +111,14 @@ class FlatBuffer:
         self.own_range = OwnRange(self.layout, communicator.rank, is_sharded=sharding.optim)
         # - Values
         self.full = store.create("gathered" if sharding.params else "parameters", numel, kind.compute)
-        self.views = [_view(self.full, slot.offset, slot.shape) for slot in self.layout.slots]
+        self.views = flat_views(self.full, self.layout)
         self.shard, self.master = self._fill()
+        self.original = Original(self, kind.original) if kind.original != kind.compute else None
+        self.is_resting = False  # parameters show themselves in their own dtype whenever they are whole
         self.is_whole = True
         self._versions = [0] * len(self.params)  # of the parameters when they were bound; a write moves them
         self._written = False  # the shard may differ from the rounded master
-        self._placeholders = [placeholder(view) for view in self.views] if sharding.params else []
+        self._placeholders = self._make_placeholders() if sharding.params else []
         # - A step that was asked for
         self._update: Update | None = None  # not made yet
         self.steps_on: torch.device | None = None  # where states are streamed to for a step; None: where they sleep
@@ -264,6 +268,9 @@ class FlatBuffer:
         if not self.sharding.params:
             pending = self.publish() if self.is_stale else None
             return Pending(self.communicator, self.name) if pending is None else pending
+        if self.is_resting and self.original is not None:
+            self.refresh_master()
+            return self.original.gather()
         with torch.inference_mode(False), torch.no_grad():
             self.full.untyped_storage().resize_(self.full.nbytes)
             self.store.adopt("gathered", self.full.nbytes)
@@ -285,13 +292,26 @@ class FlatBuffer:
         """Take part in a gather whose result is not needed here. Collective: all ranks."""
         self._refuse_new_values()
         self.flush()
+        if self.is_resting and self.original is not None:
+            self.refresh_master()
+            return self.original.serve()
         with torch.inference_mode(False), torch.no_grad():
             return self._gather_into(torch.empty_like(self.full))
+
+    @property
+    def shown(self) -> torch.Tensor:
+        """What whole parameters are views of: (n,) in the compute dtype, or for a while in their own."""
+        original = self.original.flat if self.original is not None else None
+        return self.full if original is None else original
+
+    @property
+    def _shown_views(self) -> list[torch.Tensor]:
+        return self.original.views if self.original is not None and self.original.flat is not None else self.views
 
     def bind(self) -> None:
         """Make the parameters views of the whole buffer."""
         with torch._C.DisableTorchFunctionSubclass():
-            for index, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
+            for index, (param, view) in enumerate(zip(self.params, self._shown_views, strict=True)):
                 if index in self.entered:
                     continue
                 restore_class(param)
@@ -309,7 +329,7 @@ class FlatBuffer:
         is_present = self.is_stale or self.is_whole
         with torch._C.DisableTorchFunctionSubclass():
             restore_class(param)
-            param.data = self.views[index] if is_present else self._placeholders[index]
+            param.data = self._shown_views[index] if is_present else self._placeholders[index]
             if self.is_whole and not self.is_stale:
                 self._versions[index] = param._version
         if not is_present:
@@ -328,9 +348,69 @@ class FlatBuffer:
             for param, value in zip(self.params, self._placeholders, strict=True):
                 param.data = value
                 swap_class(param, ReleasedParameter)
-        self.full.untyped_storage().resize_(0)
-        self.store.release("gathered", self.full.nbytes)
+        if self.original is not None:
+            self.original.drop()
+        if self.full.untyped_storage().nbytes() or not self.full.nbytes:
+            self.full.untyped_storage().resize_(0)
+            self.store.release("gathered", self.full.nbytes)
         self.is_whole = False
+
+    # -- In their own dtype --------------------------------------------------------------------------------------------
+
+    def show_original(self) -> None:
+        """Show whole parameters in their own dtype, if they compute in another. Collective at stages 1 to 3: all ranks."""
+        if self.original is None or self.original.flat is not None:
+            return
+        self.refresh_master()
+        try:
+            self.original.gather().wait()
+        except BaseException:
+            self.original.drop()  # what came does not show the masters
+            raise
+        self.bind()
+
+    def hide_original(self) -> None:
+        """Show whole parameters as they compute again, with what was written into them. No collective."""
+        if self.original is None or self.original.flat is None:
+            return
+        self.collect_writes()
+        self.original.restore_computed()
+        self.original.drop()
+        self.bind()
+
+    def rest(self) -> None:
+        """Show parameters in their own dtype from now on, whenever they are whole. No collective.
+
+        Below stage 3, where they are whole always, ``show_original`` comes before.
+        """
+        if self.original is None or (not self.sharding.params and self.original.flat is None):
+            return
+        self.is_resting = True
+        if self.sharding.params:
+            self._change_placeholders()
+        else:
+            self.original.free_computed()
+
+    def end_rest(self) -> None:
+        """Show parameters as they compute. No collective; at stage 3 the unit is not whole."""
+        if not self.is_resting:
+            return
+        self.is_resting = False
+        if self.sharding.params:
+            self._change_placeholders()
+        else:
+            self.refresh_master()
+            self.hide_original()
+
+    def _make_placeholders(self) -> list[torch.Tensor]:
+        dtype = self.kind.original if self.is_resting else self.kind.compute
+        return [placeholder(view, dtype=dtype) for view in self.views]
+
+    def _change_placeholders(self) -> None:
+        self._placeholders = self._make_placeholders()
+        if not self.is_whole:
+            for index in set(range(len(self.params))) - self.entered:
+                self.bind_one(index)
 
     # -- What is written from outside ----------------------------------------------------------------------------------
 
@@ -346,7 +426,7 @@ class FlatBuffer:
             )
 
     def _addresses(self) -> list[int]:
-        base, size = self.full.data_ptr(), self.full.element_size()
+        base, size = self.shown.data_ptr(), self.shown.element_size()
         return [base + slot.offset * size if slot.numel else 0 for slot in self.layout.slots]
 
     def collect_writes(self) -> None:
@@ -369,7 +449,7 @@ class FlatBuffer:
 
     def _take_back_data(self, index: int, param: nn.Parameter) -> None:
         """Copy what ``.data`` was pointed to into the buffer."""
-        view = self.views[index]
+        view = self._shown_views[index]
         is_cast = param.dtype.is_floating_point and view.dtype.is_floating_point  # layers cast their bias
         if param.shape != view.shape or not (is_cast or param.dtype == view.dtype):
             raise RuntimeError(
@@ -382,13 +462,17 @@ class FlatBuffer:
         param.data = view
 
     def accept_writes(self) -> None:
-        """Make the values of the whole buffer the shard's."""
+        """Make the values of the whole buffer the shard's; those in their own dtype are the master's too."""
+        if self.original is not None and self.original.flat is not None:
+            self.original.accept()
+            return
         if self.sharding.params:
             lo, hi = self.layout.shard_range(self.communicator.rank)
-            self._put_shard(self.full[lo:hi])
+            self.put_shard(self.full[lo:hi])
         self._written = True
 
-    def _put_shard(self, values: torch.Tensor) -> None:
+    def put_shard(self, values: torch.Tensor) -> None:
+        """Write this rank's shard (stage 3)."""
         with torch.inference_mode(False), torch.no_grad():
             if isinstance(self.params_home, DiskStore):
                 self.params_home.put(self.shard, values)
@@ -410,6 +494,10 @@ class FlatBuffer:
             )
         if self.is_whole:
             self.collect_writes()
+        if self.original is not None and self.original.flat is not None:
+            if not self.entered and self.original.is_changed():
+                self.original.accept()
+            return
         if self.master is None or (self.sharding.params and not self._written):
             return
         self._written = False
@@ -446,8 +534,10 @@ class FlatBuffer:
         """
         is_rounded = self.flush()
         with torch.inference_mode(False), torch.no_grad(), label("publish", self.name):
-            if not is_rounded:
+            if not is_rounded and not (self.is_resting and not self.sharding.params):
                 self._round()
+            if self.original is not None and self.original.flat is not None and not self.sharding.params:
+                return self.original.gather()  # they are rounded when they are shown as they compute
             if self.sharding.optim and not self.sharding.params:
                 return self.communicator.all_gather(self.full, self.shard, f"unit `{self.name}`")
         return None
@@ -475,7 +565,7 @@ class FlatBuffer:
             rounding.land()
         if self.master is not None and not self._is_rounded():
             if self.sharding.params:
-                self._put_shard(self.master)
+                self.put_shard(self.master)
             else:
                 self.raw_computed.copy_(self.master)
         self._rounded.clear()
@@ -528,10 +618,3 @@ class FlatBuffer:
                 " `optimizer.step()`: behind its last gradient in the same backward, or in another forward. Use"
                 " `step='auto'`, or in the first case a precision with masters."
             )
-
-
-def _view(full: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a view with a version counter of its own: refilling the buffer never trips autograd's version check."""
-    with torch.inference_mode(False):
-        stride = torch.empty(shape, device="meta").stride()
-        return torch.empty(0, dtype=full.dtype, device=full.device).set_(full.untyped_storage(), offset, shape, stride)

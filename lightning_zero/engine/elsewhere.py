@@ -34,7 +34,6 @@ class _Absent:
 
     param: nn.Parameter
     master: torch.Tensor  # without elements, in the dtype of the master
-    compute: torch.dtype
     placeholder: torch.Tensor
 
 
@@ -75,7 +74,7 @@ class Elsewhere:
                 kind = kind_of(param, compute, precision, communication)
                 dtype = kind.master if kind.trained else kind.compute
                 empty = torch.empty(0, dtype=dtype, device=device)
-                self._absent[id(param)] = _Absent(param, empty, kind.compute, placeholder(param, device))
+                self._absent[id(param)] = _Absent(param, empty, placeholder(param, device))
         for absent in self._absent.values():
             self._give_up(absent)
 
@@ -110,7 +109,7 @@ class Elsewhere:
                 if away is None:
                     values = param.detach().clone()
                 else:
-                    values = torch.empty(param.shape, dtype=away.compute, device=away.master.device)
+                    values = torch.empty(param.shape, dtype=away.placeholder.dtype, device=away.master.device)
                     borrowed.append((away, values))
                 what = f"parameter `{self.param_name(param)}`"
                 self.parts.communicator.broadcast(values, what, self.parts.first_holder(param))

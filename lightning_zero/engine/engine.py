@@ -273,18 +273,31 @@ class ZeroEngine:
     def pause(self) -> None:
         """Let the module compute as if it were not sharded, until ``resume``. No collective.
 
-        Gradients are dropped. Where parameters are released between uses (stage 3) the hooks stay: without them nothing
-        could compute.
+        Parameters show themselves in their own dtype, with the values of the masters; at stages 1 and 2 on several
+        ranks only after ``show_masters``. Gradients are dropped. Where parameters are released between uses (stage 3)
+        the hooks stay: without them nothing could compute.
         """
         self._attached.close()
         self._flush_here()
         self._drop_gradients()
+        self._sharded.whole.rest(together=False)
         if not any(unit.is_sharded_between_uses for unit in self.units):
             self._sharded.hooks.remove()
 
+    def show_masters(self) -> None:
+        """Let parameters show themselves in their own dtype, with the masters' values, until ``resume`` or a step.
+
+        Collective: all ranks. Makes a difference where parameters compute in another dtype than their own; at stage 3
+        to units as they are gathered.
+        """
+        self._attached.close()
+        self.flush()
+        self._sharded.whole.rest(together=True)
+
     def resume(self) -> None:
-        """Go on after ``pause``; does nothing if the engine was not paused."""
+        """Go on after ``pause`` or ``show_masters``, with what was written since; else does nothing. No collective."""
         assert self.module is not None
+        self._sharded.whole.end_rest()
         self._sharded.hooks.install(self.module)
 
     def unshard(self) -> nn.Module:
@@ -296,7 +309,7 @@ class ZeroEngine:
         module = self.module
         self.detach()
         values = {param: self.full_param(param).to(self._original_dtype(param)) for param in module.parameters()}
-        self.close()
+        self._close()
         aliases = [one for buffer in self._buffers for one in buffer.aliases.values()]
         for one in aliases:
             one.hide()
@@ -314,11 +327,19 @@ class ZeroEngine:
     def close(self) -> None:
         """Take the hooks out and give the process groups back. No collective.
 
-        Where steps are deferred, ``flush`` before. Parameters stay readable at stages 0 to 2; at stage 3 gather what is
-        needed before.
+        Where steps are deferred, ``flush`` before. Parameters stay readable at stages 0 to 2, as after ``pause``; at
+        stage 3 gather what is needed before.
         """
         if self.module is None:
             return
+        try:
+            self._attached.close()
+            self._flush_here()
+            self._sharded.whole.rest(together=False)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
         try:
             self._attached.close()
             self._flush_here()
@@ -686,6 +707,7 @@ class ZeroEngine:
     def _before_open(self, opening: ShardedOptimizer) -> None:
         self._sharded.hooks.recover()
         self._sharded.aside.take_back()
+        self._sharded.whole.end_rest()
         self._attached.close_others(opening)
 
     def _end_step(self, buffers: Sequence[FlatBuffer]) -> None:

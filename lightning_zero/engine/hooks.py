@@ -277,7 +277,7 @@ class Hooks:
                 self._broadcast_buffers(torch.is_grad_enabled() and self.is_last_microbatch)
             self._begin_pass("forward")
             if self._shards and torch.is_grad_enabled():
-                self._outer_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+                self._look_for_outer_hooks()
                 self._net = saved_tensors_hooks(self._pack, self._unpack)
                 self._net.__enter__()
         if with_root:
@@ -451,6 +451,22 @@ class Hooks:
         unit.is_touched = True
         self._make_whole(unit)
         return True
+
+    @contextmanager
+    def keeping_graphs(self) -> Iterator[None]:
+        """Let graphs keep the values that parameters show now: their ``data`` is going to be another."""
+        if not torch.is_grad_enabled():
+            yield
+            return
+        if self._depth == 0:
+            self._look_for_outer_hooks()
+        with saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def _look_for_outer_hooks(self) -> None:
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if outer is None or outer[0] != self._pack:
+            self._outer_hooks = outer
 
     # -- Saved tensors ---------------------------------------------------------------------------------------------
 

@@ -150,9 +150,11 @@ def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
                 setattr(target, slot, getattr(source, slot))
 
 
-def placeholder(like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+def placeholder(
+    like: torch.Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """Return one element of the tensor's shape, NaN where there is one: nothing reads it in silence."""
-    dtype, device = like.dtype, device or like.device
+    dtype, device = dtype or like.dtype, device or like.device
     with torch.inference_mode(False):
         if dtype.itemsize > 1 and (dtype.is_floating_point or dtype.is_complex):
             one = torch.full((), float("nan"), dtype=dtype, device=device)

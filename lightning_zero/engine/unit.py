@@ -100,6 +100,17 @@ class Unit:
                 buffer.bind()
         self.state = UnitState.UNSHARDED
 
+    def show_original(self) -> None:
+        """Show parameters that compute in another dtype in their own. Collective at stages 1 to 3: all ranks."""
+        for buffer in self.buffers:
+            buffer.show_original()
+
+    def hide_original(self) -> None:
+        """Show parameters as they compute, unless the engine is paused. No collective."""
+        for buffer in self.buffers:
+            if not buffer.is_resting:
+                buffer.hide_original()
+
     def reshard(self) -> None:
         """Give the whole buffers back. No collective; below stage 3 they stay."""
         if self.state is UnitState.SHARDED:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lightning_zero.comm.communicator import Communicator
@@ -48,6 +50,7 @@ class Whole:
         self._hooks = hooks
         self._order = order
         self._elsewhere = elsewhere
+        self._is_resting = False
 
     @contextmanager
     def gathered(self, units: Sequence[Unit], params: Sequence[torch.Tensor], write: Write | None) -> Iterator[None]:
@@ -69,18 +72,23 @@ class Whole:
                     if not unit.holds > 1 and unit.state is UnitState.SHARDED:
                         unit.unshard()
                     unit.wait()
+                    unit.show_original()
             all_held = all(unit.holds for unit in self._units)
             self._order.is_suspended += all_held
             for unit in units:
                 for buffer in unit.buffers:
                     buffer.collect_writes()
-            with self._elsewhere.borrowed(params) if self._elsewhere is not None else nullcontext():
+            changes_dtypes = any(buffer.original is not None for unit in units for buffer in unit.buffers)
+            graphs = self._hooks.keeping_graphs() if changes_dtypes else nullcontext()
+            with self._elsewhere.borrowed(params) if self._elsewhere is not None else nullcontext(), graphs:
                 yield
             self._accept(units, write)
         finally:
             self._order.is_suspended -= all_held
             for unit in held:
                 unit.holds -= 1
+                if not unit.holds:
+                    unit.hide_original()
                 if not unit.is_busy:
                     unit.reshard()
 
@@ -96,8 +104,60 @@ class Whole:
                     continue
                 buffer.collect_writes()
                 if write == "rank0":
-                    self._communicator.broadcast(buffer.full, f"unit `{unit.name}`")
+                    self._communicator.broadcast(buffer.shown, f"unit `{unit.name}`")
                 buffer.accept_writes()
+
+    def rest(self, *, together: bool) -> None:
+        """Let parameters show themselves in their own dtype until ``end_rest``, whenever they are whole.
+
+        Args:
+            together: Every rank does, so that whole parameters can be gathered. Else they stay as they compute where
+                a rank has not all masters.
+        """
+        self._is_resting = True
+        has_room = self._has_room(together=together)
+        for unit in self._units:
+            self._give_back(unit)
+            if not unit.is_sharded_between_uses and has_room and (together or _can_show_alone(unit)):
+                unit.show_original()
+            for buffer in unit.buffers:
+                buffer.rest()
+
+    def end_rest(self) -> None:
+        """Let parameters show themselves as they compute. No collective."""
+        if not self._is_resting:
+            return
+        self._is_resting = False
+        for unit in self._units:
+            self._give_back(unit)
+            for buffer in unit.buffers:
+                buffer.end_rest()
+
+    @staticmethod
+    def _give_back(unit: Unit) -> None:
+        if unit.is_sharded_between_uses and unit.state is UnitState.UNSHARDED and not unit.is_busy:
+            unit.reshard()
+
+    def _has_room(self, *, together: bool) -> bool:
+        """Say whether a GPU has room for whole parameters in their own dtype, on every rank if all ask."""
+        device = self._communicator.device
+        buffers = [buffer for unit in self._units if not unit.is_sharded_between_uses for buffer in unit.buffers]
+        needed = sum(
+            one.layout.padded_numel * one.kind.original.itemsize for one in buffers if one.original is not None
+        )
+        if device.type != "cuda" or not needed:
+            return True
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        fits = torch.tensor([torch.cuda.mem_get_info(device)[0] + cached > needed], dtype=torch.uint8)
+        if together:
+            fits = self._communicator.agree(fits, "agreement on room for parameters", dist.ReduceOp.MIN)
+        if not fits.item():
+            warnings.warn(
+                f"The GPU has no room for the parameters in their own dtype ({needed / 2**30:.1f} GiB): the module"
+                " stays as it computes. Checkpoints, `full_param` and `gathered` have the masters.",
+                stacklevel=2,
+            )
+        return bool(fits.item())
 
     def values(self, buffer: FlatBuffer, index: int) -> torch.Tensor:
         """Return a copy of a parameter's values as they are stepped. Collective: all ranks of its part."""
@@ -135,3 +195,11 @@ class Whole:
             summed = whole if piece.dtype in _SUMMED else whole.view(torch.uint8)
             self._communicator.all_reduce(summed, f"parameter `{slot.name}`", kind="reads")
             return whole.view(slot.shape)
+
+
+def _can_show_alone(unit: Unit) -> bool:
+    """Say whether this rank has all masters of a unit, none of which is ahead of what was asked for."""
+    return not any(
+        buffer.original is not None and (buffer.original.needs_others or buffer.gradients.is_ahead)
+        for buffer in unit.buffers
+    )

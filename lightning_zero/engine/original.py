@@ -1,0 +1,159 @@
+"""The parameters of one flat buffer in their own dtype, with the values of the master, for a while (ADR 0038)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from lightning_zero.comm.communicator import Communicator, Pending
+from lightning_zero.config import Sharding
+from lightning_zero.engine.own_range import OwnRange
+from lightning_zero.layout import FlatLayout
+from lightning_zero.storage.store import DeviceStore, Kind
+
+__all__ = ["Original", "flat_views"]
+
+
+class Lowered(Protocol):
+    """What must be known of a flat buffer; see ``lightning_zero/engine/buffer.py``."""
+
+    name: str
+    full: torch.Tensor
+    master: torch.Tensor | None
+    sharding: Sharding
+    communicator: Communicator
+    layout: FlatLayout
+    own_range: OwnRange
+    store: DeviceStore
+
+    @property
+    def stepped(self) -> torch.Tensor:
+        """What the optimizer steps: (own range,)."""
+        ...
+
+    @property
+    def raw_computed(self) -> torch.Tensor:
+        """The own range in the compute dtype, whether or not a step is due."""
+        ...
+
+    def put_shard(self, values: torch.Tensor) -> None:
+        """Write this rank's shard in the compute dtype."""
+        ...
+
+
+class Original:
+    """The second face of a buffer whose parameters compute in another dtype than their own.
+
+    Call protocol:
+
+    1. ``gather`` and wait: ``flat`` is whole, and parameters may be bound to ``views``.
+    2. ``accept`` takes what was written into ``flat`` over, exactly.
+    3. ``drop``. Graphs and copies of views that the user has kept keep the memory.
+
+    Args:
+        buffer: The buffer.
+        dtype: The parameters' own.
+    """
+
+    def __init__(self, buffer: Lowered, dtype: torch.dtype) -> None:
+        self._buffer = buffer
+        self._dtype = dtype
+        self.flat: torch.Tensor | None = None
+        self.views: list[torch.Tensor] = []
+        self._kind: Kind = "gathered" if buffer.sharding.params else "parameters"
+
+    @property
+    def needs_others(self) -> bool:
+        """Whether ``gather`` is a collective."""
+        return self._buffer.sharding.optim and self._buffer.communicator.world_size > 1
+
+    def gather(self) -> Pending:
+        """Start gathering the masters. Collective unless every rank has all of them: all ranks."""
+        if self.flat is None:
+            buffer = self._buffer
+            self.flat = buffer.store.create(self._kind, buffer.layout.padded_numel, self._dtype)
+            self.views = flat_views(self.flat, buffer.layout)
+        return self._gather_into(self.flat)
+
+    def serve(self) -> Pending:
+        """Take part in a gather whose result is not needed here. Collective: all ranks."""
+        with torch.inference_mode(False):
+            flat = torch.empty(self._buffer.layout.padded_numel, dtype=self._dtype, device=self._buffer.store.device)
+        return self._gather_into(flat)
+
+    def _gather_into(self, flat: torch.Tensor) -> Pending:
+        buffer = self._buffer
+        what = f"unit `{buffer.name}` in its own dtype"
+        with torch.inference_mode(False), torch.no_grad():
+            own = flat[buffer.own_range.start : buffer.own_range.stop]
+            own.copy_(buffer.stepped)
+            if not self.needs_others:
+                return Pending(buffer.communicator, what)
+            return buffer.communicator.all_gather(flat, own, what)
+
+    def is_changed(self) -> bool:
+        """Say whether the own range is not what is stepped: a write through ``.data`` leaves no other trace."""
+        buffer = self._buffer
+        assert self.flat is not None
+        own = self.flat[buffer.own_range.start : buffer.own_range.stop]
+        if buffer.master is None:
+            return not torch.equal(own.to(buffer.full.dtype), buffer.raw_computed.to(own.device))
+        return not torch.equal(own.to(buffer.master.device), buffer.master)
+
+    def accept(self) -> None:
+        """Make the values of ``flat`` the master's, and round them into what computes. No collective."""
+        buffer = self._buffer
+        assert self.flat is not None
+        with torch.inference_mode(False), torch.no_grad():
+            if buffer.master is not None:
+                buffer.stepped.copy_(self.flat[buffer.own_range.start : buffer.own_range.stop])
+            if buffer.sharding.params:
+                lo, hi = buffer.layout.shard_range(buffer.communicator.rank)
+                buffer.put_shard(self.flat[lo:hi].to(buffer.full.dtype))
+            self.round()
+
+    def round(self) -> None:
+        """Round ``flat`` into the whole buffer that computes, if that has memory."""
+        full = self._buffer.full
+        if self.flat is not None and full.untyped_storage().nbytes():
+            with torch.inference_mode(False), torch.no_grad():
+                full.copy_(self.flat)
+
+    def free_computed(self) -> None:
+        """Give the memory of the whole buffer back that computes, below stage 3, where a master has its values."""
+        buffer = self._buffer
+        if not buffer.sharding.params and buffer.master is not None and buffer.full.untyped_storage().nbytes():
+            buffer.full.untyped_storage().resize_(0)
+            buffer.store.release("parameters", buffer.full.nbytes)
+
+    def restore_computed(self) -> None:
+        """Make the whole buffer that computes what it was before ``free_computed``, rounded anew. No collective."""
+        full = self._buffer.full
+        if not self._buffer.sharding.params and not full.untyped_storage().nbytes():
+            full.untyped_storage().resize_(full.nbytes)
+            self._buffer.store.adopt("parameters", full.nbytes)
+        self.round()
+
+    def drop(self) -> None:
+        """Forget ``flat``."""
+        if self.flat is not None:
+            self._buffer.store.give_back(self._kind, self.flat)
+        self.flat, self.views = None, []
+
+
+def flat_views(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
+    """Return one view per slot, each with a version counter of its own.
+
+    So refilling the buffer never trips autograd's version check.
+    """
+    return [_view(flat, slot.offset, slot.shape) for slot in layout.slots]
+
+
+def _view(flat: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Tensor:
+    with torch.inference_mode(False):
+        stride = torch.empty(tuple(shape), device="meta").stride()
+        return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(
+            flat.untyped_storage(), offset, tuple(shape), stride
+        )
