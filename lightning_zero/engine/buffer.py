@@ -358,7 +358,7 @@ class FlatBuffer:
     # -- In their own dtype --------------------------------------------------------------------------------------------
 
     def show_original(self) -> None:
-        """Show whole parameters in their own dtype, if they compute in another. Collective at stages 1 to 3: all ranks."""
+        """Show whole parameters in their own dtype, if they compute in another. Collective at stages 1 to 3."""
         if self.original is None or self.original.flat is not None:
             return
         self.refresh_master()
