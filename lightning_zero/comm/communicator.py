@@ -15,12 +15,12 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lightning_zero.comm.groups import GroupSet, borrow
 from lightning_zero.config import Communication
 from lightning_zero.errors import CollectiveError
 
@@ -126,45 +126,35 @@ class Communicator:
         self.world_size = 1
         self.rank = 0
         self.device = device
-        self._gather_group: Any = None
-        self._reduce_group: Any = None
-        self._control_group: Any = None
-        self._object_group: Any = None
-        self._background_group: Any = None  # from its first use
-        self._promise_group: Any = None  # from its first use
-        self._make_host_group: Callable[[], Any] = lambda: None
+        self._groups: GroupSet | None = None  # None in a world of one rank, and when it is closed
         self.timeout_s = config.timeout_s
         self._backend = ""
         self._is_abandoned = False  # after an error on this rank
-        self._is_part = False  # other ranks exist, and need not know of this group
         self._late: deque[_LateGather] = deque()  # in the order in which all ranks start them
-        self._tags: Counter[int] = Counter()  # of a group: tells apart its point-to-point exchanges in flight
+        self._loan = 0  # of the groups
         # - What it cost since the last reset
         self.sent_bytes: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
         self.wait_s = 0.0
         if dist.is_available() and dist.is_initialized():
-            self._make_groups(config, process_group)
+            self._borrow_groups(config, process_group)
 
-    def _make_groups(self, config: Communication, process_group: dist.ProcessGroup | None) -> None:
+    def _borrow_groups(self, config: Communication, process_group: dist.ProcessGroup | None) -> None:
         self.world_size = dist.get_world_size(process_group)
         self.rank = dist.get_rank(process_group)
         if self.world_size == 1:
             return
-        ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         self._backend = config.backend or dist.get_backend(process_group)
-        self._is_part = len(ranks) < dist.get_world_size()
-        timeout = timedelta(seconds=config.timeout_s)
+        self._groups = borrow(self, process_group, self._backend, config.timeout_s)
+        self._loan = self._groups.loan
 
-        def group(backend: str) -> Any:
-            return dist.new_group(ranks, timeout, backend, use_local_synchronization=self._is_part)
+    @property
+    def _gather_group(self) -> Any:
+        return None if self._groups is None else self._groups.gather
 
-        on_host = "fake" if self._backend == "fake" else "gloo"
-        self._gather_group = group(self._backend)
-        self._reduce_group = group(self._backend)
-        self._control_group = group(on_host)
-        self._object_group = group(on_host)
-        self._make_host_group = lambda: group(on_host)
+    @property
+    def _reduce_group(self) -> Any:
+        return None if self._groups is None else self._groups.reduce
 
     # -- Flat tensors ----------------------------------------------------------------------------------------------
 
@@ -264,8 +254,9 @@ class Communicator:
         then: Callable[[], None] | None = None,
     ) -> Pending:
         """Send a tensor to every peer and receive one from each (gloo)."""
-        self._tags[id(group)] += 1  # ranks agree on the order within a group only
-        tag = self._tags[id(group)] % 2**15
+        assert self._groups is not None
+        self._groups.tags[id(group)] += 1  # ranks agree on the order within a group only
+        tag = self._loan % 2**15 * 2**15 + self._groups.tags[id(group)] % 2**15
         staged = self.device.type != "cpu"  # gloo's point-to-point calls take host memory only
         outgoing = {tensor.data_ptr(): tensor.cpu() for tensor in sent.values()} if staged else {}
         incoming = {peer: torch.empty(received[peer].shape, dtype=received[peer].dtype) for peer in sent if staged}
@@ -337,7 +328,7 @@ class Communicator:
             return values
         self._count("control", values.nbytes)
         try:
-            dist.all_reduce(values, op=op, group=self._control_group)
+            dist.all_reduce(values, op=op, group=self.control_group)
         except (RuntimeError, ValueError) as error:
             raise self.failure(what, error) from error
         return values
@@ -358,7 +349,7 @@ class Communicator:
         values = [value] * self.world_size
         if self.world_size > 1:
             try:
-                dist.all_gather_object(values, value, group=self._object_group)
+                dist.all_gather_object(values, value, group=self.object_group)
             except (RuntimeError, ValueError) as error:
                 raise self.failure(what, error) from error
         return values
@@ -366,7 +357,8 @@ class Communicator:
     # -- Bookkeeping -----------------------------------------------------------------------------------------------
 
     def failure(self, what: str, error: Exception) -> CollectiveError:
-        """Return the error to raise when ``what`` failed."""
+        """Return the error to raise when ``what`` failed; its groups are not used again."""
+        self.distrust()
         return CollectiveError(
             f"rank {self.rank} of {self.world_size}: the {what} failed: {error}. A peer has stopped, runs other code,"
             " or was slower than `timeout`: the first error of the other ranks says which. Every rank must make the"
@@ -376,7 +368,7 @@ class Communicator:
     @property
     def control_group(self) -> Any:
         """The gloo group for values in host memory; None in a world of one rank."""
-        return self._control_group
+        return None if self._groups is None else self._groups.control
 
     @property
     def background_group(self) -> Any:
@@ -384,9 +376,7 @@ class Communicator:
 
         Collective at its first use: all ranks.
         """
-        if self._background_group is None:
-            self._background_group = self._make_host_group()
-        return self._background_group
+        return None if self._groups is None else self._groups.background
 
     @property
     def promise_group(self) -> Any:
@@ -394,9 +384,7 @@ class Communicator:
 
         Collective at its first use: all ranks.
         """
-        if self._promise_group is None:
-            self._promise_group = self._make_host_group()
-        return self._promise_group
+        return None if self._groups is None else self._groups.promises
 
     @property
     def object_group(self) -> Any:
@@ -404,7 +392,7 @@ class Communicator:
 
         A rank that makes such a call alone must not meet another rank's agreement on the control group.
         """
-        return self._object_group
+        return None if self._groups is None else self._groups.objects
 
     def reset_stats(self) -> None:
         """Start counting anew."""
@@ -417,21 +405,21 @@ class Communicator:
 
         No collective. Over NCCL the calls on device memory end with this rank's process.
         """
+        if self._groups is not None:
+            self._groups.destroy()
         self.close()
         self._is_abandoned = True
 
+    def distrust(self) -> None:
+        """Let nobody use the groups after this communicator: calls of an interrupted step may be in flight."""
+        if self._groups is not None:
+            self._groups.is_broken = True
+
     def close(self) -> None:
-        """Give the groups back. No collective."""
-        if self._is_abandoned:
-            return
-        # PyTorch names a group of a part of the ranks by how many there are, and must not use a name twice.
-        if self._backend == "gloo" and not self._is_part and dist.is_initialized():
-            groups = [self._gather_group, self._reduce_group, self._control_group, self._object_group]
-            lazy = [self._background_group, self._promise_group]
-            for group in (*groups, *(group for group in lazy if group is not None)):
-                dist.destroy_process_group(group)
-        self._gather_group = self._reduce_group = self._control_group = self._object_group = None
-        self._background_group = self._promise_group = None
+        """Let other communicators use the groups. No collective."""
+        if self._groups is not None:
+            self._groups.leave(self)
+            self._groups = None
 
     def _count(self, kind: str, sent_bytes: int) -> None:
         if self._is_abandoned:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast, overload
@@ -325,7 +324,7 @@ class ZeroEngine:
         return param.dtype if self._places.is_elsewhere(param) else self._places.of(param)[0].kind.original
 
     def close(self) -> None:
-        """Take the hooks out and give the process groups back. No collective.
+        """Take the hooks out and let other engines use the process groups. No collective.
 
         Where steps are deferred, ``flush`` before. Parameters stay readable at stages 0 to 2, as after ``pause``; at
         stage 3 gather what is needed before.
@@ -745,13 +744,6 @@ class ZeroEngine:
         if buffer.gradients.is_spent:
             self._refuse_with_early_steps(f"Reading the gradient of `{self.param_name(param)}`")
         self._attached.show_gradient(param, (buffer, index))
-
-
-@atexit.register
-def _close_groups_at_exit() -> None:
-    """Give the groups of open engines back: their threads must not outlive the interpreter they call into."""
-    for engine in list(_ENGINES):
-        engine._sharded.close_groups()
 
 
 @contextmanager

@@ -160,6 +160,7 @@ class PassOrder:
 
     def abandon(self) -> None:
         """Leave the pass after an error; it is finished at the next call. No collective."""
+        self._communicator.distrust()
         self._is_settled = False
         if self._running is not None:
             self._running.is_abandoned = True

@@ -1,0 +1,183 @@
+"""Process groups that engines use one after the other.
+
+Note [Groups are lent]
+    A group has threads and connections on every rank, and a process that makes engines again and again would run out of
+    both. So the groups of a communicator are a set, which the next communicator over the same ranks takes over when
+    this one is closed or collected. Garbage is collected at different times on different ranks: at every set-up the
+    ranks tell one another, through the store of the default group, which sets they could take, and take the first that
+    is free everywhere. More than four sets over the same ranks are not made: further communicators that are alive at
+    the same time share the one that was lent longest ago. Exchanges between pairs of ranks carry the number of the
+    loan, so what an earlier user left behind does not meet a later one; other calls are ordered within a set, as the
+    program orders them. A set on which a call has failed, or whose user was interrupted, is not lent again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+__all__ = ["GroupSet", "borrow"]
+
+_MOST_SETS = 4  # over the same ranks
+_FREE, _USED, _USED_AND_BROKEN, _BROKEN = range(4)  # on a rank; the highest of all ranks counts
+
+
+class GroupSet:
+    """The groups of one communicator at a time.
+
+    Args:
+        device_group: Makes a group for tensors of the device.
+        host_group: Makes one for values in host memory.
+        is_local: Whether a rank may give the groups back on its own.
+    """
+
+    def __init__(self, device_group: Callable[[], Any], host_group: Callable[[], Any], *, is_local: bool) -> None:
+        self.gather = device_group()
+        self.reduce = device_group()
+        self.control = host_group()
+        self.objects = host_group()
+        self.tags: Counter[int] = Counter()  # of a group: tells apart its point-to-point exchanges in flight
+        self.is_broken = False  # on this rank
+        self.loan = 0  # number of the last one
+        self._users: WeakSet[Any] = WeakSet()
+        self._host_group = host_group
+        self._background: Any = None  # from its first use
+        self._promises: Any = None  # from its first use
+        self._is_local = is_local
+
+    @property
+    def background(self) -> Any:
+        """The group for a thread that saves. Collective at its first use."""
+        if self._background is None:
+            self._background = self._host_group()
+        return self._background
+
+    @property
+    def promises(self) -> Any:
+        """The group for agreements that run beside others. Collective at its first use."""
+        if self._promises is None:
+            self._promises = self._host_group()
+        return self._promises
+
+    @property
+    def state(self) -> int:
+        """Whether this rank could lend it."""
+        if len(self._users):
+            return _USED_AND_BROKEN if self.is_broken else _USED
+        return _BROKEN if self.is_broken else _FREE
+
+    def lend(self, user: Any, loan: int) -> None:
+        """Let ``user`` have it until it leaves, or is collected."""
+        self._users.add(user)
+        self.loan = loan
+
+    def leave(self, user: Any) -> None:
+        """End a loan. No collective."""
+        self._users.discard(user)
+
+    def destroy(self) -> None:
+        """Give the groups back to the system where a rank may do so on its own. No collective."""
+        self.is_broken = True
+        groups = [self.gather, self.reduce, self.control, self.objects, self._background, self._promises]
+        self.gather = self.reduce = self.control = self.objects = self._background = self._promises = None
+        if self._is_local and dist.is_initialized():
+            for group in groups:
+                if group is not None and group in dist.distributed_c10d._world.pg_map:
+                    dist.destroy_process_group(group)
+
+
+class _Pool:
+    """The sets over the same ranks. All ranks have the same sets in the same order."""
+
+    def __init__(self, name: str, ranks: Sequence[int], make: Callable[[], GroupSet]) -> None:
+        self._name = name
+        self._ranks = list(ranks)
+        self._make = make
+        self._num_loans = 0
+        self._num_rounds = 0
+        self.sets: list[GroupSet] = []
+
+    def lend(self, user: Any) -> GroupSet:
+        """Lend a set. Collective: all ranks of the pool."""
+        states = self._agree()
+        if states and _FREE not in states:
+            gc.collect()  # engines are in reference cycles
+            states = self._agree()
+        for place, state in enumerate(states):
+            if state == _BROKEN:
+                self.sets[place].destroy()
+        chosen = self._choose(states)
+        self.sets = [one for one, state in zip(self.sets, states, strict=True) if state != _BROKEN]
+        if chosen is None:
+            chosen = self._make()
+            self.sets.append(chosen)
+        self._num_loans += 1
+        chosen.lend(user, self._num_loans)
+        return chosen
+
+    def _choose(self, states: Sequence[int]) -> GroupSet | None:
+        """Return a set that is free everywhere, or else one to share; None if there is to be another one."""
+        if _FREE in states:
+            return self.sets[list(states).index(_FREE)]
+        shared = [one for one, state in zip(self.sets, states, strict=True) if state == _USED]
+        return min(shared, key=lambda one: one.loan) if len(shared) >= _MOST_SETS else None
+
+    def _agree(self) -> list[int]:
+        """Return the worst state of each set over the ranks. Collective: all ranks of the pool."""
+        if not self.sets:
+            return []
+        self._num_rounds += 1
+        mine = bytes(one.state for one in self.sets)
+        store = PrefixStore(
+            f"lightning_zero/{self._name}/{self._num_rounds}", dist.distributed_c10d._get_default_store()
+        )
+        rank = dist.get_rank()
+        if rank != self._ranks[0]:
+            store.set(str(rank), mine.decode())
+            return list(store.get("all"))
+        worst = [max(states) for states in zip(mine, *(store.get(str(one)) for one in self._ranks[1:]), strict=True)]
+        store.set("all", bytes(worst).decode())
+        return worst
+
+
+_POOLS: WeakKeyDictionary[Any, dict[tuple[Any, ...], _Pool]] = WeakKeyDictionary()  # by default group
+
+
+def borrow(user: Any, process_group: Any, backend: str, timeout_s: float) -> GroupSet:
+    """Return a set of groups over the ranks of ``process_group`` for ``user``. Collective: these ranks."""
+    ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    is_part = len(ranks) < dist.get_world_size()
+    key = (tuple(ranks), backend, timeout_s)
+    pools = _POOLS.setdefault(dist.group.WORLD, {})
+    if key not in pools:
+        timeout = timedelta(seconds=timeout_s)
+
+        def group(kind: str) -> Any:
+            return dist.new_group(ranks, timeout, kind, use_local_synchronization=is_part)
+
+        def make() -> GroupSet:
+            on_host = "fake" if backend == "fake" else "gloo"
+            # PyTorch names a group of a part of the ranks by how many there are, and must not use a name twice.
+            is_local = backend == "gloo" and not is_part
+            return GroupSet(lambda: group(backend), lambda: group(on_host), is_local=is_local)
+
+        name = f"{'-'.join(map(str, ranks)) if is_part else 'all'}/{backend}/{timeout_s}"
+        pools[key] = _Pool(name, ranks, make)
+    return pools[key].lend(user)
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    """Give all groups back: their threads must not outlive the interpreter they call into."""
+    for pools in list(_POOLS.values()):
+        for pool in pools.values():
+            for one in pool.sets:
+                one.destroy()

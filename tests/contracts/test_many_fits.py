@@ -1,0 +1,165 @@
+"""A process that makes engine after engine needs no more threads, descriptors, disk room and memory than for a few."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_zero.config import Offload
+from lightning_zero.engine.engine import ZeroEngine
+from tests import worlds
+from tests.lightning_programs import Net, loader, trainer
+from tests.sampling import sample
+
+FEW = 6  # fits, after which a process has all that it will need
+
+
+def _held(folder: str) -> dict[str, int]:
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    room = os.statvfs(folder)
+    return {
+        "threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "resident": int(pages) * os.sysconf("SC_PAGE_SIZE"),
+        "disk": (room.f_blocks - room.f_bfree) * room.f_frsize,
+    }
+
+
+def _assert_constant(after: list[dict[str, int]]) -> None:
+    few, last = after[FEW - 1], after[-1]
+    slack = {"threads": 3, "descriptors": 4, "resident": 2**26, "disk": 2**26}  # threads of a fit that is just over
+    for kind, spare in slack.items():
+        most = max(one[kind] for one in after[:FEW])
+        assert last[kind] <= most + spare, f"{kind}: {few[kind]} after {FEW} fits, {last[kind]} after {len(after)}"
+
+
+def _loop(rank: int, world: int, end: str, fits: int, options: dict[str, Any], folder: str) -> list[dict[str, int]]:
+    after, kept = [], []
+    for _ in range(fits):
+        module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+        module.loop = [module]  # a reference cycle of the user's
+        engine = ZeroEngine(units=["Linear"], **options)
+        optimizer = engine.attach(torch.optim.AdamW(engine.shard(module).parameters()))
+        for _ in range(2):
+            module(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if end == "closed":
+            engine.flush()
+            engine.close()
+        if end == "kept":
+            kept.append((engine, optimizer))
+        after.append(_held(folder))
+    for engine, optimizer in kept:  # all of them still train, also those that share their groups
+        engine.module(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    return after
+
+
+OPTIONS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "stage3": lambda folder: {"stage": 3},
+    "stage1": lambda folder: {"stage": 1},
+    "deferred": lambda folder: {"stage": 2, "step": "deferred"},
+    "cpu": lambda folder: {"stage": 3, "offload": "cpu"},
+    "nvme": lambda folder: {"stage": 3, "offload": Offload(optimizer="nvme", params="nvme", path=folder)},
+}
+
+
+@pytest.mark.parametrize("world", sample((1, 2, 3), 2), ids="w{}".format)
+@pytest.mark.parametrize("options", sample(OPTIONS, "stage3"))
+@pytest.mark.parametrize("end", ["dropped", "closed", "kept"])
+def test_engine_after_engine_needs_no_more_than_a_few(end: str, options: str, world: int, tmp_path: Path) -> None:
+    fits = 12 if (options, world) == ("stage3", 2) else 100
+    made = OPTIONS[options](str(tmp_path))
+    if end == "kept" and options in ("cpu", "nvme", "deferred"):
+        pytest.skip("an engine that is kept keeps what it has offloaded, and the thread that steps it")
+    for after in worlds.run(_loop, world, end, fits, made, str(tmp_path), timeout_s=600.0):
+        _assert_constant(after)
+
+
+def _fits(rank: int, world: int, end: str, fits: int, folder: str) -> list[dict[str, int]]:
+    after, kept = [], []
+    for _ in range(fits):
+        one = trainer(rank, world, 3, max_epochs=1, limit_train_batches=2)
+        module = Net()
+        one.fit(module, loader(rank, world))
+        if end == "kept":
+            kept.append((one, module))
+        after.append(_held(folder))
+    return after
+
+
+@pytest.mark.parametrize("fits", sample([8, 100], 8), ids="fits{}".format)
+@pytest.mark.parametrize("end", ["dropped", "kept"])
+def test_fit_after_fit_needs_no_more_than_a_few(end: str, fits: int, tmp_path: Path) -> None:
+    for after in worlds.run(_fits, 2, end, fits, str(tmp_path), timeout_s=600.0):
+        _assert_constant(after)
+
+
+# -- Who has which groups ----------------------------------------------------------------------------------------------
+
+
+def _engine() -> ZeroEngine:
+    engine = ZeroEngine(1)
+    engine.shard(nn.Linear(2, 2))
+    return engine
+
+
+def _one_rank_collects_late(rank: int, world: int) -> list[int]:
+    """An engine is gone on rank 0 and alive on rank 1: its groups are lent on neither."""
+    loans = []
+    first: Any = _engine()
+    held = first.communicator.control_group
+    if rank == 0:
+        first.close()
+    second = _engine()
+    loans.append(int(second.communicator.control_group is held))
+    second.close()
+    first.close()
+    third = _engine()
+    loans.append(int(third.communicator.control_group is held))
+    third.close()
+    return loans
+
+
+def test_groups_are_lent_when_they_are_free_on_every_rank() -> None:
+    assert worlds.run(_one_rank_collects_late, 2) == [[0, 1]] * 2
+
+
+def _after_an_error(rank: int, world: int) -> bool:
+    engine = _engine()
+    held = engine.communicator.control_group
+    if rank == 1:
+        engine.communicator.distrust()  # of an interrupted step
+    engine.close()
+    second = _engine()
+    value = second.communicator.agree(torch.tensor([rank]), "a number")
+    second.close()
+    return second.communicator.control_group is not held and int(value) == 1
+
+
+def test_groups_of_an_interrupted_step_are_not_lent_again() -> None:
+    assert worlds.run(_after_an_error, 2) == [True, True]
+
+
+def _default_group_is_made_anew(rank: int, world: int, folder: str) -> float:
+    for number in range(3):
+        engine = _engine()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store{number}", rank=rank, world_size=world)
+        engine.close()
+    engine = _engine()
+    value = engine.communicator.all_reduce(torch.ones(1), "a number")
+    engine.close()
+    return float(value)
+
+
+def test_a_new_default_group_has_groups_of_its_own(tmp_path: Path) -> None:
+    assert worlds.run(_default_group_is_made_anew, 2, str(tmp_path)) == [2.0, 2.0]
