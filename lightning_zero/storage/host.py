@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import deque
 from typing import Any
 
@@ -56,6 +57,8 @@ class HostStore(Accounts):
         self.device = torch.device("cpu")
         self.is_pinned = pinned
         self._locked: dict[int, torch.Tensor] = {}  # by address; registered with the driver until `close`
+        self._unlock = weakref.finalize(self, _unlock, self._locked)  # an engine that is dropped closes nothing
+        self._unlock.atexit = False
         self._pool: dict[int, list[torch.Tensor]] = {}  # of them, those that were given back, by bytes
         self._staging_bytes = 0
         self._slots: deque[StagingSlot] = deque()
@@ -117,12 +120,16 @@ class HostStore(Accounts):
 
     def close(self) -> None:
         """Unlock all pages and forget all accounts."""
-        for address in self._locked:
-            _driver().cudaHostUnregister(address)
-        self._locked.clear()
+        _unlock(self._locked)
         self._pool.clear()
         self._slots.clear()
         super().close()
+
+
+def _unlock(locked: dict[int, torch.Tensor]) -> None:
+    for address in locked:
+        _driver().cudaHostUnregister(address)
+    locked.clear()
 
 
 def _driver() -> Any:

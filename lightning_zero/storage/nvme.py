@@ -23,6 +23,7 @@ import secrets
 import shutil
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -127,6 +128,9 @@ class NvmeStore:
         self._free: dict[int, list[Record]] = {}  # by padded size, given back
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lightning_zero-disk")
         self._scratch = threading.local()
+        # An engine that is dropped closes nothing; what is in flight holds the store.
+        self._drop = weakref.finalize(self, _drop, self._pool, list(self._files))
+        self._drop.atexit = False
         self.read_bytes = 0
         self.written_bytes = 0
 
@@ -309,9 +313,15 @@ class NvmeStore:
     def close(self) -> None:
         """Wait for everything, and give the room back."""
         self._pool.shutdown()
-        for file in self._files:
-            os.close(file)
+        self._drop()
         self._files, self._ends, self._free = [], [], {}
+
+
+def _drop(pool: ThreadPoolExecutor, files: Sequence[int]) -> None:
+    """Give threads and unnamed files back."""
+    pool.shutdown(wait=False)
+    for file in files:
+        os.close(file)
 
 
 def _padded(nbytes: int) -> int:
