@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.agreement import digest_of, first_difference, require_same
 
-__all__ = ["ModuleBuffers", "buffer_facts", "refuse_shared_memory"]
+__all__ = ["ModuleBuffers", "buffer_facts"]
 
 _WHAT = "module buffers"
 _REMEDY = "Register, assign and delete module buffers on every rank alike, each with one shape and dtype."
@@ -123,28 +123,6 @@ class ModuleBuffers:
             raise ValueError(f"The ranks have different {_WHAT}: {difference}. {_REMEDY}")
         require_same(self._communicator, facts, _WHAT, _REMEDY)
         self._accept(buffers)
-
-
-def refuse_shared_memory(module: nn.Module) -> None:
-    """Refuse a module whose buffers are views of its parameters, which are about to move.
-
-    Raises:
-        ValueError: There is one; names it and the parameter.
-    """
-    params = {storage: name for name, param in module.named_parameters() if (storage := _storage(param)) is not None}
-    for name, buffer in module.named_buffers():
-        owner = params.get(storage) if (storage := _storage(buffer)) is not None else None
-        if owner is not None:
-            raise ValueError(
-                f"The module buffer `{name}` shares its memory with the parameter `{owner}`, which gets other"
-                " memory when it is sharded: the buffer would keep the old values. Register a copy (`.clone()`),"
-                " or compute it from the parameter in the forward."
-            )
-
-
-def _storage(tensor: Tensor) -> int | None:
-    is_ordinary = tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
-    return tensor.untyped_storage()._cdata if is_ordinary and tensor.numel() and not tensor.is_meta else None
 
 
 def buffer_facts(module: nn.Module) -> dict[str, str]:

@@ -18,7 +18,7 @@ from lightning_zero.engine.elsewhere import Elsewhere
 from lightning_zero.engine.facts import model_facts, unit_facts
 from lightning_zero.engine.hooks import Hooks
 from lightning_zero.engine.lowering import Lowering
-from lightning_zero.engine.module_buffers import ModuleBuffers, buffer_facts, refuse_shared_memory
+from lightning_zero.engine.module_buffers import ModuleBuffers, buffer_facts
 from lightning_zero.engine.order import PassOrder
 from lightning_zero.engine.parameter import Owner, own
 from lightning_zero.engine.partition import Territory, build_unit, choose_territories
@@ -123,7 +123,6 @@ class ShardedModule:
         self._options = options
         self._places = places
         device = options.device or _device_of(module)
-        refuse_shared_memory(module)
         self._lowering = Lowering(module, options.precision)
         # - Ranks
         self.communicator = Communicator(options.communication, device, options.process_group)
