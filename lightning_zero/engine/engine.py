@@ -21,7 +21,7 @@ from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.deferred import Deferral
 from lightning_zero.engine.facts import optimizer_facts
 from lightning_zero.engine.optimizer import ShardedOptimizer, gradient_norm
-from lightning_zero.engine.parameter import restore_class
+from lightning_zero.engine.parameter import is_called_by, restore_class
 from lightning_zero.engine.parts import Parts
 from lightning_zero.engine.places import Places
 from lightning_zero.engine.records import ParameterRecord, records_of
@@ -724,6 +724,11 @@ class ZeroEngine:
     def _write_gradient(self, param: nn.Parameter, grad: torch.Tensor | None) -> None:
         buffer, index = self._places.of(param)
         self._refuse_in_backward(buffer, index)
+        if buffer.gradients.is_ahead:
+            what = "Dropping" if grad is None else "Assigning"
+            self._refuse_with_early_steps(
+                f"{what} the gradient of `{self.param_name(param)}` between backward and `optimizer.step()`"
+            )
         if isinstance(grad, ShardedGradient):  # a segment
             self._show_gradient(param)
         buffer.window.write(index, grad)
@@ -742,7 +747,10 @@ class ZeroEngine:
             return
         self._refuse_in_backward(buffer, index)
         if buffer.gradients.is_spent:
-            self._refuse_with_early_steps(f"Reading the gradient of `{self.param_name(param)}`")
+            if buffer.gradients.is_ahead or not is_called_by(nn.Module.zero_grad):
+                self._refuse_with_early_steps(f"Reading the gradient of `{self.param_name(param)}`")
+            buffer.window.drop([index])
+            return
         self._attached.show_gradient(param, (buffer, index))
 
 

@@ -335,7 +335,8 @@ class BufferGradients:
             set_raw_grad(params[index], None)
         self.left -= gone
         if self.is_spent:
-            self.is_spent = self.is_ahead = bool(self.has_grad)
+            self.is_spent = bool(self.has_grad)
+            self.is_ahead = self.is_ahead and self.is_spent
         elif self.has_grad:
             self._zero(dropped)  # what comes next is added to it
         else:

@@ -46,6 +46,7 @@ __all__ = [
     "class_over",
     "copy_attributes",
     "has_class",
+    "is_called_by",
     "own",
     "owner_of",
     "placeholder",
@@ -455,8 +456,13 @@ def _operation(func: Callable[..., Any]) -> str:
 
 def _is_in_state_dict() -> bool:
     """Say whether ``module.state_dict()`` is running."""
+    return is_called_by(nn.Module._save_to_state_dict)
+
+
+def is_called_by(function: Any) -> bool:
+    """Say whether a Python function is running, at any depth."""
     frame = sys._getframe()
-    while frame is not None and frame.f_code is not nn.Module._save_to_state_dict.__code__:
+    while frame is not None and frame.f_code is not function.__code__:
         frame = cast(types.FrameType, frame.f_back)
     return frame is not None
 

@@ -131,6 +131,11 @@ MISUSE: list[tuple[Callable[[Started], Any], str]] = [
     (lambda run: run.engine.microbatch(last=False).__enter__(), "Accumulating gradients over micro-batches"),
     (lambda run: run.engine.full_grad(run.module.head.weight), "Reading gradients does not work"),
     (lambda run: run.module.head.weight.grad, "Reading the gradient of `head.weight` does not work"),
+    (lambda run: run.module.zero_grad(), "Reading the gradient of `.*` does not work"),
+    (lambda run: (run.optimizer.step(), run.module.head.weight.grad), "Reading the gradient of `head.weight`"),
+    (lambda run: setattr(run.module.head.weight, "grad", None), "Dropping the gradient of `head.weight` between"),
+    (lambda run: delattr(run.module.head.weight, "grad"), "Dropping the gradient of `head.weight` between"),
+    (lambda run: setattr(run.module.head.weight, "grad", torch.ones(3)), "Assigning the gradient of `head.weight`"),
     (lambda run: run.engine.full_param(run.module.head.weight), "cannot be read or saved before `optimizer.step"),
     (lambda run: run.engine.records(), "cannot be read or saved before `optimizer.step"),
     (lambda run: run.optimizer.zero_grad(), "`zero_grad` was called between backward and `optimizer.step"),
@@ -159,6 +164,39 @@ def _misuse(rank: int, world: int) -> None:
 
 def test_what_needs_all_gradients_is_refused_by_name() -> None:
     worlds.run(_misuse, 2)
+
+
+def _zeroed_by_the_module(rank: int, world: int) -> list[str]:
+    """A loop in which `module.zero_grad()` drops gradients, or another way that PyTorch has."""
+    ways: list[Callable[[nn.Module, Optimizer], Any]] = [
+        lambda module, optimizer: optimizer.zero_grad(),
+        lambda module, optimizer: module.zero_grad(),
+        lambda module, optimizer: module.zero_grad(set_to_none=False),
+        lambda module, optimizer: [child.zero_grad() for child in module.children()],
+        lambda module, optimizer: [setattr(param, "grad", None) for param in module.parameters()],
+        lambda module, optimizer: (module.zero_grad(), optimizer.zero_grad()),
+    ]
+    found = []
+    for stage in (1, 3):
+        outcomes = []
+        for zero in ways:
+
+            def program(run: Any, zero: Any = zero) -> None:
+                optimizer = torch.optim.AdamW(run.module.parameters(), lr=1e-2)
+                run.attach(optimizer)
+                for step in range(2):
+                    run.backward(token_loss(run.module, run.rank, step))
+                    optimizer.step()
+                    zero(run.module, optimizer)
+
+            outcomes.append(train_zero(partial(TinyGPT, depth=1), program, rank, world, stage=stage, step="backward"))
+        found += [difference(outcome, outcomes[0]) for outcome in outcomes[1:]]
+    return found
+
+
+def test_module_zero_grad_drops_gradients_that_were_stepped_in_the_backward() -> None:
+    for found in worlds.run(_zeroed_by_the_module, 2):
+        assert not any(found), found
 
 
 class Detached(Block):
@@ -209,6 +247,26 @@ def test_a_backward_that_comes_back_to_a_stepped_unit_sees_old_values_or_says_so
 class Watches(Net):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         pass
+
+
+class Validates(Net):
+    def validation_step(self, batch: Any, index: int) -> Tensor:
+        loss: Tensor = self.training_step(batch, index)
+        return loss
+
+
+def _validate(rank: int, world: int, stage: int) -> None:
+    results = []
+    for step in ("now", "backward"):
+        run = trainer(rank, world, ZeroStrategy(stage=stage, step=step), val_check_interval=1)
+        run.fit(seeded(Validates), loader(rank, world), loader(rank, world))
+        results.append(weights(run))
+    assert_equal(*results, what=stage)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_fit_with_validation_steps_in_the_backward(stage: int) -> None:
+    worlds.run(_validate, 2, stage)
 
 
 def _fit(rank: int, world: int) -> None:
