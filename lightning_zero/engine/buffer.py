@@ -238,11 +238,15 @@ class FlatBuffer:
             not sleeps_at_home and (self.is_offloaded or is_asleep(self.shard))
         )
         if self.master is None and is_needed:
-            self.master = self._keep_master(self.computed)
-            if self.sleep is not None:
-                self.sleep.watch_master()
+            self.keep_master(self.computed)
         if isinstance(self.home, HostStore) and self.master is not None:
             self.home.need_staging(self.raw_computed.nbytes)
+
+    def keep_master(self, values: torch.Tensor) -> None:
+        """Make a master of values over the own range."""
+        self.master = self._keep_master(values)
+        if self.sleep is not None:
+            self.sleep.watch_master()
 
     def move_shard(self, home: ShardStore) -> None:
         """Let the shard sleep elsewhere (stage 3), before optimizers are attached."""

@@ -38,6 +38,10 @@ class Lowered(Protocol):
         """The own range in the compute dtype, whether or not a step is due."""
         ...
 
+    def keep_master(self, values: torch.Tensor) -> None:
+        """Make a master of values over the own range."""
+        ...
+
     def put_shard(self, values: torch.Tensor) -> None:
         """Write this rank's shard in the compute dtype."""
         ...
@@ -99,7 +103,7 @@ class Original:
         assert self.flat is not None
         own = self.flat[buffer.own_range.start : buffer.own_range.stop]
         if buffer.master is None:
-            return not torch.equal(own.to(buffer.full.dtype), buffer.raw_computed.to(own.device))
+            return self._needs_master() or not torch.equal(own, buffer.raw_computed.to(own.device, own.dtype))
         return not torch.equal(own.to(buffer.master.device), buffer.master)
 
     def accept(self) -> None:
@@ -107,12 +111,20 @@ class Original:
         buffer = self._buffer
         assert self.flat is not None
         with torch.inference_mode(False), torch.no_grad():
+            own = self.flat[buffer.own_range.start : buffer.own_range.stop]
             if buffer.master is not None:
-                buffer.stepped.copy_(self.flat[buffer.own_range.start : buffer.own_range.stop])
+                buffer.stepped.copy_(own)
+            elif self._needs_master():
+                buffer.keep_master(own)
             if buffer.sharding.params:
                 lo, hi = buffer.layout.shard_range(buffer.communicator.rank)
                 buffer.put_shard(self.flat[lo:hi].to(buffer.full.dtype))
             self.round()
+
+    def _needs_master(self) -> bool:
+        """Say whether a frozen buffer was given values that 16 bits do not hold; the same on every rank."""
+        assert self.flat is not None
+        return not torch.equal(self.flat.to(self._buffer.full.dtype).to(self._dtype), self.flat)
 
     def round(self) -> None:
         """Round ``flat`` into the whole buffer that computes, if that has memory."""

@@ -37,7 +37,8 @@ class ConvNet(nn.Module):
 def _engine(stage: int, module: nn.Module, **options: Any) -> tuple[ZeroEngine, nn.Module, torch.optim.Optimizer]:
     engine = ZeroEngine(stage, precision=BF16, **options)
     engine.shard(module)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-4)
+    trained = [param for param in module.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=1e-4)
     engine.attach(optimizer)
     return engine, module, optimizer
 
@@ -138,12 +139,14 @@ def test_a_write_inside_gathered_goes_into_offloaded_masters_exactly(tmp_path: A
     worlds.run(_writes, 2, 3, "all", {"offload": {"optimizer": "nvme", "path": str(tmp_path)}})
 
 
-def _average(rank: int, world: int, stage: int) -> None:
+def _average(rank: int, world: int, stage: int, frozen_before: bool) -> None:
     """Follow a trained module with a frozen one, in steps that 16 bits do not see."""
-    engine, module, optimizer = _engine(stage, nn.ModuleList([TinyGPT(), TinyGPT()]))
+    module: Any = nn.ModuleList([TinyGPT(), TinyGPT()])
+    module[1].requires_grad_(not frozen_before)
+    engine, module, optimizer = _engine(stage, module)
     module[1].requires_grad_(False)  # type: ignore[index]
     names = [name for name, _ in module[0].named_parameters()]  # type: ignore[index]
-    expected = {name: value for name, value in _whole(engine, module).items() if name.startswith("1.")}
+    expected = {name: value.float() for name, value in _whole(engine, module).items() if name.startswith("1.")}
     for step in range(20):
         _train(module[0], optimizer, rank, 1, step)  # type: ignore[index]
         values = _whole(engine, module)
@@ -157,9 +160,10 @@ def _average(rank: int, world: int, stage: int) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("frozen_before", [True, False])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_an_average_of_weights_in_small_steps_moves(stage: int) -> None:
-    worlds.run(_average, 2, stage)
+def test_an_average_of_weights_in_small_steps_moves(stage: int, frozen_before: bool) -> None:
+    worlds.run(_average, 2, stage, frozen_before)
 
 
 def _refused(rank: int, world: int, stage: int) -> None:
