@@ -1,0 +1,52 @@
+"""Random programs train as the plain reference does, action by action; see ``tests/fuzz``."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz import programs
+from tests.fuzz.mutants import MUTANTS
+from tests.fuzz.runner import find
+from tests.fuzz.shrinker import report, shrunk
+
+FAST = [*[(2, start) for start in range(0, 120, 30)], *[(3, start) for start in range(1000, 1080, 20)]]
+FOUND_FAST = ("norms_are_local", "writes_are_lost")  # the other mutants in the slow set
+SLOW = [(world, start) for world in (2, 3) for start in range(10_000 * world, 10_000 * world + 2000, 100)]
+
+
+def _agrees(world: int, seeds: range) -> None:
+    found = list(find(seeds, world))
+    if not found:
+        return
+    seed, difference = found[0]
+    program, difference = shrunk(programs.draw(seed, world), difference, world)
+    others = (
+        f"seeds {[seed for seed, _ in found]} differ; `python -m tests.fuzz --seed {seed} --world {world}` is the first"
+    )
+    pytest.fail(f"{others}, made smaller:\n{report(program, difference, world)}", pytrace=False)
+
+
+@pytest.mark.parametrize(("world", "start"), FAST)
+def test_random_programs_train_as_the_reference(world: int, start: int) -> None:
+    _agrees(world, range(start, start + (30 if world == 2 else 20)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("world", "start"), SLOW)
+def test_many_random_programs_train_as_the_reference(world: int, start: int) -> None:
+    _agrees(world, range(start, start + 100))
+
+
+def test_a_program_is_read_as_it_is_shown() -> None:
+    for seed in range(50):
+        program = programs.draw(seed, 2)
+        assert programs.parse(programs.show(program)) == program
+        assert programs.draw(seed, 2) == program
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FOUND_FAST else [pytest.mark.slow]) for name in MUTANTS]
+)
+def test_broken_engines_are_found(name: str) -> None:
+    assert next(find(range(200), 2, mutant=MUTANTS[name], chunk=10), None) is not None

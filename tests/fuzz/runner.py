@@ -1,0 +1,240 @@
+"""Run programs on both sides, action by action, and say where they differ."""
+
+from __future__ import annotations
+
+import tempfile
+import traceback
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests import worlds
+from tests.fuzz import programs
+from tests.fuzz.actions import ACTIONS, make_optimizers
+from tests.fuzz.programs import Program
+from tests.fuzz.sides import TIMEOUT_S, Plain, Sharded, Side
+
+__all__ = ["Difference", "check", "find"]
+
+Mutant = Callable[[], AbstractContextManager[None]]
+TOLERANCE = {"fp32": 2e-6, "fp64": 1e-6}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where the two sides differ.
+
+    Args:
+        index: Of the action; -1 for the set-up.
+        kind: What differs ("loss", "param", "grad", "buffer", an exception's class, "crash"): shrinking keeps it.
+        text: What a person reads.
+    """
+
+    index: int
+    kind: str
+    text: str
+
+
+def check(
+    program: Program, world: int, *, mutant: Mutant = nullcontext, timeout_s: float = TIMEOUT_S
+) -> Difference | None:
+    """Run one program in a world of ranks; return the first difference."""
+    return _run([program], world, mutant, timeout_s)[0]
+
+
+def find(
+    seeds: Sequence[int],
+    world: int,
+    *,
+    off: Collection[str] | None = None,
+    mutant: Mutant = nullcontext,
+    chunk: int = 20,
+) -> Iterator[tuple[int, Difference]]:
+    """Run the programs of ``seeds``, ``chunk`` of them in a call of a world, and yield those that differ."""
+    for start in range(0, len(seeds), chunk):
+        some = seeds[start : start + chunk]
+        drawn = [programs.draw(seed, world, off) for seed in some]
+        for seed, difference in zip(some, _run(drawn, world, mutant), strict=True):
+            if difference is not None:
+                yield seed, difference
+
+
+def _run(drawn: Sequence[Program], world: int, mutant: Mutant, timeout_s: float = TIMEOUT_S) -> list[Difference | None]:
+    try:
+        found: list[Difference | None] = worlds.run(
+            _in_rank, world, drawn, mutant, timeout_s, timeout_s=60.0 + 5.0 * len(drawn)
+        )[0]
+        return found
+    except Exception as error:  # a rank died, or hangs
+        if len(drawn) == 1:
+            text = "".join(traceback.format_exception(error))
+            return [Difference(-1, "crash", text[-4000:])]
+    return [_run([program], world, mutant, timeout_s)[0] for program in drawn]
+
+
+# -- In a rank ---------------------------------------------------------------------------------------------------------
+
+
+def _in_rank(
+    rank: int, world: int, drawn: Sequence[Program], mutant: Mutant, timeout_s: float
+) -> list[Difference | None]:
+    group = dist.new_group(timeout=timedelta(seconds=6 * timeout_s))
+    with mutant(), tempfile.TemporaryDirectory() as folder:
+        return [_compare(program, group, folder, timeout_s) for program in drawn]
+
+
+def _compare(program: Program, group: dist.ProcessGroup, folder: str, timeout_s: float) -> Difference | None:
+    plain = Plain(program.module, group)
+    sharded: Sharded | None = None
+    try:
+        plain.attach(make_optimizers(plain, program.optimizers))
+        found: tuple[str, str] | None = None
+        try:
+            sharded = Sharded(program.module, program.options, group, folder, timeout_s)
+            sharded.attach(make_optimizers(sharded, program.optimizers))
+        except Exception as error:
+            found = _raised(error)
+        kind_text = _agreed(found, group)
+        if kind_text is not None or sharded is None:
+            return Difference(-1, *(kind_text or ("", "")))
+        for index, (name, arguments) in enumerate(program.actions):
+            is_over, found = _act(plain, sharded, name, dict(arguments), program, is_waiting=_waits(program, index))
+            kind_text = _agreed(found, group)
+            if kind_text is not None:
+                return Difference(index, *kind_text)
+            if is_over:
+                return None
+        return None
+    finally:
+        if sharded is not None:
+            _close(sharded)
+
+
+def _close(sharded: Sharded) -> None:
+    with suppress(Exception):  # what went wrong was told
+        sharded.close()
+
+
+def _waits(program: Program, index: int) -> bool:
+    """Say whether micro-batches wait for their last one behind an action."""
+    waits = False
+    for name, arguments in program.actions[: index + 1]:
+        if name == "backward":
+            waits = not arguments.get("last", True)
+        elif name in ("fail", "closure"):
+            waits = False
+    return waits
+
+
+def _act(
+    plain: Plain, sharded: Sharded, name: str, arguments: dict[str, Any], program: Program, *, is_waiting: bool
+) -> tuple[bool, tuple[str, str] | None]:
+    """Run an action on both sides; return whether the program ends here, and what differs."""
+    look = arguments.pop("look", True)
+    outcomes: list[Any] = []
+    for side in (plain, sharded):
+        torch.manual_seed(10 * len(arguments) + plain.rank)
+        try:
+            outcomes.append(ACTIONS[name](side, **arguments))
+        except Exception as error:
+            outcomes.append(error)
+    expected, actual = outcomes
+    if isinstance(expected, Exception) and isinstance(actual, Exception) and type(expected) is type(actual):
+        return True, None
+    if isinstance(actual, Exception):
+        return True, _raised(actual)
+    if isinstance(expected, Exception):
+        return True, (f"no {type(expected).__name__}", f"only the reference raised: {_text(expected)}")
+    tolerance = TOLERANCE[program.module.get("dtype", "fp32")]
+    found = _differs("result", list(zip(map(str, range(len(expected))), actual, expected, strict=True)), tolerance)
+    if found is None and look:
+        reads_grads = not is_waiting and program.options.get("step") != "backward"
+        try:
+            found = _look(plain, sharded, tolerance, reads_grads)
+        except Exception as error:
+            found = _raised(error, "while it was looked at: ")
+    return False, found
+
+
+def _look(plain: Plain, sharded: Sharded, tolerance: float, reads_grads: bool) -> tuple[str, str] | None:
+    pairs = {"param": _values(plain, sharded, "full_param")}
+    if reads_grads:
+        pairs["grad"] = _values(plain, sharded, "full_grad")
+    if plain.rank == 0:  # the others get rank 0's in the next forward of the root
+        theirs = dict(plain.module.named_buffers())
+        pairs["buffer"] = [(name, buffer, theirs[name]) for name, buffer in sharded.module.named_buffers()]
+    for kind, each in pairs.items():
+        found = _differs(kind, each, tolerance)
+        if found is not None:
+            return found
+    return None
+
+
+def _values(plain: Plain, sharded: Sharded, method: str) -> list[tuple[str, Any, Any]]:
+    sides: tuple[Side, Side] = (sharded, plain)
+    return [(name, *(getattr(side, method)(side.params[name]) for side in sides)) for name in plain.params]
+
+
+def _differs(kind: str, pairs: Sequence[tuple[str, Any, Any]], tolerance: float) -> tuple[str, str] | None:
+    texts = [
+        f"{kind} {name}: {text}" for name, actual, expected in pairs if (text := _unlike(actual, expected, tolerance))
+    ]
+    return (kind, "\n".join(texts[:4])) if texts else None
+
+
+def _unlike(actual: Any, expected: Any, tolerance: float) -> str:
+    if not isinstance(actual, Tensor) or not isinstance(expected, Tensor):
+        same = actual is expected or (
+            not isinstance(actual, Tensor) and not isinstance(expected, Tensor) and actual == expected
+        )
+        return "" if same else f"{_short(actual)} instead of {_short(expected)}"
+    if actual.shape != expected.shape:
+        return f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+    if not actual.numel():
+        return ""
+    actual, expected = actual.double(), expected.double()
+    bound = tolerance * max(1.0, expected.abs().max().item())
+    distance = (actual - expected).abs().max().item()
+    if torch.equal(actual, expected) or distance <= bound or (expected.isnan().any() and actual.isnan().any()):
+        return ""
+    return f"differs by {distance:.3g}: {_short(actual)} instead of {_short(expected)}"
+
+
+def _short(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    flat = [f"{element:.7g}" for element in value.double().reshape(-1)[:6].tolist()]
+    return "[" + ", ".join(flat) + (", ..." if value.numel() > 6 else "") + "]"
+
+
+def _raised(error: Exception, where: str = "") -> tuple[str, str]:
+    frames = traceback.extract_tb(error.__traceback__)
+    last = next((f for f in reversed(frames) if "lightning_zero" in f.filename), frames[-1])
+    place = f"{last.filename.rpartition('/')[2]}:{last.name}"
+    return f"{type(error).__name__} in {place}", f"{where}only the engine raised: {_text(error)}"
+
+
+def _text(error: Exception) -> str:
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "torch" not in f.filename][-8:]
+    places = [f"  {frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}: {frame.line}" for frame in frames]
+    return "\n".join([f"{type(error).__name__}: {str(error)[:600]}", *places])
+
+
+def _agreed(found: tuple[str, str] | None, group: dist.ProcessGroup) -> tuple[str, str] | None:
+    """Return the difference of the first rank that has one on every rank. Collective."""
+    flag = torch.tensor([float(found is not None)])
+    dist.all_reduce(flag, group=group)
+    if not flag:
+        return None
+    gathered: list[tuple[str, str] | None] = [None] * group.size()
+    dist.all_gather_object(gathered, found, group=group)
+    mine = [(rank, each) for rank, each in enumerate(gathered) if each is not None]
+    real = [pair for pair in mine if not pair[1][0].startswith("CollectiveError")] or mine  # the others waited for it
+    rank, (kind, text) = real[0]
+    return kind, f"rank {rank}: {text}"
