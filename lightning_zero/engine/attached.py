@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.flat_step import Place
 from lightning_zero.engine.optimizer import ShardedOptimizer
 from lightning_zero.errors import PipelineError
@@ -17,7 +18,8 @@ __all__ = ["Attached"]
 class Attached:
     """The attached optimizers, and parameters of none of them whose gradient somebody reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, mark_stale: Callable[[FlatBuffer], None] = lambda buffer: None) -> None:
+        self._mark_stale = mark_stale
         self._optimizers: list[ShardedOptimizer] = []
         self._loose: list[Place] = []  # parameters of no optimizer whose gradient is shown
         self._is_zeroed: bool | None = None  # `zero_grad` was called since `begin_gradients`; None: it drops gradients
@@ -81,7 +83,8 @@ class Attached:
     def _close_loose(self) -> None:
         for buffer, index in self._loose:
             buffer.window.leave(index)
-            buffer.window.close()
+            if buffer.window.close():
+                self._mark_stale(buffer)
         self._loose.clear()
 
     # -- Dropping gradients ----------------------------------------------------------------------------------------

@@ -203,8 +203,11 @@ class FlatBuffer:
         """Take a step that is made later."""
         assert self._update is None
         self._update = update
-        if self.sharding.params:
-            return
+        if not self.sharding.params:
+            self._become_stale()
+
+    def _become_stale(self) -> None:
+        """Let whole parameters say that they do not show what is stepped."""
         self.is_stale = True
         for index, param in enumerate(self.params):
             if index not in self.entered:  # another optimizer's
@@ -545,6 +548,29 @@ class FlatBuffer:
             if self.sharding.optim and not self.sharding.params:
                 return self.communicator.all_gather(self.full, self.shard, f"unit `{self.name}`")
         return None
+
+    def accept_stepped(self) -> bool:
+        """Take over what was written into what is stepped, outside of a step.
+
+        Returns:
+            Whether the other ranks' parts have to be gathered before a forward.
+
+        Raises:
+            RuntimeError: The parameters are sharded, and whole just now.
+        """
+        if self.sharding.params and self.is_whole:
+            raise RuntimeError(
+                f"A parameter of unit `{self.name}` was written between a read of `p.grad` and a step, while the unit"
+                " is whole: inside `gathered`, `engine.scope` or `training_step`. Write it outside, or before `p.grad`"
+                " is read."
+            )
+        self.flush()
+        with torch.inference_mode(False), torch.no_grad():
+            self._round()
+        if self.sharding.params or not self.sharding.optim or self.communicator.world_size == 1:
+            return False
+        self._become_stale()
+        return True
 
     def begin_rounding(self) -> Rounding | None:
         """Return where a step rounds what it steps; None if nothing has to be rounded, or not by the step."""

@@ -139,7 +139,7 @@ class ZeroEngine:
         self._made: ShardedModule | None = None
         self._places = Places()
         # - Set by `attach`
-        self._attached = Attached()
+        self._attached = Attached(self._mark_stale)
         self._deferral = Deferral(step)
 
     # -- Set-up ----------------------------------------------------------------------------------------------------

@@ -250,14 +250,18 @@ class ShardedOptimizer:
             return
         for buffer, index in self._in_window:
             buffer.window.leave(index)
-        for buffer in self.buffers:
-            buffer.window.close()
         self.is_open = False
+        for buffer in self.buffers:
+            if buffer.window.close():
+                self._after_defer(buffer)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._refuse_unless_elementwise()
         self._refuse_local_gradients()
         self._begin_step()
+        if self.is_open:  # somebody may have pointed `data` elsewhere
+            for buffer, index in self._in_window:
+                buffer.window.take_values(index)
         self.open()
         self._show_gradients()
         self._running_step.begin()
@@ -484,6 +488,9 @@ class ShardedOptimizer:
         for pending in [buffer.publish() for buffer in stepped]:
             if pending is not None:
                 pending.wait()
+        for buffer in self.buffers:
+            if buffer.gradients.has_grad or any(param.requires_grad for param in buffer.params):
+                buffer.window.published()  # or by the step that is due
 
     def forget_gradients(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero."""

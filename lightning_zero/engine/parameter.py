@@ -43,10 +43,13 @@ __all__ = [
     "ReleasedParameter",
     "SleepingParameter",
     "WatchedParameter",
+    "begin_writes",
     "class_over",
     "copy_attributes",
+    "end_writes",
     "has_class",
     "is_called_by",
+    "is_written",
     "own",
     "owner_of",
     "placeholder",
@@ -200,10 +203,50 @@ def _write_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
         owner.write_gradient(param, grad)
 
 
+_HANDED_OUT: dict[int, list[tuple[torch.Tensor, int]]] = {}  # what `data` has returned in a step window, and versions
+
+
+def begin_writes(param: nn.Parameter) -> int:
+    """Watch writes into a parameter in the step window; return its version. ``end_writes`` ends it.
+
+    What ``data`` returns has a version counter of its own, so it is kept to be asked. All ranks that make the same
+    write find it, also those whose segment is empty or stays as it was.
+    """
+    _HANDED_OUT[id(param)] = []
+    with torch._C.DisableTorchFunctionSubclass():
+        return param._version
+
+
+def is_written(param: nn.Parameter, version: int) -> bool:
+    """Say whether somebody wrote into a parameter, or what its ``data`` returned, since ``begin_writes``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        moved = param._version != version
+        return moved or any(data._version != before for data, before in _HANDED_OUT.get(id(param), ()))
+
+
+def end_writes(param: nn.Parameter) -> None:
+    """Watch no writes any more."""
+    _HANDED_OUT.pop(id(param), None)
+
+
 class ReducedParameter(nn.Parameter):
     """A parameter whose reduced gradient is held by the engine, or that is in the step window."""
 
     user_class: ClassVar[type[torch.Tensor]] = nn.Parameter
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The values."""
+        values: torch.Tensor = super().data
+        handed_out = _HANDED_OUT.get(id(self))
+        if handed_out is not None:
+            handed_out.append((values, values._version))
+        return values
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        super(ReducedParameter, type(self)).data.__set__(self, values)  # type: ignore[attr-defined]
+
     grad = property(_read_grad, _write_grad, lambda param: _write_grad(param, None))
 
     def __deepcopy__(self, memo: Any) -> Any:

@@ -16,7 +16,10 @@ from lightning_zero.engine.own_range import OwnRange
 from lightning_zero.engine.parameter import (
     ReducedParameter,
     SleepingParameter,
+    begin_writes,
+    end_writes,
     has_class,
+    is_written,
     raw_grad,
     restore_class,
     set_raw_grad,
@@ -56,6 +59,10 @@ class Shown(Protocol):
         """Take note that stepped values may change."""
         ...
 
+    def accept_stepped(self) -> bool:
+        """Take over what was written into what is stepped; say whether other ranks' parts are to be gathered."""
+        ...
+
 
 class Windowed(Protocol):
     """A buffer with a window."""
@@ -80,6 +87,8 @@ class BufferWindow:
         self._gradients = gradients
         self._gradient_class = sharded_gradient_class(buffer.communicator)
         self._entered: set[int] = set()  # slots whose parameter shows what is stepped
+        self._versions: dict[int, int] = {}  # of entered parameters when what they show was last published
+        self._is_written = False  # a parameter that has left was written, and nothing published it
         self._shown: dict[int, torch.Tensor] = {}  # segments of the average that parameters show as ``grad``
         self.assigned: dict[int, Digest] = {}  # of whole gradients assigned by hand, until the ranks have compared them
 
@@ -96,6 +105,7 @@ class BufferWindow:
             with torch._C.DisableTorchFunctionSubclass():
                 param.data = segment
         self._entered.add(index)
+        self._versions[index] = begin_writes(param)
         buffer.forget_rounding()
         self._let_grad_be_written(param)
 
@@ -231,26 +241,63 @@ class BufferWindow:
 
     # -- The end ---------------------------------------------------------------------------------------------------
 
-    def take_values(self, index: int) -> None:
-        """Copy what an entered parameter's ``data`` was pointed to (``p.data = p.data - ...``) into its segment."""
+    def take_values(self, index: int) -> bool:
+        """Copy what an entered parameter's ``data`` was pointed to (``p.data = p.data - ...``) into its segment.
+
+        Returns:
+            Whether it was.
+        """
         param, segment = self._buffer.params[index], ordinary(self._buffer.segment(index))
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            if index in self._entered and param.data_ptr() != segment.data_ptr():
-                segment.copy_(param.detach().view(segment.shape))
+            if index not in self._entered or param.data_ptr() == segment.data_ptr():
+                return False
+            segment.copy_(self._own_part(index, param.detach(), segment))
+            param.data = segment
+        return True
+
+    def _own_part(self, index: int, values: torch.Tensor, segment: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of what ``data`` was pointed to: that, or a whole parameter."""
+        slot = self._buffer.layout.slots[index]
+        if values.numel() != segment.numel() and values.shape == torch.Size(slot.shape):
+            start, stop = self._buffer.own_range.elements(index)
+            values = values.reshape(-1)[start:stop]
+        if values.numel() != segment.numel():
+            raise RuntimeError(
+                f"`.data` of parameter `{slot.name}` was pointed to a tensor of shape {tuple(values.shape)} in the step"
+                f" window, which `p.grad` opens and where this rank has {segment.numel()} of its {slot.numel} elements."
+                f" Give it a tensor of the segment's shape or of the whole parameter's, {tuple(slot.shape)}."
+            )
+        return values.reshape(segment.shape)
+
+    def published(self) -> None:
+        """Take note that what was written into entered parameters is published, or is going to be."""
+        for index in self._entered:
+            self._versions[index] = begin_writes(self._buffer.params[index])
 
     def leave(self, index: int) -> None:
-        """Show a parameter as its module computes with it, and take over what was done to its ``grad``."""
+        """Show a parameter as its module computes with it, and take over what was done to its ``grad`` and values."""
+        param = self._buffer.params[index]
+        if index in self._entered:
+            is_moved = self.take_values(index)
+            self._is_written |= is_moved or is_written(param, self._versions.pop(index))
+            end_writes(param)
         self.take_gradient(index)
         set_raw_grad(self._buffer.params[index], None)
         self._shown.pop(index, None)
         self._entered.discard(index)
         self._buffer.bind_one(index)
 
-    def close(self) -> None:
-        """Keep what was done to the gradients, in the dtype in which they are kept."""
+    def close(self) -> bool:
+        """Keep what was done to the values, and to the gradients in the dtype in which they are kept.
+
+        Returns:
+            Whether other ranks' parts of the values have to be gathered before they are used.
+        """
         self._gradients.accept_writes()
         if not self._shown:  # another optimizer's window may be open
             self._gradients.end_writing()
+        was_written, self._is_written = self._is_written, False
+        return was_written and self._buffer.accept_stepped()
 
 
 def compare_assigned(buffers: Iterable[Windowed], communicator: Communicator) -> None:

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero.config import Communication
+from lightning_zero.config import Communication, MixedPrecision
 from lightning_zero.engine.engine import ZeroEngine
 from tests import worlds
-from tests.references import Case, Sharded, TinyGPT, adamw, token_loss
+from tests.references import Case, Sharded, TinyGPT, adamw, difference, token_loss, train_zero
 
 DEPTH = 2
 Program = Callable[[Any], None]
@@ -214,12 +214,38 @@ def several_micro_batches(trainer: Any, optimizer: Any, step: int) -> None:
     _log(trainer, optimizer)
 
 
+def written_in_the_window(trainer: Any, optimizer: Any, step: int) -> None:
+    params = _params(trainer)
+    _backward(trainer, 2 * step)
+    for param in params:
+        if param.grad is not None:
+            param.grad.zero_()
+    _write(params)
+    _backward(trainer, 2 * step + 1)
+    _log(trainer, optimizer)
+    assert params[0].grad is not None
+    if step == 1:
+        params[0].data = 0.9 * params[0].data
+    _write(params)
+
+
+def _write(params: list[nn.Parameter]) -> None:
+    for param in params[::3]:
+        param.data.mul_(0.9)
+    with torch.no_grad():
+        torch._foreach_mul_(params[1::3], 0.8)
+        for param in params[1::3]:
+            param.mul_(0.9)
+    nn.init.constant_(params[2], 0.1)
+
+
 PROGRAMS: dict[str, Callable[[Any, Any, int], None]] = {
     one.__name__.replace("_", "-"): one
     for one in (
         autograd_grad, evolution, assigned_and_clipped, some_are_assigned, assigned_in_the_window, halved,
         edited_in_place, backward_adds_to_what_was_assigned, read_before_the_backward, accumulated_after_an_edit,
         scaled_and_accumulated, zeroed_in_place, several_micro_batches,
+        written_in_the_window,
     )
 }  # fmt: skip
 
@@ -283,6 +309,65 @@ def test_gradients_by_hand_wherever_they_are(name: str, optimizer: str, place: s
 def _check_placed(rank: int, world: int, name: str, optimizer: str, place: str) -> dict[str, str]:
     model = TinyGPT if name == "autograd-grad" else Skipping
     return _check(rank, world, name, optimizer, model, **PLACES[place])
+
+
+# -- Writes into values in the open window ----------------------------------------------------------------------------
+
+
+def _written(trainer: Any, way: str, lowered: bool) -> None:
+    """Write parameters between two forwards: in the window, or with a method that has nothing to do with it."""
+    params = _params(trainer)
+    stepper = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    trainer.attach(stepper)
+
+    def run(step: int) -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=lowered):
+            loss = token_loss(trainer.module, trainer.rank, step)
+        trainer.backward(loss)
+
+    for step in range(3):
+        run(step)
+        if way == "gathered":
+            with trainer.gathered(trainer.module, "all"):
+                _write(params)
+        else:
+            assert params[0].grad is not None
+            _write(params)
+        if step == 1:
+            stepper.zero_grad()
+        run(step + 10)
+        stepper.step()
+        stepper.zero_grad()
+
+
+def _check_written(rank: int, world: int, stage: int, options: dict[str, Any]) -> list[str]:
+    found = []
+    for precision in (MixedPrecision(), MixedPrecision(compute_dtype=torch.bfloat16)):
+        lowered = precision.compute_dtype is not None
+        outcomes = [
+            train_zero(
+                lambda: TinyGPT(depth=DEPTH),
+                lambda trainer, way=way, lowered=lowered: _written(trainer, way, lowered),
+                rank,
+                world,
+                stage=stage,
+                units=["Block"],
+                precision=precision,
+                **options,
+            )
+            for way in ("window", "gathered")
+        ]
+        found.append(difference(*outcomes))
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "place", [pytest.param(place, marks=[] if place == "device" else pytest.mark.slow) for place in PLACES]
+)
+def test_what_is_written_in_the_open_window_is_what_the_next_forward_computes_with(stage: int, place: str) -> None:
+    for found in worlds.run(_check_written, 2, stage, PLACES[place]):
+        assert not any(found), found
 
 
 # -- Several optimizers ------------------------------------------------------------------------------------------------
