@@ -244,7 +244,7 @@ def _gather_whole(ranks: Ranks, pieces: Sequence[_Piece | None], mine: Any) -> A
     if known.shape is None or known.dtype is None:
         return _on_host(mine) if pieces[0] is not None else known.value
     if pieces[0] is not None and pieces[0].is_all:
-        return _on_host(mine.local).view(known.shape) if ranks.rank == 0 else None
+        return _on_host(mine.local.to(known.dtype)).view(known.shape) if ranks.rank == 0 else None
     if ranks.rank != 0:
         part = mine.to_save() if isinstance(mine, Segment) else None
         if part is not None and part.local.numel():

@@ -78,12 +78,14 @@ class Segment:
         shape: Shape of the whole tensor.
         saved: Range of the flattened tensor that this rank writes. Over all ranks these ranges tile the tensor once.
             The default is what the rank holds.
+        saved_dtype: Dtype in which it is written, that of ``local`` by default.
     """
 
     local: torch.Tensor
     start: int
     shape: torch.Size
     saved: tuple[int, int] | None = None
+    saved_dtype: torch.dtype | None = None
 
     @property
     def stop(self) -> int:
@@ -93,7 +95,7 @@ class Segment:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the tensor."""
-        return self.local.dtype
+        return self.saved_dtype or self.local.dtype
 
     @property
     def device(self) -> torch.device:
@@ -117,8 +119,8 @@ class Segment:
         """Return the part that this rank writes."""
         start, stop = self.saved or (self.start, self.stop)
         if start >= stop:
-            return Segment(self.local[:0], 0, self.shape)
-        return Segment(self.local[start - self.start : stop - self.start], start, self.shape)
+            return Segment(self.local[:0].to(self.dtype), 0, self.shape)
+        return Segment(self.local[start - self.start : stop - self.start].to(self.dtype), start, self.shape)
 
     def views(self) -> Iterator[tuple[Box, torch.Tensor]]:
         """Yield the boxes of the held range, each with the view of ``local`` that is its content."""

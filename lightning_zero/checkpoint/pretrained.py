@@ -134,6 +134,7 @@ class PretrainedValues:
     def load(self, engine: ZeroEngine) -> None:
         """Read this rank's ranges into the masters, and publish them. Collective: all ranks."""
         with Ranks(engine).agree(f"Loading `{self.path}`"), torch.inference_mode(False), torch.no_grad():
+            engine.prepare_load()
             records = {id(record.parameter): record for record in engine.records()}
             for place, sources in self._sources():
                 record = records.get(id(place.tensor))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,7 @@ def model_state(engine: ZeroEngine, module: nn.Module, average: nn.Module | None
     with stand_ins(module, wanted), replaced(module, averaged):
         values = module.state_dict()
     local = {} if average is None else dict(average.named_parameters())
-    segments = {id(wanted[id(record.parameter)]): _master_segment(record, local.get(record.name)) for record in records}
+    segments = {id(wanted[id(record.parameter)]): _saved_segment(record, local.get(record.name)) for record in records}
     return {key: segments.get(id(value), value) for key, value in values.items()}
 
 
@@ -63,6 +64,7 @@ def load_model_state(engine: ZeroEngine, module: nn.Module, state_dict: Mapping[
         CheckpointError: Another rank had an error.
     """
     with Ranks(engine).agree("Loading the model"), _names_the_file(state_dict):
+        engine.prepare_load()
         records = engine.records()
         wanted = _stand_ins(records)
         with stand_ins(module, wanted):
@@ -112,6 +114,11 @@ def _master_segment(record: ParameterRecord, local: torch.Tensor | None = None) 
     """Return a record's segment of the master, or of what is in its place."""
     local = record.master() if local is None else local
     return Segment(local.detach(), record.own_range[0], torch.Size(record.shape), record.save_range)
+
+
+def _saved_segment(record: ParameterRecord, local: torch.Tensor | None) -> Segment:
+    segment = _master_segment(record, local)
+    return segment if local is not None else dataclasses.replace(segment, saved_dtype=record.shown_dtype)
 
 
 def _stand_ins(records: Sequence[ParameterRecord]) -> dict[int, StandIn]:

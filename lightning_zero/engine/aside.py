@@ -31,6 +31,7 @@ class Aside:
         self._store = store
         self._host = host
         self._buffers: list[FlatBuffer] = []
+        self._masters: list[FlatBuffer] = []  # of these the masters are moved
         self._optimizers: list[ShardedOptimizer] = []
 
     @property
@@ -41,6 +42,7 @@ class Aside:
     def put(self, buffers: Sequence[FlatBuffer], optimizers: Sequence[ShardedOptimizer]) -> None:
         """Move what sleeps on the device to host memory. No step is due and no window is open."""
         self._buffers = [buffer for buffer in buffers if buffer.home is self._store]
+        self._masters = [buffer for buffer in buffers if buffer.master_home is self._store]
         self._optimizers = list(optimizers)
         self._move(self._host)
         for buffer in self._buffers:
@@ -53,23 +55,17 @@ class Aside:
         for buffer in self._buffers:
             buffer.wake = None
         self._move(self._store)
-        self._buffers, self._optimizers = [], []
+        self._buffers, self._masters, self._optimizers = [], [], []
 
     def _move(self, home: ShardStore) -> None:
         with torch.inference_mode(False), torch.no_grad():
             for optimizer in self._optimizers:  # one by one: for a moment a storage is in both places
                 optimizer.move_states(self._buffers, _Move(home.device))
+            for buffer in self._masters:
+                buffer.move_master(home)
             for buffer in self._buffers:
-                _move_buffer(buffer, home)
-
-
-def _move_buffer(buffer: FlatBuffer, home: ShardStore) -> None:
-    before, buffer.home = buffer.home, home
-    if buffer.master is not None:
-        master = home.create("optimizer", buffer.master.numel(), buffer.master.dtype).copy_(buffer.master)
-        before.give_back("optimizer", buffer.master)
-        buffer.master = master
-    buffer.gradients.move(before, home)
+                before, buffer.home = buffer.home, home
+                buffer.gradients.move(before, home)
 
 
 class _Move:

@@ -5,7 +5,8 @@ Memory of a buffer of n padded elements on N ranks (stage 3 keeps ``full`` only 
 ============  =================  =========================================================================
 ``full``      n compute dtype    what the parameters are views of; storage given back at stage 3
 ``shard``     n/N compute dtype  this rank's part; a view of ``full`` below stage 3
-``master``    own range          what the optimizer steps; the shard itself when the dtypes agree
+``master``    own range          what the optimizer steps; the shard itself when the dtypes agree. A frozen buffer
+                                 has one if 16 bits do not hold its values
 ``original``  n own dtype        the masters of all ranks, while parameters are shown in their own dtype
 ``local``     n reduce dtype     sum of this rank's gradients; kept between steps at stages 0 and 1
 ``reduced``   own range          average over the ranks; this rank's place in ``local`` at stages 0 and 1
@@ -66,6 +67,16 @@ class BufferKind:
     trained: bool
     shared: str | None = None
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether parameters compute in fewer bits than their own."""
+        return self.original.itemsize > self.compute.itemsize
+
+    @property
+    def shown(self) -> torch.dtype:
+        """The dtype in which values are read, saved and exported: that of the master, if they have or may have one."""
+        return self.master if self.trained or self.is_rounded else self.compute
+
 
 class FlatBuffer:
     """One flat buffer of a unit.
@@ -104,6 +115,9 @@ class FlatBuffer:
         self.is_offloaded = home is not None and kind.trained
         self.home = home if home is not None and kind.trained else store
         self.params_home = params_home or store
+        self.master_home = self.home if kind.trained else home or self.params_home
+        self._is_stepped = kind.trained  # an optimizer steps it, or has
+        self._is_widened = False  # has a master for values that are going to be loaded
         self.sleep = BufferSleep(self, self.home) if isinstance(self.home, DiskStore) else None
         shapes = [(key, tuple(param.shape)) for key, param in zip(names, params, strict=True)]
         self.layout = FlatLayout.build(shapes, communicator.world_size)
@@ -146,7 +160,7 @@ class FlatBuffer:
         may_wait = kind.original.itemsize <= kind.compute.itemsize and (
             self.is_offloaded or self.params_home is not self.store
         )
-        exact = kind.trained and kind.master != kind.compute and not may_wait
+        exact = (kind.trained or kind.is_rounded) and kind.master != kind.compute and not may_wait
         values = torch.zeros_like(self.full, dtype=kind.master) if exact else self.full.zero_()
         for slot, param in zip(self.layout.slots, self.params, strict=True):
             values[slot.offset : slot.stop].copy_(param.detach().reshape(-1))
@@ -157,12 +171,12 @@ class FlatBuffer:
         shard = self.full[lo:hi]
         if self.sharding.params:
             shard = self.params_home.keep("parameters", self.full[lo:hi], f"parameters of unit `{self.name}`")
-        if not exact:
+        if not exact or not (kind.trained or kind.shared is not None or bool((self.full != values).any())):
             return shard, None
         return shard, self._keep_master(values[self.own_range.start : self.own_range.stop])
 
     def _keep_master(self, values: torch.Tensor) -> torch.Tensor:
-        return self.home.keep("optimizer", values.to(self.kind.master), f"masters of unit `{self.name}`")
+        return self.master_home.keep("optimizer", values.to(self.kind.master), f"masters of unit `{self.name}`")
 
     # -- Values --------------------------------------------------------------------------------------------------------
 
@@ -240,6 +254,9 @@ class FlatBuffer:
         is_needed = self.kind.master != self.kind.compute or (
             not sleeps_at_home and (self.is_offloaded or is_asleep(self.shard))
         )
+        self._is_stepped, self._is_widened = True, False
+        if self.master_home is not self.home:  # it was frozen
+            self.move_master(self.home)
         if self.master is None and is_needed:
             self.keep_master(self.computed)
         if isinstance(self.home, HostStore) and self.master is not None:
@@ -250,6 +267,40 @@ class FlatBuffer:
         self.master = self._keep_master(values)
         if self.sleep is not None:
             self.sleep.watch_master()
+
+    def move_master(self, home: ShardStore) -> None:
+        """Let the master be elsewhere from now on."""
+        before, self.master_home = self.master_home, home
+        if self.master is not None:
+            master = self.master
+            with torch.inference_mode(False), torch.no_grad():
+                self.master = self._keep_master(master)
+            before.give_back("optimizer", master)
+
+    def widen(self) -> None:
+        """Make a master of frozen values, so that any may be loaded; ``narrow`` when they are there."""
+        if not self.kind.is_rounded or self._is_stepped:
+            return
+        if self.master is None:
+            with torch.inference_mode(False), torch.no_grad():
+                self.keep_master(self.computed)
+        self._is_widened = True
+
+    @property
+    def is_widened(self) -> bool:
+        """Whether values were loaded that may need no master; the same on all ranks."""
+        return self._is_widened and self.kind.shared is None and not self.is_resting
+
+    def needs_master(self) -> bool:
+        """Say whether 16 bits do not hold this rank's part of the master, which is published."""
+        return self.master is not None and bool((self.master != self.computed.to(self.master.device)).any())
+
+    def narrow(self, *, needs_master: bool) -> None:
+        """End what ``widen`` began: drop the master unless some rank needs it."""
+        self._is_widened = False
+        if self.master is not None and not needs_master:
+            self.master_home.give_back("optimizer", self.master)
+            self.master = None
 
     def move_shard(self, home: ShardStore) -> None:
         """Let the shard sleep elsewhere (stage 3), before optimizers are attached."""

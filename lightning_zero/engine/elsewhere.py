@@ -72,8 +72,7 @@ class Elsewhere:
                 path, _, key = name.rpartition(".")
                 compute = lowering.dtype(param, module.get_submodule(path), key)
                 kind = kind_of(param, compute, precision, communication)
-                dtype = kind.master if kind.trained else kind.compute
-                empty = torch.empty(0, dtype=dtype, device=device)
+                empty = torch.empty(0, dtype=kind.shown, device=device)
                 self._absent[id(param)] = _Absent(param, empty, placeholder(param, device))
         for absent in self._absent.values():
             self._give_up(absent)

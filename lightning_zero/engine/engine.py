@@ -598,6 +598,13 @@ class ZeroEngine:
         if self.parts is not None:
             self.parts.start_equal(self._buffers)
 
+    def prepare_load(self) -> None:
+        """Let ``master()`` of frozen parameters hold any values of their own dtype until ``publish``. No collective."""
+        self._attached.close()
+        for buffer in self._buffers:
+            buffer.refresh_master()
+            buffer.widen()
+
     def publish(self) -> None:
         """Make the masters the parameters' values. Collective: all ranks. Call after writing into ``master()``."""
         for buffer in self._buffers:
@@ -605,6 +612,12 @@ class ZeroEngine:
             if pending is not None:
                 pending.wait()
             buffer.published()
+        widened = [buffer for buffer in self._buffers if buffer.is_widened]
+        if widened:
+            flags = torch.tensor([buffer.needs_master() for buffer in widened], dtype=torch.uint8)
+            flags = self.communicator.agree(flags, "agreement on masters of frozen parameters")
+            for buffer, flag in zip(widened, flags.tolist(), strict=True):
+                buffer.narrow(needs_master=bool(flag))
 
     # -- What is going on ------------------------------------------------------------------------------------------
 

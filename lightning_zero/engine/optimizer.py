@@ -222,9 +222,8 @@ class ShardedOptimizer:
         if place is None:
             return Stepped(tuple(param.shape), param.dtype, param.device)
         buffer, index = place
-        dtype = buffer.kind.master if buffer.kind.trained else buffer.kind.compute
         device = torch.device("cpu") if buffer.is_offloaded else buffer.full.device
-        return Stepped(buffer.layout.slots[index].shape, dtype, device)
+        return Stepped(buffer.layout.slots[index].shape, buffer.kind.shown, device)
 
     # -- The step window -------------------------------------------------------------------------------------------
 

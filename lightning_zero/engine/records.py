@@ -60,6 +60,13 @@ class ParameterRecord:
             return self._buffer
         return self._buffer.segment(self._index).reshape(-1)
 
+    @property
+    def shown_dtype(self) -> torch.dtype:
+        """The dtype in which values are saved; frozen ones whose 16 bits say everything have no master in it."""
+        if isinstance(self._buffer, torch.Tensor) or self._buffer.master is not None:
+            return self.master().dtype
+        return self._buffer.kind.shown
+
     def state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer state: 1-D segments over ``own_range`` (whole tensors at stage 0).
 

@@ -163,7 +163,7 @@ class Whole:
         """Return a copy of a parameter's values as they are stepped. Collective: all ranks of its part."""
         buffer.refresh_master()
         whole = self._whole(buffer, index, buffer.segment(index))
-        return whole.to(buffer.kind.master) if buffer.kind.trained and buffer.master is None else whole
+        return whole.to(buffer.kind.shown) if buffer.master is None else whole
 
     def values_of_part(self, param: nn.Parameter, here: torch.Tensor | None, elsewhere: Elsewhere) -> torch.Tensor:
         """Return a parameter's values, given those of the part that holds it. Collective: all parts."""
