@@ -67,7 +67,7 @@ class PipelinedSteps:
             self._stage,
             pipeline,
             route=HandedSteps(self._stage) if self._is_handed else CapturedSteps(self._stage),
-            mail=Mailbox(mesh.message_group, device),
+            mail=Mailbox(mesh, device),
             keeps_gradients=self._keeps_gradients,
         )
         # - What the last stage tells the others

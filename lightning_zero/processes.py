@@ -111,6 +111,12 @@ class ProcessHooks(ParallelStrategy):
         if self.pipeline is not None and self._mesh is None:
             self._mesh = Mesh(self.pipeline.stages, self.communication.timeout_s)
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Let later fits have other groups: another rank may be in a call that this one has left. No collective."""
+        super().on_exception(exception)
+        if self._mesh is not None:
+            self._mesh.distrust()
+
     # -- Collectives for users -------------------------------------------------------------------------------------
 
     def barrier(self, name: str | None = None) -> None:

@@ -255,7 +255,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
 
     def _shard(self, module: pl.LightningModule, *, is_fitting: bool) -> None:
         recipe = self._recipe()
-        made_for = (self.precision_plugin.precision, recipe, self.activation_checkpointing)
+        # The mesh is part of it, so that its groups are lent for as long as the engine uses them.
+        made_for = (self.precision_plugin.precision, recipe, self.activation_checkpointing, self._mesh)
         engine = next((engine for engine in _made_for if engine.module is module), None)
         if engine is not None and _made_for[engine] != made_for:
             engine.unshard()

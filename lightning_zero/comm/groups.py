@@ -8,7 +8,8 @@ Note [Groups are lent]
     is free everywhere. More than four sets over the same ranks are not made: further communicators that are alive at
     the same time share the one that was lent longest ago. Exchanges between pairs of ranks carry the number of the
     loan, so what an earlier user left behind does not meet a later one; other calls are ordered within a set, as the
-    program orders them. A set on which a call has failed, or whose user was interrupted, is not lent again.
+    program orders them. A set on which a call has failed, or whose user was interrupted, is not lent again. The groups
+    of a pipeline's mesh are lent in the same way.
 """
 
 from __future__ import annotations
@@ -18,19 +19,51 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-__all__ = ["GroupSet", "borrow"]
+__all__ = ["GroupSet", "Lent", "borrow", "lend"]
 
 _MOST_SETS = 4  # over the same ranks
 _FREE, _USED, _USED_AND_BROKEN, _BROKEN = range(4)  # on a rank; the highest of all ranks counts
 
 
-class GroupSet:
+class Lent:
+    """Groups that one user has at a time. Subclasses make them."""
+
+    def __init__(self) -> None:
+        self.is_broken = False  # on this rank
+        self.loan = 0  # number of the last one
+        self._users: WeakSet[Any] = WeakSet()
+
+    @property
+    def state(self) -> int:
+        """Whether this rank could lend it."""
+        if len(self._users):
+            return _USED_AND_BROKEN if self.is_broken else _USED
+        return _BROKEN if self.is_broken else _FREE
+
+    def lend(self, user: Any, loan: int) -> None:
+        """Let ``user`` have it until it leaves, or is collected."""
+        self._users.add(user)
+        self.loan = loan
+
+    def leave(self, user: Any) -> None:
+        """End a loan. No collective."""
+        self._users.discard(user)
+
+    def destroy(self) -> None:
+        """Do not lend it again; subclasses give back to the system what a rank may give back on its own."""
+        self.is_broken = True
+
+
+_Set = TypeVar("_Set", bound=Lent)
+
+
+class GroupSet(Lent):
     """The groups of one communicator at a time.
 
     Args:
@@ -40,14 +73,12 @@ class GroupSet:
     """
 
     def __init__(self, device_group: Callable[[], Any], host_group: Callable[[], Any], *, is_local: bool) -> None:
+        super().__init__()
         self.gather = device_group()
         self.reduce = device_group()
         self.control = host_group()
         self.objects = host_group()
         self.tags: Counter[int] = Counter()  # of a group: tells apart its point-to-point exchanges in flight
-        self.is_broken = False  # on this rank
-        self.loan = 0  # number of the last one
-        self._users: WeakSet[Any] = WeakSet()
         self._host_group = host_group
         self._background: Any = None  # from its first use
         self._promises: Any = None  # from its first use
@@ -67,25 +98,9 @@ class GroupSet:
             self._promises = self._host_group()
         return self._promises
 
-    @property
-    def state(self) -> int:
-        """Whether this rank could lend it."""
-        if len(self._users):
-            return _USED_AND_BROKEN if self.is_broken else _USED
-        return _BROKEN if self.is_broken else _FREE
-
-    def lend(self, user: Any, loan: int) -> None:
-        """Let ``user`` have it until it leaves, or is collected."""
-        self._users.add(user)
-        self.loan = loan
-
-    def leave(self, user: Any) -> None:
-        """End a loan. No collective."""
-        self._users.discard(user)
-
     def destroy(self) -> None:
         """Give the groups back to the system where a rank may do so on its own. No collective."""
-        self.is_broken = True
+        super().destroy()
         groups = [self.gather, self.reduce, self.control, self.objects, self._background, self._promises]
         self.gather = self.reduce = self.control = self.objects = self._background = self._promises = None
         if self._is_local and dist.is_initialized():
@@ -97,15 +112,15 @@ class GroupSet:
 class _Pool:
     """The sets over the same ranks. All ranks have the same sets in the same order."""
 
-    def __init__(self, name: str, ranks: Sequence[int], make: Callable[[], GroupSet]) -> None:
+    def __init__(self, name: str, ranks: Sequence[int], make: Callable[[], Lent]) -> None:
         self._name = name
         self._ranks = list(ranks)
         self._make = make
         self._num_loans = 0
         self._num_rounds = 0
-        self.sets: list[GroupSet] = []
+        self.sets: list[Lent] = []
 
-    def lend(self, user: Any) -> GroupSet:
+    def lend(self, user: Any) -> Lent:
         """Lend a set. Collective: all ranks of the pool."""
         states = self._agree()
         if states and _FREE not in states:
@@ -123,7 +138,7 @@ class _Pool:
         chosen.lend(user, self._num_loans)
         return chosen
 
-    def _choose(self, states: Sequence[int]) -> GroupSet | None:
+    def _choose(self, states: Sequence[int]) -> Lent | None:
         """Return a set that is free everywhere, or else one to share; None if there is to be another one."""
         if _FREE in states:
             return self.sets[list(states).index(_FREE)]
@@ -148,30 +163,41 @@ class _Pool:
         return worst
 
 
-_POOLS: WeakKeyDictionary[Any, dict[tuple[Any, ...], _Pool]] = WeakKeyDictionary()  # by default group
+_POOLS: WeakKeyDictionary[Any, dict[str, _Pool]] = WeakKeyDictionary()  # by default group
 
 
 def borrow(user: Any, process_group: Any, backend: str, timeout_s: float) -> GroupSet:
     """Return a set of groups over the ranks of ``process_group`` for ``user``. Collective: these ranks."""
     ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
     is_part = len(ranks) < dist.get_world_size()
-    key = (tuple(ranks), backend, timeout_s)
+    timeout = timedelta(seconds=timeout_s)
+
+    def group(kind: str) -> Any:
+        return dist.new_group(ranks, timeout, kind, use_local_synchronization=is_part)
+
+    def make() -> GroupSet:
+        on_host = "fake" if backend == "fake" else "gloo"
+        # PyTorch names a group of a part of the ranks by how many there are, and must not use a name twice.
+        is_local = backend == "gloo" and not is_part
+        return GroupSet(lambda: group(backend), lambda: group(on_host), is_local=is_local)
+
+    name = f"{'-'.join(map(str, ranks)) if is_part else 'all'}/{backend}/{timeout_s}"
+    return lend(user, name, ranks, make)
+
+
+def lend(user: Any, name: str, ranks: Sequence[int], make: Callable[[], _Set]) -> _Set:
+    """Return one of the sets of this name for ``user``. Collective: ``ranks``, each with the same name.
+
+    Args:
+        user: Has the set until it leaves, or is collected.
+        name: Of sets that can stand for one another.
+        ranks: In ascending order.
+        make: Makes a further set. Must not hold ``user``, which would never be collected.
+    """
     pools = _POOLS.setdefault(dist.group.WORLD, {})
-    if key not in pools:
-        timeout = timedelta(seconds=timeout_s)
-
-        def group(kind: str) -> Any:
-            return dist.new_group(ranks, timeout, kind, use_local_synchronization=is_part)
-
-        def make() -> GroupSet:
-            on_host = "fake" if backend == "fake" else "gloo"
-            # PyTorch names a group of a part of the ranks by how many there are, and must not use a name twice.
-            is_local = backend == "gloo" and not is_part
-            return GroupSet(lambda: group(backend), lambda: group(on_host), is_local=is_local)
-
-        name = f"{'-'.join(map(str, ranks)) if is_part else 'all'}/{backend}/{timeout_s}"
-        pools[key] = _Pool(name, ranks, make)
-    return pools[key].lend(user)
+    if name not in pools:
+        pools[name] = _Pool(name, ranks, make)
+    return cast(_Set, pools[name].lend(user))
 
 
 @atexit.register

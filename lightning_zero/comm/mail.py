@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_zero.comm.mesh import Mesh
 from lightning_zero.errors import CollectiveError
 
 __all__ = ["Letter", "Mailbox"]
@@ -34,19 +35,20 @@ class Letter:
 
 
 class Mailbox:
-    """Sends to and receives from the ranks of a group. Two ranks must agree on the order of messages between them.
+    """Sends to and receives from the stages of a copy. Two ranks must agree on the order of messages between them.
 
     Args:
-        group: The ranks.
+        mesh: The ranks.
         device: Device of the tensors.
     """
 
-    def __init__(self, group: Any, device: torch.device) -> None:
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
         self.device = device
         self.sent_bytes = 0
         self.wait_s = 0.0
-        self._group = group
-        self._is_gloo = dist.get_backend(group) == "gloo"
+        self._mesh = mesh
+        self._group = mesh.message_group
+        self._is_gloo = dist.get_backend(self._group) == "gloo"
         self._numbers: Counter[tuple[str, int]] = Counter()  # messages so far, by direction and peer
         self._outgoing: list[tuple[str, Any, torch.Tensor]] = []  # sends that may be running, and what they read
 
@@ -88,9 +90,10 @@ class Mailbox:
 
     def _tag(self, direction: str, peer: int) -> int:
         self._numbers[direction, peer] += 1
-        return self._numbers[direction, peer] % 2**15
+        return self._mesh.loan % 2**15 * 2**15 + self._numbers[direction, peer] % 2**15
 
     def _failure(self, what: str, error: Exception) -> CollectiveError:
+        self._mesh.distrust()
         return CollectiveError(
             f"pipeline stage {dist.get_rank(self._group)} of {dist.get_world_size(self._group)}: {what} failed:"
             f" {error}. The other stage has stopped, or was slower than `timeout`: the first error of the other ranks"

@@ -6,17 +6,19 @@ one copy, which send activations, are far apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+
+from lightning_zero.comm.groups import Lent, lend
 
 __all__ = ["Mesh"]
 
 
 class Mesh:
-    """The process groups of a grid. Collective: all ranks make the same one.
+    """The process groups of a grid, lent as long as it lives. Collective: all ranks make the same one.
 
     Args:
         stages: Pipeline stages.
@@ -37,25 +39,39 @@ class Mesh:
         self.stages = stages
         self.copies = world_size // stages
         self.stage, self.copy = divmod(rank, self.copies)
-        self._timeout = timedelta(seconds=timeout_s)
         # - Groups
-        self.copy_group = self._along(self._of_stage, stages)  # the ranks of this stage, one per copy
-        self.stage_group = self._along(self._of_copy, self.copies)  # the ranks of this copy, one per stage
-        self.message_group = self._along(self._of_copy, self.copies)  # the same, for activations and their gradients
-        self.host_group = self._along(self._of_copy, self.copies, "gloo")  # the same, for objects
+        make = partial(_MeshGroups, stages, self.copies, timedelta(seconds=timeout_s))
+        self._groups = lend(self, f"mesh/{stages}/{timeout_s}", range(world_size), make)
+        self.loan = self._groups.loan  # tells this mesh's messages from those of an earlier one
+        self.copy_group = self._groups.copy  # the ranks of this stage, one per copy
+        self.stage_group = self._groups.stage  # the ranks of this copy, one per stage
+        self.message_group = self._groups.message  # the same, for activations and their gradients
+        self.host_group = self._groups.host  # the same, for objects
 
-    def _of_stage(self, stage: int) -> list[int]:
-        return [stage * self.copies + copy for copy in range(self.copies)]
+    def distrust(self) -> None:
+        """Let nobody use the groups after this mesh: calls of an interrupted step may be in flight. No collective."""
+        self._groups.destroy()
 
-    def _of_copy(self, copy: int) -> list[int]:
-        return [stage * self.copies + copy for stage in range(self.stages)]
 
-    def _along(self, ranks: Callable[[int], list[int]], number: int, backend: str | None = None) -> Any:
+class _MeshGroups(Lent):
+    """The groups of one mesh at a time. They stay until the program ends. Collective: all ranks make the same ones."""
+
+    def __init__(self, stages: int, copies: int, timeout: timedelta) -> None:
+        super().__init__()
+        self._timeout = timeout
+        of_stages = [[stage * copies + copy for copy in range(copies)] for stage in range(stages)]
+        of_copies = [[stage * copies + copy for stage in range(stages)] for copy in range(copies)]
+        self.copy = self._along(of_stages)
+        self.stage = self._along(of_copies)
+        self.message = self._along(of_copies)
+        self.host = self._along(of_copies, "gloo")
+
+    def _along(self, lines: list[list[int]], backend: str | None = None) -> Any:
         """Make one group per line of the grid and return this rank's."""
         rank = dist.get_rank()
         mine = None
-        for index in range(number):
-            group = dist.new_group(ranks(index), self._timeout, backend)
-            if rank in ranks(index):
+        for ranks in lines:
+            group = dist.new_group(ranks, self._timeout, backend)
+            if rank in ranks:
                 mine = group
         return mine

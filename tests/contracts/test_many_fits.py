@@ -12,8 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_zero.comm.mail import Mailbox
+from lightning_zero.comm.mesh import Mesh
 from lightning_zero.config import Offload
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.strategy import ZeroStrategy
 from tests import worlds
 from tests.lightning_programs import Net, loader, trainer
 from tests.sampling import sample
@@ -83,22 +86,41 @@ def test_engine_after_engine_needs_no_more_than_a_few(end: str, options: str, wo
         _assert_constant(after)
 
 
-def _fits(rank: int, world: int, end: str, fits: int, folder: str) -> list[dict[str, int]]:
+def _fits(rank: int, world: int, end: str, fits: int, kind: str, folder: str) -> list[dict[str, int]]:
     after, kept = [], []
     for _ in range(fits):
-        one = trainer(rank, world, 3, max_epochs=1, limit_train_batches=2)
+        strategy = ZeroStrategy(**STRATEGIES[kind])
+        saves = {"enable_checkpointing": kind == "async_save", "default_root_dir": folder}
+        one = trainer(rank, world, strategy, max_epochs=1, limit_train_batches=2, **saves)
         module = Net()
-        one.fit(module, loader(rank, world))
+        one.fit(module, loader(0, 1) if kind == "pipeline" else loader(rank, world))
         if end == "kept":
             kept.append((one, module))
         after.append(_held(folder))
     return after
 
 
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "plain": {"stage": 3},
+    "pipeline": {"stage": 1, "pipeline": 2},
+    "async_save": {"stage": 1, "async_save": True},
+}
+
+
 @pytest.mark.parametrize("fits", sample([8, 100], 8), ids="fits{}".format)
-@pytest.mark.parametrize("end", ["dropped", "kept"])
-def test_fit_after_fit_needs_no_more_than_a_few(end: str, fits: int, tmp_path: Path) -> None:
-    for after in worlds.run(_fits, 2, end, fits, str(tmp_path), timeout_s=600.0):
+@pytest.mark.parametrize(
+    ("kind", "end"),
+    [
+        ("plain", "dropped"),
+        ("plain", "kept"),
+        ("pipeline", "dropped"),
+        pytest.param("pipeline", "kept", marks=pytest.mark.slow),
+        ("async_save", "dropped"),
+        pytest.param("async_save", "kept", marks=pytest.mark.slow),
+    ],
+)
+def test_fit_after_fit_needs_no_more_than_a_few(kind: str, end: str, fits: int, tmp_path: Path) -> None:
+    for after in worlds.run(_fits, 2, end, fits, kind, str(tmp_path), timeout_s=600.0):
         _assert_constant(after)
 
 
@@ -162,3 +184,47 @@ def _default_group_is_made_anew(rank: int, world: int, folder: str) -> float:
 
 def test_a_new_default_group_has_groups_of_its_own(tmp_path: Path) -> None:
     assert worlds.run(_default_group_is_made_anew, 2, str(tmp_path)) == [2.0, 2.0]
+
+
+def _mesh_after_an_error(rank: int, world: int) -> list[bool]:
+    """The groups of a mesh are lent again, and not after an exception that one rank alone has seen."""
+    mesh: Any = Mesh(2, 60.0)
+    held, loans = mesh.message_group, [mesh.loan]
+    mesh = None
+    mesh = Mesh(2, 60.0)
+    is_lent_again = mesh.message_group is held
+    loans.append(mesh.loan)
+    if rank == 1:
+        mesh.distrust()
+    mesh = None
+    mesh = Mesh(2, 60.0)
+    value = torch.tensor([rank])
+    dist.all_reduce(value, group=mesh.host_group)
+    return [is_lent_again, loans == [1, 2], mesh.message_group is not held, int(value) == 1]
+
+
+def test_groups_of_a_mesh_are_lent_again_but_not_after_an_error() -> None:
+    assert worlds.run(_mesh_after_an_error, 2) == [[True] * 4] * 2
+
+
+def _letter_of_an_earlier_mesh(rank: int, world: int) -> float:
+    """A message that nobody has taken does not reach the next mesh on the same groups."""
+    mail: Any = Mailbox(Mesh(2, 60.0), torch.device("cpu"))
+    if rank == 0:
+        mail.send(1, torch.full((2,), 1.0), "a letter")
+    kept, group, mail = mail._outgoing, mail._group, None
+    mail = Mailbox(Mesh(2, 60.0), torch.device("cpu"))
+    assert mail._group is group
+    value = 2.0
+    if rank == 0:
+        mail.send(1, torch.full((2,), value), "a letter")
+        mail.flush()
+    else:
+        value = float(mail.receive(0, (2,), torch.float32, "a letter").wait()[0])
+    dist.barrier()
+    assert len(kept) == (rank == 0)
+    return value
+
+
+def test_a_message_that_was_not_taken_does_not_reach_the_next_mesh() -> None:
+    assert worlds.run(_letter_of_an_earlier_mesh, 2) == [2.0, 2.0]
