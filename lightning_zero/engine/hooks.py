@@ -28,6 +28,11 @@ Note [Backwards that reduce]
     without parameters goes with one that does. If so, reductions that were started because the list says so were of
     zeros on all ranks, for a rank that takes a gradient knows better. They are finished and dropped.
 
+Note [Backwards inside a backward]
+    Reentrant checkpointing, and functions of users that do the same, run a backward in the backward, whose end is not
+    the end of ours. A nested one is told by the call of a Python function's backward in the stack; the nodes behind
+    that function run in the backward around it, where they ask again. All ranks make the same calls.
+
 Note [After an error]
     What an error leaves is put aside without a collective, since the other ranks may be elsewhere: whole units that
     nobody holds are given back, sums of an interrupted backward are dropped, and the pass is abandoned (see the order's
@@ -43,13 +48,14 @@ import dataclasses
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 
 from lightning_zero.engine.lowering import embed_in_fp32
@@ -59,6 +65,11 @@ from lightning_zero.engine.reduction import Reducer
 from lightning_zero.engine.unit import Unit, UnitState
 
 __all__ = ["Hooks"]
+
+_FORWARD_CODES = (torch.autograd.Function.apply.__func__.__code__,)  # type: ignore[attr-defined]
+_BACKWARD_CODES = tuple(  # newer versions of PyTorch have the second
+    getattr(BackwardCFunction, name).__code__ for name in ("apply", "apply_boxed") if hasattr(BackwardCFunction, name)
+)
 
 
 class _ModuleHook:
@@ -148,6 +159,8 @@ class Hooks:
         self._outer_hooks: Any = None  # the saved-tensor hooks around the scope, e.g. of a checkpoint
         # - The backward that is running
         self._armed = False
+        self._is_end_known = False  # PyTorch calls us at the end
+        self._has_nested_end = False  # one inside it has ended without an error
         self._reduces = False  # unless it brings nothing
         self._runs_whole_graph = False  # else it is for some tensors only, as `autograd.grad` is
         self._has_own_pass = False
@@ -316,7 +329,9 @@ class Hooks:
         """Put aside what an error has ended without notice. No collective."""
         if _in_backward():
             return
-        if self._armed and not self._explicit:
+        if self._has_nested_end and not self._is_end_known:
+            self._end_backward()  # nothing behind the nested backward was run
+        elif self._armed and not self._explicit:
             self._abandon_backward()
         if self._opened_by is not None and not _is_running(*self._opened_by):
             self._abandon()
@@ -347,7 +362,7 @@ class Hooks:
                 buffer.gradients.drop_untaken()
         if self._reduces:
             self._reducer.abandon()
-        self._armed = self._explicit = self._took_gradient = self._keeps_units = False
+        self._forget_backward()
         self._give_back_idle()
         if self._depth > 0 and not self._order.in_pass:
             self._begin_pass("forward")
@@ -387,10 +402,14 @@ class Hooks:
         self._use(unit)
         for buffer in unit.buffers:
             buffer.gradients.mark_plain()
-        if torch.is_grad_enabled() and not in_backward:
+        if in_backward:
+            return
+        if torch.is_grad_enabled():
             unit.ran_forward = True
             if self._shards and _has_frozen(unit):
                 self._watch_inputs(unit, (args, kwargs))
+        elif not unit.ran_forward:
+            unit.ran_forward = _calling(_FORWARD_CODES) is not None  # it is computed again with gradients
 
     def _after_forward(self, unit: Unit, output: Any) -> None:
         call = self._take_call(unit) if not self.is_asleep else None
@@ -540,6 +559,7 @@ class Hooks:
         if self._armed:
             return
         self._armed = True
+        self._is_end_known = self._has_nested_end = False
         self._reduces = False
         self._runs_whole_graph = self._explicit or _runs_whole_graph()
         self._has_own_pass = self._runs_whole_graph or not self._order.in_pass
@@ -552,7 +572,29 @@ class Hooks:
             if self._has_own_pass:
                 self._begin_pass("backward" if self._runs_whole_graph else "backward of inputs")
         if not self._explicit:
+            self._await_end()
+
+    def _await_end(self) -> None:
+        """End this backward when PyTorch's ends; see Note [Backwards inside a backward]."""
+        function = _enclosing_function()
+        if function is None:
+            self._is_end_known = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            return
+        hooks = weakref.ref(self)
+
+        def behind(_: Any) -> None:
+            alive = hooks()
+            if alive is not None and alive._armed and not (alive._explicit or alive._is_end_known):
+                alive._await_end()
+
+        for node, _ in function.next_functions:
+            if node is not None:
+                node.register_prehook(behind)
+        torch.autograd.Variable._execution_engine.queue_callback(self._note_nested_end)
+
+    def _note_nested_end(self) -> None:
+        self._has_nested_end = self._armed
 
     @property
     def _is_reducing(self) -> bool:
@@ -605,9 +647,13 @@ class Hooks:
             self._reducer.finish(has_more_backwards=self.has_more_backwards)
         else:
             self._reducer.cancel()
-        self._armed = self._explicit = self._took_gradient = self._keeps_units = False
+        self._forget_backward()
         if self._depth > 0 and ends_pass:
             self._begin_pass("forward")
+
+    def _forget_backward(self) -> None:
+        self._armed = self._explicit = self._took_gradient = self._keeps_units = False
+        self._is_end_known = self._has_nested_end = False
 
 
 def _on_accumulated(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> Any:
@@ -629,9 +675,7 @@ def _in_backward() -> bool:
 
 def _frame_of_forward() -> tuple[FrameType, int] | None:
     """Return the call of a module that has called a hook, and its thread."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
-        frame = frame.f_back
+    frame = _calling((nn.Module._call_impl.__code__,))
     return None if frame is None else (frame, threading.get_ident())
 
 
@@ -646,6 +690,20 @@ def _is_running(frame: FrameType, thread: int) -> bool:
 def _runs_whole_graph() -> bool:
     """Say whether the backward that is running is one of all tensors, not of some."""
     return bool(torch.autograd._is_checkpoint_valid())  # type: ignore[no-untyped-call]
+
+
+def _enclosing_function() -> Any:
+    """Return the node of the innermost Python function whose backward has begun the one that is running, if any."""
+    frame = _calling(_BACKWARD_CODES)
+    return None if frame is None else frame.f_locals["self"]
+
+
+def _calling(codes: Collection[CodeType]) -> FrameType | None:
+    """Return the innermost call that is running of some functions, given by their code."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    return frame
 
 
 def _has_frozen(unit: Unit) -> bool:
