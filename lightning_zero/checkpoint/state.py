@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_zero.checkpoint.own_state import after_loading, before_loading, own_entries
 from lightning_zero.checkpoint.planner import Segment
 from lightning_zero.checkpoint.ranks import Ranks
 from lightning_zero.checkpoint.standins import StandIn, replaced, stand_ins
@@ -153,7 +154,14 @@ COUNTERS = frozenset({"step", "mu_product", "mu", "eta"})
 
 
 def optimizer_state(engine: ZeroEngine, optimizer: Optimizer) -> dict[str, Any]:
-    """Return ``{"state": {name: {slot: Segment or value}}, "param_groups": [{..., "params": [name, ...]}]}``."""
+    """Return ``{"state": {name: {slot: Segment or value}}, "param_groups": [{..., "params": [name, ...]}]}``.
+
+    Plain values that the optimizer's own ``state_dict`` adds are beside them.
+
+    Raises:
+        ValueError: Its own ``state_dict`` has tensors that would be lost.
+    """
+    own = own_entries(optimizer)
     records = {id(record.parameter): record for record in engine.records()}
     groups = [[records[id(param)] for param in group["params"]] for group in optimizer.param_groups]
     slots = {record.name: record.state(optimizer) for group in groups for record in group}
@@ -168,6 +176,7 @@ def optimizer_state(engine: ZeroEngine, optimizer: Optimizer) -> dict[str, Any]:
             {**options, "params": [record.name for record in group]}
             for options, group in zip(optimizer.param_groups, groups, strict=True)
         ],
+        **own,
     }
 
 
@@ -209,6 +218,8 @@ def _load_optimizer(engine: ZeroEngine, optimizer: Optimizer, state: Mapping[str
     records = {id(record.parameter): record for record in engine.records()}
     groups = [[records[id(param)] for param in group["params"]] for group in optimizer.param_groups]
     slots = _slots_by_name(groups, state, label)
+    counted = before_loading(optimizer, _counted(groups, state, slots))
+    slots, state = _slots_by_position(groups, counted, label), counted
     items: list[tuple[str, Any, Segment]] = []
     loaded: dict[torch.Tensor, dict[str, Any]] = {}
     for options, group in zip(state["param_groups"], groups, strict=True):
@@ -226,6 +237,23 @@ def _load_optimizer(engine: ZeroEngine, optimizer: Optimizer, state: Mapping[str
         mine.update({key: copy.deepcopy(value) for key, value in saved.items() if key != "params"})
     # Optimizers bring states and options of older versions up to date there.
     optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+    after_loading(optimizer, state)
+
+
+def _counted(
+    groups: Sequence[Sequence[ParameterRecord]], state: Mapping[str, Any], slots: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a saved state with the parameters counted through the groups, as hooks of optimizers know it."""
+    names = [record.name for group in groups for record in group]
+    numbers = iter(range(len(names)))
+    return {
+        **state,
+        "state": {number: dict(slots[name]) for number, name in enumerate(names) if slots.get(name)},
+        "param_groups": [
+            {**saved, "params": [next(numbers) for _ in group]}
+            for saved, group in zip(state["param_groups"], groups, strict=True)
+        ],
+    }
 
 
 def _slots_by_name(

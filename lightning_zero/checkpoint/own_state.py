@@ -1,0 +1,155 @@
+"""Entries that an optimizer's own ``state_dict`` or its hooks add, saved beside its states and options, and loaded.
+
+Note [What is kept]
+    Checkpoints keep ``optimizer.state`` by parameter and ``param_groups``. An overridden ``state_dict`` or a hook of it
+    may add more: plain values are saved beside, as rank 0 has them. Tensors that are not in ``optimizer.state`` have no
+    place in a parameter by which they could be cut for another number of ranks, so saving refuses them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+__all__ = ["after_loading", "before_loading", "own_entries"]
+
+OTHER_STATES = "other_states"  # key of a saved optimizer: what `optimizer.state` has under keys that are no parameters
+_KEPT = frozenset({"state", "param_groups", OTHER_STATES})
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
+
+
+# -- Saving ------------------------------------------------------------------------------------------------------------
+
+
+def own_entries(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the plain values that the optimizer saves besides the states of parameters and the options.
+
+    Raises:
+        ValueError: It saves what would be lost.
+    """
+    others = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    lost = [f"state[{key!r}]" for key, value in others.items() if not _is_plain(value)]
+    entries: dict[str, Any] = {}
+    if _is_customised(optimizer):
+        values = optimizer.state_dict()
+        known = {id(tensor) for state in optimizer.state.values() for tensor in _leaves(state)}
+        lost += _lost_states(optimizer, values.get("state", {}), known)
+        entries = {key: value for key, value in values.items() if key not in _KEPT}
+        elsewhere = [key for key, value in entries.items() if not _is_plain(value)]
+        if len(elsewhere) < len(entries) or any(
+            id(leaf) not in known for key in elsewhere for leaf in _leaves(entries[key])
+        ):
+            lost += [str(key) for key in elsewhere]
+        entries = {key: value for key, value in entries.items() if key not in elsewhere}
+    if lost:
+        names = ", ".join(f"`{name}`" for name in dict.fromkeys(lost))
+        raise ValueError(
+            f"`{type(optimizer).__name__}.state_dict()` has {names}, which a resumed run would lose: checkpoints keep"
+            " `optimizer.state` by parameter, `param_groups`, and numbers, strings and containers of them besides. Keep"
+            " tensors in `optimizer.state[param]`, under names of their own, or leave what may start anew out of"
+            " `state_dict`."
+        )
+    return {**entries, **({OTHER_STATES: others} if others else {})}
+
+
+def _is_customised(optimizer: Optimizer) -> bool:
+    """Say whether `state_dict` is not PyTorch's alone."""
+    hooks = [
+        *vars(optimizer).get("_optimizer_state_dict_pre_hooks", {}).values(),
+        *vars(optimizer).get("_optimizer_state_dict_post_hooks", {}).values(),
+    ]
+    is_overridden = type(optimizer).state_dict is not Optimizer.state_dict or "state_dict" in vars(optimizer)
+    return is_overridden or any(not str(hook.__module__).startswith("lightning_zero.") for hook in hooks)
+
+
+def _lost_states(optimizer: Optimizer, states: Mapping[Any, Any], known: set[int]) -> list[str]:
+    """Return slots of parameters that are not in `optimizer.state`, not even elsewhere."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    lost = []
+    for key, slots in states.items():
+        owner = params[key] if isinstance(key, int) and key < len(params) else key
+        own = optimizer.state.get(owner)
+        if own is None or not isinstance(slots, Mapping):
+            lost += [] if own is not None else [f"state[{key!r}]"]
+            continue
+        lost += [
+            f"state[...][{slot!r}]"
+            for slot, value in slots.items()
+            if slot not in own and any(id(leaf) not in known for leaf in _leaves(value))
+        ]
+    return lost
+
+
+def _is_plain(value: Any) -> bool:
+    return all(
+        leaf.ndim == 0 if isinstance(leaf, torch.Tensor) else isinstance(leaf, _PLAIN) for leaf in _leaves(value)
+    )
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield what containers hold in the end, keys of dictionaries included."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(key)
+            yield from _leaves(item)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+# -- Loading -----------------------------------------------------------------------------------------------------------
+
+
+def before_loading(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Return what the hooks before `load_state_dict` make of a state whose parameters are counted."""
+    for hook in vars(optimizer).get("_optimizer_load_state_dict_pre_hooks", {}).values():
+        result = hook(optimizer, state)
+        state = state if result is None else result
+    return state
+
+
+def after_loading(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Give an optimizer whose states are loaded what is saved beside, and call the hooks behind `load_state_dict`.
+
+    Raises:
+        ValueError: The checkpoint has tensors that are of no parameter.
+    """
+    optimizer.state.update(copy.deepcopy(saved.get(OTHER_STATES, {})))
+    entries = {key: value for key, value in saved.items() if key not in _KEPT}
+    if entries and type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        tensors = [key for key, value in entries.items() if not _is_plain(value)]
+        if tensors:
+            raise ValueError(
+                f"The checkpoint has {', '.join(f'`{key}`' for key in tensors)} of `{type(optimizer).__name__}`, which"
+                " cannot be divided among the ranks. Keep tensors in `optimizer.state[param]`."
+            )
+        _load_entries(optimizer, entries)
+    for hook in vars(optimizer).get("_optimizer_load_state_dict_post_hooks", {}).values():
+        hook(optimizer)
+
+
+def _load_entries(optimizer: Optimizer, entries: Mapping[str, Any]) -> None:
+    """Call the optimizer's own `load_state_dict` without states, and leave states and hooks as they are."""
+    state, groups = optimizer.state, optimizer.param_groups
+    hooks = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+    before = {name: vars(optimizer)[name] for name in hooks}
+    vars(optimizer).update({name: OrderedDict() for name in hooks})
+    numbers = iter(range(sum(len(group["params"]) for group in groups)))
+    counted = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups]
+    try:
+        optimizer.load_state_dict({"state": {}, "param_groups": counted, **copy.deepcopy(dict(entries))})
+        for mine, changed in zip(groups, optimizer.param_groups, strict=True):
+            mine.update({key: value for key, value in changed.items() if key != "params"})
+    finally:
+        vars(optimizer).update(before)
+        if optimizer.state is not state:
+            optimizer.state = state
+        if optimizer.param_groups is not groups:
+            optimizer.param_groups = groups

@@ -1,0 +1,144 @@
+"""What an optimizer's own ``state_dict`` and its hooks add is resumed as under DDP, or refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tests.engine.optimizers import Momentum
+from tests.lightning_programs import STAGES, WORLD, Net, assert_equal, loader, seeded, trainer, weights
+from tests.worlds import run
+
+
+class Counting(Momentum):
+    """Halves its steps after the fourth; keeps the number of steps beside the states."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.steps += 1
+        return loss
+
+    def direction(self, group: dict[str, Any], param: Tensor, average: Tensor) -> Tensor:
+        return average * (0.5 if self.steps >= 4 else 1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "own": {"steps": self.steps}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.steps = state_dict["own"]["steps"]
+
+
+class CountingInState(Counting):
+    """Keeps it in ``state``, under a key that is no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        return loss
+
+    def direction(self, group: dict[str, Any], param: Tensor, average: Tensor) -> Tensor:
+        return average * (0.5 if self.state.get("steps", 0) >= 4 else 1.0)
+
+    state_dict = Momentum.state_dict
+    load_state_dict = Momentum.load_state_dict
+
+
+def hooked(params: Any) -> Optimizer:
+    def loaded(optimizer: Any) -> None:
+        optimizer.steps = optimizer.param_groups[0]["count"]
+
+    class Plain(Counting):
+        state_dict = Momentum.state_dict
+        load_state_dict = Momentum.load_state_dict
+
+    optimizer = Plain(params)
+
+    def keep(optimizer: Any, state_dict: dict[str, Any]) -> None:
+        state_dict["kept"] = optimizer.steps
+
+    def rename(optimizer: Any, state_dict: dict[str, Any]) -> None:
+        for group in state_dict["param_groups"]:
+            group["count"] = state_dict["kept"]
+
+    optimizer.register_state_dict_post_hook(keep)
+    optimizer.register_load_state_dict_pre_hook(rename)
+    optimizer.register_load_state_dict_post_hook(loaded)
+    return optimizer
+
+
+OPTIMIZERS: dict[str, Any] = {"override": Counting, "key": CountingInState, "hooks": hooked}
+
+
+class Wrapping(Momentum):
+    """Keeps slow weights in a dictionary of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.slow: dict[Tensor, Tensor] = {}
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    slow = self.slow.setdefault(param, param.clone())
+                    slow.lerp_(param, 0.5)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "slow_weights": list(self.slow.values())}
+
+
+class Program(Net):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def configure_optimizers(self) -> Any:
+        return {**OPTIMIZERS, "wrapping": Wrapping}[self.name](self.parameters())
+
+
+def _fit(rank: int, world: int, strategy: Any, name: str, folder: str, resume: str | None = None) -> dict[str, Tensor]:
+    saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
+    options: dict[str, Any] = {"limit_train_batches": 3, "enable_checkpointing": True, "callbacks": [saver]}
+    fitted = trainer(rank, world, strategy, max_epochs=2, **options)
+    fitted.fit(seeded(lambda: Program(name)), loader(rank, world), ckpt_path=resume)
+    return weights(fitted)
+
+
+def _resume(rank: int, world: int, name: str, stages: tuple[int, ...], folder: str) -> None:
+    _fit(rank, world, "ddp", name, f"{folder}/ddp")
+    expected = _fit(rank, world, "ddp", name, f"{folder}/again", f"{folder}/ddp/epoch=0.ckpt")
+    for stage in stages:
+        assert_equal(_fit(rank, world, stage, name, f"{folder}/{stage}"), expected, 1e-6, stage)
+        resumed = _fit(rank, world, 3 - stage, name, f"{folder}/{stage}-again", f"{folder}/{stage}/epoch=0.ckpt")
+        assert_equal(resumed, expected, 1e-6, f"resumed from stage {stage}")
+
+
+@pytest.mark.parametrize("stages", [(3,), pytest.param((0, 1, 2), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_plain_values_of_an_own_state_dict_are_resumed_as_under_ddp(
+    name: str, stages: tuple[int, ...], tmp_path: Path
+) -> None:
+    run(_resume, WORLD, name, stages, str(tmp_path), timeout_s=300)
+
+
+def _refuse(rank: int, world: int, stages: tuple[int, ...], folder: str) -> None:
+    for stage in stages:
+        with pytest.raises(
+            ValueError, match=r"`Wrapping.state_dict\(\)` has `slow_weights`, which a resumed run would"
+        ):
+            _fit(rank, world, stage, "wrapping", f"{folder}/{stage}")
+
+
+def test_slow_weights_beside_the_states_are_refused_at_save(tmp_path: Path) -> None:
+    run(_refuse, WORLD, STAGES, str(tmp_path), timeout_s=300)
