@@ -30,7 +30,7 @@ from lightning_zero.engine.aliases import Aliases
 from lightning_zero.engine.deferred import Update
 from lightning_zero.engine.gradients import BufferGradients
 from lightning_zero.engine.labels import label
-from lightning_zero.engine.original import Original, flat_views
+from lightning_zero.engine.original import Original, RoundedWrites, flat_views
 from lightning_zero.engine.own_range import OwnRange, merge_written
 from lightning_zero.engine.parameter import (
     PendingParameter,
@@ -132,6 +132,7 @@ class FlatBuffer:
         self.is_whole = True
         self._versions = [0] * len(self.params)  # of the parameters when they were bound; a write moves them
         self._written = False  # the shard may differ from the rounded master
+        self.on_rounded_write: RoundedWrites | None = None  # told of a parameter that was written in 16 bits
         self._placeholders = self._make_placeholders() if sharding.params else []
         # - A step that was asked for
         self._update: Update | None = None  # not made yet
@@ -491,19 +492,24 @@ class FlatBuffer:
         """Take over what was written into whole parameters from outside (clamping, weight swaps)."""
         if self.is_stale:  # a write would have made the step
             return
-        written = False
+        written: int | None = None
         with torch._C.DisableTorchFunctionSubclass():
             for index, (param, address) in enumerate(zip(self.params, self._addresses(), strict=True)):
                 if index in self.entered:  # shows the master's segment
                     continue
                 if param.data_ptr() != address:  # `.data` was pointed elsewhere
                     self._take_back_data(index, param)
-                    written = True
+                    written = index
                 if param._version != self._versions[index]:
                     self._versions[index] = param._version
-                    written = True
-        if written:
+                    written = index
+        if written is not None:
+            self._tell_of_write(self.layout.slots[written].name, is_seen_here=False)
             self.accept_writes()
+
+    def _tell_of_write(self, name: str, *, is_seen_here: bool) -> None:
+        if self.original is not None and self.original.flat is None and self.on_rounded_write is not None:
+            self.on_rounded_write(name, is_seen_here=is_seen_here)
 
     def _take_back_data(self, index: int, param: nn.Parameter) -> None:
         """Copy what ``.data`` was pointed to into the buffer."""
@@ -563,7 +569,9 @@ class FlatBuffer:
             self.sleep.note_writes()
             return
         with torch.inference_mode(False), torch.no_grad():
-            merge_written(self.master, self.computed.to(self.master.device), self.own_range, self.entered)
+            values = self.computed.to(self.master.device)
+            if merge_written(self.master, values, self.own_range, self.entered):
+                self._tell_of_write(f"{self.name}.*", is_seen_here=True)
 
     # -- Publishing what was stepped -----------------------------------------------------------------------------------
 

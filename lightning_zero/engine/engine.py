@@ -175,6 +175,8 @@ class ZeroEngine:
             owner=lambda unit: _UnitOwner(self, unit),
         )
         self.module = module
+        for buffer in self._buffers:
+            buffer.on_rounded_write = self._made.rounded_writes
         self._made.module_buffers.broadcast()
         for values in awaited_values(module):
             values.load(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from lightning_zero.engine.own_range import OwnRange
 from lightning_zero.layout import FlatLayout
 from lightning_zero.storage.store import DeviceStore, Kind
 
-__all__ = ["Original", "flat_views"]
+__all__ = ["Original", "RoundedWrites", "flat_views"]
 
 
 class Lowered(Protocol):
@@ -153,6 +154,36 @@ class Original:
         if self.flat is not None:
             self._buffer.store.give_back(self._kind, self.flat)
         self.flat, self.views = None, []
+
+
+class RoundedWrites:
+    """Warns once of a write in 16 bits into a parameter that has a dtype of more.
+
+    Args:
+        rank: This rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._is_first = rank == 0
+        self._is_told = False
+
+    def __call__(self, name: str, *, is_seen_here: bool) -> None:
+        """Take note of a write into a parameter, or into one of ``unit.*``.
+
+        Args:
+            name: The parameter.
+            is_seen_here: Only ranks see it whose values have changed. Else all do, and rank 0 warns.
+        """
+        was_told, self._is_told = self._is_told, True
+        if was_told or not (is_seen_here or self._is_first):
+            return
+        warnings.warn(
+            f"Parameter `{name}` computes in 16 bits and was written outside `gathered`: the write was rounded, and"
+            " small updates, such as those of an average, vanish. Write inside"
+            " `gathered(module, write='all')` on every rank, where parameters have their own dtype.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def flat_views(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:

@@ -78,7 +78,7 @@ def merge_written(master: torch.Tensor, values: torch.Tensor, own: OwnRange, but
     rounded = master.to(values.dtype)
     if torch.equal(rounded, values):
         return False
-    is_same = rounded == values
+    is_same = (rounded == values) | ((rounded != rounded) & (values != values))  # NaN is no write
     for index in but_for:
         own.segment(index, is_same).fill_(True)
     if bool(is_same.all()):

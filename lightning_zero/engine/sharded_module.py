@@ -20,6 +20,7 @@ from lightning_zero.engine.hooks import Hooks
 from lightning_zero.engine.lowering import Lowering
 from lightning_zero.engine.module_buffers import ModuleBuffers, buffer_facts
 from lightning_zero.engine.order import PassOrder
+from lightning_zero.engine.original import RoundedWrites
 from lightning_zero.engine.parameter import Owner, own
 from lightning_zero.engine.partition import Territory, build_unit, choose_territories
 from lightning_zero.engine.parts import Parts
@@ -165,6 +166,7 @@ class ShardedModule:
         self.step_devices.choose(options.offload.step_device if options.offload else None, self.communicator)
         # - Reading
         self.whole = Whole(places.units, self.communicator, self.hooks, order, places.elsewhere)
+        self.rounded_writes = RoundedWrites(self.communicator.rank)
         self.statistics = Statistics(
             options.stage,
             places.units,
