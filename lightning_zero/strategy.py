@@ -258,7 +258,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         # The mesh is part of it, so that its groups are lent for as long as the engine uses them.
         made_for = (self.precision_plugin.precision, recipe, self.activation_checkpointing, self._mesh)
         engine = next((engine for engine in _made_for if engine.module is module), None)
-        if engine is not None and _made_for[engine] != made_for:
+        if engine is not None and (_made_for[engine] != made_for or not engine.holds_all_parameters):
             engine.unshard()
             engine = None
         if engine is None:

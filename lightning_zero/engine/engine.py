@@ -20,6 +20,7 @@ from lightning_zero.engine.awaited import awaited_places, awaited_values, forget
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.deferred import Deferral
 from lightning_zero.engine.facts import optimizer_facts
+from lightning_zero.engine.hooks import is_hooked
 from lightning_zero.engine.optimizer import ShardedOptimizer, gradient_norm
 from lightning_zero.engine.parameter import is_called_by, restore_class
 from lightning_zero.engine.parts import Parts
@@ -158,12 +159,17 @@ class ZeroEngine:
         Raises:
             ValueError: A name in ``units`` matches nothing; parameters on several devices and no ``device``; one that
                 cannot be sharded, or shares memory with another; the ranks have different models or options.
-            RuntimeError: The engine holds another module.
+            RuntimeError: The engine holds another module, or another engine this one.
         """
         if self.module is module:
             return module
         if self.module is not None:
             raise RuntimeError("This engine holds another module. Make a new `ZeroEngine` for each module.")
+        if is_hooked(module):
+            raise RuntimeError(
+                "The module, or a part of it, is sharded by another engine, which would take its gradients. Call"
+                " `unshard()` or `close()` of that engine before, on every rank, and keep it until then."
+            )
         check_shardable(module)
         self._made = ShardedModule(
             module,
@@ -309,7 +315,8 @@ class ZeroEngine:
         assert self.module is not None
         module = self.module
         self.detach()
-        values = {param: self.full_param(param).to(self._original_dtype(param)) for param in module.parameters()}
+        held = [param for param in module.parameters() if param in self._places]  # others were put there later
+        values = {param: self.full_param(param).to(self._original_dtype(param)) for param in held}
         self._close()
         aliases = [one for buffer in self._buffers for one in buffer.aliases.values()]
         for one in aliases:
@@ -321,6 +328,11 @@ class ZeroEngine:
         for one in aliases:
             one.show_own()
         return module
+
+    @property
+    def holds_all_parameters(self) -> bool:
+        """Whether every parameter of the module is one that was sharded."""
+        return self._made is None or self._made.membership.stranger is None
 
     def _original_dtype(self, param: nn.Parameter) -> torch.dtype:
         return param.dtype if self._places.is_elsewhere(param) else self._places.of(param)[0].kind.original
@@ -572,6 +584,7 @@ class ZeroEngine:
     def records(self) -> list[ParameterRecord]:
         """Return one record per parameter, in the order of ``named_parameters``. No collective."""
         self._attached.close()
+        self._sharded.membership.require()
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         trained = {id(param) for group in groups for param in group["params"]}
         for buffer in self._buffers:
@@ -720,6 +733,7 @@ class ZeroEngine:
 
     def _before_open(self, opening: ShardedOptimizer) -> None:
         self._sharded.hooks.recover()
+        self._sharded.membership.require()
         self._sharded.aside.take_back()
         self._sharded.whole.end_rest()
         self._attached.close_others(opening)

@@ -64,7 +64,7 @@ from lightning_zero.engine.parameter import raw_grad, set_raw_grad
 from lightning_zero.engine.reduction import Reducer
 from lightning_zero.engine.unit import Unit, UnitState
 
-__all__ = ["Hooks"]
+__all__ = ["Hooks", "is_hooked"]
 
 _FORWARD_CODES = (torch.autograd.Function.apply.__func__.__code__,)  # type: ignore[attr-defined]
 _BACKWARD_CODES = tuple(  # newer versions of PyTorch have the second
@@ -78,6 +78,11 @@ class _ModuleHook:
     def __init__(self, call: Callable[..., Any] | None) -> None:
         self._call = call
 
+    @property
+    def is_live(self) -> bool:
+        """Whether an engine is called; a copy's is not."""
+        return self._call is not None
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs) if self._call is not None else None
@@ -87,6 +92,15 @@ class _ModuleHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _ModuleHook, (None,)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Say whether an engine drives a module or a part of it."""
+    return any(
+        isinstance(hook, _ModuleHook) and hook.is_live
+        for child in module.modules()
+        for hook in child._forward_pre_hooks.values()
+    )
 
 
 class _Kept(NamedTuple):
@@ -122,6 +136,7 @@ class Hooks:
         reducer: Finishes the reductions.
         close_windows: Called when a forward or backward begins.
         broadcast_buffers: Called when a scope of the root begins, with whether the next one needs it too. Collective.
+        check_module: Called when a scope begins that is in no other.
         reduces_each_backward: Whether gradients are reduced in every backward (stages 2 and 3).
     """
 
@@ -134,6 +149,7 @@ class Hooks:
         *,
         close_windows: Callable[[], None],
         broadcast_buffers: Callable[[bool], None],
+        check_module: Callable[[], None],
         reduces_each_backward: bool,
     ) -> None:
         self._units = list(units)
@@ -142,6 +158,7 @@ class Hooks:
         self._reducer = reducer
         self._close_windows = close_windows
         self._broadcast_buffers = broadcast_buffers
+        self._check_module = check_module
         self._reduces_each_backward = reduces_each_backward
         self._shards = any(unit.is_sharded_between_uses for unit in units)
         self._by_storage = {
@@ -282,6 +299,8 @@ class Hooks:
 
     def _enter_scope(self, name: str, *, with_root: bool) -> None:
         self._close_windows()
+        if self._depth == 0:
+            self._check_module()
         self._depth += 1
         if self._depth == 1:
             self._scope = f"{name}:{'train' if torch.is_grad_enabled() else 'eval'}"

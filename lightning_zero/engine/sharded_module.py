@@ -18,6 +18,7 @@ from lightning_zero.engine.elsewhere import Elsewhere
 from lightning_zero.engine.facts import model_facts, unit_facts
 from lightning_zero.engine.hooks import Hooks
 from lightning_zero.engine.lowering import Lowering
+from lightning_zero.engine.membership import Membership
 from lightning_zero.engine.module_buffers import ModuleBuffers, buffer_facts
 from lightning_zero.engine.order import PassOrder
 from lightning_zero.engine.original import RoundedWrites
@@ -147,6 +148,7 @@ class ShardedModule:
         self._owners: list[Owner] = []  # parameters do not hold theirs
         self._build_units(module, territories, awaited, owner)
         self.module_buffers = ModuleBuffers(module, device, self.communicator)
+        self.membership = Membership(module, lambda param: param in places)
         # - What drives them
         ahead = options.communication.prefetch
         self.early = self._early_steps() if options.steps_in_backward else None
@@ -160,6 +162,7 @@ class ShardedModule:
             reducer,
             close_windows=close_windows,
             broadcast_buffers=self.module_buffers.broadcast,
+            check_module=self.membership.require,
             reduces_each_backward=self._sharding.grads,
         )
         self.step_devices = StepDevices(places.units, device, options.moments)
