@@ -90,6 +90,7 @@ class BufferWindow:
         self._versions: dict[int, int] = {}  # of entered parameters when what they show was last published
         self._is_written = False  # a parameter that has left was written, and nothing published it
         self._shown: dict[int, torch.Tensor] = {}  # segments of the average that parameters show as ``grad``
+        self._shown_at: dict[int, int] = {}  # and the addresses of their values
         self.assigned: dict[int, Digest] = {}  # of whole gradients assigned by hand, until the ranks have compared them
 
     def enter(self, index: int) -> None:
@@ -129,7 +130,8 @@ class BufferWindow:
         values = self._gradients.for_showing()
         if values is None:
             return
-        self._shown[index] = self._as_shown(self._buffer.own_range.segment(index, values))
+        segment = self._buffer.own_range.segment(index, values)
+        self._shown[index], self._shown_at[index] = self._as_shown(segment), segment.data_ptr()
         set_raw_grad(param, self._shown[index])
 
     def _as_shown(self, segment: torch.Tensor) -> torch.Tensor:
@@ -227,7 +229,20 @@ class BufferWindow:
             self.drop([index])
         elif grad is not None and grad is not shown:
             self._take_assigned(index, grad)
+        elif grad is not None:
+            self._take_moved(index, grad)
         return index in self._gradients.has_grad and self._gradients.reduced is not None
+
+    def _take_moved(self, index: int, shown: torch.Tensor) -> None:
+        """Take over what the ``data`` of a gradient that is shown was pointed to (``p.grad.data = ...``)."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if shown.data_ptr() == self._shown_at[index]:
+                return
+            values = shown.detach().as_subclass(torch.Tensor)
+        del self._shown[index]
+        set_raw_grad(self._buffer.params[index], None)
+        self.write(index, values)
+        self.take_gradient(index)
 
     def _take_assigned(self, index: int, grad: torch.Tensor) -> None:
         if index in self._entered:

@@ -239,13 +239,25 @@ def _write(params: list[nn.Parameter]) -> None:
     nn.init.constant_(params[2], 0.1)
 
 
+def pointed_elsewhere(trainer: Any, optimizer: Any, step: int) -> None:
+    """``p.grad.data = ...``: the object stays, its memory does not."""
+    params = _params(trainer)
+    _backward(trainer, step)
+    for param in params[::2]:
+        if param.grad is not None:
+            param.grad.data = param.grad.data * 3
+    if step % 2:
+        _log(trainer, optimizer)
+        params[0].grad.data = params[0].grad.data + 1.0
+
+
 PROGRAMS: dict[str, Callable[[Any, Any, int], None]] = {
     one.__name__.replace("_", "-"): one
     for one in (
         autograd_grad, evolution, assigned_and_clipped, some_are_assigned, assigned_in_the_window, halved,
         edited_in_place, backward_adds_to_what_was_assigned, read_before_the_backward, accumulated_after_an_edit,
         scaled_and_accumulated, zeroed_in_place, several_micro_batches,
-        written_in_the_window,
+        written_in_the_window, pointed_elsewhere,
     )
 }  # fmt: skip
 
