@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.flat_step import Place
-from lightning_zero.engine.optimizer import ShardedOptimizer
+from lightning_zero.engine.optimizer import ShardedOptimizer, is_attached
+from lightning_zero.engine.parameter import owner_of
 from lightning_zero.errors import PipelineError
 
 __all__ = ["Attached"]
@@ -22,6 +26,7 @@ class Attached:
         self._mark_stale = mark_stale
         self._optimizers: list[ShardedOptimizer] = []
         self._loose: list[Place] = []  # parameters of no optimizer whose gradient is shown
+        _watch_steps()
         self._is_zeroed: bool | None = None  # `zero_grad` was called since `begin_gradients`; None: it drops gradients
 
     def __iter__(self) -> Iterator[ShardedOptimizer]:
@@ -49,6 +54,25 @@ class Attached:
                 return sharded
         raise RuntimeError(
             f"`{type(raw).__name__}` is not attached to the engine. Call `engine.attach(optimizer)` first."
+        )
+
+    def refuse_step(self, param: nn.Parameter, place: Place, optimizer: Optimizer) -> None:
+        """Refuse that an optimizer that is not attached steps a gradient of the engine: nobody would publish it.
+
+        Raises:
+            RuntimeError: The parameter has a gradient, and no attached optimizer calls the step.
+        """
+        buffer, index = place
+        if index not in buffer.gradients.has_grad and index not in buffer.gradients.waiting:
+            return
+        if any(sharded.is_running and sharded.holds(param) for sharded in self._optimizers):
+            return  # it is wrapped
+        attached = ", ".join(f"`{type(sharded.optimizer).__name__}`" for sharded in self._optimizers)
+        raise RuntimeError(
+            f"A `{type(optimizer).__name__}` steps `{buffer.layout.slots[index].name}`, but is not attached to the"
+            f" engine (attached: {attached or 'none'}): each rank would step its own part and keep it for itself. Call"
+            " `engine.attach(optimizer)` before the first backward; pass all optimizers in one call, because a second"
+            " `attach` replaces the optimizers of the first."
         )
 
     # -- Windows ---------------------------------------------------------------------------------------------------
@@ -112,3 +136,19 @@ class Attached:
                 "The gradients of earlier steps are not dropped by `optimizer.zero_grad()` (`optimizer_zero_grad` or"
                 " `zero_grad` is overridden?). A pipeline always starts a step without gradients."
             )
+
+
+@cache
+def _watch_steps() -> None:
+    """Look at every step of an optimizer in this process, from now on."""
+    register_optimizer_step_pre_hook(_refuse_unattached)
+
+
+def _refuse_unattached(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if is_attached(optimizer):
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            owner = owner_of(param)
+            if owner is not None:
+                owner.refuse_step(param, optimizer)

@@ -150,6 +150,9 @@ class Elsewhere:
         """Return the first fully qualified name of a parameter."""
         return self._names[id(param)][0]
 
+    def refuse_step(self, param: nn.Parameter, optimizer: Optimizer) -> None:
+        """Do nothing: an absent parameter has no gradient."""
+
     def touch(self, param: nn.Parameter) -> bool:
         """Refuse the values of an absent parameter.
 

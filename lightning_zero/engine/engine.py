@@ -72,6 +72,10 @@ class _UnitOwner:
     def write_gradient(self, param: nn.Parameter, grad: torch.Tensor | None) -> None:
         self._engine._write_gradient(param, grad)
 
+    def refuse_step(self, param: nn.Parameter, optimizer: Optimizer) -> None:
+        if self._engine.module is not None:  # else the engine is closed
+            self._engine._attached.refuse_step(param, self._engine._places.of(param), optimizer)
+
 
 class ZeroEngine:
     """Shards a module's parameters, gradients and optimizer states over the ranks (ZeRO, arXiv:1910.02054).

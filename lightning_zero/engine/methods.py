@@ -83,6 +83,11 @@ class MethodCalls:
         self._is_open = False
         self._are_used = False
 
+    @property
+    def are_running(self) -> bool:
+        """Whether a method runs."""
+        return self._classes is not None
+
     @contextmanager
     def call(self) -> Iterator[None]:
         """Run a method inside."""

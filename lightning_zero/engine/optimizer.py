@@ -31,7 +31,7 @@ from lightning_zero.engine.parts import Parts
 from lightning_zero.engine.sharded_gradient import norm_of_norms, norms_of
 from lightning_zero.engine.window import compare_assigned
 
-__all__ = ["ShardedOptimizer", "gradient_norm"]
+__all__ = ["ShardedOptimizer", "gradient_norm", "is_attached"]
 
 
 class ShardedOptimizer:
@@ -135,6 +135,11 @@ class ShardedOptimizer:
     def holds(self, param: nn.Parameter) -> bool:
         """Say whether the optimizer has a parameter."""
         return id(param) in self._attached
+
+    @property
+    def is_running(self) -> bool:
+        """Whether code runs inside the optimizer's step, or inside another method of it."""
+        return bool(self._running_step) or self._calls.are_running
 
     def shares_with(self, other: ShardedOptimizer) -> bool:
         """Say whether another optimizer has one of its parameters."""
@@ -599,6 +604,11 @@ def _pieces(buffer: FlatBuffer, indices: set[int], values: torch.Tensor | None) 
     return [buffer.own_range.segment(index, values) for index in sorted(buffer.gradients.has_grad & indices)]
 
 
+def is_attached(optimizer: Optimizer) -> bool:
+    """Say whether an engine steps an optimizer."""
+    return "steps_segments" in vars(type(optimizer))
+
+
 def _has_hooks(step: Any) -> bool:
     return bool(getattr(step, "hooked", False))
 
@@ -649,6 +659,7 @@ def _subclass(sharded: ShardedOptimizer) -> type[Optimizer]:
         "zero_grad": zero_grad,
         "add_param_group": add_param_group,
         "__module__": base.__module__,
+        "steps_segments": True,
         **methods_on_segments(base, sharded._calls),
     }
     if not _has_hooks(base.step):

@@ -82,6 +82,10 @@ class Owner(Protocol):
         """Let ``grad`` take the place of the gradient of ``param``; None drops it."""
         ...
 
+    def refuse_step(self, param: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse that an optimizer that nothing is attached to steps the gradient of ``param``."""
+        ...
+
 
 # A buffer holds its parameters strongly, so an id in this table is never that of another object.
 _OWNERS: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()

@@ -340,3 +340,38 @@ def _unattached(rank: int, world: int) -> None:
 
 def test_an_optimizer_that_was_not_attached_is_refused() -> None:
     worlds.run(_unattached, 2)
+
+
+def _stepped_unattached(rank: int, world: int, stage: int) -> None:
+    engine, module = _engine(stage)
+    head, others = list(module.head.parameters()), list(module.embedding.parameters())
+    first, second = torch.optim.SGD(head, lr=0.1), torch.optim.RMSprop(others, lr=0.1)
+    first.step()  # there is no gradient
+    _backward(engine, module, rank)
+    with pytest.raises(RuntimeError, match=r"A `SGD` steps `head.weight`, .*attached: none.*`engine.attach"):
+        first.step()
+    engine.attach(first)
+    engine.attach(second)
+    _backward(engine, module, rank)
+    with pytest.raises(RuntimeError, match=r"attached: `RMSprop`.* a second `attach` replaces"):
+        first.step()
+    assert head[0].grad is not None
+    with pytest.raises(RuntimeError, match="is not attached"):  # nor in the window
+        first.step()
+    second.step()
+    engine.attach(first, second)
+    first.step()
+    second.step()
+    engine.close()
+    if stage < 3:
+        for param in head:
+            param.grad = torch.ones_like(param)
+        plain = torch.optim.SGD(head, lr=0.1)
+        before = head[0].detach().clone()
+        plain.step()
+        assert torch.equal(head[0], before - 0.1)
+
+
+@stages
+def test_an_optimizer_that_is_not_attached_does_not_step_a_part_in_silence(stage: int) -> None:
+    worlds.run(_stepped_unattached, 2, stage)
