@@ -17,6 +17,7 @@ from lightning_zero.engine.elsewhere import Elsewhere
 from lightning_zero.engine.hooks import Hooks
 from lightning_zero.engine.order import PassOrder
 from lightning_zero.engine.unit import Unit, UnitState
+from lightning_zero.errors import CollectiveError
 
 __all__ = ["Whole", "Write"]
 
@@ -81,8 +82,17 @@ class Whole:
             changes_dtypes = any(buffer.original is not None for unit in units for buffer in unit.buffers)
             graphs = self._hooks.keeping_graphs() if changes_dtypes else nullcontext()
             with self._elsewhere.borrowed(params) if self._elsewhere is not None else nullcontext(), graphs:
-                yield
-            self._accept(units, write)
+                error = None
+                try:
+                    yield
+                except Exception as raised:
+                    if write != "rank0" or isinstance(raised, CollectiveError):
+                        raise
+                    error = raised  # the others wait for this rank
+            if write == "rank0":
+                self._accept_from_rank0(units, error)
+            else:
+                self._accept(units, write)
         finally:
             self._order.is_suspended -= all_held
             for unit in held:
@@ -91,6 +101,27 @@ class Whole:
                     unit.hide_original()
                 if not unit.is_busy:
                     unit.reshard()
+
+    def _accept_from_rank0(self, units: Sequence[Unit], error: Exception | None) -> None:
+        """Take rank 0's values on every rank, also where the block has ended in an error, and raise that then.
+
+        A rank that left without the others would meet their broadcasts with its next collective.
+        """
+        has_failed = torch.zeros(self._communicator.world_size, dtype=torch.uint8)
+        has_failed[self._communicator.rank] = error is not None
+        try:
+            self._communicator.agree(has_failed, "agreement on the end of `gathered(write='rank0')`")
+            self._accept(units, "rank0")
+        except CollectiveError as failure:
+            raise error or failure from None
+        if error is not None:
+            raise error
+        failed = has_failed.nonzero().flatten().tolist()
+        if failed:
+            raise RuntimeError(
+                f"Rank(s) {failed} left `gathered(..., write='rank0')` with an error, which is printed or caught there."
+                " All ranks have rank 0's values. Catch the error inside the block, or on every rank outside."
+            )
 
     def _accept(self, units: Sequence[Unit], write: Write | None) -> None:
         for unit in units:

@@ -290,6 +290,31 @@ def test_writes_inside_gathered_are_taken_from_whom_was_said(stage: int) -> None
     worlds.run(_writes, 2, stage)
 
 
+def _one_rank_leaves(rank: int, world: int, stage: int, failing: int) -> str:
+    engine, module = _engine(stage)
+    text = ""
+    try:
+        with engine.gathered(module, write="rank0"), torch.no_grad():
+            for param in module.parameters():
+                param.fill_(rank + 1.0)
+            if rank == failing:
+                raise LookupError("of this rank")
+    except (LookupError, RuntimeError) as error:
+        text = f"{type(error).__name__}: {error}"
+    for param in module.parameters():  # the next collectives
+        assert engine.full_param(param).unique().tolist() == [1.0]
+    engine.close()
+    return text
+
+
+@stages
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_of_one_rank_inside_gathered_is_told_to_the_others(stage: int, failing: int) -> None:
+    texts = worlds.run(_one_rank_leaves, 2, stage, failing)
+    assert texts[failing] == "LookupError: of this rank"
+    assert f"Rank(s) [{failing}] left `gathered(..., write='rank0')` with an error" in texts[1 - failing]
+
+
 def _alone(rank: int, world: int) -> None:
     """Inside gathered a rank may run forwards on its own."""
     engine, module = _engine(3)
