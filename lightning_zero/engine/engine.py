@@ -550,8 +550,8 @@ class ZeroEngine:
 
         Raises:
             ValueError: ``write`` is not known, or ``"rank0"`` in pipeline stages.
-            RuntimeError: A parameter was changed although ``write`` is None, or another rank left with an error although
-                it is ``"rank0"``; all ranks have rank 0's values then.
+            RuntimeError: A parameter was changed although ``write`` is None, or another rank left with an error under
+                ``"rank0"``; all ranks have rank 0's values then.
         """
         params = _params_of(params_or_module)
         units = self._units_of(params_or_module if isinstance(params_or_module, nn.Module) else params)
