@@ -27,6 +27,7 @@ from lightning_zero.engine.flat_step import FlatStep, Place
 from lightning_zero.engine.labels import label
 from lightning_zero.engine.methods import MethodCalls, RunningStep, methods_on_segments
 from lightning_zero.engine.moments import widened
+from lightning_zero.engine.parameter import owner_of
 from lightning_zero.engine.parts import Parts
 from lightning_zero.engine.sharded_gradient import norm_of_norms, norms_of
 from lightning_zero.engine.window import compare_assigned
@@ -158,6 +159,19 @@ class ShardedOptimizer:
             place[0].make_master()
             self._cut_state(param, place)
 
+    def _refuse_params_past_add(self) -> None:
+        params = {id(param): param for group in self.optimizer.param_groups for param in group["params"]}
+        if params.keys() <= self._attached.keys():
+            return
+        param = next(param for key, param in params.items() if key not in self._attached)
+        owner = owner_of(param)
+        name = "a tensor that is not in the sharded module" if owner is None else f"`{owner.param_name(param)}`"
+        raise RuntimeError(
+            f"`param_groups` of `{self._original_class.__name__}` got {name} of shape {tuple(param.shape)} behind the"
+            " engine's back, so its gradient was left out of norms and clipping, and it would not be trained. Use"
+            " `optimizer.add_param_group({'params': [...]})`, before the backward, of the optimizer that is attached."
+        )
+
     def _refuse_idle_steps(self, group: dict[str, Any]) -> None:
         if not (issubclass(self._original_class, torch.optim.SGD) and group.get("fused")):
             return
@@ -261,6 +275,7 @@ class ShardedOptimizer:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._refuse_unless_elementwise()
+        self._refuse_params_past_add()
         self._refuse_local_gradients()
         self._begin_step()
         if self.is_open:  # somebody may have pointed `data` elsewhere

@@ -375,3 +375,27 @@ def _stepped_unattached(rank: int, world: int, stage: int) -> None:
 @stages
 def test_an_optimizer_that_is_not_attached_does_not_step_a_part_in_silence(stage: int) -> None:
     worlds.run(_stepped_unattached, 2, stage)
+
+
+def _past_add_param_group(rank: int, world: int, stage: int) -> None:
+    engine, module = _engine(stage)
+    head, others = list(module.head.parameters()), list(module.embedding.parameters())
+    for make in (torch.optim.RMSprop, torch.optim.SGD):
+        optimizer = engine.attach(make(head, lr=0.1))
+        _backward(engine, module, rank)
+        optimizer.param_groups[0]["params"].append(others[0])
+        with pytest.raises(RuntimeError, match=r"got `embedding.weight` .*Use `optimizer.add_param_group\("):
+            optimizer.step()
+        optimizer.param_groups[0]["params"].pop()
+        optimizer.param_groups.append({**optimizer.param_groups[0], "params": others})
+        with pytest.raises(RuntimeError, match=r"got `embedding.weight` .*Use `optimizer.add_param_group\("):
+            optimizer.step()
+        optimizer.param_groups.pop()
+        optimizer.add_param_group({"params": others})
+        optimizer.step()
+    engine.close()
+
+
+@stages
+def test_parameters_put_into_groups_by_hand_are_refused(stage: int) -> None:
+    worlds.run(_past_add_param_group, 2, stage)
