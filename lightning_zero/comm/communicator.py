@@ -362,7 +362,9 @@ class Communicator:
         return CollectiveError(
             f"rank {self.rank} of {self.world_size}: the {what} failed: {error}. A peer has stopped, runs other code,"
             " or was slower than `timeout`: the first error of the other ranks says which. Every rank must make the"
-            " same calls; code that only some ranks run belongs inside `lightning_zero.gathered(module)`."
+            " same calls; code that only some ranks run belongs inside `lightning_zero.gathered(module)`. A collective"
+            " of your own (`dist.all_reduce`, `all_gather`, `sync_dist=True`) inside a step needs ranks that have used"
+            " the same modules before it; call it behind the step."
         )
 
     @property

@@ -134,6 +134,9 @@ class FlatBuffer:
         self._written = False  # the shard may differ from the rounded master
         self.on_rounded_write: RoundedWrites | None = None  # told of a parameter that was written in 16 bits
         self._placeholders = self._make_placeholders() if sharding.params else []
+        self.handles: list[None] = []  # one for each tensor in the whole buffer that autograd saved and can do without
+        self.moved: Callable[[int, int], None] | None = None  # called with the old and the new address of its storage
+        self._own_references: int | None = None  # to the storage, when the buffer is released
         # - A step that was asked for
         self._update: Update | None = None  # not made yet
         self.steps_on: torch.device | None = None  # where states are streamed to for a step; None: where they sleep
@@ -410,9 +413,28 @@ class FlatBuffer:
         if self.original is not None:
             self.original.drop()
         if self.full.untyped_storage().nbytes() or not self.full.nbytes:
+            if self._is_seen_outside():
+                self._leave_storage()
             self.full.untyped_storage().resize_(0)
             self.store.release("gathered", self.full.nbytes)
         self.is_whole = False
+
+    def _is_seen_outside(self) -> bool:
+        """Say whether a tensor of the program's, or a graph without our handles, still lies in the whole buffer."""
+        count = torch._C._storage_Use_Count(self.full.untyped_storage()._cdata) - len(self.handles)
+        if self._own_references is None:
+            self._own_references = count
+        return count > self._own_references
+
+    def _leave_storage(self) -> None:
+        """Leave the memory to whoever sees it, and take other memory for the next gather."""
+        old = self.full.untyped_storage()._cdata
+        with torch.inference_mode(False):
+            self.full = torch.empty_like(self.full)
+        self.views = flat_views(self.full, self.layout)
+        self.handles = []
+        if self.moved is not None:
+            self.moved(old, self.full.untyped_storage()._cdata)
 
     # -- In their own dtype --------------------------------------------------------------------------------------------
 

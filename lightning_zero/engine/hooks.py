@@ -14,7 +14,8 @@ Note [Giving back in backward]
 
 Note [Backward that builds a graph]
     With ``create_graph`` the new graph needs the parameters again, so units stay whole and nothing is reduced; the next
-    backward without it cleans up.
+    backward without it cleans up. Outside of a scope no hooks for saved tensors are on when such a backward begins.
+    ``_unpack`` puts them on for the node that asked for a weight: whatever the node saves of it is gathered again, too.
 
 Note [Backwards that reduce]
     ``loss.backward()`` ends the pass before it, and its own pass may reduce from its beginning: a rank that comes to a
@@ -40,11 +41,17 @@ Note [After an error]
     PyTorch tells nobody that a backward has failed, or that a ``KeyboardInterrupt`` has ended a forward: then it
     happens at the next forward, backward or step (``recover``). An error that does not leave the scope leaves the pass
     alone.
+
+Note [Forwards of submodules]
+    Every module with parameters below it may be called on its own at stage 3, wherever all ranks do so. Its forward
+    opens a scope if none is open, as a unit's does. Inside a scope the hooks of modules that are no unit return at
+    once, and compilers trace through them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import threading
 import weakref
@@ -58,10 +65,12 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 
+from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.lowering import embed_in_fp32
 from lightning_zero.engine.order import PassOrder
 from lightning_zero.engine.parameter import raw_grad, set_raw_grad
 from lightning_zero.engine.reduction import Reducer
+from lightning_zero.engine.submodules import Submodule, submodules_of, units_below
 from lightning_zero.engine.unit import Unit, UnitState
 
 __all__ = ["Hooks", "is_hooked"]
@@ -94,6 +103,15 @@ class _ModuleHook:
         return _ModuleHook, (None,)
 
 
+class _SubmoduleHook(_ModuleHook):
+    """One that compilers trace, as nothing."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or self._call is None:
+            return None
+        return self._call(*args)
+
+
 def is_hooked(module: nn.Module) -> bool:
     """Say whether an engine drives a module or a part of it."""
     return any(
@@ -108,7 +126,22 @@ class _Kept(NamedTuple):
 
     tensor: torch.Tensor
     version: int
-    unit: Unit | None  # in whose buffer it lies
+
+
+class _KeptWeight:
+    """One that lies in the buffer of a unit, whose storage may be given back under it."""
+
+    __slots__ = ("_held", "tensor", "unit", "version")
+
+    def __init__(self, tensor: torch.Tensor, version: int, unit: Unit, buffer: FlatBuffer) -> None:
+        self.tensor = tensor
+        self.version = version
+        self.unit = unit
+        self._held = buffer.handles
+        self._held.append(None)
+
+    def __del__(self) -> None:
+        self._held.pop()
 
 
 class _Outer(NamedTuple):
@@ -116,6 +149,15 @@ class _Outer(NamedTuple):
 
     packed: Any
     unpack: Callable[[Any], torch.Tensor]
+
+
+class _Opener(NamedTuple):
+    """The call of a module that has opened the scope."""
+
+    frame: FrameType
+    thread: int
+    submodule: Submodule | None  # the module, if it is no unit
+    handled: BaseException | None  # the error that was being handled when it began
 
 
 class _Call(NamedTuple):
@@ -162,16 +204,20 @@ class Hooks:
         self._reduces_each_backward = reduces_each_backward
         self._shards = any(unit.is_sharded_between_uses for unit in units)
         self._by_storage = {
-            buffer.full.untyped_storage()._cdata: unit
+            buffer.full.untyped_storage()._cdata: (unit, buffer)
             for unit in units
             if unit.is_sharded_between_uses
             for buffer in unit.buffers
         }
+        for buffer in [buffer for _, buffer in self._by_storage.values()]:
+            buffer.moved = functools.partial(_rename, self._by_storage)
         # - Scopes and passes
         self._depth = 0
         self._scope = ""
         self._ordinal = 0  # of the pass in its step
-        self._opened_by: tuple[FrameType, int] | None = None  # the call, and its thread, that has opened the scope
+        self._opened_by: _Opener | None = None  # None: `scope` has
+        self._holds_all_below = False  # whoever has opened it uses units that `gathered` holds, and no others
+        self._below = units_below(units)
         self._net: AbstractContextManager[Any] | None = None
         self._outer_hooks: Any = None  # the saved-tensor hooks around the scope, e.g. of a checkpoint
         # - The backward that is running
@@ -211,6 +257,11 @@ class Hooks:
         hook(module, self._root)
         for unit in self._units[1:]:
             hook(unit.module, unit)
+        for target, submodule in submodules_of(module, self._units) if self._shards else []:
+            enter = _SubmoduleHook(lambda _, args, at=submodule: self._before_submodule(at))
+            leave = _SubmoduleHook(lambda _, args, output, at=submodule: self._after_submodule(at))
+            handles.append(target.register_forward_pre_hook(enter, prepend=True))
+            handles.append(target.register_forward_hook(leave, always_call=True))
         for unit in self._units if self._shards else []:
             watch = _ModuleHook(lambda _, args, output, unit=unit: self._watch_outputs(unit, output))
             handles += [watched.register_forward_hook(watch) for watched in unit.watched]
@@ -333,6 +384,7 @@ class Hooks:
         self._cast_net_off()
         self._depth = 0
         self._opened_by = None
+        self._holds_all_below = False
 
     def _end_calls(self) -> None:
         """Take note that no forward runs: an error may have ended some without notice."""
@@ -352,7 +404,7 @@ class Hooks:
             self._end_backward()  # nothing behind the nested backward was run
         elif self._armed and not self._explicit:
             self._abandon_backward()
-        if self._opened_by is not None and not _is_running(*self._opened_by):
+        if self._opened_by is not None and not _is_running(self._opened_by):
             self._abandon()
 
     def _abandon(self) -> None:
@@ -360,6 +412,7 @@ class Hooks:
         self._cast_net_off()
         self._depth = 0
         self._opened_by = None
+        self._holds_all_below = False
         self._abandon_backward()
         self._order.abandon()
         for unit in self._units:
@@ -398,7 +451,8 @@ class Hooks:
 
     def _begin_pass(self, direction: Literal["forward", "backward", "backward of inputs"]) -> None:
         is_stale = any(unit.state is UnitState.SHARDED and not unit.is_sharded_between_uses for unit in self._units)
-        if direction != "backward" and (self._order.is_suspended or not (self._shards or is_stale)):
+        is_suspended = self._order.is_suspended or (direction == "forward" and self._holds_all_below)
+        if direction != "backward" and (is_suspended or not (self._shards or is_stale)):
             return
         self._order.begin((self._scope, self._ordinal, direction, is_stale), gathers=self._shards or is_stale)
         self._ordinal += 1
@@ -414,7 +468,8 @@ class Hooks:
         opens_scope = self._depth == 0 and not in_backward
         self._open_calls.append(_Call(unit, opens_scope, sys.exc_info()[1]))
         if opens_scope:
-            self._opened_by = _frame_of_forward()
+            self._opened_by = _opener()
+            self._holds_all_below = self._are_held(self._below[unit.index])
             self._enter_scope(unit.name, with_root=unit is self._root)
         elif not in_backward:
             self._close_windows()
@@ -506,23 +561,61 @@ class Hooks:
         if outer is None or outer[0] != self._pack:
             self._outer_hooks = outer
 
+    # -- Forwards of modules that are no unit ----------------------------------------------------------------------
+
+    def _before_submodule(self, submodule: Submodule) -> None:
+        if (self._depth and self._opened_by is None) or self.is_asleep or _in_backward():
+            return
+        self.recover()
+        if self._depth:
+            return
+        self._opened_by = _opener(submodule)
+        self._holds_all_below = self._are_held(submodule.units)
+        self._enter_scope(submodule.name, with_root=False)
+        for unit in submodule.around:
+            self._use(unit)
+            unit.ran_forward = unit.ran_forward or torch.is_grad_enabled()
+
+    def _after_submodule(self, submodule: Submodule) -> None:
+        opened = self._opened_by
+        if opened is None or opened.submodule is not submodule:
+            return
+        if opened.frame is not _frame_of_forward():  # it calls itself
+            return
+        error = sys.exc_info()[1]
+        if error is not None and error is not opened.handled:
+            self._abandon()
+            return
+        try:
+            self._leave_scope(with_root=False)
+        except BaseException:
+            self._abandon()
+            raise
+
+    @staticmethod
+    def _are_held(units: Sequence[Unit]) -> bool:
+        return all(unit.holds for unit in units)
+
     # -- Saved tensors ---------------------------------------------------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        unit = self._by_storage.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
-        if unit is None and self._outer_hooks is not None:
+        place = self._by_storage.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+        if place is not None:
+            return _KeptWeight(tensor.detach(), tensor._version, *place)
+        if self._outer_hooks is not None:
             pack, unpack = self._outer_hooks
             return _Outer(pack(tensor), unpack)
-        return _Kept(tensor.detach(), tensor._version, unit)
+        return _Kept(tensor.detach(), tensor._version)
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, _Outer):
             return saved.unpack(saved.packed)
-        kept: _Kept = saved
+        kept: _Kept | _KeptWeight = saved
         tensor = kept.tensor
-        if kept.unit is not None:
+        if isinstance(kept, _KeptWeight) and not (kept.unit.holds and kept.unit.state is UnitState.UNSHARDED):
             self._note_graph()
             self._make_whole(kept.unit)
+        self._keep_next_graph()
         if tensor._version != kept.version:  # autograd leaves the check to whoever packs
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation:"
@@ -532,6 +625,14 @@ class Hooks:
                 " `Trainer(detect_anomaly=True)` the error shows the operation that needed it."
             )
         return tensor
+
+    def _keep_next_graph(self) -> None:
+        """Let the graph that a backward outside of a scope builds keep handles; autograd ends it with the node."""
+        if self._depth or not _in_backward() or not torch.is_grad_enabled():
+            return
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+            self._outer_hooks = None
+            torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
 
     # -- Backward --------------------------------------------------------------------------------------------------
 
@@ -675,6 +776,10 @@ class Hooks:
         self._is_end_known = self._has_nested_end = False
 
 
+def _rename(places: dict[int, Any], old: int, new: int) -> None:
+    places[new] = places.pop(old)
+
+
 def _on_accumulated(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         requires_grad = param.requires_grad
@@ -692,18 +797,22 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _frame_of_forward() -> tuple[FrameType, int] | None:
-    """Return the call of a module that has called a hook, and its thread."""
-    frame = _calling((nn.Module._call_impl.__code__,))
-    return None if frame is None else (frame, threading.get_ident())
+def _frame_of_forward() -> FrameType | None:
+    """Return the call of a module that has called a hook."""
+    return _calling((nn.Module._call_impl.__code__,))
 
 
-def _is_running(frame: FrameType, thread: int) -> bool:
+def _opener(submodule: Submodule | None = None) -> _Opener | None:
+    frame = _frame_of_forward()
+    return None if frame is None else _Opener(frame, threading.get_ident(), submodule, sys.exc_info()[1])
+
+
+def _is_running(call: _Opener) -> bool:
     """Say whether a call is still going on; of other threads it is not known."""
     caller: FrameType | None = sys._getframe(1)
-    while caller is not None and caller is not frame:
+    while caller is not None and caller is not call.frame:
         caller = caller.f_back
-    return caller is not None or thread != threading.get_ident()
+    return caller is not None or call.thread != threading.get_ident()
 
 
 def _runs_whole_graph() -> bool:

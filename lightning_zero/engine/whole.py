@@ -79,8 +79,10 @@ class Whole:
             for unit in units:
                 for buffer in unit.buffers:
                     buffer.collect_writes()
-            changes_dtypes = any(buffer.original is not None for unit in units for buffer in unit.buffers)
-            graphs = self._hooks.keeping_graphs() if changes_dtypes else nullcontext()
+            changes = any(
+                unit.is_sharded_between_uses or buffer.original is not None for unit in units for buffer in unit.buffers
+            )
+            graphs = self._hooks.keeping_graphs() if changes else nullcontext()
             with self._elsewhere.borrowed(params) if self._elsewhere is not None else nullcontext(), graphs:
                 error = None
                 try:
