@@ -350,8 +350,8 @@ class _Drawing:
         return "assign", arguments
 
     def _read(self) -> Action:
-        whats = ("norm", "norms", "has_grad", "params", "state_dict")
-        what = self._rng.choice([what for what in whats if self._allows(f"read {what}")])
+        kinds = ("norm", "norms", "has_grad", "params", "state_dict")
+        what = self._rng.choice([what for what in kinds if self._allows(f"read {what}")])
         arguments: dict[str, Any] = {"what": what}
         if what == "norm" and self._rng.random() < 0.5:
             arguments["opt"] = self._opt()
