@@ -34,6 +34,8 @@ from lightning_zero.engine.window import compare_assigned
 
 __all__ = ["ShardedOptimizer", "gradient_norm", "is_attached"]
 
+_PYTORCH_STATES = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"})  # of fused kernels
+
 
 class ShardedOptimizer:
     """Steps one torch optimizer on this rank's segments.
@@ -215,10 +217,34 @@ class ShardedOptimizer:
         """Cut state that the optimizer made in its constructor to this rank's segment."""
         buffer, index = place
         start, stop = buffer.own_range.elements(index)
+        whole = torch.Size(buffer.layout.slots[index].shape)
         state = self.optimizer.state.get(param, {})
         for key, value in state.items():
-            if torch.is_tensor(value) and key != "step" and value.shape == param.shape and buffer.sharding.optim:
+            if torch.is_tensor(value) and key != "step" and value.shape == whole and buffer.sharding.optim:
                 state[key] = value.reshape(-1)[start:stop].to(buffer.stepped.dtype).clone()
+
+    def _fit_states(self, places: Iterable[Place]) -> None:
+        """Cut whole states that were assigned by hand; PyTorch's kernels do not look how long a state is.
+
+        Raises:
+            RuntimeError: One that PyTorch takes has the shape neither of the parameter nor of its segment.
+        """
+        for buffer, index in places:
+            param, shape = buffer.params[index], buffer.segment(index).shape
+            state = self.optimizer.state.get(param)
+            if not state or not buffer.sharding.optim:
+                continue
+            odd = [key for key, one in state.items() if torch.is_tensor(one) and one.dim() and one.shape != shape]
+            if not odd:
+                continue
+            self._cut_state(param, (buffer, index))
+            for key in odd:
+                if key in _PYTORCH_STATES and state[key].shape != shape:
+                    raise RuntimeError(
+                        f"State `{key}` of `{buffer.layout.slots[index].name}` in `{self._original_class.__name__}` has"
+                        f" shape {tuple(state[key].shape)}, but {tuple(shape)} is this rank's segment and"
+                        f" {tuple(buffer.layout.slots[index].shape)} the parameter. Assign a tensor of one of these."
+                    )
 
     def _refuse_unless_elementwise(self) -> None:
         """Try an optimizer of an unknown class, if its groups are of new kinds. Collective then: all ranks."""
@@ -355,6 +381,7 @@ class ShardedOptimizer:
             buffer.window.take_gradient(index)
         compare_assigned(self.buffers, self._communicator)
         if self._flat_step is None:
+            self._fit_states(self.places)
             self._strip(self.places)
 
     def _strip(self, places: Iterable[Place]) -> None:
@@ -378,6 +405,7 @@ class ShardedOptimizer:
                         call()
         if group is self.optimizer.param_groups[-1]:
             self._step_asleep()
+        self._fit_states(self._attached[id(param)] for param in left)
         self._strip(self._attached[id(param)] for param in left)
         return {**group, "params": left}
 

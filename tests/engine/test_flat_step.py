@@ -320,3 +320,34 @@ def _idle(rank: int, world: int, stage: int) -> None:
 @stages
 def test_fused_sgd_on_16_bit_values_is_refused_because_pytorch_leaves_them_as_they_are(stage: int) -> None:
     worlds.run(_idle, 2, stage)
+
+
+def _assigned_states(rank: int, world: int, options: dict[str, Any]) -> None:
+    engine, module = _engine(2)
+    worlds.seed()
+    replica = Replica(TinyGPT(), rank, world)
+    optimizer = engine.attach(torch.optim.AdamW(module.parameters(), lr=0.1, eps=1e-4, **options))
+    plain = torch.optim.AdamW(replica.module.parameters(), lr=0.1, eps=1e-4, **options or {"fused": True})
+    for step in range(3):
+        if step == 1:
+            for one, model in ((optimizer, module), (plain, replica.module)):
+                weight = model.head.weight
+                one.state[weight]["exp_avg"] = torch.linspace(-1, 1, weight.numel()).view(weight.shape)
+        for one in (optimizer, plain):
+            one.zero_grad()
+        _backward(engine, module, rank, step)
+        replica.backward(token_loss(replica.module, rank, step))
+        optimizer.step()
+        plain.step()
+    for actual, expected in zip(_weights(engine, module), replica.module.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)  # a cut ends other vectors
+    optimizer.state[module.head.weight]["exp_avg"] = torch.zeros(3)
+    _backward(engine, module, rank)
+    with pytest.raises(RuntimeError, match=r"State `exp_avg` of `head.weight` in `AdamW` has shape \(3,\)"):
+        optimizer.step()
+    engine.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": False}, {"amsgrad": True}], ids=str)
+def test_a_whole_state_assigned_by_hand_is_cut_and_another_shape_refused(options: dict[str, Any]) -> None:
+    worlds.run(_assigned_states, 2, options)
