@@ -24,4 +24,7 @@ def test_an_unknown_option_ends_with_status_2(capsys: pytest.CaptureFixture[str]
 
 def test_an_error_ends_with_status_1_and_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["consolidate", str(tmp_path), str(tmp_path / "out"), "--format=ckpt"]) == 1
-    assert capsys.readouterr().err == f"error: `{tmp_path}` is not a checkpoint: it has no `.metadata`.\n"
+    assert capsys.readouterr().err == (
+        f"error: `{tmp_path}` is not a checkpoint: it has no `.metadata`. Give a checkpoint directory, or a file that"
+        " `torch.save` or a `Trainer` has written.\n"
+    )
