@@ -387,7 +387,7 @@ class Hooks:
         self._holds_all_below = False
 
     def _end_calls(self) -> None:
-        """Take note that no forward runs: an error may have ended some without notice."""
+        """End the record of running forwards: an error may have ended some without notice."""
         self._open_calls.clear()
         for unit in self._units:
             if unit.uses:

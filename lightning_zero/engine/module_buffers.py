@@ -95,7 +95,7 @@ class ModuleBuffers:
         return dict(found.values())
 
     def _accept(self, buffers: Mapping[str, Tensor]) -> None:
-        """Take note of what all ranks have."""
+        """Keep the layout and digest of module buffers on which all ranks agreed."""
         self._layout = _layout(buffers)
         self._facts = _facts(buffers)
         self._nbytes = sum(part.nbytes for name, buffer in buffers.items() for part in _parts(name, buffer))

@@ -44,7 +44,7 @@ _MAX_FAILURES = 3
 
 @dataclass
 class _Pass:
-    """What lies between two points that every rank reaches."""
+    """A pass: the collectives between two points that every rank reaches."""
 
     kind: Hashable
     gathers: bool  # whether some unit may be gathered in it
