@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence, Set
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from lightning_zero.engine.own_range import OwnRange, merge_written
 from lightning_zero.storage.disk import DiskStore, Visit
@@ -25,6 +26,7 @@ class Sleeping(Protocol):
     """What must be known of a flat buffer; see ``lightning_zero/engine/buffer.py``."""
 
     name: str
+    params: list[nn.Parameter]
     own_range: OwnRange
     master: torch.Tensor | None
 
@@ -60,7 +62,7 @@ class BufferSleep:
         self._store = store
         self._gradient: torch.Tensor | None = None  # from the first one
         self._norm: tuple[int, torch.Tensor] | None = None  # of the gradient, with its version
-        self._is_merge_due = False  # parameters may have been written from outside
+        self._to_merge: set[int] = set()  # slots whose parameters may have been written from outside
 
     def watch_master(self) -> None:
         """Let a master be used by anybody: the step that is due comes first, and what was written from outside."""
@@ -104,18 +106,23 @@ class BufferSleep:
     # -- Steps -----------------------------------------------------------------------------------------------------
 
     def note_writes(self) -> None:
-        """Note that parameters may have been written from outside; the master takes that over when it is read."""
-        self._is_merge_due = True
+        """Note that parameters may have been written from outside; the master takes that over when it is read.
+
+        By then a step window may be open, in which they show the master itself.
+        """
+        self._to_merge.update(set(range(len(self._buffer.params))) - self._buffer.entered)
 
     def _merge_if_due(self) -> bool:
-        due, self._is_merge_due = self._is_merge_due, False
-        return due and self._merge(self._buffer.raw_computed.clone())
+        slots, self._to_merge = self._to_merge, set()
+        return bool(slots) and self._merge(self._buffer.raw_computed.clone(), slots)
 
-    def _merge(self, values: torch.Tensor) -> bool:
-        """Take over values that are not the rounded master's; say whether there were any."""
-        assert self._buffer.master is not None
-        master = ordinary(self._buffer.master)
-        return merge_written(master, values.to(master.device), self._buffer.own_range, self._buffer.entered)
+    def _merge(self, values: torch.Tensor, slots: Set[int]) -> bool:
+        """Take over values of some slots that are not the rounded master's; say whether there were any."""
+        buffer = self._buffer
+        assert buffer.master is not None
+        master = ordinary(buffer.master)
+        others = set(range(len(buffer.params))) - slots
+        return merge_written(master, values.to(master.device), buffer.own_range, others)
 
     def plan_step(
         self,
@@ -136,9 +143,9 @@ class BufferSleep:
         buffer = self._buffer
         computed = buffer.raw_computed
         stepped = [buffer.master] if buffer.master is not None else []
-        merges, self._is_merge_due = self._is_merge_due and bool(stepped), False
+        merged, self._to_merge = self._to_merge if stepped else set(), set()
         shards = [computed] if is_asleep(computed) else []
-        is_overwritten = bool(stepped) and rounds and not merges
+        is_overwritten = bool(stepped) and rounds and not merged
         visit = Visit(
             self._store,
             read=[gradient] if gradient is not None and is_asleep(gradient) else [],
@@ -146,8 +153,8 @@ class BufferSleep:
             overwritten=shards if is_overwritten else [],
         )
         planned = list(calls)
-        if merges:
-            planned.insert(0, lambda: _ignore(self._merge(ordinary(computed))))
+        if merged:
+            planned.insert(0, lambda: _ignore(self._merge(ordinary(computed), merged)))
         if rounds and stepped:
             planned.append(buffer.round_in_place)
         return visit, planned

@@ -167,12 +167,7 @@ def _act_between_steps(rank: int, world: int, stage: int, precision: str, path: 
            (1, 3, "bf16-mixed")),
     ids=lambda case: "{}ranks-stage{}-{}".format(*case),
 )  # fmt: skip
-def test_who_uses_a_sleeping_tensor_wakes_it(
-    case: tuple[int, int, str], tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    if case == (1, 3, "bf16-mixed"):
-        reason = "a clamp inside `gathered` with step='now' differs on disks under bf16-mixed; docs/limits.md says so"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+def test_who_uses_a_sleeping_tensor_wakes_it(case: tuple[int, int, str], tmp_path: Path) -> None:
     world, *rest = case
     for wrong in worlds.run(_act_between_steps, world, *rest, str(tmp_path)):
         assert not wrong
