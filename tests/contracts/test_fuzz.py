@@ -6,12 +6,47 @@ import pytest
 
 from tests.fuzz import programs
 from tests.fuzz.mutants import MUTANTS
-from tests.fuzz.runner import find
+from tests.fuzz.programs import Program
+from tests.fuzz.runner import check, find
 from tests.fuzz.shrinker import report, shrunk
 
 FAST = [*[(2, start) for start in range(0, 120, 30)], *[(3, start) for start in range(1000, 1080, 20)]]
 FOUND_FAST = ("norms_are_local", "writes_are_lost")  # the other mutants in the slow set
 SLOW = [(world, start) for world in (2, 3) for start in range(10_000 * world, 10_000 * world + 2000, 100)]
+
+SGD = [{"class": "SGD"}]
+ONCE = {  # what differed once, made smaller
+    "penalty-outside-a-scope-two-backwards": Program(
+        {"blocks": []}, {"stage": 3}, SGD, [("backward", {"scope": False, "penalty": "input", "times": 2})]
+    ),
+    "penalties-outside-a-scope-two-forwards": Program(
+        {"blocks": []}, {"stage": 3}, SGD, [("backward", {"scope": False, "penalty": "input", "forwards": 2})] * 3
+    ),
+    "write-in-the-open-window": Program(
+        {"blocks": []},
+        {"stage": 1},
+        SGD,
+        [("clip_norm", {"look": False}), ("write", {"how": "open"}), ("backward", {})],
+    ),
+    "two-optimizers-share-a-unit": Program(
+        {"blocks": [("a", {"kind": "linear"})]},
+        {"stage": 1},
+        [{"class": "SGD", "groups": [["blocks.a.down.bias"]]}, {"class": "SGD", "groups": [["embedding.weight"]]}],
+        [("closure", {"opt": 1, "look": False}), ("edit", {}), ("step", {"opt": 1})],
+    ),
+    "error-in-a-bare-backward": Program(
+        {"blocks": [("a", {"kind": "linear"})]},
+        {"stage": 3, "prefetch": 0},
+        SGD,
+        [("fail", {"at": "param", "module": "blocks.a.up", "scope": False}), ("step", {}), ("backward", {})],
+    ),
+    "two-forwards-behind-a-bare-backward": Program(
+        {"blocks": [("a", {"kind": "linear", "checkpointed": True}), ("b", {"kind": "ff", "shares": "a"})]},
+        {"stage": 3, "offload": {"optimizer": "cpu"}},
+        [{"class": "AdamW", "options": {"eps": 0.01}}],
+        [("backward", {"explicit": False, "look": False}), ("backward", {"parts": True, "forwards": 2, "look": False})],
+    ),
+}
 
 
 def _agrees(world: int, seeds: range) -> None:
@@ -24,6 +59,12 @@ def _agrees(world: int, seeds: range) -> None:
         f"seeds {[seed for seed, _ in found]} differ; `python -m tests.fuzz --seed {seed} --world {world}` is the first"
     )
     pytest.fail(f"{others}, made smaller:\n{report(program, difference, world)}", pytrace=False)
+
+
+@pytest.mark.parametrize("program", [pytest.param(program, id=name) for name, program in ONCE.items()])
+def test_what_differed_once_agrees(program: Program) -> None:
+    difference = check(program, 2)
+    assert difference is None, report(program, difference, 2)
 
 
 @pytest.mark.parametrize(("world", "start"), FAST)

@@ -256,21 +256,23 @@ def assign(
     side: Side, *, names: Sequence[str] | None = None, seed: int = 0, by_grad: bool = False, scope: bool = True
 ) -> Seen:
     """Assign gradients by hand, the same on all ranks: random ones, or averages of ``autograd.grad``."""
-    params = [param for param in _named(side, names) if param.requires_grad]
+    named = {name: side.params[name] for name in names or side.params if name in side.params}
+    params = {name: param for name, param in named.items() if param.requires_grad}
     if not params:
         return []
     if by_grad:
         with side.scope("training_step") if scope else contextlib.nullcontext():
             loss = _forward(side, seed, None, False, False, None)
-            grads = torch.autograd.grad(loss, params, allow_unused=True)
+            grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
     else:
         generator = _generator(seed, 0)
-        grads = tuple(torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype) for p in params)
+        shapes = [side.shapes[name] for name in params]
+        grads = tuple(torch.randn(shape, generator=generator, dtype=torch.float64).to(_dtype(side)) for shape in shapes)
     means = [None if grad is None else grad.detach().clone() for grad in grads]
     for mean in means:
         if mean is not None:
             dist.all_reduce(mean.div_(side.world), group=side.group)
-    for param, mean in zip(params, means, strict=True):
+    for param, mean in zip(params.values(), means, strict=True):
         if mean is not None:
             param.grad = mean
     return []

@@ -14,11 +14,7 @@ __all__ = ["OFF", "Action", "Program", "draw", "parse", "show"]
 
 Action = tuple[str, dict[str, Any]]
 
-OFF: dict[str, str] = {
-    "open write": "a write in the open while the step window is open is lost",
-    "inner submodules": "a forward of a module inside a unit does not close the step window",
-    "bare penalty": "at stage 3 a graph made outside a scope reads memory that was given back",
-}
+OFF: dict[str, str] = {}
 """Variants that are not drawn, because of a defect that is known: the reason by the variant's name."""
 
 
@@ -142,7 +138,7 @@ class _Drawing:
             options["offload"] = {"optimizer": "nvme"}
         if self._maybe(0.25, "deferred"):
             options["step"] = rng.choice(("deferred", "deferred", "now"))
-        elif self._module.get("dtype") != "fp64" and self._maybe(0.08, "early"):
+        elif self._module.get("dtype") != "fp64" and options["stage"] > 0 and self._maybe(0.08, "early"):
             options["step"] = "backward"
         if self._maybe(0.1, "reduce_dtype"):
             options["reduce_dtype"] = "fp32"
@@ -381,8 +377,11 @@ class _Drawing:
             arguments["scope"] = True
         if self._maybe(0.4, "submodules"):
             blocks = [f"blocks.{name}" for name in self._blocks]
-            inner = [f"{block}.up" for block in blocks if self._allows("inner submodules")]
+            inner = [f"{block}.up" for block in blocks]
             arguments["what"] = self._rng.choice(["embedding", "head", "norm", *blocks, *inner])
+            is_unit = arguments["what"] in blocks and "Block" in self._options.get("units", ())
+            if not is_unit and not self._allows("bare forwards of modules that are no units"):
+                arguments["scope"] = True
         else:
             use = self._use()
             if use is not None:

@@ -31,6 +31,7 @@ class Side(Protocol):
     group: dist.ProcessGroup  # for what the program itself sends
     module: nn.Module
     params: dict[str, nn.Parameter]
+    shapes: dict[str, torch.Size]
     optimizers: list[Optimizer]
     memory: dict[str, Any]
 
@@ -48,10 +49,6 @@ class Side(Protocol):
     def tell_engine(self, verb: str) -> None: ...
 
 
-def _start(module: nn.Module) -> dict[str, nn.Parameter]:
-    return dict(module.named_parameters())
-
-
 class Plain:
     """A whole replica on every rank; gradients are averaged in rank order, module buffers are rank 0's."""
 
@@ -59,7 +56,8 @@ class Plain:
         self.rank, self.world, self.group = group.rank(), group.size(), group
         torch.manual_seed(self.rank)  # rank 0's values count
         self.module: nn.Module = build(spec)
-        self.params = _start(self.module)
+        self.params = dict(self.module.named_parameters())
+        self.shapes = {name: param.shape for name, param in self.params.items()}
         self.optimizers: list[Optimizer] = []
         self.memory: dict[str, Any] = {}
         self._local: dict[str, Tensor] = {}  # sums of micro-batches before the last
@@ -201,7 +199,8 @@ class Sharded:
             step=options.get("step", "auto"),
         )
         self.module: nn.Module = self.engine.shard(build(spec))
-        self.params = _start(self.module)
+        self.params = dict(self.module.named_parameters())
+        self.shapes = {name: param.shape for name, param in self.params.items()}
 
     def attach(self, optimizers: list[Optimizer]) -> None:
         self.optimizers = optimizers
