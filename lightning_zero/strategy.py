@@ -277,6 +277,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         if is_fitting and self.offload is not None and self.offload.params is None:
             engine.keep_params_on_device()
         engine.resume()
+        # As under DDPStrategy, which makes them equal in every setup and wraps the module for fits only.
+        engine.broadcast_module_buffers("scopes" if is_fitting else "never")
         self._engine = self._step_plugin.engine = engine
         self._forecast = forecast_of(module)
 

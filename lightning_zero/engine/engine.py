@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar, cast, overload
+from typing import Any, Literal, TypeVar, cast, overload
 from weakref import WeakSet
 
 import torch
@@ -399,6 +399,19 @@ class ZeroEngine:
         """
         with self._sharded.hooks.scope(name):
             yield
+
+    def broadcast_module_buffers(self, when: Literal["scopes", "never"]) -> None:
+        """Give all ranks rank 0's module buffers now, and say when to do so again. Collective: all ranks.
+
+        Without this call scopes do, and forwards of the module outside of them.
+
+        Args:
+            when: ``"scopes"``: only scopes do; forwards in hooks leave module buffers alone. ``"never"``: every rank
+                keeps its own from now on.
+        """
+        self._sharded.hooks.forwards_are_steps = False
+        self._sharded.module_buffers.make_equal()
+        self._sharded.module_buffers.is_on = when == "scopes"
 
     @contextmanager
     def asleep(self) -> Iterator[None]:

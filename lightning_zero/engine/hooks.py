@@ -177,7 +177,8 @@ class Hooks:
         order: Makes units whole, and starts their reductions, in one order on all ranks.
         reducer: Finishes the reductions.
         close_windows: Called when a forward or backward begins.
-        broadcast_buffers: Called when a scope of the root begins, with whether the next one needs it too. Collective.
+        broadcast_buffers: Called when a step begins (`scope`, or a forward of the root), with whether the next one
+            needs it too. Collective.
         check_module: Called when a scope begins that is in no other.
         reduces_each_backward: Whether gradients are reduced in every backward (stages 2 and 3).
     """
@@ -235,6 +236,7 @@ class Hooks:
         self.has_more_backwards = False  # of forwards that have run: a pipeline runs several ahead
         self.keeps_gradients = False  # at stage 3 too, until the last of them
         self.is_asleep = False  # forwards compute nothing
+        self.forwards_are_steps = True  # those of the root outside of `scope` broadcast module buffers, too
         self._open_calls: list[_Call] = []
         self._handles: list[Any] = []
         self.install(module)
@@ -356,7 +358,7 @@ class Hooks:
         if self._depth == 1:
             self._scope = f"{name}:{'train' if torch.is_grad_enabled() else 'eval'}"
             self._ordinal = 0
-            if with_root and not self._order.is_suspended:
+            if with_root and not self._order.is_suspended and (self._opened_by is None or self.forwards_are_steps):
                 self._broadcast_buffers(torch.is_grad_enabled() and self.is_last_microbatch)
             self._begin_pass("forward")
             if self._shards and torch.is_grad_enabled():

@@ -43,6 +43,7 @@ class ModuleBuffers:
         self._communicator = communicator
         self._device = device
         self._modules = [(f"{name}." if name else "", child) for name, child in module.named_modules()]
+        self.is_on = True  # else `broadcast` does nothing
         self._is_due = True
         for _, child in self._modules:
             for key, buffer in child._buffers.items():
@@ -68,6 +69,8 @@ class ModuleBuffers:
         Raises:
             ValueError: The ranks have different buffers; names the first difference.
         """
+        if not self.is_on:
+            return
         is_due, self._is_due = self._is_due, is_due_again
         buffers = self._collect()
         if self._communicator.world_size == 1 or not is_due or not (buffers or self._facts):
@@ -80,6 +83,11 @@ class ModuleBuffers:
                 message = self._send(buffers, is_changed=False)
             if self._communicator.rank > 0:
                 _overwrite(buffers, message[_HEADER_BYTES:])
+
+    def make_equal(self) -> None:
+        """Give all ranks rank 0's module buffers now, and when the next step begins. Collective: all ranks."""
+        self.is_on = self._is_due = True
+        self.broadcast()
 
     def _collect(self) -> dict[str, Tensor]:
         """Return the buffers by name, each once; those that cannot be written make room for copies that can."""

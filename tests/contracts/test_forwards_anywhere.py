@@ -353,3 +353,86 @@ def sampled(rank: int, world: int) -> None:
 
 def test_samples_of_submodules_in_hooks_and_callbacks_are_those_of_ddp() -> None:
     run(sampled, WORLD, timeout_s=90)
+
+
+# -- Module buffers ----------------------------------------------------------------------------------------------------
+
+
+class Normed(Net):
+    """Batch norm, and a centre of the data that every rank finds for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*self.blocks)
+        self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("center", torch.zeros(3))
+        self.seen: list[tuple[str, dict[str, Tensor]]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.last(self.norm(self.blocks(self.first(x))))
+        if self.training:
+            self.center.lerp_(y.detach().mean(0), 0.5)
+        return y - self.center
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.center += 0.125 * (1 + self.global_rank)
+        self.loss(batch)
+
+
+class Forwards(Callback):
+    """Runs forwards of the whole module in hooks, which differ in mode from hook to hook."""
+
+    def __init__(self, rank: int) -> None:
+        self.x = torch.randn(4, 4, generator=torch.Generator().manual_seed(90 + rank))
+
+    def look(self, name: str, module: Any, *, grad: bool, training: bool | None = None) -> None:
+        was_training = module.training
+        module.train(was_training if training is None else training)
+        with torch.set_grad_enabled(grad):
+            module(self.x)
+        module.train(was_training)
+        module.seen.append((name, {key: buffer.clone() for key, buffer in module.named_buffers()}))
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.look("start", module, grad=batch_idx % 2 == 0)
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        if trainer.global_step % 2:
+            self.look("after backward", module, grad=False, training=True)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.look("end", module, grad=False, training=batch_idx % 3 == 0)
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.look("validation", module, grad=True, training=True)
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.look("validation batch", module, grad=False)
+
+    def on_fit_end(self, trainer: Any, module: Any) -> None:
+        self.look("fit end", module, grad=False, training=True)
+
+
+def normed(rank: int, world: int) -> None:
+    def fit(strategy: Any) -> list[tuple[str, dict[str, Tensor]]]:
+        module = seeded(Normed)
+        options = {"max_epochs": 1, "callbacks": [Forwards(rank)]}
+        fitted = trainer(rank, world, strategy, accumulate_grad_batches=2, val_check_interval=3, **options)
+        fitted.fit(module, loader(rank, world, 56), loader(rank, world, 16))
+        seen = [*module.seen, ("weights", weights(fitted))]
+        fitted.validate(module, loader(rank, world, 16), verbose=False)
+        seen += [("validated", {key: buffer.clone() for key, buffer in module.named_buffers()})]
+        again = trainer(rank, world, strategy, **options)
+        again.fit(module, loader(rank, world, 16))
+        return [*seen, *module.seen, ("weights", weights(again))]
+
+    expected = fit("ddp")
+    for stage in (1, 3):
+        found = fit(stage)
+        assert [name for name, _ in found] == [name for name, _ in expected]
+        for place, (name, values) in enumerate(found):
+            assert_equal(values, expected[place][1], 1e-6, (stage, place, name))
+
+
+def test_forwards_in_hooks_leave_module_buffers_as_ddp_leaves_them() -> None:
+    run(normed, WORLD, timeout_s=90)
