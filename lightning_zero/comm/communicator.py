@@ -130,6 +130,7 @@ class Communicator:
         self.timeout_s = config.timeout_s
         self._backend = ""
         self._is_abandoned = False  # after an error on this rank
+        self._is_interrupted = False  # see `interrupt`
         self._late: deque[_LateGather] = deque()  # in the order in which all ranks start them
         self._loan = 0  # of the groups
         # - What it cost since the last reset
@@ -413,9 +414,21 @@ class Communicator:
         self._is_abandoned = True
 
     def distrust(self) -> None:
-        """Let nobody use the groups after this communicator: calls of an interrupted step may be in flight."""
+        """Let nobody use the groups after this communicator: a call on them has failed."""
         if self._groups is not None:
             self._groups.is_broken = True
+
+    def interrupt(self) -> None:
+        """Let nobody else use the groups until ``settle``: calls of an interrupted step may be in flight."""
+        if self._groups is not None and not self._is_interrupted:
+            self._is_interrupted = True
+            self._groups.num_interrupted += 1
+
+    def settle(self) -> None:
+        """Take note that all calls of interrupted steps have ended, on every rank."""
+        if self._groups is not None and self._is_interrupted:
+            self._is_interrupted = False
+            self._groups.num_interrupted -= 1
 
     def close(self) -> None:
         """Let other communicators use the groups. No collective."""

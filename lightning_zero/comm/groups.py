@@ -8,8 +8,8 @@ Note [Groups are lent]
     is free everywhere. More than four sets over the same ranks are not made: further communicators that are alive at
     the same time share the one that was lent longest ago. Exchanges between pairs of ranks carry the number of the
     loan, so what an earlier user left behind does not meet a later one; other calls are ordered within a set, as the
-    program orders them. A set on which a call has failed, or whose user was interrupted, is not lent again. The groups
-    of a pipeline's mesh are lent in the same way.
+    program orders them. A set on which a call has failed is not lent again, nor is one whose user was interrupted,
+    before that user has finished what was in flight. The groups of a pipeline's mesh are lent in the same way.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ class Lent:
 
     def __init__(self) -> None:
         self.is_broken = False  # on this rank
+        self.num_interrupted = 0  # users that calls of an interrupted step may be in flight of
         self.loan = 0  # number of the last one
         self._users: WeakSet[Any] = WeakSet()
 
     @property
     def state(self) -> int:
         """Whether this rank could lend it."""
+        is_broken = self.is_broken or self.num_interrupted > 0
         if len(self._users):
-            return _USED_AND_BROKEN if self.is_broken else _USED
-        return _BROKEN if self.is_broken else _FREE
+            return _USED_AND_BROKEN if is_broken else _USED
+        return _BROKEN if is_broken else _FREE
 
     def lend(self, user: Any, loan: int) -> None:
         """Let ``user`` have it until it leaves, or is collected."""

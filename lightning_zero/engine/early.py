@@ -58,6 +58,11 @@ class EarlySteps:
         what = f"agreement on the gradients of unit `{unit.name}`"
         self._promises[unit] = flag, self._communicator.agree_later(flag, what, dist.ReduceOp.MIN)
 
+    def settle(self) -> None:
+        """Wait for the agreements of abandoned backwards. Collective: all ranks have made them."""
+        while self._promises:
+            self._promises.popitem()[1][1].wait()
+
     def reduced(self, unit: Unit, buffer: FlatBuffer) -> None:
         """Step a buffer that was reduced, if it may go ahead."""
         flag, pending = self._promises[unit]

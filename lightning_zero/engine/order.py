@@ -160,12 +160,17 @@ class PassOrder:
 
     def abandon(self) -> None:
         """Leave the pass after an error; it is finished at the next call. No collective."""
-        self._communicator.distrust()
+        if self._running is not None or self._has_calls_in_flight:
+            self._communicator.interrupt()
         self._is_settled = False
         if self._running is not None:
             self._running.is_abandoned = True
             self._abandoned.append(self._running)
             self._running = None
+
+    @property
+    def _has_calls_in_flight(self) -> bool:
+        return not self._reducer.is_idle or any(unit.state is UnitState.UNSHARDING for unit in self._units)
 
     def _settle(self) -> None:
         """Finish what was abandoned. Collective: all ranks."""
@@ -179,6 +184,7 @@ class PassOrder:
         for unit in self._units:
             if unit.state is UnitState.UNSHARDING and unit not in ahead:
                 unit.reshard()
+        self._communicator.settle()
         self._is_settled = True
 
     def _agree_until(self, wanted: int, current: _Pass) -> None:

@@ -43,6 +43,11 @@ class Reducer:
         self._interrupted: list[Pending] = []  # of backwards that an error has ended
         self._late: set[Unit] = set()  # got a gradient after their reduction had started
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing was started that was not finished."""
+        return not (self._in_flight or self._interrupted)
+
     def begin(self) -> None:
         """Begin a backward."""
         if self._early is not None:
@@ -112,9 +117,11 @@ class Reducer:
             buffer.gradients.serve().wait()
 
     def settle(self) -> None:
-        """Wait for the reductions of abandoned backwards. Collective: all ranks have come behind them."""
+        """Wait for the calls of abandoned backwards. Collective: all ranks have come behind them."""
         while self._interrupted:
             self._interrupted.pop(0).wait()
+        if self._early is not None:
+            self._early.settle()
 
     def _drain(self, keep: int) -> None:
         while len(self._in_flight) > keep:

@@ -86,6 +86,42 @@ def test_engine_after_engine_needs_no_more_than_a_few(end: str, options: str, wo
         _assert_constant(after)
 
 
+def _loop_with_errors(rank: int, world: int, where: str, options: dict[str, Any], folder: str) -> list[dict[str, int]]:
+    after, kept = [], []
+    for _ in range(12):
+        module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+        engine = ZeroEngine(units=["Linear"], **options)
+        optimizer = engine.attach(torch.optim.SGD(engine.shard(module).parameters()))
+        kept.append((engine, optimizer))
+        for step in range(4):
+            failing = _fail(module[0], where) if step == 2 else None
+            try:
+                module(torch.ones(2, 4)).sum().backward()
+            except ZeroDivisionError:
+                assert failing is not None
+            if failing is not None:
+                failing.remove()
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+        after.append(_held(folder))
+    return after
+
+
+def _fail(module: nn.Module, where: str) -> Any:
+    if where == "forward":
+        return module.register_forward_hook(lambda *_: 1 / 0)
+    return module.register_forward_hook(lambda _, args, output: output.register_hook(lambda grad: 1 / 0) and None)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("options", sample(("stage1", "stage3", "early"), "stage3"))
+def test_kept_engines_that_have_seen_an_error_need_no_more_than_a_few(options: str, where: str, tmp_path: Path) -> None:
+    made = {"stage": 2, "step": "backward"} if options == "early" else OPTIONS[options]("")
+    for after in worlds.run(_loop_with_errors, 2, where, made, str(tmp_path), timeout_s=600.0):
+        _assert_constant(after)
+
+
 def _fits(rank: int, world: int, end: str, fits: int, kind: str, folder: str) -> list[dict[str, int]]:
     after, kept = [], []
     for _ in range(fits):
@@ -158,7 +194,7 @@ def _after_an_error(rank: int, world: int) -> bool:
     engine = _engine()
     held = engine.communicator.control_group
     if rank == 1:
-        engine.communicator.distrust()  # of an interrupted step
+        engine.communicator.interrupt()
     engine.close()
     second = _engine()
     value = second.communicator.agree(torch.tensor([rank]), "a number")

@@ -48,6 +48,8 @@ class _Unit:
 
 
 class _Reducer:
+    is_idle = True
+
     def __init__(self, log: list[str]) -> None:
         self._log = log
 
@@ -70,7 +72,10 @@ class _Ranks:
         self.others: deque[int] = deque()
         self.agreements: list[int] = []
 
-    def distrust(self) -> None:
+    def interrupt(self) -> None:
+        """Nothing is lent here."""
+
+    def settle(self) -> None:
         """Nothing is lent here."""
 
     def agree(self, values: torch.Tensor, what: str, op: Any = None) -> torch.Tensor:
