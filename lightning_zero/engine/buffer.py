@@ -432,6 +432,8 @@ class FlatBuffer:
         with torch.inference_mode(False):
             self.full = torch.empty_like(self.full)
         self.views = flat_views(self.full, self.layout)
+        if not self.sharding.params:
+            self.shard = self.full[slice(*self.layout.shard_range(self.communicator.rank))]
         self.handles = []
         if self.moved is not None:
             self.moved(old, self.full.untyped_storage()._cdata)
@@ -515,16 +517,19 @@ class FlatBuffer:
         if self.is_stale:  # a write would have made the step
             return
         written: int | None = None
+        pointed: list[int] = []  # `.data` was pointed elsewhere
         with torch._C.DisableTorchFunctionSubclass():
             for index, (param, address) in enumerate(zip(self.params, self._addresses(), strict=True)):
                 if index in self.entered:  # shows the master's segment
                     continue
-                if param.data_ptr() != address:  # `.data` was pointed elsewhere
-                    self._take_back_data(index, param)
+                if param.data_ptr() != address:
+                    pointed.append(index)
                     written = index
                 if param._version != self._versions[index]:
                     self._versions[index] = param._version
                     written = index
+            if pointed:
+                self._take_back_data(pointed)
         if written is not None:
             self._tell_of_write(self.layout.slots[written].name, is_seen_here=False)
             self.accept_writes()
@@ -533,19 +538,72 @@ class FlatBuffer:
         if self.original is not None and self.original.flat is None and self.on_rounded_write is not None:
             self.on_rounded_write(name, is_seen_here=is_seen_here)
 
-    def _take_back_data(self, index: int, param: nn.Parameter) -> None:
-        """Copy what ``.data`` was pointed to into the buffer."""
-        view = self._shown_views[index]
-        is_cast = param.dtype.is_floating_point and view.dtype.is_floating_point  # layers cast their bias
-        if param.shape != view.shape or not (is_cast or param.dtype == view.dtype):
-            raise RuntimeError(
-                f"`.data` of parameter `{self.layout.slots[index].name}` is now a {param.dtype} tensor of shape"
-                f" {tuple(param.shape)}, and the engine holds it as {view.dtype} of shape {tuple(view.shape)}. Give it"
-                " values of its own shape and dtype, or make the change before `shard`."
-            )
+    def _take_back_data(self, indices: Sequence[int]) -> None:
+        """Copy what ``.data`` of some parameters was pointed to into the buffer; what is kept stays as it was.
+
+        They may be pointed to each other's values.
+        """
+        found = []
+        for index in indices:
+            param, view = self.params[index], self._shown_views[index]
+            is_cast = param.dtype.is_floating_point and view.dtype.is_floating_point  # layers cast their bias
+            if param.shape != view.shape or not (is_cast or param.dtype == view.dtype):
+                raise RuntimeError(
+                    f"`.data` of parameter `{self.layout.slots[index].name}` is now a {param.dtype} tensor of shape"
+                    f" {tuple(param.shape)}, and the engine holds it as {view.dtype} of shape {tuple(view.shape)}. Give"
+                    " it values of its own shape and dtype, or make the change before `shard`."
+                )
+            found.append(_apart_from(self.shown, param.detach()))
+            param.data = view
+        self._leave_what_is_kept()
         with torch.no_grad():
-            view.copy_(param.detach())
-        param.data = view
+            for index, values in zip(indices, found, strict=True):
+                self._shown_views[index].copy_(values)
+
+    def leave_stepped(self) -> None:
+        """Leave the memory of what is stepped to the tensors of the program that lie in it."""
+        if self.master is None and not self.sharding.params:
+            self._leave_what_is_kept()
+        elif self.master is not None and not is_asleep(self.master) and self._is_kept(self.master, own=1):
+            stepping, master = self._stepping(), self.master
+            with torch.inference_mode(False), torch.no_grad():
+                self.master = self._keep_master(master)
+            self.master_home.release("optimizer", master.nbytes)
+            self._show_stepped(stepping)
+
+    def _leave_what_is_kept(self) -> None:
+        """Leave the memory of what parameters show to the tensors of the program that lie in it (``kept = p.data``)."""
+        shown, stepping = self.shown, self._stepping()
+        has_shard = shown is self.full and not self.sharding.params
+        if not self._is_kept(shown, own=1 + len(self.views) + has_shard):
+            return
+        if self.original is not None and self.original.flat is not None:
+            self.original.leave_storage()
+        else:
+            self._leave_storage()
+        with torch.inference_mode(False), torch.no_grad():
+            self.shown.copy_(shown)
+        for index in set(range(len(self.params))) - self.entered:
+            self.params[index].data = self._shown_views[index]
+        for index, aliases in self.aliases.items():
+            aliases.show(self.views[index])
+        self._show_stepped(stepping)
+
+    def _stepping(self) -> list[int]:
+        """Return the slots whose parameters show their segments of what is stepped."""
+        return [one for one in self.entered if self.params[one].data_ptr() == ordinary(self.segment(one)).data_ptr()]
+
+    def _show_stepped(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            self.params[index].data = ordinary(self.segment(index))
+
+    def _is_kept(self, flat: torch.Tensor, own: int) -> bool:
+        """Say whether more tensors lie in the memory of one than ``own`` and parameters."""
+        address = flat.untyped_storage()._cdata
+        bound = sum(param.untyped_storage()._cdata == address for param in self.params)
+        probe = torch.empty(1)  # PyTorch may keep a reference of its own
+        extra = torch._C._storage_Use_Count(probe.untyped_storage()._cdata) - 1
+        return bool(torch._C._storage_Use_Count(address) - extra > own + bound)
 
     def accept_writes(self) -> None:
         """Make the values of the whole buffer the shard's; those in their own dtype are the master's too."""
@@ -729,3 +787,9 @@ class FlatBuffer:
                 " `optimizer.step()`: behind its last gradient in the same backward, or in another forward. Use"
                 " `step='auto'`, or in the first case a precision with masters."
             )
+
+
+def _apart_from(flat: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return values, copied if they lie in the memory of ``flat``."""
+    is_inside = values.untyped_storage()._cdata == flat.untyped_storage()._cdata
+    return values.clone() if is_inside else values

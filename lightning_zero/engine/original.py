@@ -149,6 +149,13 @@ class Original:
             self._buffer.store.adopt("parameters", full.nbytes)
         self.round()
 
+    def leave_storage(self) -> None:
+        """Leave the memory of ``flat`` to whoever sees it, and take other memory of any content."""
+        assert self.flat is not None
+        with torch.inference_mode(False):
+            self.flat = torch.empty_like(self.flat)
+        self.views = flat_views(self.flat, self._buffer.layout)
+
     def drop(self) -> None:
         """Forget ``flat``."""
         if self.flat is not None:

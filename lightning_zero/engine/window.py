@@ -59,6 +59,10 @@ class Shown(Protocol):
         """Take note that stepped values may change."""
         ...
 
+    def leave_stepped(self) -> None:
+        """Leave the memory of what is stepped to the tensors of the program that lie in it."""
+        ...
+
     def accept_stepped(self) -> bool:
         """Take over what was written into what is stepped; say whether other ranks' parts are to be gathered."""
         ...
@@ -88,6 +92,7 @@ class BufferWindow:
         self._gradient_class = sharded_gradient_class(buffer.communicator)
         self._entered: set[int] = set()  # slots whose parameter shows what is stepped
         self._versions: dict[int, int] = {}  # of entered parameters when what they show was last published
+        self._moved: set[int] = set()  # entered slots whose ``data`` was taken over, and nothing published it
         self._is_written = False  # a parameter that has left was written, and nothing published it
         self._shown: dict[int, torch.Tensor] = {}  # segments of the average that parameters show as ``grad``
         self._shown_at: dict[int, int] = {}  # and the addresses of their values
@@ -257,18 +262,34 @@ class BufferWindow:
     # -- The end ---------------------------------------------------------------------------------------------------
 
     def take_values(self, index: int) -> bool:
-        """Copy what an entered parameter's ``data`` was pointed to (``p.data = p.data - ...``) into its segment.
+        """Copy what entered parameters' ``data`` was pointed to (``p.data = p.data - ...``) into their segments.
 
         Returns:
-            Whether it was.
+            Whether that of this one was since values were published.
         """
-        param, segment = self._buffer.params[index], ordinary(self._buffer.segment(index))
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            if index not in self._entered or param.data_ptr() == segment.data_ptr():
-                return False
-            segment.copy_(self._own_part(index, param.detach(), segment))
-            param.data = segment
-        return True
+            if self._points_elsewhere(index):
+                self._take_all_values()
+        return index in self._moved
+
+    def _points_elsewhere(self, index: int) -> bool:
+        param = self._buffer.params[index]
+        return index in self._entered and param.data_ptr() != ordinary(self._buffer.segment(index)).data_ptr()
+
+    def _take_all_values(self) -> None:
+        """Take them over together: parameters may have been pointed to each other's segments."""
+        buffer, found = self._buffer, {}
+        for index in filter(self._points_elsewhere, sorted(self._entered)):
+            param, segment = buffer.params[index], ordinary(buffer.segment(index))
+            values = self._own_part(index, param.detach(), segment)
+            is_inside = values.untyped_storage()._cdata == segment.untyped_storage()._cdata
+            found[index] = values.clone() if is_inside else values
+        for index in found:
+            buffer.params[index].data = ordinary(buffer.segment(index))
+        buffer.leave_stepped()
+        for index, values in found.items():
+            ordinary(buffer.segment(index)).copy_(values)
+        self._moved.update(found)
 
     def _own_part(self, index: int, values: torch.Tensor, segment: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of what ``data`` was pointed to: that, or a whole parameter."""
@@ -286,6 +307,7 @@ class BufferWindow:
 
     def published(self) -> None:
         """Take note that what was written into entered parameters is published, or is going to be."""
+        self._moved.clear()
         for index in self._entered:
             self._versions[index] = begin_writes(self._buffer.params[index])
 
@@ -296,6 +318,7 @@ class BufferWindow:
             is_moved = self.take_values(index)
             self._is_written |= is_moved or is_written(param, self._versions.pop(index))
             end_writes(param)
+        self._moved.discard(index)
         self.take_gradient(index)
         set_raw_grad(self._buffer.params[index], None)
         self._shown.pop(index, None)
