@@ -46,6 +46,7 @@ from lightning_zero.engine.window import BufferWindow
 from lightning_zero.layout import FlatLayout
 from lightning_zero.storage.disk import DiskStore
 from lightning_zero.storage.host import HostStore
+from lightning_zero.storage.references import num_tensors_in
 from lightning_zero.storage.sleeping import is_asleep, ordinary
 from lightning_zero.storage.store import DeviceStore, ShardStore
 
@@ -600,10 +601,8 @@ class FlatBuffer:
     def _is_kept(self, flat: torch.Tensor, own: int) -> bool:
         """Say whether more tensors lie in the memory of one than ``own`` and parameters."""
         address = flat.untyped_storage()._cdata
-        bound = sum(param.untyped_storage()._cdata == address for param in self.params)
-        probe = torch.empty(1)  # PyTorch may keep a reference of its own
-        extra = torch._C._storage_Use_Count(probe.untyped_storage()._cdata) - 1
-        return bool(torch._C._storage_Use_Count(address) - extra > own + bound)
+        bound: int = sum(param.untyped_storage()._cdata == address for param in self.params)
+        return num_tensors_in(flat) > own + bound
 
     def accept_writes(self) -> None:
         """Make the values of the whole buffer the shard's; those in their own dtype are the master's too."""

@@ -29,6 +29,7 @@ from lightning_zero.engine.parameter import (
 from lightning_zero.engine.sleep import BufferSleep
 from lightning_zero.layout import FlatLayout
 from lightning_zero.storage.copies import Landing
+from lightning_zero.storage.references import num_tensors_in
 from lightning_zero.storage.sleeping import is_asleep
 from lightning_zero.storage.store import DeviceStore, ShardStore
 
@@ -139,6 +140,10 @@ class BufferGradients:
             lo, hi = buffer.layout.shard_range(buffer.communicator.rank)
             self._retained = (self.reduced if buffer.sharding.optim else self.reduced[lo:hi]).clone()
             self._reduced = None
+        elif self._is_kept():
+            assert self.local is not None
+            buffer.store.release("gradients", self.local.nbytes)
+            self.local = None
         if self.local is None:
             with torch.inference_mode(False):
                 self.local = torch.empty(buffer.layout.padded_numel, dtype=self._dtype, device=buffer.store.device)
@@ -146,6 +151,11 @@ class BufferGradients:
             for lo, hi in buffer.layout.gaps():
                 self.local[lo:hi].zero_()
         return self.local
+
+    def _is_kept(self) -> bool:
+        """Say whether the program keeps an earlier gradient (``kept = p.grad``) where the next ones would be summed."""
+        is_free = self.local is not None and not self._summed and self._reduced is None and self._retained is None
+        return is_free and self.local is not None and num_tensors_in(self.local) > 1
 
     @property
     def is_summing(self) -> bool:

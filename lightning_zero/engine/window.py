@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Set
 from typing import Protocol
 
@@ -96,6 +97,7 @@ class BufferWindow:
         self._is_written = False  # a parameter that has left was written, and nothing published it
         self._shown: dict[int, torch.Tensor] = {}  # segments of the average that parameters show as ``grad``
         self._shown_at: dict[int, int] = {}  # and the addresses of their values
+        self._given: dict[int, weakref.ref[torch.Tensor]] = {}  # those that were shown and are not dropped
         self.assigned: dict[int, Digest] = {}  # of whole gradients assigned by hand, until the ranks have compared them
 
     def enter(self, index: int) -> None:
@@ -136,8 +138,22 @@ class BufferWindow:
         if values is None:
             return
         segment = self._buffer.own_range.segment(index, values)
-        self._shown[index], self._shown_at[index] = self._as_shown(segment), segment.data_ptr()
-        set_raw_grad(param, self._shown[index])
+        shown = self._given_before(index, segment)
+        if shown is None:
+            shown = self._as_shown(segment)
+            self._given[index] = weakref.ref(shown)
+        self._shown[index], self._shown_at[index] = shown, segment.data_ptr()
+        set_raw_grad(param, shown)
+
+    def _given_before(self, index: int, segment: torch.Tensor) -> torch.Tensor | None:
+        """Return the tensor that showed a segment before, if the program keeps it: ``p.grad`` is one object."""
+        given = self._given.get(index)
+        kept = given() if given is not None else None
+        if kept is None:
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            is_same = (kept.data_ptr(), kept.dtype, kept.shape) == (segment.data_ptr(), segment.dtype, segment.shape)
+        return kept if is_same else None
 
     def _as_shown(self, segment: torch.Tensor) -> torch.Tensor:
         return segment.as_subclass(self._gradient_class) if self._buffer.sharding.optim else segment
@@ -197,12 +213,21 @@ class BufferWindow:
         """Drop the gradients of some parameters, reduced or assigned."""
         params, indices = self._buffer.params, list(indices)
         for index in indices:
-            self._shown.pop(index, None)
             self.assigned.pop(index, None)
             set_raw_grad(params[index], None)
+            self._leave_to_program(index)
         self._gradients.forget(indices)
         for index in self._entered.intersection(indices):
             self._let_grad_be_written(params[index])
+
+    def _leave_to_program(self, index: int) -> None:
+        """Give a gradient that the program keeps (``kept = p.grad``) memory of its own: the buffer's is used again."""
+        self._shown.pop(index, None)
+        given = self._given.pop(index, None)
+        kept = given() if given is not None else None
+        if kept is not None:
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                kept.data = kept.detach().clone()
 
     def zero(self, indices: Iterable[int]) -> None:
         """Make the gradients of some parameters zero, reduced or assigned."""
@@ -320,8 +345,10 @@ class BufferWindow:
             end_writes(param)
         self._moved.discard(index)
         self.take_gradient(index)
-        set_raw_grad(self._buffer.params[index], None)
-        self._shown.pop(index, None)
+        set_raw_grad(param, None)
+        shown = self._shown.pop(index, None)
+        if shown is not None and self._buffer.sharding.optim:  # whoever keeps it has a segment
+            shown.__class__ = self._gradient_class
         self._entered.discard(index)
         self._buffer.bind_one(index)
 

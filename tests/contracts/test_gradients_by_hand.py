@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from lightning_zero.config import Communication, MixedPrecision
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.engine.sharded_gradient import ShardedGradient
 from tests import worlds
-from tests.references import Case, Sharded, TinyGPT, adamw, difference, token_loss, train_zero
+from tests.references import Case, Sharded, TinyGPT, adamw, difference, token_loss, tokens, train_zero
 
 DEPTH = 2
 Program = Callable[[Any], None]
@@ -604,3 +605,60 @@ def test_grad_scaler_skips_a_step_on_all_ranks_or_none(optimizer: str, is_unscal
 @pytest.mark.parametrize("optimizer", SCALED)
 def test_grad_scaler_everywhere(optimizer: str, is_unscaled: bool, place: str) -> None:
     assert worlds.run(_check_scaled, 3, optimizer, is_unscaled, PLACES[place]) == [{}] * 3
+
+
+# -- Gradients that a program keeps -----------------------------------------------------------------------------------
+
+KEEP: dict[str, Callable[[Tensor], Tensor]] = {"itself": lambda grad: grad, "a-view": lambda grad: grad.detach()}
+DROP: dict[str, Callable[[Any, list[nn.Parameter]], None]] = {
+    "zero_grad": lambda stepper, params: stepper.zero_grad(),
+    "some": lambda stepper, params: [setattr(param, "grad", None) for param in params[::2]],
+    "behind-a-step": lambda stepper, params: [stepper.step(), stepper.zero_grad()],
+}
+
+
+def _kept_gradients(rank: int, world: int, stage: int, drop: str, optimizer: str, options: dict[str, Any]) -> list[str]:
+    found = []
+    for how, keep in KEEP.items():
+        if how == "a-view" and drop == "some":
+            continue
+        engine = ZeroEngine(stage, units=["Block"], **options)
+        module = engine.shard(TinyGPT(depth=DEPTH))
+        stepper = OPTIMIZERS[optimizer](module)
+        engine.attach(stepper)
+        params = list(module.parameters())
+        for step in range(2):
+            stepper.zero_grad()
+            token_loss(module, rank, step).backward()
+            kept = [keep(param.grad) for param in params]
+            module(tokens(rank, step))  # closes the step window
+            assert how == "a-view" or all(param.grad is one for param, one in zip(params, kept, strict=True))
+            copies = [one.clone() for one in kept]
+            DROP[drop](stepper, params)
+            if drop == "some":
+                kept, copies = kept[::2], copies[::2]
+            token_loss(module, rank, step + 10).backward()
+            is_same = [bool((one == other).as_subclass(Tensor).all()) for one, other in zip(kept, copies, strict=True)]
+            is_segment = [isinstance(one, ShardedGradient) == (stage > 0) for one in kept]
+            if not all(is_same + is_segment):
+                found.append(f"{how} in step {step}: {is_same} {is_segment}")
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("drop", DROP)
+def test_a_gradient_that_a_program_keeps_stays_as_it_was(stage: int, drop: str) -> None:
+    optimizer = "rmsprop" if drop == "behind-a-step" else "adamw"  # PyTorch steps it
+    assert worlds.run(_kept_gradients, 2, stage, drop, optimizer, {}) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("drop", DROP)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_gradient_that_a_program_keeps_stays_as_it_was_wherever(
+    stage: int, drop: str, optimizer: str, place: str
+) -> None:
+    assert worlds.run(_kept_gradients, 2, stage, drop, optimizer, PLACES[place]) == [[], []]
