@@ -282,7 +282,7 @@ def read(side: Side, *, what: str = "norm", opt: int | None = None, order: float
     """Read norms, who has a gradient, or whole parameters."""
     params = list(side.params.values())
     if what == "norm":
-        return [side.grad_norm(None if opt is None else _optimizer(side, opt), order).double()]
+        return [side.grad_norm(None if opt is None else _optimizer(side, opt), order)]
     if what == "norms":
         with_elements = [param for name, param in side.params.items() if not name.endswith("empty")]
         return [None if param.grad is None else param.grad.norm(order).clone() for param in with_elements]

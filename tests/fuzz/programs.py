@@ -138,11 +138,15 @@ class _Drawing:
             options["offload"] = {"optimizer": "nvme"}
         if self._maybe(0.25, "deferred"):
             options["step"] = rng.choice(("deferred", "deferred", "now"))
-        elif self._module.get("dtype") != "fp64" and options["stage"] > 0 and self._maybe(0.08, "early"):
+        elif self._may_step_early(options) and self._maybe(0.08, "early"):
             options["step"] = "backward"
         if self._maybe(0.1, "reduce_dtype"):
             options["reduce_dtype"] = "fp32"
         return options
+
+    def _may_step_early(self, options: dict[str, Any]) -> bool:
+        on_disks = (options.get("offload") or {}).get("optimizer") == "nvme"
+        return self._module.get("dtype") != "fp64" and options["stage"] > 0 and not on_disks
 
     def _draw_optimizers(self) -> list[dict[str, Any]]:
         rng = self._rng

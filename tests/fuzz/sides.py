@@ -50,9 +50,18 @@ class Side(Protocol):
 
 
 class Plain:
-    """A whole replica on every rank; gradients are averaged in rank order, module buffers are rank 0's."""
+    """A whole replica on every rank; gradients are averaged in rank order, module buffers are rank 0's.
 
-    def __init__(self, spec: dict[str, Any], group: dist.ProcessGroup) -> None:
+    It adds in the engine's order, so that what differs is no rounding: in the dtype of the parameters, and at stages 2
+    and 3 every micro-batch is averaged.
+
+    Args:
+        spec: Of the module.
+        options: ``stage`` counts.
+        group: For everything that is sent.
+    """
+
+    def __init__(self, spec: dict[str, Any], options: dict[str, Any], group: dist.ProcessGroup) -> None:
         self.rank, self.world, self.group = group.rank(), group.size(), group
         torch.manual_seed(self.rank)  # rank 0's values count
         self.module: nn.Module = build(spec)
@@ -60,7 +69,8 @@ class Plain:
         self.shapes = {name: param.shape for name, param in self.params.items()}
         self.optimizers: list[Optimizer] = []
         self.memory: dict[str, Any] = {}
-        self._local: dict[str, Tensor] = {}  # sums of micro-batches before the last
+        self._averages_all = options.get("stage", 0) >= 2  # micro-batches before the last too
+        self._local: dict[str, Tensor] = {}  # sums that are not averaged yet
         self._depth = 0
         self._is_last = True
         self._sends_buffers = True  # as DistributedDataParallel: not behind an evaluation or a waiting micro-batch
@@ -115,14 +125,14 @@ class Plain:
             if param.grad is not None:
                 self._local[name] = self._local[name] + param.grad if name in self._local else param.grad
             param.grad = before[name]
-        if self._is_last:
+        if self._is_last or self._averages_all:
             self._average()
 
     def _average(self) -> None:
         params = self.params
         used = torch.tensor([float(name in self._local) for name in params])
         sums = [self._local.get(name, torch.zeros_like(param)) for name, param in params.items()]
-        message = torch.cat([total.detach().double().reshape(-1) for total in sums] + [used.double()])
+        message = torch.cat([total.detach().reshape(-1) for total in sums] + [used.to(sums[0].dtype)])
         messages = [torch.empty_like(message) for _ in range(self.world)]
         dist.all_gather(messages, message, group=self.group)
         total = sum(messages[1:], messages[0])
@@ -130,7 +140,7 @@ class Plain:
         for param, average, flag in zip(params.values(), averages, flags.tolist(), strict=True):
             if not flag:
                 continue
-            grad = (average / self.world).view(param.shape).to(param.dtype)
+            grad = (average / self.world).view(param.shape)
             param.grad = grad if param.grad is None else param.grad + grad
         self._local.clear()
 
@@ -148,7 +158,8 @@ class Plain:
         return nn.utils.clip_grad_norm_(_held(optimizer), max_norm)
 
     def clip_value(self, optimizer: Optimizer, value: float) -> None:
-        nn.utils.clip_grad_value_(_held(optimizer), value)
+        if any(param.grad is not None for param in _held(optimizer)):  # PyTorch's function raises where there is none
+            nn.utils.clip_grad_value_(_held(optimizer), value)
 
     def grad_norm(self, optimizer: Optimizer | None, order: float) -> Tensor:
         params = list(self.params.values()) if optimizer is None else _held(optimizer)
