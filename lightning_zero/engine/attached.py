@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.flat_step import Place
@@ -26,6 +30,7 @@ class Attached:
         self._mark_stale = mark_stale
         self._optimizers: list[ShardedOptimizer] = []
         self._loose: list[Place] = []  # parameters of no optimizer whose gradient is shown
+        self._forwards: RemovableHandle | None = None  # of the hook that closes windows, while one may be open
         _watch_steps()
         self._is_zeroed: bool | None = None  # `zero_grad` was called since `begin_gradients`; None: it drops gradients
 
@@ -85,6 +90,7 @@ class Attached:
                 sharded.open()
                 buffer.window.show(index)
                 return
+        self._watch_forwards()
         if index not in buffer.entered:
             buffer.refresh_master()
             buffer.window.enter(index)
@@ -93,6 +99,7 @@ class Attached:
 
     def close_others(self, opening: ShardedOptimizer) -> None:
         """Close the windows that show a parameter of an optimizer whose window opens."""
+        self._watch_forwards()
         self._close_loose()
         for sharded in self._optimizers:
             if sharded is not opening and sharded.is_open and sharded.shares_with(opening):
@@ -100,9 +107,16 @@ class Attached:
 
     def close(self) -> None:
         """Close all windows."""
+        if self._forwards is not None:
+            self._forwards.remove()
+            self._forwards = None
         for sharded in self._optimizers:
             sharded.close()
         self._close_loose()
+
+    def _watch_forwards(self) -> None:
+        if self._forwards is None:
+            self._forwards = _before_next_forward(self)
 
     def _close_loose(self) -> None:
         for buffer, index in self._loose:
@@ -136,6 +150,26 @@ class Attached:
                 "The gradients of earlier steps are not dropped by `optimizer.zero_grad()` (`optimizer_zero_grad` or"
                 " `zero_grad` is overridden?). A pipeline always starts a step without gradients."
             )
+
+
+def _before_next_forward(attached: Attached) -> RemovableHandle:
+    """Close windows before the forward of any module that has parameters of an engine; return the hook's handle.
+
+    Units close them too, but a module that is no unit has no hooks at stages 1 and 2, and idle ones in a scope.
+    """
+    alive = weakref.ref(attached)
+
+    def close(module: nn.Module, args: Any) -> None:
+        opened = alive()
+        if opened is None:
+            handle.remove()
+            return
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        if not is_in_backward and any(owner_of(param) is not None for param in module.parameters()):
+            opened.close()
+
+    handle = register_module_forward_pre_hook(close)
+    return handle
 
 
 @cache

@@ -14,9 +14,11 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.errors import ShardedGradientError
+from lightning_zero.storage.sleeping import call_awake
 
 __all__ = [
     "ShardedGradient",
@@ -65,11 +67,17 @@ class ShardedGradient(torch.Tensor):
             return cls._unscale(func, *args)
         is_reduction = name in _EXTREMA and not (len(args) > 1 and torch.is_tensor(args[1]))
         if name in ("__get__", "__set__", "__delete__") or (_is_elementwise(name) and not is_reduction):
+            if any(getattr(kind, "sleeps", False) for kind in types):
+                return tree_map_only(torch.Tensor, cls._own, call_awake(func, args, kwargs))
             return super().__torch_function__(func, (cls,), args, kwargs)  # type: ignore[no-untyped-call]
         raise ShardedGradientError(
             f"`{name}` needs a whole gradient, but this rank holds one segment of it. Use `strategy.full_grad(param)`"
             " (`engine.full_grad(param)`) on every rank; element-wise operations and norms work on the segment."
         )
+
+    @classmethod
+    def _own(cls, result: torch.Tensor) -> torch.Tensor:
+        return result.as_subclass(cls) if type(result) is torch.Tensor else result
 
     @classmethod
     def _unscale(

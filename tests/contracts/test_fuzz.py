@@ -46,6 +46,23 @@ ONCE = {  # what differed once, made smaller
         [{"class": "AdamW", "options": {"eps": 0.01}}],
         [("backward", {"explicit": False, "look": False}), ("backward", {"parts": True, "forwards": 2, "look": False})],
     ),
+    "forward-below-a-unit-in-the-open-window": Program(
+        {"blocks": [("a", {"kind": "linear"}), ("b", {"kind": "linear"})]},
+        {"stage": 1},
+        SGD,
+        [
+            ("backward", {"look": False}),
+            ("clip_norm", {"look": False}),
+            ("write", {"how": "open", "look": False}),
+            ("evaluate", {"what": "blocks.a.up"}),
+        ],
+    ),
+    "gradients-decay-by-values-on-disks": Program(
+        {"blocks": []},
+        {"stage": 1, "offload": {"optimizer": "nvme"}},
+        SGD,
+        [("backward", {"look": False}), ("edit", {"how": "decay", "look": False}), ("step", {})],
+    ),
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -39,6 +41,33 @@ def test_a_read_gradient_opens_the_window_of_its_optimizer_or_none() -> None:
     assert [window.is_open for window in windows] == [False, True]
     engine._attached.close()
     assert [window.is_open for window in windows] == [False, False]
+    engine.close()
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["between-steps", "in-a-scope"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_forward_of_a_module_below_a_unit_closes_windows(stage: int, inside: bool) -> None:
+    engine = ZeroEngine(stage, units=["Sequential"])
+    model = engine.shard(nn.Sequential(nn.Sequential(nn.Linear(3, 5), nn.Tanh()), nn.Linear(5, 1)))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.attach(sgd)
+    with engine.scope("training_step") if inside else nullcontext():
+        model(torch.ones(2, 3)).sum().backward()
+        assert model[0][0].weight.grad is not None
+        assert engine._attached.of(sgd).is_open
+        assert model[0][0](torch.ones(2, 3)).shape == (2, 5)
+        assert not engine._attached.of(sgd).is_open
+    engine.close()
+
+
+def test_modules_of_others_close_no_window_and_the_hook_goes_with_it() -> None:
+    engine, model, first, _ = _trained()
+    engine.open_window(first)
+    nn.Linear(1, 1)(torch.ones(1))
+    assert engine._attached.of(first).is_open
+    model(torch.ones(2, 3))
+    assert not engine._attached.of(first).is_open
+    assert engine._attached._forwards is None
     engine.close()
 
 
