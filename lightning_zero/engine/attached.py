@@ -88,14 +88,14 @@ class Attached:
         for sharded in sorted(self._optimizers, key=lambda sharded: not sharded.is_open):
             if sharded.holds(param):
                 sharded.open()
-                buffer.window.show(index)
+                buffer.window.give_out(index)
                 return
         self._watch_forwards()
         if index not in buffer.entered:
             buffer.refresh_master()
             buffer.window.enter(index)
             self._loose.append(place)
-        buffer.window.show(index)
+        buffer.window.give_out(index)
 
     def close_others(self, opening: ShardedOptimizer) -> None:
         """Close the windows that show a parameter of an optimizer whose window opens."""

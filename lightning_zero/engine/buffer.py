@@ -399,7 +399,7 @@ class FlatBuffer:
             swap_class(param, ReleasedParameter)
         elif self.is_stale:
             swap_class(param, PendingParameter)
-        elif index in self.gradients.has_grad:
+        elif index in self.gradients.has_grad or index in self.gradients.given_out:
             swap_class(param, ReducedParameter)
 
     def release(self) -> None:

@@ -776,8 +776,10 @@ class ZeroEngine:
             self._refuse_with_early_steps(
                 f"{what} the gradient of `{self.param_name(param)}` between backward and `optimizer.step()`"
             )
-        if isinstance(grad, ShardedGradient):  # a segment
+        if isinstance(grad, ShardedGradient):  # a segment: it is written in the step window
             self._show_gradient(param)
+            if index not in buffer.window.entered:
+                self._attached.show_gradient(param, (buffer, index))
         buffer.window.write(index, grad)
 
     def _refuse_in_backward(self, buffer: FlatBuffer, index: int) -> None:

@@ -96,6 +96,7 @@ class BufferGradients:
         self._target: torch.Tensor | None = None  # where a running reduction writes
         # - The average over the ranks
         self.has_grad: set[int] = set()  # slots with a gradient on some rank, in ``reduced``
+        self.given_out: set[int] = set()  # slots whose segment a program has read: it may be assigned again
         self._reduced: torch.Tensor | None = None
         self._landing = Landing()  # of the average at home
         self._retained: torch.Tensor | None = None  # an earlier average whose place ``local`` needs
@@ -320,16 +321,24 @@ class BufferGradients:
     def mark_reduced(self) -> None:
         """Let reads of ``grad`` find the reduced gradients."""
         params = self._buffer.params
-        for index in self.has_grad:
+        for index in self.has_grad | self.given_out:
             if type(params[index]) is user_class(params[index]):
                 swap_class(params[index], ReducedParameter)
 
     def mark_plain(self) -> None:
         """Make parameters with a reduced gradient plain for the time of a forward (compilers look at the class)."""
         params = self._buffer.params
-        for index in self.has_grad:
+        for index in self.has_grad | self.given_out:
             if has_class(params[index], ReducedParameter):
                 restore_class(params[index])
+
+    def forget_given_out(self) -> None:
+        """Make parameters plain that are marked only because a program has read their segment."""
+        params = self._buffer.params
+        for index in self.given_out - self.has_grad:
+            if has_class(params[index], ReducedParameter):
+                restore_class(params[index])
+        self.given_out.clear()
 
     # -- Giving up -------------------------------------------------------------------------------------------------
 
@@ -351,7 +360,7 @@ class BufferGradients:
             self._zero(dropped)  # what comes next is added to it
         else:
             self._drop_average()
-        for index in gone:
+        for index in gone - self.given_out:
             if has_class(params[index], ReducedParameter):
                 restore_class(params[index])
 

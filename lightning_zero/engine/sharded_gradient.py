@@ -2,6 +2,8 @@
 
 Element-wise operations act on the segment, norms are finished over the ranks, everything else raises an error that
 names ``full_grad``. So ``torch.nn.utils.clip_grad_norm_`` and Lightning's ``grad_norm`` are right without knowing.
+Whole tensors beside a gradient (masks) are cut, and so are random numbers, which are drawn for the whole: ranks that
+are seeded alike draw those of one process.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from lightning_zero.errors import ShardedGradientError
 from lightning_zero.storage.sleeping import call_awake
 
 __all__ = [
+    "Cut",
     "ShardedGradient",
     "norm_of_norms",
     "norm_over_ranks",
@@ -38,14 +41,33 @@ _ELEMENTWISE = frozenset([
     "clip_", "nan_to_num", "nan_to_num_",
 ])  # fmt: skip
 _NORMS = frozenset(["vector_norm", "linalg_vector_norm", "linalg_norm", "norm", "_foreach_norm"])
+_RANDOM = frozenset([
+    "rand_like", "randn_like", "randint_like", "bernoulli_", "normal_", "uniform_", "random_", "exponential_",
+    "cauchy_", "geometric_", "log_normal_", "bernoulli",
+])  # fmt: skip
+_QUESTIONS = frozenset(["to", "type", "type_as"])  # what else they get is asked for its dtype only
 _EXTREMA = frozenset(["max", "min"])  # element-wise with a second tensor only
 _OPERATORS = {"truediv": "div", "floordiv": "div", "or": "bitwise_or", "and": "bitwise_and"}
+
+
+class Cut(NamedTuple):
+    """Elements ``[start, stop)`` of a parameter: those that this rank holds."""
+
+    name: str
+    shape: torch.Size
+    start: int
+    stop: int
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return them: (stop - start,)."""
+        return whole.reshape(-1)[self.start : self.stop]
 
 
 class ShardedGradient(torch.Tensor):
     """This rank's segment of a reduced gradient: (segment numel,), 1-D."""
 
     communicator: ClassVar[Communicator]
+    cut: ClassVar[Cut | None] = None
 
     @classmethod
     def __torch_function__(
@@ -65,11 +87,19 @@ class ShardedGradient(torch.Tensor):
             return cls._norm(name, args, kwargs)
         if name == "_amp_foreach_non_finite_check_and_unscale_":  # torch.amp.GradScaler
             return cls._unscale(func, *args)
+        if name == "__setitem__" and isinstance(args[0], ShardedGradient) and type(args[0]).cut is not None:
+            return _set_items(args[0], *args[1:])
+        if name in _RANDOM and isinstance(args[0], ShardedGradient) and type(args[0]).cut is not None:
+            return _draw(func, args[0], *args[1:], **kwargs)
         is_reduction = name in _EXTREMA and not (len(args) > 1 and torch.is_tensor(args[1]))
         if name in ("__get__", "__set__", "__delete__") or (_is_elementwise(name) and not is_reduction):
+            if name not in _QUESTIONS and not name.startswith(("__get", "__set")):
+                args, kwargs = _cut_all(name, args, kwargs)
             if any(getattr(kind, "sleeps", False) for kind in types):
                 return tree_map_only(torch.Tensor, cls._own, call_awake(func, args, kwargs))
-            return super().__torch_function__(func, (cls,), args, kwargs)  # type: ignore[no-untyped-call]
+            result = super().__torch_function__(func, (cls,), args, kwargs)  # type: ignore[no-untyped-call]
+            is_list = name.startswith("_foreach_") and args and result is not None
+            return _as_those(args[0], result) if is_list else result
         raise ShardedGradientError(
             f"`{name}` needs a whole gradient, but this rank holds one segment of it. Use `strategy.full_grad(param)`"
             " (`engine.full_grad(param)`) on every rank; element-wise operations and norms work on the segment."
@@ -105,9 +135,96 @@ class ShardedGradient(torch.Tensor):
         return _finished(tensors, order, cls.communicator)
 
 
-def sharded_gradient_class(communicator: Communicator) -> type[ShardedGradient]:
-    """Return a gradient class whose norms are finished over ``communicator``."""
-    return type("ShardedGradient", (ShardedGradient,), {"communicator": communicator})
+def sharded_gradient_class(communicator: Communicator, cut: Cut | None = None) -> type[ShardedGradient]:
+    """Return a class of gradients of one parameter whose norms are finished over ``communicator``."""
+    return type("ShardedGradient", (ShardedGradient,), {"communicator": communicator, "cut": cut})
+
+
+def _cut_all(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Cut whole tensors that an element-wise operation gets beside gradients."""
+    names = [*range(len(args)), *kwargs]
+    written = {0} if re.fullmatch(r"(?!__).*_|__i(?!nvert).*__", name) else {"out"}
+    values = [*args, *kwargs.values()]
+    if name.startswith("_foreach_"):
+        lists = [value for value in values if isinstance(value, (list, tuple))]
+        grads = [_first_gradient(row) for row in zip(*lists, strict=False)]
+        values = [
+            [_cut_beside(grad, one, name, where in written) for grad, one in zip(grads, value, strict=False)]
+            if isinstance(value, (list, tuple))
+            else value
+            for where, value in zip(names, values, strict=True)
+        ]
+    else:
+        grad = _first_gradient(values)
+        values = [_cut_beside(grad, value, name, where in written) for where, value in zip(names, values, strict=True)]
+    return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+
+
+def _first_gradient(values: Iterable[Any]) -> ShardedGradient | None:
+    return next((value for value in values if isinstance(value, ShardedGradient)), None)
+
+
+def _cut_beside(grad: ShardedGradient | None, value: Any, name: str, is_written: bool) -> Any:
+    """Return what belongs to a gradient's segment of a tensor that is whole, or has the segment's shape.
+
+    Raises:
+        ShardedGradientError: It has another shape, or is whole and written to.
+    """
+    if grad is None or not isinstance(value, torch.Tensor) or isinstance(value, ShardedGradient):
+        return value
+    cut = type(grad).cut
+    with torch._C.DisableTorchFunctionSubclass():
+        shape = grad.shape
+    if cut is None or value.shape == shape or (value.numel() == 1 and value.dim() < 2 and not is_written):
+        return value
+    if value.shape == cut.shape and not is_written:
+        return cut.of(value)
+    raise ShardedGradientError(
+        f"`{name}` got the gradient of `{cut.name}`, of which this rank holds elements {cut.start} to {cut.stop},"
+        f" {'writes to' if is_written else 'and'} a tensor of shape {tuple(value.shape)}. Give it one of the whole"
+        f" parameter's shape, {tuple(cut.shape)}, which is cut, or of the segment's, {tuple(shape)}, as its result has;"
+        " or take `strategy.full_grad(param)` (`engine.full_grad(param)`) on every rank, and assign it to `grad`."
+    )
+
+
+def _as_those(grads: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Give results of an operation on a list of gradients the class of each of them."""
+    for grad, result in zip(grads, results, strict=True):
+        if isinstance(grad, ShardedGradient) and isinstance(result, ShardedGradient):
+            result.__class__ = type(grad)
+    return list(results)
+
+
+def _draw(func: Callable[..., Any], grad: ShardedGradient, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Draw numbers for the whole gradient, and return this rank's, or write them into the segment."""
+    cut, is_in_place = type(grad).cut, func.__name__.endswith("_")
+    assert cut is not None
+    segment = grad.detach().as_subclass(torch.Tensor)
+    whole = torch.zeros(cut.shape, dtype=segment.dtype, device=segment.device)
+    if func.__name__ == "bernoulli":
+        cut.of(whole).copy_(segment)
+    drawn = cut.of(func(whole, *args, **kwargs))
+    if not is_in_place:
+        return drawn.clone().as_subclass(type(grad))
+    with torch.no_grad():
+        segment.copy_(drawn)
+    return grad
+
+
+def _set_items(grad: ShardedGradient, index: Any, value: Any) -> None:
+    """Write elements that are named by an index into the whole gradient, or by a mask made of gradients."""
+    cut = type(grad).cut
+    assert cut is not None
+    segment = grad.detach().as_subclass(torch.Tensor)
+    if isinstance(index, ShardedGradient):
+        segment[index.detach().as_subclass(torch.Tensor)] = value
+        return
+    with torch.no_grad():
+        chosen = torch.zeros(cut.shape, dtype=torch.bool, device=segment.device)
+        values = torch.zeros(cut.shape, dtype=segment.dtype, device=segment.device)
+        chosen[index] = True
+        values[index] = value
+        segment.copy_(torch.where(cut.of(chosen), cut.of(values), segment))
 
 
 def norm_over_ranks(segments: Sequence[torch.Tensor], order: float, communicator: Communicator | None) -> torch.Tensor:

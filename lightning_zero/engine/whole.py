@@ -154,6 +154,7 @@ class Whole:
             if not unit.is_sharded_between_uses and has_room and (together or _can_show_alone(unit)):
                 unit.show_original()
             for buffer in unit.buffers:
+                buffer.gradients.forget_given_out()
                 buffer.rest()
 
     def end_rest(self) -> None:

@@ -26,7 +26,7 @@ from lightning_zero.engine.parameter import (
     set_raw_grad,
     swap_class,
 )
-from lightning_zero.engine.sharded_gradient import ShardedGradient, sharded_gradient_class
+from lightning_zero.engine.sharded_gradient import Cut, ShardedGradient, sharded_gradient_class
 from lightning_zero.engine.sleep import BufferSleep
 from lightning_zero.layout import FlatLayout
 from lightning_zero.storage.sleeping import ordinary
@@ -90,7 +90,7 @@ class BufferWindow:
     def __init__(self, buffer: Shown, gradients: BufferGradients) -> None:
         self._buffer = buffer
         self._gradients = gradients
-        self._gradient_class = sharded_gradient_class(buffer.communicator)
+        self._classes: dict[int, type[ShardedGradient]] = {}  # of gradients that are shown
         self._entered: set[int] = set()  # slots whose parameter shows what is stepped
         self._versions: dict[int, int] = {}  # of entered parameters when what they show was last published
         self._moved: set[int] = set()  # entered slots whose ``data`` was taken over, and nothing published it
@@ -140,10 +140,16 @@ class BufferWindow:
         segment = self._buffer.own_range.segment(index, values)
         shown = self._given_before(index, segment)
         if shown is None:
-            shown = self._as_shown(segment)
+            shown = self._as_shown(index, segment)
             self._given[index] = weakref.ref(shown)
         self._shown[index], self._shown_at[index] = shown, segment.data_ptr()
         set_raw_grad(param, shown)
+
+    def give_out(self, index: int) -> None:
+        """Show a gradient to the program, which may assign what it makes of it, also when it has dropped it."""
+        self.show(index)
+        if self._buffer.sharding.optim:
+            self._gradients.given_out.add(index)
 
     def _given_before(self, index: int, segment: torch.Tensor) -> torch.Tensor | None:
         """Return the tensor that showed a segment before, if the program keeps it: ``p.grad`` is one object."""
@@ -155,8 +161,15 @@ class BufferWindow:
             is_same = (kept.data_ptr(), kept.dtype, kept.shape) == (segment.data_ptr(), segment.dtype, segment.shape)
         return kept if is_same else None
 
-    def _as_shown(self, segment: torch.Tensor) -> torch.Tensor:
-        return segment.as_subclass(self._gradient_class) if self._buffer.sharding.optim else segment
+    def _as_shown(self, index: int, segment: torch.Tensor) -> torch.Tensor:
+        return segment.as_subclass(self._class_of(index)) if self._buffer.sharding.optim else segment
+
+    def _class_of(self, index: int) -> type[ShardedGradient]:
+        if index not in self._classes:
+            slot = self._buffer.layout.slots[index]
+            cut = Cut(slot.name, torch.Size(slot.shape), *self._buffer.own_range.elements(index))
+            self._classes[index] = sharded_gradient_class(self._buffer.communicator, cut)
+        return self._classes[index]
 
     def strip(self, index: int) -> None:
         """Make a parameter and its gradient plain tensors: optimizers have fast paths for exact classes only."""
@@ -188,7 +201,7 @@ class BufferWindow:
         elif index in self._entered:
             set_raw_grad(param, self._segment_of(index, grad))
         else:
-            set_raw_grad(param, grad)
+            set_raw_grad(param, _apart(grad))
             self._gradients.forget([index])
 
     def _segment_of(self, index: int, grad: torch.Tensor) -> torch.Tensor:
@@ -200,7 +213,7 @@ class BufferWindow:
                 self.assigned[index] = Digest.of(grad)
             start, stop = buffer.own_range.elements(index)
             grad = _dense(grad).reshape(-1)[start:stop].to(param.device, param.dtype)
-        return self._as_shown(grad.detach()) if grad.shape == param.shape else grad
+        return self._as_shown(index, grad.detach()) if grad.shape == param.shape else grad
 
     def _may_be_segment(self, index: int) -> bool:
         """Say whether a whole gradient has the shape that a segment has on some rank."""
@@ -348,7 +361,7 @@ class BufferWindow:
         set_raw_grad(param, None)
         shown = self._shown.pop(index, None)
         if shown is not None and self._buffer.sharding.optim:  # whoever keeps it has a segment
-            shown.__class__ = self._gradient_class
+            shown.__class__ = self._class_of(index)
         self._entered.discard(index)
         self._buffer.bind_one(index)
 
@@ -382,3 +395,9 @@ def compare_assigned(buffers: Iterable[Windowed], communicator: Communicator) ->
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:
     return grad.to_dense() if grad.is_sparse else grad
+
+
+def _apart(grad: torch.Tensor) -> torch.Tensor:
+    """Return a gradient whose elements have memory each: ``zeros_like`` of a released parameter is one element."""
+    is_strided = grad.layout is torch.strided
+    return grad.contiguous() if is_strided and 0 in grad.stride() and grad.numel() > 1 else grad

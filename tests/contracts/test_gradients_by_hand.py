@@ -252,13 +252,75 @@ def pointed_elsewhere(trainer: Any, optimizer: Any, step: int) -> None:
         params[0].grad.data = params[0].grad.data + 1.0
 
 
+def saved_and_given_back(trainer: Any, optimizer: Any, step: int) -> None:
+    """As projections of gradients do (PCGrad)."""
+    params = _params(trainer)
+    _backward(trainer, 2 * step)
+    saved = [None if param.grad is None else param.grad.clone() for param in params]
+    optimizer.zero_grad()
+    if step == 1:
+        _backward(trainer, 2 * step + 1)
+        saved = [grad if param.grad is None else grad + param.grad for grad, param in zip(saved, params, strict=True)]
+        optimizer.zero_grad()
+    for param, grad in zip(params, saved, strict=True):
+        param.grad = grad
+    _log(trainer, optimizer)
+
+
+def masked(trainer: Any, optimizer: Any, step: int) -> None:
+    """Masks and penalties have the shape of the parameter, as in sparse training and elastic weight consolidation."""
+    params = _params(trainer)
+    _backward(trainer, step)
+    used = [(param, noise) for param, noise in zip(params, _noise(step), strict=True) if param.grad is not None]
+    for number, (param, noise) in enumerate(used):
+        kind = number % 5
+        if kind == 0:
+            param.grad *= noise > 0
+        elif kind == 1:
+            param.grad.add_(noise, alpha=0.1).masked_fill_(noise > 1, 0.25)
+        elif kind == 2:
+            param.grad = torch.where(noise > 0, param.grad, noise)
+        elif kind == 3:
+            param.grad[:1] = 0.5
+            param.grad[noise < -1] = noise[noise < -1]
+        else:
+            param.grad[param.grad < 0] = 0.0
+        with torch.random.fork_rng():
+            torch.manual_seed(step)
+            param.grad.add_(torch.randn_like(param.grad), alpha=0.1)
+            param.grad.add_(param.grad.clone().uniform_(-0.1, 0.1))
+    grads = [param.grad for param, _ in used]
+    torch._foreach_mul_(grads, [noise.abs() for _, noise in used])
+    halves = torch._foreach_mul(grads, 0.5)
+    for (param, noise), half in zip(used, halves, strict=True):
+        param.grad = half - noise
+    _log(trainer, optimizer)
+
+
+def assigned_zeros(trainer: Any, optimizer: Any, step: int) -> None:
+    params = _params(trainer)
+    if step == 1:
+        for param in params:
+            param.grad = torch.zeros_like(param)
+    _backward(trainer, step)
+    if step == 2:
+        _log(trainer, optimizer)
+    params[0].grad = torch.zeros_like(params[0])
+    optimizer.zero_grad()
+    if step == 2:
+        params[-1].grad = torch.ones_like(params[-1])
+        _log(trainer, optimizer)
+        params[0].grad = torch.zeros_like(params[0])
+    _log(trainer, optimizer)
+
+
 PROGRAMS: dict[str, Callable[[Any, Any, int], None]] = {
     one.__name__.replace("_", "-"): one
     for one in (
         autograd_grad, evolution, assigned_and_clipped, some_are_assigned, assigned_in_the_window, halved,
         edited_in_place, backward_adds_to_what_was_assigned, read_before_the_backward, accumulated_after_an_edit,
         scaled_and_accumulated, zeroed_in_place, several_micro_batches,
-        written_in_the_window, pointed_elsewhere,
+        written_in_the_window, pointed_elsewhere, saved_and_given_back, masked, assigned_zeros,
     )
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication
-from lightning_zero.engine.sharded_gradient import ShardedGradient, norm_over_ranks, sharded_gradient_class
+from lightning_zero.engine.sharded_gradient import Cut, ShardedGradient, norm_over_ranks, sharded_gradient_class
 from lightning_zero.errors import ShardedGradientError
 from tests import worlds
 from tests.sampling import sample
@@ -74,6 +74,64 @@ def test_elementwise_operations_act_on_the_segment(name: str, gradient: Tensor) 
     assert result.dtype == expected.dtype
     assert torch.equal(result.as_subclass(Tensor), expected)
     assert torch.equal(gradient.as_subclass(Tensor), plain)  # what was written in place
+
+
+def _cut(values: Tensor, shape: tuple[int, ...], start: int) -> Tensor:
+    cut = Cut("block.weight", torch.Size(shape), start, start + values.numel())
+    gradient = values.clone()
+    gradient.__class__ = sharded_gradient_class(Communicator(Communication(), CPU), cut)
+    return gradient
+
+
+BESIDE: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "in-place": lambda g, mask: g.mul_(mask),
+    "augmented": lambda g, mask: g.__imul__(mask),
+    "left": lambda g, mask: mask * g,
+    "where": lambda g, mask: torch.where(mask > 0, g, 0.0),
+    "keyword": lambda g, mask: torch.add(input=g, other=mask, alpha=2),
+    "foreach": lambda g, mask: torch._foreach_mul([g, g], [mask, mask])[1],
+    "copy_": lambda g, mask: g.copy_(mask),
+    "segment": lambda g, mask: g * mask.reshape(-1)[3:10],
+    "a number": lambda g, mask: g * torch.tensor([2.0]),
+    "another gradient": lambda g, mask: g * g.clone() + g,
+    "dtype": lambda g, mask: g.type_as(torch.ones(3, dtype=torch.float64)).to(mask),
+}
+
+
+@pytest.mark.parametrize("name", list(BESIDE))
+def test_whole_tensors_beside_a_gradient_are_cut(name: str) -> None:
+    whole, mask = torch.linspace(-2, 3, 12).view(4, 3), torch.arange(12.0).view(4, 3)
+    gradient = _cut(whole.reshape(-1)[3:10], (4, 3), 3)
+    expected = whole * mask if name == "segment" else BESIDE[name](whole.clone(), mask)
+    result = BESIDE[name](gradient, mask)
+    assert isinstance(result, ShardedGradient)
+    assert type(result) is type(gradient)
+    assert torch.equal(result.as_subclass(Tensor), expected.reshape(-1)[3:10])
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        lambda g: g * torch.ones(3),
+        lambda g: g.mul_(torch.ones(4, 1)),
+        lambda g: torch.zeros(4, 3).add_(g),
+        lambda g: torch.zeros(4, 3).copy_(g),
+        lambda g: torch.add(g, g, out=torch.zeros(4, 3)),
+        lambda g: torch._foreach_add_([torch.zeros(4, 3)], [g]),
+    ],
+    ids=["row", "column", "written", "copied", "out", "foreach"],
+)
+def test_other_shapes_beside_a_gradient_are_refused_by_name(refused: Callable[[Tensor], Any]) -> None:
+    gradient = _cut(torch.linspace(-2, 3, 7), (4, 3), 3)
+    with pytest.raises(
+        ShardedGradientError, match=r"gradient of `block.weight`, of which this rank holds elements 3 to"
+    ):
+        refused(gradient)
+
+
+def test_gradients_of_a_list_keep_the_parameter_that_they_are_of() -> None:
+    grads = [_cut(torch.ones(7), (4, 3), 3), _cut(torch.ones(2), (2, 2), 1)]
+    assert [type(one) for one in torch._foreach_mul(grads, 2.0)] == [type(one) for one in grads]
 
 
 def test_metadata_are_those_of_the_segment(gradient: Tensor) -> None:
