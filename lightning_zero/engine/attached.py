@@ -65,10 +65,11 @@ class Attached:
         """Refuse that an optimizer that is not attached steps a gradient of the engine: nobody would publish it.
 
         Raises:
-            RuntimeError: The parameter has a gradient, and no attached optimizer calls the step.
+            RuntimeError: The parameter has or gets a gradient, and no attached optimizer calls the step.
         """
         buffer, index = place
-        if index not in buffer.gradients.has_grad and index not in buffer.gradients.waiting:
+        in_backward = torch._C._current_graph_task_id() != -1  # in a hook on accumulated gradients
+        if not in_backward and index not in buffer.gradients.has_grad and index not in buffer.gradients.waiting:
             return
         if any(sharded.is_running and sharded.holds(param) for sharded in self._optimizers):
             return  # it is wrapped

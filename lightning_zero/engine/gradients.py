@@ -129,6 +129,19 @@ class BufferGradients:
             self._summed.add(index)
         self.used.add(index)
 
+    def with_sum(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
+        """Return a gradient and what was summed before, in the gradient's dtype; None if nothing was."""
+        if index not in self._summed or self.local is None:
+            return None
+        slot = self._buffer.layout.slots[index]
+        total = self.local[slot.offset : slot.stop].view(slot.shape) + (grad.to_dense() if grad.is_sparse else grad)
+        return total.to(grad.dtype)
+
+    def drop_sum(self, index: int) -> None:
+        """Drop what was summed of a slot."""
+        self._summed.discard(index)
+        self.used.discard(index)
+
     def _local_sums(self) -> torch.Tensor:
         buffer = self._buffer
         buffer.take_back()

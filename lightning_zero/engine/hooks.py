@@ -1,4 +1,4 @@
-"""Module and autograd hooks that turn what PyTorch does into unit verbs; the only file that registers hooks.
+"""Module and autograd hooks that turn what PyTorch does into unit verbs.
 
 Note [Gathering again in backward]
     Two mechanisms together. A hook on the gradients of a unit's outputs gathers the unit before its backward starts.
@@ -65,6 +65,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 
+from lightning_zero.engine.accumulated import on_accumulated
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.lowering import embed_in_fp32
 from lightning_zero.engine.order import PassOrder
@@ -168,6 +169,15 @@ class _Call(NamedTuple):
     handled: BaseException | None  # the error that was being handled when it began
 
 
+class _BeforeUsers(NamedTuple):
+    """What a parameter was before hooks of the program had its gradient."""
+
+    version: int
+    grad: torch.Tensor | None  # the gradient, if the sum is shown in its place
+    shown: torch.Tensor | None
+    shown_version: int
+
+
 class Hooks:
     """Drives the units of one module.
 
@@ -231,6 +241,7 @@ class Hooks:
         self._explicit = False  # `backward_scope` ends it, not autograd
         self._took_gradient = False
         self._keeps_units = False
+        self._before_users: dict[nn.Parameter, _BeforeUsers] = {}  # whose hooks run
         # - Set by the engine
         self.is_last_microbatch = True
         self.has_more_backwards = False  # of forwards that have run: a pipeline runs several ahead
@@ -272,7 +283,7 @@ class Hooks:
                 if not _may_have_gradients(buffer.kind.compute):
                     continue
                 for index, param in enumerate(buffer.params):
-                    handles.append(_on_accumulated(param, self._taker(unit, place, index)))
+                    handles.append(on_accumulated(param, *self._takers(unit, place, index)))
         for child in module.modules():
             if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and self._computes_lower(child.weight):
                 handles.append(child.register_forward_hook(_ModuleHook(embed_in_fp32), with_kwargs=True))
@@ -286,15 +297,20 @@ class Hooks:
             for candidate in buffer.params
         )
 
-    def _taker(self, unit: Unit, place: int, index: int) -> Callable[[nn.Parameter], None]:
-        hooks, number = weakref.ref(self), unit.index  # the hook lives in C++, where cycles are not collected
+    def _takers(self, unit: Unit, place: int, index: int) -> tuple[Callable[[nn.Parameter], None], ...]:
+        hooks, number = weakref.ref(self), unit.index  # the hooks live in C++, where cycles are not collected
+
+        def show(param: nn.Parameter) -> None:
+            alive = hooks()
+            if alive is not None:
+                alive._before_users[param] = alive._show_gradient(alive._units[number], place, index, param)
 
         def take(param: nn.Parameter) -> None:
             alive = hooks()
             if alive is not None:
                 alive._take_gradient(alive._units[number], place, index, param)
 
-        return take
+        return show, take
 
     def remove(self) -> None:
         """Take all hooks out."""
@@ -736,6 +752,8 @@ class Hooks:
             left.add(index)
             return
         grad = raw_grad(param)
+        if self._before_users:
+            grad = self._behind_users(unit.buffers[place], index, param, grad)
         if grad is None:
             return
         left.discard(index)
@@ -747,6 +765,42 @@ class Hooks:
             self._give_back_if_done(unit)
             if unit.is_complete and self._runs_whole_graph:
                 self._order.completed(unit)
+
+    def _show_gradient(self, unit: Unit, place: int, index: int, param: nn.Parameter) -> _BeforeUsers:
+        """Show hooks of the program the sum over micro-batches; see Note [Hooks of the program]."""
+        grad = raw_grad(param)
+        total = None
+        if grad is not None and not torch.is_grad_enabled():
+            total = unit.buffers[place].gradients.with_sum(index, grad)
+        if total is None:
+            return _BeforeUsers(param._version, None, None, 0)
+        set_raw_grad(param, total)
+        return _BeforeUsers(param._version, grad, total, total._version)
+
+    def _behind_users(
+        self, buffer: FlatBuffer, index: int, param: nn.Parameter, grad: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Return what is to be added to the sum, given what hooks of the program have left of the gradient.
+
+        Raises:
+            RuntimeError: One of them wrote the parameter, as an optimizer in the backward does.
+        """
+        before = self._before_users.pop(param, None)
+        if before is None:
+            return grad
+        if param._version != before.version:
+            set_raw_grad(param, None)
+            raise RuntimeError(
+                f"A hook of `register_post_accumulate_grad_hook` has written `{buffer.layout.slots[index].name}` in the"
+                " backward (an optimizer in the backward?), where its gradient is that of this rank alone. Step behind"
+                " the backward, or use `step='backward'`, which steps each unit when its gradients are averaged."
+            )
+        if before.shown is None:
+            return grad
+        if grad is before.shown and grad._version == before.shown_version:
+            return before.grad
+        buffer.gradients.drop_sum(index)
+        return grad
 
     def _give_back_if_done(self, unit: Unit) -> None:
         if unit.is_complete and unit.calls == 0 and self._armed and not unit.uses and not unit.holds:
@@ -774,21 +828,13 @@ class Hooks:
             self._begin_pass("forward")
 
     def _forget_backward(self) -> None:
+        self._before_users.clear()
         self._armed = self._explicit = self._took_gradient = self._keeps_units = False
         self._is_end_known = self._has_nested_end = False
 
 
 def _rename(places: dict[int, Any], old: int, new: int) -> None:
     places[new] = places.pop(old)
-
-
-def _on_accumulated(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        requires_grad = param.requires_grad
-        param.requires_grad = True
-        handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        param.requires_grad = requires_grad
-    return handle
 
 
 def _may_have_gradients(dtype: torch.dtype) -> bool:

@@ -1,0 +1,88 @@
+"""The hooks of one parameter that autograd calls when it has put a gradient down: the program's, and the engine's.
+
+Note [Hooks of the program]
+    What ``param.register_post_accumulate_grad_hook`` gets, before ``shard`` or behind it, runs before the engine takes
+    the gradient away. Autograd calls what lies in a dictionary, in the order in which it was inserted: the engine's
+    entry is put behind each new one. Where the program has a hook, another entry comes first and shows the sum over
+    the micro-batches, as plain PyTorch does.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["on_accumulated"]
+
+Hook = Callable[[nn.Parameter], Any]
+
+_FIRST, _EARLIER = "the engine's first", "the program's before"
+
+
+def on_accumulated(param: nn.Parameter, show: Hook, take: Hook) -> RemovableHandle:
+    """Call ``take`` when a gradient of a parameter is there, behind all hooks of the program; ``show`` before them.
+
+    Returns:
+        What takes both out again.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        hooks = param._post_accumulate_grad_hooks
+        if not isinstance(hooks, _Hooks):
+            hooks = _Hooks(hooks)
+            requires_grad = param.requires_grad
+            param.requires_grad = True
+            param._post_accumulate_grad_hooks = hooks
+            param.requires_grad = requires_grad
+    return hooks.add_own(show, take)
+
+
+class _Hooks(OrderedDict[Any, Hook]):
+    """Hooks by key; the engine's last one stays the last.
+
+    Args:
+        earlier: The program's, by id. Handles of the program take them out of that dictionary, so it stays.
+    """
+
+    def __init__(self, earlier: Mapping[Any, Hook] | None) -> None:
+        super().__init__()
+        self._own: dict[Any, Hook] = {}  # the engine's
+        if earlier is not None:
+            super().__setitem__(_EARLIER, lambda param: _call_all(earlier, param))
+
+    def add_own(self, show: Hook, take: Hook) -> RemovableHandle:
+        """Take the engine's hooks in."""
+        handle = RemovableHandle(self)
+        self._own = {_FIRST: show, handle.id: take}
+        self._arrange()
+        return handle
+
+    def __setitem__(self, key: Any, hook: Hook) -> None:
+        """Take a hook of the program in."""
+        super().__setitem__(key, hook)
+        self._arrange()
+
+    def __delitem__(self, key: Any) -> None:
+        """Take a hook out; both of the engine's go together."""
+        super().__delitem__(key)
+        if key in self._own:
+            self._own = {}
+            self.pop(_FIRST, None)
+
+    def _arrange(self) -> None:
+        if not self._own:
+            return
+        (first, show), (last, take) = self._own.items()
+        of_program = {key: hook for key, hook in self.items() if key not in self._own}
+        self.clear()
+        for key, hook in [*([(first, show)] if of_program else []), *of_program.items(), (last, take)]:
+            super().__setitem__(key, hook)
+
+
+def _call_all(hooks: Mapping[Any, Hook], param: nn.Parameter) -> Any:
+    """Call hooks until one returns something, which autograd refuses."""
+    return next((found for hook in tuple(hooks.values()) if (found := hook(param)) is not None), None)
