@@ -56,12 +56,14 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType, FrameType
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 
@@ -72,10 +74,12 @@ from lightning_zero.engine.order import PassOrder
 from lightning_zero.engine.parameter import raw_grad, set_raw_grad
 from lightning_zero.engine.reduction import Reducer
 from lightning_zero.engine.submodules import Submodule, submodules_of, units_below
+from lightning_zero.engine.transforms import explain_transform
 from lightning_zero.engine.unit import Unit, UnitState
 
 __all__ = ["Hooks", "is_hooked"]
 
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 _FORWARD_CODES = (torch.autograd.Function.apply.__func__.__code__,)  # type: ignore[attr-defined]
 _BACKWARD_CODES = tuple(  # newer versions of PyTorch have the second
     getattr(BackwardCFunction, name).__code__ for name in ("apply", "apply_boxed") if hasattr(BackwardCFunction, name)
@@ -95,7 +99,10 @@ class _ModuleHook:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs) if self._call is not None else None
+        if self._call is None:
+            return None
+        with _outside_of_transforms():
+            return self._call(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> _ModuleHook:
         return _ModuleHook(None)
@@ -110,7 +117,8 @@ class _SubmoduleHook(_ModuleHook):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or self._call is None:
             return None
-        return self._call(*args)
+        with _outside_of_transforms():
+            return self._call(*args)
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -329,10 +337,11 @@ class Hooks:
             self._enter_scope(name, with_root=True)
             yield
             self._leave_scope(with_root=True)
-        except BaseException:
+        except BaseException as error:
             self._depth, self._root.uses = depth, uses
             if depth == 0:
                 self._abandon()
+            explain_transform(error)
             raise
 
     @contextmanager
@@ -377,7 +386,7 @@ class Hooks:
             if with_root and not self._order.is_suspended and (self._opened_by is None or self.forwards_are_steps):
                 self._broadcast_buffers(torch.is_grad_enabled() and self.is_last_microbatch)
             self._begin_pass("forward")
-            if self._shards and torch.is_grad_enabled():
+            if self._shards and torch.is_grad_enabled() and _may_keep_handles():
                 self._look_for_outer_hooks()
                 self._net = saved_tensors_hooks(self._pack, self._unpack)
                 self._net.__enter__()
@@ -551,9 +560,10 @@ class Hooks:
     def _make_whole(self, unit: Unit) -> None:
         if not unit.is_sharded_between_uses and unit.state is UnitState.UNSHARDED:
             return
-        if _in_backward():
-            self.arm()
-        self._order.request(unit)
+        with _outside_of_transforms():
+            if _in_backward():
+                self.arm()
+            self._order.request(unit)
 
     def touch(self, unit: Unit) -> bool:
         """Gather a unit of which a released parameter is used, if a step is running; say whether it is whole."""
@@ -566,7 +576,7 @@ class Hooks:
     @contextmanager
     def keeping_graphs(self) -> Iterator[None]:
         """Let graphs keep the values that parameters show now: their ``data`` is going to be another."""
-        if not torch.is_grad_enabled():
+        if not (torch.is_grad_enabled() and _may_keep_handles()):
             yield
             return
         if self._depth == 0:
@@ -617,7 +627,8 @@ class Hooks:
     # -- Saved tensors ---------------------------------------------------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        place = self._by_storage.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+        has_storage = tensor.layout is torch.strided and not is_functorch_wrapped_tensor(tensor)
+        place = self._by_storage.get(tensor.untyped_storage()._cdata) if has_storage else None
         if place is not None:
             return _KeptWeight(tensor.detach(), tensor._version, *place)
         if self._outer_hooks is not None:
@@ -655,7 +666,7 @@ class Hooks:
     # -- Backward --------------------------------------------------------------------------------------------------
 
     def _watch_outputs(self, unit: Unit, output: Any) -> None:
-        if not unit.is_sharded_between_uses:
+        if not (unit.is_sharded_between_uses and _may_keep_handles()):
             return
 
         def begins(_: Any) -> None:
@@ -839,6 +850,16 @@ def _rename(places: dict[int, Any], old: int, new: int) -> None:
 
 def _may_have_gradients(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
+
+
+def _may_keep_handles() -> bool:
+    """Say whether saved tensors may have hooks; a graph without them keeps the memory of the weights in it."""
+    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
+
+
+def _outside_of_transforms() -> AbstractContextManager[Any]:
+    """Let what the engine does be no part of a transform of ``torch.func`` that is running."""
+    return _NOTHING if peek_interpreter_stack() is None else temporarily_clear_interpreter_stack()
 
 
 def _in_backward() -> bool:

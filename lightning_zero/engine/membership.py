@@ -42,7 +42,10 @@ class Membership:
         )
         if is_as_noted:
             return None
-        for name, param in self._module.named_parameters():
+        params = dict(self._module.named_parameters())
+        if not all(isinstance(param, nn.Parameter) for param in params.values()):
+            return None  # `functional_call` lends the module tensors for a forward; nobody else can
+        for name, param in params.items():
             if not self._is_sharded(param):
                 return name
         self._note()

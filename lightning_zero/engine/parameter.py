@@ -44,6 +44,7 @@ __all__ = [
     "SleepingParameter",
     "WatchedParameter",
     "begin_writes",
+    "call_with_values",
     "class_over",
     "copy_attributes",
     "end_writes",
@@ -320,6 +321,11 @@ class _OwnedParameter(nn.Parameter):
     def _use(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call a function that needs values."""
         raise NotImplementedError
+
+
+def call_with_values(func: Callable[..., Any], tensor: torch.Tensor, *args: Any) -> Any:
+    """Call a function that does not ask ``__torch_function__``, as if it did."""
+    return type(tensor)._use(func, (tensor, *args), {}) if isinstance(tensor, _OwnedParameter) else func(tensor, *args)
 
 
 class ReleasedParameter(_OwnedParameter):

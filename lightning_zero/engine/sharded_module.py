@@ -30,6 +30,7 @@ from lightning_zero.engine.places import Places
 from lightning_zero.engine.reduction import Reducer
 from lightning_zero.engine.statistics import Statistics
 from lightning_zero.engine.step_device import StepDevices
+from lightning_zero.engine.transforms import serve_transforms
 from lightning_zero.engine.unit import Unit
 from lightning_zero.engine.whole import Whole
 from lightning_zero.storage.store import DeviceStore
@@ -122,6 +123,7 @@ class ShardedModule:
         close_windows: Callable[[], None],
         owner: Callable[[Unit], Owner],
     ) -> None:
+        serve_transforms()
         self._options = options
         self._places = places
         device = options.device or _device_of(module)

@@ -16,6 +16,7 @@ from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.elsewhere import Elsewhere
 from lightning_zero.engine.hooks import Hooks
 from lightning_zero.engine.order import PassOrder
+from lightning_zero.engine.transforms import explain_transform
 from lightning_zero.engine.unit import Unit, UnitState
 from lightning_zero.errors import CollectiveError
 
@@ -88,6 +89,7 @@ class Whole:
                 try:
                     yield
                 except Exception as raised:
+                    explain_transform(raised)
                     if write != "rank0" or isinstance(raised, CollectiveError):
                         raise
                     error = raised  # the others wait for this rank
