@@ -19,6 +19,7 @@ from lightning_zero.checkpoint.export import DtypeName, Include, dtype_named, ex
 from lightning_zero.checkpoint.paths import remove
 from lightning_zero.checkpoint.safetensors import parse_size
 from lightning_zero.monitor import Meter, samples_in, tokens_in
+from lightning_zero.option_checks import checked_arguments
 from lightning_zero.precision import ZeroStep
 from lightning_zero.strategy import ZeroStrategy
 
@@ -40,6 +41,7 @@ class ZeroMonitor(Callback):
         grad_norm: Log the norm of the gradients also where nothing is clipped (one more pass over the gradients).
     """
 
+    @checked_arguments(use={"tokens": "Use a function that returns the number of tokens in a batch, or None."})
     def __init__(self, tokens: Callable[[Any], int] | None = None, grad_norm: bool = False) -> None:
         self.tokens = tokens or tokens_in
         self.grad_norm = grad_norm
@@ -123,6 +125,7 @@ class ExportSafetensors(Callback):
             ``LightningModule``.
     """
 
+    @checked_arguments(use={"include": "Use 'trained', a list of patterns of names, a function of the name, or None."})
     def __init__(
         self,
         dtype: DtypeName | None = None,

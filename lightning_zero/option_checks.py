@@ -24,6 +24,7 @@ _NAMES: dict[Any, str] = {
     float: "a number",
     str: "a string",
     dict: "a dict",
+    Callable: "a function",
 }
 
 
@@ -71,7 +72,12 @@ def checked_fields(*, use: Mapping[str, str] | None = None) -> Callable[[type[T]
 
 def from_fields(cls: type[T], value: Any) -> Any:
     """Return ``cls(**value)`` for a dict of fields, and anything else as it is."""
-    return cls(**value) if isinstance(value, dict) else value
+    if not isinstance(value, dict):
+        return value
+    wrong = next((name for name in value if not isinstance(name, str)), None)
+    if wrong is not None:
+        raise TypeError(f"`{cls.__name__}` has no option {wrong!r}. Use names of its fields as keys of the dict.")
+    return cls(**value)
 
 
 class _Check:

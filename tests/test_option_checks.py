@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_zero.callbacks import ExportSafetensors, ZeroMonitor
 from lightning_zero.config import ActivationCheckpointing, Communication, MixedPrecision, Offload, Pipeline
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.option_checks import checked_arguments, checked_fields
@@ -27,7 +28,11 @@ FIELDS = [
     for cls in (ActivationCheckpointing, Communication, LossScale, MixedPrecision, Offload, Pipeline)
     for field in dataclasses.fields(cls)
 ]
-ARGUMENTS = [(cls, name) for cls in (ZeroStrategy, ZeroEngine) for name in inspect.signature(cls).parameters]
+ARGUMENTS = [
+    (cls, name)
+    for cls in (ZeroStrategy, ZeroEngine, ZeroMonitor, ExportSafetensors)
+    for name in inspect.signature(cls).parameters
+]
 
 
 # -- Every option ------------------------------------------------------------------------------------------------------

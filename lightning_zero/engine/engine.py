@@ -45,6 +45,12 @@ Gatherable = nn.Module | torch.Tensor | Iterable[nn.Module | torch.Tensor]
 
 _ENGINES: WeakSet[ZeroEngine] = WeakSet()
 
+_NO_MODULE = "The engine holds no module yet. Call `engine.shard(module)` first."
+_CLOSED = (
+    "This engine is closed, by `close()` or `unshard()`. Make a new `ZeroEngine`, shard the module with it and attach"
+    " the optimizers again. To keep values that are sharded call `unshard()` instead of `close()`."
+)
+
 _USE = {
     "communication": "Use `Communication(...)` or None, for example `Communication(reduce_dtype='bf16')`.",
     "precision": "Use `MixedPrecision(...)` or None, for example `MixedPrecision(compute_dtype=torch.bfloat16)`.",
@@ -165,8 +171,11 @@ class ZeroEngine:
                 cannot be sharded, or shares memory with another; the ranks have different models or options.
             RuntimeError: The engine holds another module, or another engine this one.
         """
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"`engine.shard` takes a module, not {_described(module)}. Pass the model itself.")
         if self.module is module:
             return module
+        self._require_open()
         if self.module is not None:
             raise RuntimeError("This engine holds another module. Make a new `ZeroEngine` for each module.")
         if is_hooked(module):
@@ -213,6 +222,13 @@ class ZeroEngine:
             ValueError: The ranks have different optimizers; one is not element-wise at stage 1 or above, holds a
                 parameter of another module, or has moments that cannot be kept as ``moments`` says.
         """
+        for optimizer in optimizers:
+            if not isinstance(optimizer, Optimizer):
+                raise TypeError(
+                    f"`engine.attach` takes optimizers one by one, as `engine.attach(*optimizers)`, not"
+                    f" {_described(optimizer)}. Make each with its parameters: `torch.optim.AdamW(model.parameters())`."
+                )
+        self._require_module()
         if self.world_size > 1:
             require_same(
                 self.communicator,
@@ -265,6 +281,7 @@ class ZeroEngine:
 
     def detach(self) -> None:
         """Let go of the optimizers and of all gradients."""
+        self._require_module()
         self._let_go()
         self._drop_gradients()
 
@@ -288,6 +305,7 @@ class ZeroEngine:
         ranks only after ``show_masters``. Gradients are dropped. Where parameters are released between uses (stage 3)
         the hooks stay: without them nothing could compute.
         """
+        self._require_module()
         self._attached.close()
         self._flush_here()
         self._drop_gradients()
@@ -301,23 +319,23 @@ class ZeroEngine:
         Collective: all ranks. Makes a difference where parameters compute in another dtype than their own; at stage 3
         to units as they are gathered.
         """
+        self._require_module()
         self._attached.close()
         self.flush()
         self._sharded.whole.rest(together=True)
 
     def resume(self) -> None:
         """Go on after ``pause`` or ``show_masters``, with what was written since; else does nothing. No collective."""
-        assert self.module is not None
+        module = self._require_module()
         self._sharded.whole.end_rest()
-        self._sharded.hooks.install(self.module)
+        self._sharded.hooks.install(module)
 
     def unshard(self) -> nn.Module:
         """Return the module with whole parameters in their own dtype, and close the engine.
 
         Collective: all ranks.
         """
-        assert self.module is not None
-        module = self.module
+        module = self._require_module()
         self.detach()
         held = [param for param in module.parameters() if param in self._places]  # others were put there later
         values = {param: self.full_param(param).to(self._original_dtype(param)) for param in held}
@@ -370,6 +388,7 @@ class ZeroEngine:
 
     def flush(self) -> None:
         """Make the steps that were deferred. Collective at stages 1 and 2: all ranks."""
+        self._require_module()
         stale = [unit for unit in self.units if unit.state is UnitState.SHARDED and not unit.is_sharded_between_uses]
         with self._sharded.hooks.boundary() if stale else nullcontext():
             for unit in stale:
@@ -454,10 +473,12 @@ class ZeroEngine:
 
     def open_window(self, optimizer: Optimizer) -> None:
         """Open the step window: each parameter shows its master's segment and the reduced gradient's."""
+        self._require_module()
         self._attached.of(optimizer).open()
 
     def close_window(self, optimizer: Optimizer) -> None:
         """Close the step window without a step; gradients stay until ``zero_grad``."""
+        self._require_module()
         self._attached.of(optimizer).close()
 
     @property
@@ -470,6 +491,7 @@ class ZeroEngine:
 
         For steps whose backward comes before ``zero_grad`` is called.
         """
+        self._require_module()
         self._drop_gradients()
         self._attached.begin_gradients()
 
@@ -479,6 +501,7 @@ class ZeroEngine:
         Raises:
             PipelineError: ``zero_grad`` was not called since ``begin_gradients``.
         """
+        self._require_module()
         self._attached.end_gradients()
 
     def sum_shared_gradients(self) -> None:
@@ -486,6 +509,7 @@ class ZeroEngine:
 
         Collective: all ranks.
         """
+        self._require_module()
         if self.parts is not None:
             self.parts.sum_gradients(self._buffers)
 
@@ -494,6 +518,7 @@ class ZeroEngine:
 
         Collective: all ranks, after backward.
         """
+        self._require_module()
         self._refuse_with_early_steps("The norm of all gradients")
         places = self._places.by_id.values() if optimizer is None else self._attached.of(optimizer).places
         return gradient_norm(places, norm_type, self.communicator, self.parts)
@@ -503,16 +528,19 @@ class ZeroEngine:
 
         Collective: all ranks.
         """
+        self._require_module()
         self._refuse_with_early_steps("Clipping by norm")
         return self._attached.of(optimizer).clip_grad_norm(max_norm)
 
     def clip_grad_value(self, optimizer: Optimizer, clip_value: float) -> None:
         """Clamp every element of an optimizer's gradients to ``[-clip_value, clip_value]``."""
+        self._require_module()
         self._refuse_with_early_steps("Clipping by value")
         self._attached.of(optimizer).clip_grad_value(clip_value)
 
     def unscale(self, optimizer: Optimizer, inv_scale: float) -> bool:
         """Multiply an optimizer's gradients; return whether one was not finite on some rank. Collective: all ranks."""
+        self._require_module()
         self._refuse_with_early_steps("Scaling of the loss")
         return self._attached.of(optimizer).unscale(inv_scale)
 
@@ -544,8 +572,9 @@ class ZeroEngine:
 
     def keep_params_on_device(self) -> None:
         """Let the shards of parameters sleep on the device from now on, before optimizers are attached (stage 3)."""
+        store = self._sharded.store
         for buffer in self._buffers:
-            buffer.move_shard(self._sharded.store)
+            buffer.move_shard(store)
 
     # -- Reading and writing ---------------------------------------------------------------------------------------
 
@@ -566,6 +595,7 @@ class ZeroEngine:
             RuntimeError: A parameter was changed although ``write`` is None, or another rank left with an error under
                 ``"rank0"``; all ranks have rank 0's values then.
         """
+        self._require_module()
         params = _params_of(params_or_module)
         units = self._units_of(params_or_module if isinstance(params_or_module, nn.Module) else params)
         self._attached.close()
@@ -575,6 +605,7 @@ class ZeroEngine:
     def full_param(self, param: torch.Tensor | nn.Module) -> torch.Tensor:
         """Return a copy of a parameter's values as they are stepped (fp32 masters), whole. Collective: all ranks."""
         param = _parameter(param)
+        self._require_module()
         self._attached.close()
         elsewhere = self._places.elsewhere
         here = None if self._places.is_elsewhere(param) else self._sharded.whole.values(*self._places.of(param))
@@ -589,6 +620,7 @@ class ZeroEngine:
         Of a parameter that another part of the model holds it is None.
         """
         param = _parameter(param)
+        self._require_module()
         self._refuse_with_early_steps("Reading gradients")
         if self._places.is_elsewhere(param):
             return None
@@ -601,15 +633,15 @@ class ZeroEngine:
 
     def records(self) -> list[ParameterRecord]:
         """Return one record per parameter, in the order of ``named_parameters``. No collective."""
+        module = self._require_module()
         self._attached.close()
         self._sharded.membership.require()
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         trained = {id(param) for group in groups for param in group["params"]}
         for buffer in self._buffers:
             buffer.refresh_master()
-        assert self.module is not None
         return records_of(
-            self.module, self._places, trained, parts=self.parts, rank=self.rank, moments=self._options.moments
+            module, self._places, trained, parts=self.parts, rank=self.rank, moments=self._options.moments
         )
 
     def state_place(self, optimizer: Optimizer, param: nn.Parameter, key: str) -> torch.Tensor | None:
@@ -617,6 +649,7 @@ class ZeroEngine:
 
         None where the caller makes a tensor.
         """
+        self._require_module()
         return self._attached.of(optimizer).state_place(param, key)
 
     def complete_masters(self) -> None:
@@ -624,6 +657,7 @@ class ZeroEngine:
 
         Above stage 0 a rank has no more than its range, and nothing is sent.
         """
+        self._require_module()
         for buffer in self._buffers:
             pending = buffer.gather_stepped()
             if pending is not None:
@@ -633,6 +667,7 @@ class ZeroEngine:
 
     def prepare_load(self) -> None:
         """Let ``master()`` of frozen parameters hold any values of their own dtype until ``publish``. No collective."""
+        self._require_module()
         self._attached.close()
         for buffer in self._buffers:
             buffer.refresh_master()
@@ -640,6 +675,7 @@ class ZeroEngine:
 
     def publish(self) -> None:
         """Make the masters the parameters' values. Collective: all ranks. Call after writing into ``master()``."""
+        self._require_module()
         for buffer in self._buffers:
             pending = buffer.publish()
             if pending is not None:
@@ -690,7 +726,7 @@ class ZeroEngine:
         Raises:
             RuntimeError: There is no module yet.
         """
-        return self._sharded.communicator
+        return self._last_made.communicator
 
     @property
     def everyone(self) -> Communicator:
@@ -699,7 +735,7 @@ class ZeroEngine:
         Raises:
             RuntimeError: There is no module yet.
         """
-        return self._sharded.everyone
+        return self._last_made.everyone
 
     @property
     def world_size(self) -> int:
@@ -735,9 +771,26 @@ class ZeroEngine:
 
     @property
     def _sharded(self) -> ShardedModule:
+        self._require_module()
+        return self._last_made
+
+    @property
+    def _last_made(self) -> ShardedModule:
+        """What the engine drives, or has driven before it was closed."""
         if self._made is None:
-            raise RuntimeError("The engine holds no module yet. Call `engine.shard(module)` first.")
+            raise RuntimeError(_NO_MODULE)
         return self._made
+
+    def _require_module(self) -> nn.Module:
+        """Return the module; refuse an engine that has none."""
+        self._require_open()
+        if self.module is None:
+            raise RuntimeError(_NO_MODULE)
+        return self.module
+
+    def _require_open(self) -> None:
+        if self.module is None and self._made is not None:
+            raise RuntimeError(_CLOSED)
 
     def _units_of(self, params_or_module: Gatherable) -> list[Unit]:
         if params_or_module is self.module:
@@ -824,7 +877,17 @@ def _params_of(params_or_module: Gatherable) -> list[torch.Tensor]:
         return list(params_or_module.parameters())
     if isinstance(params_or_module, torch.Tensor):
         return [params_or_module]
+    if isinstance(params_or_module, (str, bytes)) or not isinstance(params_or_module, Iterable):
+        raise TypeError(
+            f"Pass a module, a parameter, or several, not {_described(params_or_module)}: `gathered(layer.weight)`."
+        )
     return [param for item in params_or_module for param in _params_of(item)]
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the class `{value.__name__}`"
+    return f"`{value!r}`" if isinstance(value, str) or value is None else f"a `{type(value).__name__}`"
 
 
 def _parameter(param: torch.Tensor | nn.Module) -> nn.Parameter:

@@ -35,6 +35,11 @@ class LayerSpec(nn.Module):
 
     def __init__(self, cls: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> None:
         super().__init__()
+        if not callable(cls):
+            raise TypeError(
+                f"`{type(self).__name__}` takes a class, or a function that returns a layer, and what to call it with;"
+                f" got a `{type(cls).__name__}`. For example `LayerSpec(nn.Linear, 4, 2)`."
+            )
         self._cls = cls
         self._args = args
         self._kwargs = kwargs
@@ -84,6 +89,11 @@ class TiedLayerSpec(LayerSpec):
         **kwargs: Any,
     ) -> None:
         super().__init__(cls, *args, **kwargs)
+        if forward_fn is not None and not callable(forward_fn):
+            raise TypeError(
+                f"`forward_fn={forward_fn!r}` is a `{type(forward_fn).__name__}`. Use a function of the layer and its"
+                " inputs, or None."
+            )
         self.key = key
         self.tied = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
         self._forward_fn = forward_fn

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import lightning_zero
 from lightning_zero.config import Communication, MixedPrecision
 from lightning_zero.errors import ReleasedParameterError, ShardedGradientError
 from tests import worlds
@@ -283,3 +284,135 @@ def _foreign_parameter(rank: int, world: int) -> str:
 
 def test_optimizer_over_parameters_of_another_module_is_refused() -> None:
     assert worlds.run(_foreign_parameter, 2) == ["", ""]
+
+
+# -- Calls of an engine ------------------------------------------------------------------------------------------------
+
+
+def _with_module() -> Any:
+    from lightning_zero.engine.engine import ZeroEngine
+
+    engine = ZeroEngine(3)
+    engine.shard(nn.Linear(2, 1))
+    return engine
+
+
+def _without_module() -> Any:
+    from lightning_zero.engine.engine import ZeroEngine
+
+    return ZeroEngine(3)
+
+
+MISUSE: dict[str, tuple[Callable[[], Any], str]] = {
+    "gathered a name": (
+        lambda: _with_module().gathered("weight").__enter__(),
+        "Pass a module, a parameter, or several",
+    ),
+    "gathered names": (lambda: _with_module().gathered(["weight"]).__enter__(), "or several, not `'weight'`"),
+    "gathered None": (lambda: _with_module().gathered(None).__enter__(), "or several, not `None`"),
+    "any gathered": (lambda: lightning_zero.gathered("weight").__enter__(), "or several, not `'"),
+    "load into a name": (lambda: lightning_zero.load_pretrained("module", "/"), "or several, not `'module'`"),
+    "attach a name": (
+        lambda: _with_module().attach("adam"),
+        r"one by one, as `engine.attach\(\*optimizers\)`, not `'adam'",
+    ),
+    "attach a list": (lambda: _with_module().attach([]), "takes optimizers one by one.* not a `list`"),
+    "attach a class": (lambda: _with_module().attach(torch.optim.SGD), "not the class `SGD`. Make each with its param"),
+    "shard None": (lambda: _without_module().shard(None), "`engine.shard` takes a module, not `None`"),
+    "shard a list": (lambda: _without_module().shard([nn.Linear(1, 1)]), "takes a module, not a `list`"),
+    "shard a class": (lambda: _without_module().shard(nn.Linear), "takes a module, not the class `Linear`"),
+    "full_param of a name": (lambda: _with_module().full_param("weight"), "`str` is no parameter"),
+    "keys": (lambda: lightning_zero.ZeroStrategy(offload={1: "cpu"}), "`Offload` has no option 1. Use names of its"),
+    "tokens": (lambda: lightning_zero.ZeroMonitor(tokens=5), "`tokens=5` is an `int`. Use a function"),
+    "token": (lambda: lightning_zero.ZeroMonitor(token=len), "has no option `token`. Did you mean `tokens`"),
+    "grad_norm": (lambda: lightning_zero.ZeroMonitor(grad_norm="yes"), "`grad_norm='yes'` is a `str`. Use True or"),
+    "include": (
+        lambda: lightning_zero.ExportSafetensors(include=5),
+        "`include=5` is an `int`. Use 'trained', a list of",
+    ),
+    "include a number": (lambda: lightning_zero.ExportSafetensors(include=["a", 5]), "is a list with an `int` in it"),
+    "prefix": (lambda: lightning_zero.ExportSafetensors(prefix=None), "`prefix=None` is .*Use a string"),
+    "spec": (lambda: lightning_zero.LayerSpec(5), "`LayerSpec` takes a class, .* got a `int`. For example"),
+    "tied spec": (
+        lambda: lightning_zero.TiedLayerSpec("key", nn.Linear, 1, 1, forward_fn=5),
+        "`forward_fn=5` is a `int`. Use a function",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISUSE)
+def test_values_of_another_kind_are_refused_by_name(name: str) -> None:
+    call, message = MISUSE[name]
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+_ARGUMENTS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], tuple[Any, ...]]] = {
+    "shard": lambda module, optimizer: (module,),
+    "gathered": lambda module, optimizer: (module,),
+    "full_param": lambda module, optimizer: (module.weight,),
+    "full_grad": lambda module, optimizer: (module.weight,),
+    "clip_grad_norm": lambda module, optimizer: (optimizer, 1.0),
+    "clip_grad_value": lambda module, optimizer: (optimizer, 1.0),
+    "unscale": lambda module, optimizer: (optimizer, 1.0),
+    "state_place": lambda module, optimizer: (optimizer, module.weight, "exp_avg"),
+    "scope": lambda module, optimizer: ("training_step",),
+    "microbatch": lambda module, optimizer: (True,),
+    "broadcast_module_buffers": lambda module, optimizer: ("scopes",),
+    "use_step_devices": lambda module, optimizer: ({},),
+    **dict.fromkeys(
+        ("attach", "open_window", "close_window", "drop_elsewhere", "whole_groups"),
+        lambda module, optimizer: (optimizer,),
+    ),
+}  # fmt: skip
+_NEED_NO_MODULE = {"close", "drop_elsewhere", "whole_groups", "param_name"}  # do nothing, or look up
+
+
+def _methods(engine: Any) -> list[str]:
+    return [
+        name
+        for name, value in vars(type(engine)).items()
+        if callable(value) and not name.startswith("_") and name not in _NEED_NO_MODULE
+    ]
+
+
+def _call(engine: Any, name: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    arguments = _ARGUMENTS[name](module, optimizer) if name in _ARGUMENTS else ()
+    result = getattr(engine, name)(*arguments)
+    if hasattr(result, "__enter__"):
+        result.__enter__()
+
+
+@pytest.mark.parametrize("stage", [1, 3], ids="stage{}".format)
+def test_every_call_of_a_closed_engine_says_so(stage: int) -> None:
+    worlds.run(_calls_of_closed_engines, 2, stage)
+
+
+def _calls_of_closed_engines(rank: int, world: int, stage: int) -> None:
+    from lightning_zero.engine.engine import ZeroEngine
+
+    for end in ("close", "unshard"):
+        engine, module = ZeroEngine(stage), nn.Linear(2, 1)
+        optimizer = engine.attach(torch.optim.AdamW(engine.shard(module).parameters()))
+        module(torch.ones(2)).sum().backward()
+        optimizer.step()
+        getattr(engine, end)()
+        for name in _methods(engine):
+            with pytest.raises(RuntimeError, match="This engine is closed, .* Make a new `ZeroEngine`"):
+                _call(engine, name, module, optimizer)
+        engine.close()
+        if end == "close" and stage == 3:
+            with pytest.raises(RuntimeError, match="This engine is closed"):
+                module.weight.sum()
+
+
+def test_every_call_of_an_engine_without_a_module_says_so() -> None:
+    engine, module = _without_module(), nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(module.parameters())
+    for name in _methods(engine):
+        if name != "shard":
+            with pytest.raises(
+                RuntimeError, match=r"The engine holds no module yet. Call `engine.shard\(module\)` first"
+            ):
+                _call(engine, name, module, optimizer)
+    engine.close()
