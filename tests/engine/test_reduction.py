@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -121,3 +122,23 @@ def _abandoned(rank: int, world: int) -> set[float] | None:
 
 def test_an_abandoned_backward_leaves_no_gradient() -> None:
     assert worlds.run(_abandoned, 2) == [None, None]
+
+
+def _settled_at(rank: int, world: int, stage: int) -> float:
+    """Rank 1 comes late to the reduction; return when it came, and when rank 0 had settled."""
+    reducer, (first, _) = _world(stage)
+    reducer.begin()
+    _add(reducer, first, 0, 2.0)
+    if rank == 1:
+        time.sleep(0.3)
+    came_at = time.monotonic()  # one clock for all processes
+    reducer.start(first)
+    reducer.abandon()
+    reducer.settle()
+    return came_at if rank == 1 else time.monotonic()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_reductions_of_an_abandoned_backward_are_over_when_they_are_settled(stage: int) -> None:
+    settled_at, came_at = worlds.run(_settled_at, 2, stage)
+    assert settled_at >= came_at
