@@ -16,6 +16,7 @@ from lightning_zero.engine.gradients import BufferGradients
 from lightning_zero.engine.own_range import OwnRange
 from lightning_zero.engine.parameter import (
     ReducedParameter,
+    SegmentParameter,
     SleepingParameter,
     begin_writes,
     end_writes,
@@ -25,6 +26,7 @@ from lightning_zero.engine.parameter import (
     restore_class,
     set_raw_grad,
     swap_class,
+    user_class,
 )
 from lightning_zero.engine.sharded_gradient import Cut, ShardedGradient, sharded_gradient_class
 from lightning_zero.engine.sleep import BufferSleep
@@ -118,7 +120,12 @@ class BufferWindow:
         self._let_grad_be_written(param)
 
     def _let_grad_be_written(self, param: nn.Parameter) -> None:
-        swap_class(param, ReducedParameter if self._buffer.sleep is None else SleepingParameter)
+        if self._buffer.sleep is not None:
+            swap_class(param, SleepingParameter)
+        elif self._buffer.sharding.optim and user_class(param) is nn.Parameter:
+            swap_class(param, SegmentParameter)
+        else:
+            swap_class(param, ReducedParameter)
 
     @property
     def entered(self) -> Set[int]:

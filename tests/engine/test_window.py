@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.parameter import ReducedParameter, ReleasedParameter, raw_grad
+from lightning_zero.engine.sharded_gradient import ShardedGradient
 from lightning_zero.errors import ShardedGradientError
 from tests import worlds
 from tests.engine.buffers import (
@@ -21,6 +24,7 @@ from tests.engine.buffers import (
     stages,
     values_of,
 )
+from tests.references import TinyGPT, token_loss, tokens
 
 
 def _window(rank: int, world: int, stage: int) -> None:
@@ -34,9 +38,9 @@ def _window(rank: int, world: int, stage: int) -> None:
         buffer.window.enter(index)
         buffer.window.show(index)
         start, stop = buffer.own_range.elements(index)
-        assert (type(param), param.dtype) == (ReducedParameter, torch.float32)
+        assert (isinstance(param, ReducedParameter), param.dtype) == (True, torch.float32)
         assert param.shape == ((stop - start,) if stage else SHAPES[index])
-        assert torch.equal(param.reshape(-1), values_of(index, 0.25).reshape(-1)[start:stop])
+        assert torch.equal(param.detach().reshape(-1), values_of(index, 0.25).reshape(-1)[start:stop])
         grad = param.grad
         assert (grad is not None) == (index in (0, 1))
         if grad is not None:
@@ -110,3 +114,37 @@ def _zeroed(rank: int, world: int, stage: int) -> None:
 @stages
 def test_gradients_that_are_zeroed_while_the_window_of_others_is_open_stay_zero(stage: int) -> None:
     worlds.run(_zeroed, 2, stage)
+
+
+def _used_whole(rank: int, world: int, stage: int) -> list[str]:
+    engine = ZeroEngine(stage, units=["Block"])
+    module = engine.shard(TinyGPT(depth=1))
+    engine.attach(torch.optim.SGD(module.parameters(), lr=0.1))
+    token_loss(module, rank, 0).backward()
+    weight, bias = module.blocks[0].up.weight, module.blocks[0].up.bias
+    assert weight.grad is not None
+    found = []
+    for use in (
+        lambda: weight.norm(), lambda: (weight.sum() + 1), lambda: torch.linalg.vector_norm(weight), lambda: weight[0],
+        lambda: F.linear(torch.ones(2, 6), weight, bias), lambda: torch.ones(2, 6) @ weight.t(),
+        lambda: weight.view(-1),
+    ):  # fmt: skip
+        try:
+            use()
+        except ShardedGradientError as error:
+            found.append(str(error))
+    with torch.no_grad():
+        weight.sub_(weight.grad * 0.1).mul_(0.5)
+        torch._foreach_add_([weight, bias], [weight.grad, bias.grad])
+        weight.data.add_(weight)
+    assert isinstance(weight * weight.grad, ShardedGradient) == (stage > 0)
+    module(tokens(rank, 0))
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_what_needs_a_whole_parameter_in_the_step_window_is_refused_by_name(stage: int) -> None:
+    for found in worlds.run(_used_whole, 2, stage):
+        assert len(found) == (7 if stage else 0)
+        assert all("whole parameter `blocks.0.up.weight`" in one and "full_param" in one for one in found)
