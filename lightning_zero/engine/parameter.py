@@ -231,6 +231,13 @@ def is_written(param: nn.Parameter, version: int) -> bool:
         return moved or any(data._version != before for data, before in _HANDED_OUT.get(id(param), ()))
 
 
+def _note_pointed(param: nn.Parameter) -> None:
+    """Note that ``data`` is pointed elsewhere: a segment without elements has no address that would tell."""
+    handed_out = _HANDED_OUT.get(id(param))
+    if handed_out is not None:
+        handed_out.append((param, -1))
+
+
 def end_writes(param: nn.Parameter) -> None:
     """Watch no writes any more."""
     _HANDED_OUT.pop(id(param), None)
@@ -252,6 +259,7 @@ class ReducedParameter(nn.Parameter):
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
+        _note_pointed(self)
         super(ReducedParameter, type(self)).data.__set__(self, values)  # type: ignore[attr-defined]
 
     grad = property(_read_grad, _write_grad, lambda param: _write_grad(param, None))
@@ -482,6 +490,17 @@ class SleepingParameter(_OwnedParameter):
     """A parameter in the step window whose values are on a disk; see ``lightning_zero/storage/sleeping.py``."""
 
     sleeps = True
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The values."""
+        values: torch.Tensor = super().data
+        return values
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        _note_pointed(self)
+        super(SleepingParameter, type(self)).data.__set__(self, values)  # type: ignore[attr-defined]
 
     @classmethod
     def __torch_function__(

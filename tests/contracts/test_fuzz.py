@@ -57,6 +57,16 @@ ONCE = {  # what differed once, made smaller
             ("evaluate", {"what": "blocks.a.up"}),
         ],
     ),
+    "data-pointed-elsewhere-where-a-rank-has-no-element": Program(
+        {"blocks": [("a", {"kind": "linear"})]},
+        {"stage": 1},
+        SGD,
+        [
+            ("clip_norm", {"look": False}),
+            ("write", {"how": "open", "names": ["blocks.a.down.bias"], "point": True, "look": False}),
+            ("evaluate", {}),
+        ],
+    ),
     "gradients-decay-by-values-on-disks": Program(
         {"blocks": []},
         {"stage": 1, "offload": {"optimizer": "nvme"}},

@@ -208,6 +208,15 @@ def attach(side: Side, *, optimizers: list[dict[str, Any]] | None = None) -> See
     return []
 
 
+def add_group(side: Side, *, opt: int = 0, names: Sequence[str] = (), lr: float = 0.01) -> Seen:
+    """Add a group of parameters that no optimizer has."""
+    taken = {id(param) for optimizer in side.optimizers for param in _held(optimizer)}
+    params = [param for param in _named(side, names) if id(param) not in taken]
+    if params:
+        _optimizer(side, opt).add_param_group({"params": params, "lr": lr})
+    return []
+
+
 def freeze(side: Side, *, names: Sequence[str] | None = None, value: bool = False) -> Seen:
     """Set ``requires_grad``."""
     for param in _named(side, names):
@@ -297,15 +306,20 @@ def read(side: Side, *, what: str = "norm", opt: int | None = None, order: float
 # -- Parameters --------------------------------------------------------------------------------------------------------
 
 
-def write(side: Side, *, names: Sequence[str] | None = None, how: str = "all", data: bool = False) -> Seen:
-    """Halve parameters: in ``gathered`` by all ranks, by rank 0, or in the open."""
+def write(
+    side: Side, *, names: Sequence[str] | None = None, how: str = "all", data: bool = False, point: bool = False
+) -> Seen:
+    """Halve parameters: in ``gathered`` by all ranks, by rank 0, or in the open; or point ``data`` to halves."""
     params = _named(side, names)
     if not params:
         return []
     with contextlib.nullcontext() if how == "open" else side.gathered(params, how), torch.no_grad():
         if how != "rank0" or side.rank == 0:
             for param in params:
-                (param.data if data else param).mul_(0.5)
+                if point:
+                    param.data = param.data * 0.5
+                else:
+                    (param.data if data else param).mul_(0.5)
     return []
 
 
@@ -316,6 +330,19 @@ def load(side: Side, *, how: str = "all") -> Seen:
         if "weights" in side.memory:
             side.module.load_state_dict(side.memory["weights"])
     side.memory["weights"] = kept
+    return []
+
+
+def save(side: Side, *, full: bool = False) -> Seen:
+    """Save a checkpoint: a directory, or one file."""
+    side.save(full=full)
+    return []
+
+
+def resume(side: Side, *, stage: int | None = None) -> Seen:
+    """Load the last checkpoint, if the optimizers have the same groups; with ``stage`` into a new engine."""
+    if "saved" in side.memory:
+        side.resume(stage)
     return []
 
 
@@ -412,7 +439,7 @@ def _held(optimizer: Optimizer) -> list[nn.Parameter]:
 ACTIONS: dict[str, Callable[..., Seen]] = {
     action.__name__: action
     for action in (
-        backward, step, closure, zero_grad, clip_norm, clip_value, lr, attach, freeze, edit, assign, read, write, load,
-        evaluate, fail, tell,
+        backward, step, closure, zero_grad, clip_norm, clip_value, lr, attach, add_group, freeze, edit, assign, read,
+        write, load, save, resume, evaluate, fail, tell,
     )
 }  # fmt: skip

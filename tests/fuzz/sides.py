@@ -14,6 +14,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
 from lightning_zero import MixedPrecision
+from lightning_zero.checkpoint import directory, state
 from lightning_zero.config import Communication, Offload
 from lightning_zero.engine.engine import ZeroEngine
 from tests.fuzz.modules import build
@@ -47,6 +48,8 @@ class Side(Protocol):
     def full_param(self, param: nn.Parameter) -> Tensor: ...
     def full_grad(self, param: nn.Parameter) -> Tensor | None: ...
     def tell_engine(self, verb: str) -> None: ...
+    def save(self, *, full: bool) -> None: ...
+    def resume(self, stage: int | None) -> None: ...
 
 
 class Plain:
@@ -61,12 +64,13 @@ class Plain:
         group: For everything that is sent.
     """
 
+    module: nn.Module
+    params: dict[str, nn.Parameter]
+    shapes: dict[str, torch.Size]
+
     def __init__(self, spec: dict[str, Any], options: dict[str, Any], group: dist.ProcessGroup) -> None:
         self.rank, self.world, self.group = group.rank(), group.size(), group
-        torch.manual_seed(self.rank)  # rank 0's values count
-        self.module: nn.Module = build(spec)
-        self.params = dict(self.module.named_parameters())
-        self.shapes = {name: param.shape for name, param in self.params.items()}
+        self._spec = spec
         self.optimizers: list[Optimizer] = []
         self.memory: dict[str, Any] = {}
         self._averages_all = options.get("stage", 0) >= 2  # micro-batches before the last too
@@ -74,6 +78,13 @@ class Plain:
         self._depth = 0
         self._is_last = True
         self._sends_buffers = True  # as DistributedDataParallel: not behind an evaluation or a waiting micro-batch
+        self._build()
+
+    def _build(self) -> None:
+        torch.manual_seed(self.rank)  # rank 0's values count
+        self.module = build(self._spec)
+        self.params = dict(self.module.named_parameters())
+        self.shapes = {name: param.shape for name, param in self.params.items()}
         with torch.no_grad():
             self._broadcast([*self.module.parameters(), *self.module.buffers()])
         self.module.register_forward_pre_hook(lambda *_: self._broadcast_buffers())
@@ -171,6 +182,26 @@ class Plain:
     def full_grad(self, param: nn.Parameter) -> Tensor | None:
         return None if param.grad is None else param.grad.clone()
 
+    def save(self, *, full: bool) -> None:
+        weights = {key: value.clone() for key, value in self.module.state_dict().items()}
+        self._broadcast(weights.values())
+        states = [copy.deepcopy(optimizer.state_dict()) for optimizer in self.optimizers]
+        self.memory["saved"] = _groups_of(self), (weights, states)
+
+    def resume(self, stage: int | None) -> None:
+        groups, (weights, states) = self.memory["saved"]
+        if groups != _groups_of(self):
+            return
+        self.drop_gradients()
+        if stage is not None:
+            self._averages_all, self._sends_buffers = stage >= 2, True
+            before = self.params
+            self._build()
+            self.optimizers = _remade(self, before)
+        self.module.load_state_dict(weights)
+        for optimizer, saved in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(copy.deepcopy(saved))
+
     def tell_engine(self, verb: str) -> None:
         """Nothing to tell."""
 
@@ -189,27 +220,38 @@ class Sharded:
         timeout_s: Of a collective.
     """
 
+    engine: ZeroEngine
+    module: nn.Module
+    params: dict[str, nn.Parameter]
+    shapes: dict[str, torch.Size]
+
     def __init__(
         self, spec: dict[str, Any], options: dict[str, Any], group: dist.ProcessGroup, folder: str, timeout_s: float
     ) -> None:
         self.rank, self.world, self.group = group.rank(), group.size(), group
-        torch.manual_seed(self.rank)
+        self._spec, self._options, self._folder, self._timeout_s = spec, options, folder, timeout_s
         self.optimizers: list[Optimizer] = []
         self.memory: dict[str, Any] = {}
+        self._build(options)
+
+    def _build(self, options: dict[str, Any]) -> None:
+        torch.manual_seed(self.rank)
         offload = copy.deepcopy(options.get("offload"))
         if offload is not None and "nvme" in offload.values():
-            offload["path"] = folder
+            offload["path"] = self._folder
         self.engine = ZeroEngine(
             options.get("stage", 0),
             units=options.get("units"),
             communication=Communication(
-                prefetch=options.get("prefetch", 1), reduce_dtype=options.get("reduce_dtype"), timeout_s=timeout_s
+                prefetch=options.get("prefetch", 1),
+                reduce_dtype=options.get("reduce_dtype"),
+                timeout_s=self._timeout_s,
             ),
             precision=MixedPrecision(),
             offload=None if offload is None else Offload(**offload),
             step=options.get("step", "auto"),
         )
-        self.module: nn.Module = self.engine.shard(build(spec))
+        self.module = self.engine.shard(build(self._spec))
         self.params = dict(self.module.named_parameters())
         self.shapes = {name: param.shape for name, param in self.params.items()}
 
@@ -252,11 +294,60 @@ class Sharded:
     def full_grad(self, param: nn.Parameter) -> Tensor | None:
         return self.engine.full_grad(param)
 
+    def save(self, *, full: bool) -> None:
+        path = f"{self._folder}/saved-{full}"
+        states = [state.optimizer_state(self.engine, optimizer) for optimizer in self.optimizers]
+        content = {"state_dict": state.model_state(self.engine, self.module), "optimizer_states": states}
+        directory.save(self.engine, content, path, full)
+        self.memory["saved"] = _groups_of(self), path
+
+    def resume(self, stage: int | None) -> None:
+        groups, path = self.memory["saved"]
+        if groups != _groups_of(self):
+            return
+        self.drop_gradients()
+        if stage is not None:
+            before = self.params
+            self.engine.flush()
+            self.engine.close()
+            self._build({**self._options, "stage": stage})
+            self.attach(_remade(self, before))
+        content = directory.load(self.engine, path)
+        state.load_model_state(self.engine, self.module, content["state_dict"])
+        state.load_optimizer_state(self.engine, self.optimizers, content["optimizer_states"])
+
     def tell_engine(self, verb: str) -> None:
         getattr(self.engine, verb)()
 
     def close(self) -> None:
         self.engine.close()
+
+
+def _groups_of(side: Side) -> list[Any]:
+    """Return the classes of the optimizers, and the names in their groups."""
+    names = {id(param): name for name, param in side.params.items()}
+    return [
+        (
+            type(optimizer).__name__,
+            [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups],
+        )
+        for optimizer in side.optimizers
+    ]
+
+
+def _remade(side: Side, before: dict[str, nn.Parameter]) -> list[Optimizer]:
+    """Return optimizers as they were made, for a module that takes the place of another one; freeze what was frozen."""
+    names = {id(param): name for name, param in before.items()}
+    for name, param in before.items():
+        side.params[name].requires_grad_(param.requires_grad)
+    made = []
+    for optimizer in side.optimizers:
+        groups = [
+            {**group, "params": [side.params[names[id(param)]] for param in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        made.append(getattr(torch.optim, type(optimizer).__name__)(groups, **optimizer.defaults))
+    return made
 
 
 def _held(optimizer: Optimizer) -> list[nn.Parameter]:
