@@ -5,20 +5,31 @@ Each mutant is a context manager that patches the engine inside a rank.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import torch
+
+from lightning_zero.checkpoint import state
 from lightning_zero.comm import communicator
-from lightning_zero.engine import optimizer
+from lightning_zero.engine import optimizer, sharded_gradient
+from lightning_zero.engine.attached import Attached
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.deferred import Update
+from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.gradients import BufferGradients
+from lightning_zero.engine.hooks import Hooks
 from lightning_zero.engine.module_buffers import ModuleBuffers
+from lightning_zero.engine.optimizer import ShardedOptimizer
+from lightning_zero.engine.order import PassOrder
 from lightning_zero.engine.own_range import OwnRange
+from lightning_zero.engine.reduction import Reducer
 from lightning_zero.engine.unit import Unit
 from lightning_zero.engine.whole import Whole
+from lightning_zero.engine.window import BufferWindow
 
 __all__ = ["MUTANTS"]
 
@@ -166,8 +177,6 @@ def deferred_steps_are_lost() -> Iterator[None]:
 @contextmanager
 def used_on_rank_0_only_counts() -> Iterator[None]:
     """Ranks do not agree on who has a gradient."""
-    from lightning_zero.engine.reduction import Reducer
-
     settle = Reducer._settle
 
     def alone(self: Reducer) -> None:
@@ -178,12 +187,160 @@ def used_on_rank_0_only_counts() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def a_factor_outlives_its_gradients() -> Iterator[None]:
+    """The factor of a clipping is not dropped with the gradients that it multiplies."""
+    drop = BufferGradients._drop_average
+
+    def keeps(self: BufferGradients) -> None:
+        factor = self.factor
+        drop(self)
+        self.factor = factor
+
+    with mock.patch.object(BufferGradients, "_drop_average", keeps):
+        yield
+
+
+@contextmanager
+def a_factor_of_no_gradients_stays() -> Iterator[None]:
+    """Clipping leaves its factor with buffers that have no gradient."""
+    scale_later, end = BufferGradients.scale_later, BufferGradients.finish_reduce
+    left: dict[int, Any] = {}
+
+    def leaves(self: BufferGradients, indices: set[int], factor: Any) -> bool:
+        if self.reduced is None or not self.has_grad:
+            left[id(self)] = factor
+        return scale_later(self, indices, factor)
+
+    def takes(self: BufferGradients) -> None:
+        end(self)
+        self.factor = left.pop(id(self), self.factor)
+
+    with mock.patch.multiple(BufferGradients, scale_later=leaves, finish_reduce=takes):
+        yield
+
+
+@contextmanager
+def reductions_are_not_waited_for() -> Iterator[None]:
+    """What a reduction writes is read before it is there."""
+    wait = communicator.Pending.wait
+
+    def late(self: communicator.Pending) -> None:
+        if "gradients of unit" not in self._what or "reduce" not in self._what:
+            wait(self)
+
+    with mock.patch.object(communicator.Pending, "wait", late):
+        yield
+
+
+@contextmanager
+def pointed_values_are_lost() -> Iterator[None]:
+    """What ``p.data = ...`` points to in the step window is not copied into the master."""
+
+    def resets(self: BufferWindow, index: int) -> bool:
+        self._buffer.params[index].data = self._buffer.segment(index)
+        return False
+
+    with mock.patch.object(BufferWindow, "take_values", resets):
+        yield
+
+
+@contextmanager
+def forwards_leave_windows_open() -> Iterator[None]:
+    """The forward of a module that is no unit computes with what the window shows."""
+    with mock.patch.object(Attached, "_watch_forwards", return_value=None):
+        yield
+
+
+@contextmanager
+def units_are_given_back_at_once() -> Iterator[None]:
+    """A unit that somebody still uses is given back."""
+    with mock.patch.object(Unit, "is_busy", False):
+        yield
+
+
+@contextmanager
+def lists_are_not_joined() -> Iterator[None]:
+    """A rank does not take part in the reductions of a pass that it has no need of."""
+    join = PassOrder._join
+
+    def skips(self: PassOrder, entry: int, *, is_void: bool = False) -> None:
+        if entry >= len(self._units):
+            join(self, entry, is_void=is_void)
+
+    with mock.patch.object(PassOrder, "_join", skips):
+        yield
+
+
+@contextmanager
+def errors_are_not_put_aside() -> Iterator[None]:
+    """What an error has ended in a backward without notice is taken for a part of the next step."""
+    with mock.patch.object(Hooks, "recover", return_value=None):
+        yield
+
+
+@contextmanager
+def an_average_reads_a_later_backward() -> Iterator[None]:
+    """A backward overwrites gradients that a deferred step has still to read."""
+    accumulate = BufferGradients._local_sums
+
+    def hurried(self: BufferGradients) -> Any:
+        with mock.patch.object(type(self._buffer), "flush", return_value=False):
+            return accumulate(self)
+
+    with mock.patch.object(BufferGradients, "_local_sums", hurried):
+        yield
+
+
+@contextmanager
+def states_are_not_loaded() -> Iterator[None]:
+    """A checkpoint gives optimizers no states."""
+    with mock.patch.object(state, "load_optimizer_state", return_value=None):
+        yield
+
+
+@contextmanager
+def loaded_weights_are_not_published() -> Iterator[None]:
+    """A checkpoint changes masters only."""
+    with mock.patch.object(ZeroEngine, "publish", return_value=None):
+        yield
+
+
+@contextmanager
+def added_groups_are_not_stepped() -> Iterator[None]:
+    """``add_param_group`` takes no parameters in."""
+    attach = ShardedOptimizer._attach_params
+
+    def unless_added(self: ShardedOptimizer, params: Any) -> None:
+        if sys._getframe(1).f_code.co_name != "add_param_group":
+            attach(self, params)
+
+    with mock.patch.object(ShardedOptimizer, "_attach_params", unless_added):
+        yield
+
+
+@contextmanager
+def sleeping_values_are_not_woken() -> Iterator[None]:
+    """A gradient reads parameters that are on a disk without waking them."""
+
+    def asleep(func: Any, args: Any, kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    with mock.patch.object(sharded_gradient, "call_awake", asleep):
+        yield
+
+
 MUTANTS: dict[str, Callable[[], Any]] = {
     mutant.__name__: mutant
     for mutant in (
         gradients_are_summed, a_dropped_gradient_stays, unused_counts_as_zero,
         the_last_microbatch_counts, an_earlier_average_is_lost, zero_grad_drops_always, module_buffers_stay,
         segments_are_one_off, writes_are_lost, every_rank_writes, steps_are_not_published, norms_are_local, units_stay,
-        deferred_steps_are_lost, used_on_rank_0_only_counts,
+        deferred_steps_are_lost, used_on_rank_0_only_counts, a_factor_outlives_its_gradients,
+        a_factor_of_no_gradients_stays, reductions_are_not_waited_for, pointed_values_are_lost,
+        forwards_leave_windows_open, units_are_given_back_at_once, lists_are_not_joined, errors_are_not_put_aside,
+        an_average_reads_a_later_backward, states_are_not_loaded, loaded_weights_are_not_published,
+        added_groups_are_not_stepped, sleeping_values_are_not_woken,
     )
 }  # fmt: skip

@@ -80,6 +80,9 @@ class _Drawing:
         self._off = off
         self._is_waiting = False  # a micro-batch before the last has run
         self._has_grads = False
+        self._saved: Any = None  # the optimizers when a checkpoint was saved
+        self._free: list[str] = []  # names of parameters in no optimizer
+        self._clips = False
 
     def program(self) -> Program:
         self._module = modules.draw(self._rng)
@@ -89,8 +92,10 @@ class _Drawing:
         self._modules = [name for name, _ in net.named_modules()]
         self._blocks = [name for name, _ in self._module["blocks"]]
         self._options = self._draw_options()
+        self._stage = self._options["stage"]
         self._optimizers = self._draw_optimizers()
         is_loop = self._rng.random() < 0.5
+        self._clips = self._rng.random() < 0.3  # in most turns of a loop, as the engine offers it
         actions: list[Action] = []
         length = self._rng.randint(5, 16)
         while len(actions) < length:
@@ -102,7 +107,7 @@ class _Drawing:
                 actions.append(self._draw_action())
         if self._is_waiting:
             actions.append(self._backward(last=True))
-        looks = self._rng.choice((1.0, 0.5, 0.2, 0.0))
+        looks = self._rng.choice((1.0, 0.5, 0.2, 0.0, 0.0))
         for name, arguments in actions[:-1]:
             if self._rng.random() >= looks or (self._is_early and name == "backward"):
                 arguments["look"] = False
@@ -151,8 +156,9 @@ class _Drawing:
     def _draw_optimizers(self) -> list[dict[str, Any]]:
         rng = self._rng
         names = list(self._names)
-        if rng.random() < 0.1:
+        if rng.random() < 0.15:
             names = sorted(rng.sample(names, max(1, len(names) - 2)), key=self._names.index)  # some are in none
+        self._free = [name for name in self._names if name not in names]
         if self._is_early or rng.random() < 0.65 or not self._allows("two optimizers"):
             whole = names == self._names and rng.random() < 0.5
             return [self._draw_optimizer(None if whole else names)]
@@ -198,7 +204,10 @@ class _Drawing:
                 "freeze": 0.6,
                 "assign": 0.5,
                 "closure": 0.3,
+                "save": 0.3,
             }
+            weights |= {"resume": 0.8} if self._saved == self._held else {}
+            weights |= {"add_group": 1.0} if self._free else {}
             weights |= {"zero_grad": 1.5, "step": 5 if self._has_grads else 0.3}
             weights |= {"clip_norm": 1.6, "clip_value": 0.5, "edit": 1.2, "read": 1.2} if self._has_grads else {}
         if not self._allows("unused clip"):
@@ -214,7 +223,9 @@ class _Drawing:
         whole, part = (lambda: self._backward(last=True)), (lambda: self._backward(last=False))
         turn: list[Callable[[], Action]] = [part, whole] if self._rng.random() < 0.3 else [whole]
         between = [self._clip_norm, self._clip_norm, self._clip_value, self._edit, self._read]
-        if self._rng.random() < 0.6:
+        if self._clips and self._rng.random() < 0.6:
+            turn.append(lambda: ("clip_norm", {"opt": 0, "max_norm": self._rng.choice((0.01, 0.1))}))
+        elif not self._clips and self._rng.random() < 0.6:
             turn.append(self._rng.choice(between))
         steps = [lambda opt=opt: ("step", {"opt": opt}) for opt in range(len(self._optimizers))]
         turn += steps
@@ -233,7 +244,9 @@ class _Drawing:
         self._has_grads = False
         actions = [self._backward(last=True, plain=True), ("step", {}), ("zero_grad", {})]
         if self._rng.random() < 0.3:
-            actions.append(self._rng.choice((self._evaluate, self._write, self._lr))())
+            actions.append(self._rng.choice((self._evaluate, self._write, self._lr, self._save))())
+            if actions[-1][0] == "save":
+                actions.append(self._resume())
         return actions
 
     def _use(self) -> Any:
@@ -322,6 +335,29 @@ class _Drawing:
         self._optimizers = self._draw_optimizers()
         return "attach", {"optimizers": self._optimizers}
 
+    @property
+    def _held(self) -> Any:
+        return repr(self._optimizers), list(self._free)
+
+    def _add_group(self) -> Action:
+        names = self._free[self._rng.randrange(len(self._free)) :]
+        self._free = [name for name in self._free if name not in names]
+        return "add_group", {"opt": self._opt(), "names": names, "lr": self._rng.choice((0.01, 0.03))}
+
+    def _save(self) -> Action:
+        self._saved = self._held
+        return "save", {"full": True} if self._rng.random() < 0.3 else {}
+
+    def _resume(self) -> Action:
+        self._has_grads = False
+        if self._rng.random() < 0.5:
+            return "resume", {}
+        only = 3 if "params" in (self._options.get("offload") or {}) else None
+        stages = [stage for stage in range(4) if only in (None, stage) and (stage > 0 or not self._is_early)]
+        stage = self._rng.choice(stages)
+        self._stage = stage
+        return "resume", {"stage": stage}
+
     def _freeze(self) -> Action:
         if self._rng.random() < 0.3:
             return "freeze", {"value": True}
@@ -360,14 +396,14 @@ class _Drawing:
         return "read", arguments
 
     def _write(self) -> Action:
-        hows = (
-            ("all", "rank0", "open") if self._options["stage"] < 3 and self._allows("open write") else ("all", "rank0")
-        )
+        hows = ("all", "rank0", "open") if self._stage < 3 and self._allows("open write") else ("all", "rank0")
         arguments: dict[str, Any] = {"how": self._rng.choice(hows)}
         if self._rng.random() < 0.7:
             arguments["names"] = self._some()
         if self._rng.random() < 0.3:
             arguments["data"] = True
+        elif arguments["how"] == "open" and self._maybe(0.4, "pointed"):
+            arguments["point"] = True
         return "write", arguments
 
     def _load(self) -> Action:
