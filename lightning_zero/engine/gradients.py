@@ -97,6 +97,7 @@ class BufferGradients:
         # - The average over the ranks
         self.has_grad: set[int] = set()  # slots with a gradient on some rank, in ``reduced``
         self.given_out: set[int] = set()  # slots whose segment a program has read: it may be assigned again
+        self.is_read = False  # a program has, so that it may keep what lies in ``local``
         self._reduced: torch.Tensor | None = None
         self._landing = Landing()  # of the average at home
         self._retained: torch.Tensor | None = None  # an earlier average whose place ``local`` needs
@@ -168,8 +169,10 @@ class BufferGradients:
 
     def _is_kept(self) -> bool:
         """Say whether the program keeps an earlier gradient (``kept = p.grad``) where the next ones would be summed."""
-        is_free = self.local is not None and not self._summed and self._reduced is None and self._retained is None
-        return is_free and self.local is not None and num_tensors_in(self.local) > 1
+        if not self.is_read or self._summed or self._reduced is not None or self._retained is not None:
+            return False
+        self.is_read = False
+        return self.local is not None and num_tensors_in(self.local) > 1
 
     @property
     def is_summing(self) -> bool:

@@ -155,6 +155,7 @@ class BufferWindow:
     def give_out(self, index: int) -> None:
         """Show a gradient to the program, which may assign what it makes of it, also when it has dropped it."""
         self.show(index)
+        self._gradients.is_read = True
         if self._buffer.sharding.optim:
             self._gradients.given_out.add(index)
 
