@@ -358,6 +358,7 @@ class Hooks:
 
     def begin_step(self) -> None:
         """Begin a step of an optimizer: nothing that is gathered ahead may outlive it. Collective inside a scope."""
+        self.recover()
         if self._shards and self._depth > 0 and not self._order.is_suspended:
             with self.boundary():
                 pass

@@ -302,8 +302,9 @@ class ShardedOptimizer:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._refuse_unless_elementwise()
         self._refuse_params_past_add()
-        self._refuse_local_gradients()
+        self._refuse_in_backward()
         self._begin_step()
+        self._refuse_local_gradients()
         if self.is_open:  # somebody may have pointed `data` elsewhere
             for buffer, index in self._in_window:
                 buffer.window.take_values(index)
@@ -355,18 +356,18 @@ class ShardedOptimizer:
             for buffer, index in self.places:
                 buffer.window.take_values(index)
 
-    def _refuse_local_gradients(self) -> None:
-        """Refuse a step before the gradients are averaged: it would be another one on every rank.
-
-        Raises:
-            RuntimeError: A backward is running, or micro-batches wait for the last one.
-        """
+    @staticmethod
+    def _refuse_in_backward() -> None:
+        """Refuse a step while a backward is running: it would be another one on every rank."""
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
                 "`optimizer.step()` was called in a backward (a hook of `register_post_accumulate_grad_hook`?), where"
                 " gradients are those of this rank alone. Step behind the backward, or use `step='backward'`, which"
                 " steps each unit when its gradients are averaged."
             )
+
+    def _refuse_local_gradients(self) -> None:
+        """Refuse a step while micro-batches wait for the last one: it would be another one on every rank."""
         for buffer, index in self.places:
             if buffer.gradients.is_summing and index in buffer.gradients.waiting:
                 raise RuntimeError(

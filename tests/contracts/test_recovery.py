@@ -360,3 +360,37 @@ def _inside_a_scope(rank: int, world: int, stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_step_goes_on_after_an_error_that_it_catches(stage: int) -> None:
     assert worlds.run(_inside_a_scope, 2, stage) == [[], []]
+
+
+def _steps_behind_a_failed_backward(rank: int, world: int, stage: int, clips: bool) -> list[bool]:
+    """The gradients of a backward that has failed are gone: the step that follows at once has none to step."""
+    worlds.seed()
+    trainer = Sharded(TinyGPT(), rank, world, stage=stage, units=["Block"])
+    optimizer = adamw(trainer.module)
+    trainer.attach(optimizer)
+    found = []
+    for fails in (False, True, False, True):
+        before = [trainer.full_param(param) for param in trainer.module.parameters()]
+        loss = token_loss(trainer.module, rank, 0)
+        if fails:
+            first = trainer.module.blocks[0].register_full_backward_hook(lambda *_: _raise(loss))
+            loss = token_loss(trainer.module, rank, 0)
+            with contextlib.suppress(_Fault):
+                loss.backward()
+            first.remove()
+        else:
+            loss.backward()
+        if clips:  # opens the step window
+            norm = trainer.clip_grad_norm(optimizer, 1.0)
+            assert (norm == 0) == fails
+        optimizer.step()
+        after = [trainer.full_param(param) for param in trainer.module.parameters()]
+        found.append(all(torch.equal(*pair) for pair in zip(before, after, strict=True)))
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("clips", [False, True], ids=["step", "clip"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_behind_a_failed_backward_has_no_gradients(stage: int, clips: bool) -> None:
+    assert worlds.run(_steps_behind_a_failed_backward, 2, stage, clips) == [[False, True, False, True]] * 2
