@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -123,17 +124,19 @@ class ProcessHooks(ParallelStrategy):
         """Wait for all ranks."""
         if not _is_initialized():
             return
-        if dist.get_backend() == "nccl":
-            dist.barrier(device_ids=[self.root_device.index])
-        else:
-            dist.barrier()
+        with self._around_collective():
+            if dist.get_backend() == "nccl":
+                dist.barrier(device_ids=[self.root_device.index])
+            else:
+                dist.barrier()
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return the object of rank ``src``."""
         if not _is_initialized():
             return obj
         objects = [obj]
-        dist.broadcast_object_list(objects, src)
+        with self._around_collective():
+            dist.broadcast_object_list(objects, src)
         return objects[0]
 
     def reduce(
@@ -141,8 +144,18 @@ class ProcessHooks(ParallelStrategy):
     ) -> Tensor | Any:
         """Reduce a tensor over the ranks; anything else is returned as it is."""
         if isinstance(tensor, Tensor):
-            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+            with self._around_collective(group):
+                return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         return tensor
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Return the tensors of all ranks, stacked."""
+        with self._around_collective(group):
+            return super().all_gather(tensor, group, sync_grads)
+
+    def _around_collective(self, group: Any | None = None) -> AbstractContextManager[None]:
+        """Return a context for a collective of the program's, also inside a step. Collective inside one."""
+        raise NotImplementedError
 
     def _largest(self, value: int) -> int:
         return int(self.reduce(torch.tensor(value, device=self.root_device), reduce_op="max"))

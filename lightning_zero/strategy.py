@@ -364,6 +364,10 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             for metric in metrics:
                 metric.to(self.root_device)
 
+    def _around_collective(self, group: Any | None = None) -> AbstractContextManager[None]:
+        is_of_all = group in (None, torch.distributed.group.WORLD) and self._mesh is None
+        return self._engine.around_collective() if is_of_all and self._engine is not None else nullcontext()
+
     def _announce(self) -> None:
         if self._announced is not self._engine:
             self._announced = self._engine

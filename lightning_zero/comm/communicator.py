@@ -364,8 +364,8 @@ class Communicator:
             f"rank {self.rank} of {self.world_size}: the {what} failed: {error}. A peer has stopped, runs other code,"
             " or was slower than `timeout`: the first error of the other ranks says which. Every rank must make the"
             " same calls; code that only some ranks run belongs inside `lightning_zero.gathered(module)`. A collective"
-            " of your own (`dist.all_reduce`, `all_gather`, `sync_dist=True`) inside a step needs ranks that have used"
-            " the same modules before it; call it behind the step."
+            " of your own (`dist.all_reduce`) inside a step needs ranks that have used the same modules before it; call"
+            " it behind the step, or that of the strategy (`strategy.reduce`, `self.all_gather`)."
         )
 
     @property

@@ -432,6 +432,13 @@ class ZeroEngine:
         self._sharded.module_buffers.make_equal()
         self._sharded.module_buffers.is_on = when == "scopes"
 
+    def around_collective(self) -> AbstractContextManager[None]:
+        """Return a context in which every rank makes a collective of its own, also inside a scope at stage 3.
+
+        Collective: all ranks. Does nothing in a backward.
+        """
+        return nullcontext() if self.module is None else self._sharded.hooks.around_collective()
+
     @contextmanager
     def asleep(self) -> Iterator[None]:
         """Take no note of forwards: they compute nothing, with stand-ins for parameters. No collective."""

@@ -356,6 +356,15 @@ class Hooks:
             if was_in_pass:
                 self._begin_pass("forward")
 
+    def around_collective(self) -> AbstractContextManager[None]:
+        """Return a context for a collective of the program's, which every rank reaches. Collective inside a scope.
+
+        Without it ranks that have used other units would wait in different collectives.
+        """
+        if not (self._shards and self._order.in_pass) or self._order.is_suspended or _in_backward():
+            return nullcontext()
+        return self.boundary()
+
     def begin_step(self) -> None:
         """Begin a step of an optimizer: nothing that is gathered ahead may outlive it. Collective inside a scope."""
         self.recover()

@@ -362,6 +362,10 @@ def test_a_step_goes_on_after_an_error_that_it_catches(stage: int) -> None:
     assert worlds.run(_inside_a_scope, 2, stage) == [[], []]
 
 
+def _raise_behind(*_: Any) -> None:
+    raise _Fault
+
+
 def _steps_behind_a_failed_backward(rank: int, world: int, stage: int, clips: bool) -> list[bool]:
     """The gradients of a backward that has failed are gone: the step that follows at once has none to step."""
     worlds.seed()
@@ -373,7 +377,7 @@ def _steps_behind_a_failed_backward(rank: int, world: int, stage: int, clips: bo
         before = [trainer.full_param(param) for param in trainer.module.parameters()]
         loss = token_loss(trainer.module, rank, 0)
         if fails:
-            first = trainer.module.blocks[0].register_full_backward_hook(lambda *_: _raise(loss))
+            first = trainer.module.blocks[0].register_full_backward_hook(_raise_behind)
             loss = token_loss(trainer.module, rank, 0)
             with contextlib.suppress(_Fault):
                 loss.backward()
