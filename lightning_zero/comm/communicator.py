@@ -13,6 +13,7 @@ Note [Own groups]
 from __future__ import annotations
 
 import time
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ __all__ = ["Communicator", "Pending"]
 _all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_PATIENCE_S = 10.0  # before a rank says that it waits
 _SENT_AS_THEY_ARE = frozenset(
     [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int32, torch.int64]
 )
@@ -344,6 +346,45 @@ class Communicator:
         except (RuntimeError, ValueError) as error:
             raise self.failure(what, error) from error
         return Pending(self, what, [work], keep=[values])
+
+    def meet(self, number: int, what: str) -> None:
+        """Return when all ranks have come for the same thing. Collective: all ranks, over gloo whatever the backend.
+
+        Nobody else's call fits into it, so a rank that comes alone does no harm, and says so while it waits.
+
+        Raises:
+            CollectiveError: A peer did not come in time, or came for something else.
+        """
+        if self.world_size == 1:
+            return
+        values = torch.tensor([number, -number])
+        self._count("control", values.nbytes)
+        try:
+            work = dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self.object_group, async_op=True)
+            self._await_peers(work, what)
+            work.wait()
+        except (RuntimeError, ValueError) as error:
+            raise self.failure(what, error) from error
+        if values[0] != -values[1]:
+            raise self.failure(what, RuntimeError("another rank reads something else"))
+
+    def _await_peers(self, work: Any, what: str) -> None:
+        """Return when a call is done; tell after a while that the other ranks have not come."""
+        started, pause_s, is_told = time.perf_counter(), 1e-4, False
+        while not work.is_completed():
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
+            if not is_told and time.perf_counter() - started > _PATIENCE_S:
+                is_told = True
+                warnings.warn(
+                    f"rank {self.rank} of {self.world_size} has waited {_PATIENCE_S:.0f} s for the other ranks: the"
+                    f" {what} outside a step gathers fp32 values, because the parameter computes in 16 bits. Every rank"
+                    " must read it. Code for one rank belongs inside `with lightning_zero.gathered(module):`, which"
+                    " every rank enters.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        self.wait_s += time.perf_counter() - started
 
     def gather_objects(self, value: Any, what: str) -> list[Any]:
         """Return the objects of all ranks, in rank order. Collective: all ranks, over gloo whatever the backend."""

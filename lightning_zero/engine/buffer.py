@@ -33,9 +33,11 @@ from lightning_zero.engine.labels import label
 from lightning_zero.engine.original import Original, RoundedWrites, flat_views
 from lightning_zero.engine.own_range import OwnRange, merge_written
 from lightning_zero.engine.parameter import (
+    LoweredParameter,
     PendingParameter,
     ReducedParameter,
     ReleasedParameter,
+    has_class,
     placeholder,
     restore_class,
     swap_class,
@@ -130,11 +132,13 @@ class FlatBuffer:
         self.shard, self.master = self._fill()
         self.original = Original(self, kind.original) if kind.original != kind.compute else None
         self.is_resting = False  # parameters show themselves in their own dtype whenever they are whole
+        self.is_computing = False  # a forward may use the parameters as they compute
         self.is_whole = True
         self._versions = [0] * len(self.params)  # of the parameters when they were bound; a write moves them
         self._written = False  # the shard may differ from the rounded master
         self.on_rounded_write: RoundedWrites | None = None  # told of a parameter that was written in 16 bits
-        self._placeholders = self._make_placeholders() if sharding.params else []
+        self._all_placeholders: dict[torch.dtype, list[torch.Tensor]] = {}
+        self._placeholders = self._placeholders_of(kind.compute) if sharding.params else []
         self.handles: list[None] = []  # one for each tensor in the whole buffer that autograd saved and can do without
         self.moved: Callable[[int, int], None] | None = None  # called with the old and the new address of its storage
         self._own_references: int | None = None  # to the storage, when the buffer is released
@@ -324,14 +328,18 @@ class FlatBuffer:
 
     # -- Whole and released --------------------------------------------------------------------------------------------
 
-    def gather(self) -> Pending:
-        """Start making the buffer whole. Collective: all ranks. ``bind`` when the result has been waited for."""
+    def gather(self, *, in_original: bool = False) -> Pending:
+        """Start making the buffer whole. Collective: all ranks. ``bind`` when the result has been waited for.
+
+        Args:
+            in_original: In the parameters' own dtype, at stage 3.
+        """
         self._refuse_new_values()
         self.flush()
         if not self.sharding.params:
             pending = self.publish() if self.is_stale else None
             return Pending(self.communicator, self.name) if pending is None else pending
-        if self.is_resting and self.original is not None:
+        if self.original is not None and (in_original or self.is_resting):
             self.refresh_master()
             return self.original.gather()
         with torch.inference_mode(False), torch.no_grad():
@@ -351,11 +359,11 @@ class FlatBuffer:
             pending = self.communicator.all_gather(full, self.shard, what)
         return Pending(self.communicator, what, [pending, *landing], keep=[full])
 
-    def serve(self) -> Pending:
-        """Take part in a gather whose result is not needed here. Collective: all ranks."""
+    def serve(self, *, in_original: bool = False) -> Pending:
+        """Take part in a gather, with its ``in_original``, whose result is not needed here. Collective: all ranks."""
         self._refuse_new_values()
         self.flush()
-        if self.is_resting and self.original is not None:
+        if self.original is not None and (in_original or self.is_resting):
             self.refresh_master()
             return self.original.serve()
         with torch.inference_mode(False), torch.no_grad():
@@ -384,6 +392,8 @@ class FlatBuffer:
             aliases.show(self.views[index])
         self.is_whole = True
         self.is_stale = False
+        if self.is_lowered:
+            self._mark_lowered()
         self.gradients.mark_reduced()
 
     def bind_one(self, index: int) -> None:
@@ -399,6 +409,8 @@ class FlatBuffer:
             swap_class(param, ReleasedParameter)
         elif self.is_stale:
             swap_class(param, PendingParameter)
+        elif self.is_lowered:
+            swap_class(param, LoweredParameter)
         elif index in self.gradients.has_grad or index in self.gradients.given_out:
             swap_class(param, ReducedParameter)
 
@@ -408,6 +420,7 @@ class FlatBuffer:
         with torch._C.DisableTorchFunctionSubclass():
             for aliases in self.aliases.values():
                 aliases.hide()
+            self._placeholders = self._placeholders_of(self.shown.dtype)  # the same: graphs know a parameter by it
             for param, value in zip(self.params, self._placeholders, strict=True):
                 param.data = value
                 swap_class(param, ReleasedParameter)
@@ -462,6 +475,54 @@ class FlatBuffer:
         self.original.drop()
         self.bind()
 
+    def begin_computing(self, *, hides: bool = True) -> None:
+        """Let whole parameters be those that compute: a forward or backward begins. No collective.
+
+        Args:
+            hides: Those that are shown in their own dtype, too.
+        """
+        if self.original is None or self.sharding.params or self.is_resting:
+            return
+        self.is_computing = True
+        if self.original.flat is None:
+            for param in self.params:
+                if has_class(param, LoweredParameter):
+                    restore_class(param)
+            self.gradients.mark_reduced()
+        elif hides:
+            self.forget_original()
+
+    def forget_original(self) -> None:
+        """Take over whatever was written into parameters that are shown in their own dtype, and hide them."""
+        if self.original is not None and self.original.flat is not None and not self.is_resting:
+            self.refresh_master()
+            self.hide_original()
+
+    def end_computing(self) -> None:
+        """Let who touches parameters get the master's values in their own dtype. No collective."""
+        self.is_computing = False
+        if self.is_lowered:
+            self._mark_lowered()
+
+    def fill_computed(self) -> None:
+        """Fill the buffer that computes, at stage 3, where only the one in the own dtype is whole: a graph needs it."""
+        is_empty = self.full.nbytes > 0 and not self.full.untyped_storage().nbytes()
+        if is_empty and self.original is not None and self.original.flat is not None and self.sharding.params:
+            self.full.untyped_storage().resize_(self.full.nbytes)
+            self.store.adopt("gathered", self.full.nbytes)
+            self.original.round()
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether whole parameters lie in another dtype than their own, and nobody computes with them."""
+        is_apart = self.original is not None and self.original.flat is None
+        return is_apart and self.is_whole and not (self.is_computing or self.is_stale or self.sharding.params)
+
+    def _mark_lowered(self) -> None:
+        for index, param in enumerate(self.params):
+            if index not in self.entered:
+                swap_class(param, LoweredParameter)
+
     def rest(self) -> None:
         """Show parameters in their own dtype from now on, whenever they are whole. No collective.
 
@@ -470,9 +531,7 @@ class FlatBuffer:
         if self.original is None or (not self.sharding.params and self.original.flat is None):
             return
         self.is_resting = True
-        if self.sharding.params:
-            self._change_placeholders()
-        else:
+        if not self.sharding.params:
             self.original.free_computed()
 
     def end_rest(self) -> None:
@@ -480,21 +539,14 @@ class FlatBuffer:
         if not self.is_resting:
             return
         self.is_resting = False
-        if self.sharding.params:
-            self._change_placeholders()
-        else:
+        if not self.sharding.params:
             self.refresh_master()
             self.hide_original()
 
-    def _make_placeholders(self) -> list[torch.Tensor]:
-        dtype = self.kind.original if self.is_resting else self.kind.compute
-        return [placeholder(view, dtype=dtype) for view in self.views]
-
-    def _change_placeholders(self) -> None:
-        self._placeholders = self._make_placeholders()
-        if not self.is_whole:
-            for index in set(range(len(self.params))) - self.entered:
-                self.bind_one(index)
+    def _placeholders_of(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        if dtype not in self._all_placeholders:
+            self._all_placeholders[dtype] = [placeholder(view, dtype=dtype) for view in self.views]
+        return self._all_placeholders[dtype]
 
     # -- What is written from outside ----------------------------------------------------------------------------------
 

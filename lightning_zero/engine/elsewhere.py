@@ -166,6 +166,13 @@ class Elsewhere:
             " rank."
         )
 
+    def own_dtype(self, param: nn.Parameter) -> torch.dtype:
+        """Return the dtype of a parameter: an absent one has no other."""
+        return self._absent[id(param)].placeholder.dtype
+
+    def show_original(self, param: nn.Parameter) -> None:
+        """Do nothing: an absent parameter has no values."""
+
     def show_gradient(self, param: nn.Parameter) -> None:
         """Do nothing: there is none."""
 

@@ -72,6 +72,12 @@ class _UnitOwner:
     def touch(self, param: nn.Parameter) -> bool:
         return self._engine._touch(self._unit)
 
+    def own_dtype(self, param: nn.Parameter) -> torch.dtype:
+        return self._engine._places.of(param)[0].kind.original
+
+    def show_original(self, param: nn.Parameter) -> None:
+        self._engine._show_original(self._unit, param)
+
     def show_gradient(self, param: nn.Parameter) -> None:
         self._engine._show_gradient(param)
 
@@ -814,6 +820,7 @@ class ZeroEngine:
         self._sharded.membership.require()
         self._sharded.aside.take_back()
         self._sharded.whole.end_rest()
+        self._sharded.whole.hide_originals()
         self._attached.close_others(opening)
 
     def _end_step(self, buffers: Sequence[FlatBuffer]) -> None:
@@ -827,6 +834,17 @@ class ZeroEngine:
             return False
         self.flush()
         return True
+
+    def _show_original(self, unit: Unit, param: nn.Parameter) -> None:
+        if self._sharded.hooks.compute_in_backward(unit):
+            return
+        if any(sharded.is_running for sharded in self._attached):
+            raise RuntimeError(
+                f"`{self.param_name(param)}` computes in 16 bits and is used by the step of an optimizer that does not"
+                " hold it. Read it before the step, with `full_param`."
+            )
+        self._attached.close()
+        self._sharded.whole.show_original(unit)
 
     def _write_gradient(self, param: nn.Parameter, grad: torch.Tensor | None) -> None:
         buffer, index = self._places.of(param)

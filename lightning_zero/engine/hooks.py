@@ -46,6 +46,12 @@ Note [Forwards of submodules]
     Every module with parameters below it may be called on its own at stage 3, wherever all ranks do so. Its forward
     opens a scope if none is open, as a unit's does. Inside a scope the hooks of modules that are no unit return at
     once, and compilers trace through them.
+
+Note [Two dtypes of a parameter]
+    A parameter that computes in 16 bits does so for the time of a step, of a forward under autocast, and of the
+    backward behind it. A forward without autocast outside a step, such as one in a Trainer's hook, uses the master's
+    values in their own dtype, as all other code does (ADR 0041). All ranks begin a scope alike, so whoever takes part
+    in a gather knows its dtype.
 """
 
 from __future__ import annotations
@@ -140,12 +146,13 @@ class _Kept(NamedTuple):
 class _KeptWeight:
     """One that lies in the buffer of a unit, whose storage may be given back under it."""
 
-    __slots__ = ("_held", "tensor", "unit", "version")
+    __slots__ = ("_held", "buffer", "tensor", "unit", "version")
 
     def __init__(self, tensor: torch.Tensor, version: int, unit: Unit, buffer: FlatBuffer) -> None:
         self.tensor = tensor
         self.version = version
         self.unit = unit
+        self.buffer = buffer
         self._held = buffer.handles
         self._held.append(None)
 
@@ -198,6 +205,7 @@ class Hooks:
         broadcast_buffers: Called when a step begins (`scope`, or a forward of the root), with whether the next one
             needs it too. Collective.
         check_module: Called when a scope begins that is in no other.
+        show_original: Shows a unit's parameters in their own dtype, below stage 3. Collective at stages 1 and 2.
         reduces_each_backward: Whether gradients are reduced in every backward (stages 2 and 3).
     """
 
@@ -211,6 +219,7 @@ class Hooks:
         close_windows: Callable[[], None],
         broadcast_buffers: Callable[[bool], None],
         check_module: Callable[[], None],
+        show_original: Callable[[Unit], None],
         reduces_each_backward: bool,
     ) -> None:
         self._units = list(units)
@@ -220,6 +229,7 @@ class Hooks:
         self._close_windows = close_windows
         self._broadcast_buffers = broadcast_buffers
         self._check_module = check_module
+        self._show_original = show_original
         self._reduces_each_backward = reduces_each_backward
         self._shards = any(unit.is_sharded_between_uses for unit in units)
         self._by_storage = {
@@ -230,6 +240,13 @@ class Hooks:
         }
         for buffer in [buffer for _, buffer in self._by_storage.values()]:
             buffer.moved = functools.partial(_rename, self._by_storage)
+        # - Two dtypes
+        lowered = [unit for unit in units if unit.computes_lower]
+        self._has_lowered = bool(lowered)
+        self._lowered = [unit for unit in lowered if not unit.is_sharded_between_uses]
+        self._device_type = units[0].buffers[0].full.device.type if units[0].buffers else "cpu"
+        self._in_original = False  # forwards of the scope use parameters in their own dtype
+        self._graphs_in_original = False  # the last scope with gradients did
         # - Scopes and passes
         self._depth = 0
         self._scope = ""
@@ -385,10 +402,11 @@ class Hooks:
         """Whether parameters may be gathered on demand."""
         return self._depth > 0 or _in_backward()
 
-    def _enter_scope(self, name: str, *, with_root: bool) -> None:
+    def _enter_scope(self, name: str, *, with_root: bool, in_original: bool = False) -> None:
         self._close_windows()
         if self._depth == 0:
             self._check_module()
+            self._choose_dtype(in_original)
         self._depth += 1
         if self._depth == 1:
             self._scope = f"{name}:{'train' if torch.is_grad_enabled() else 'eval'}"
@@ -422,6 +440,7 @@ class Hooks:
         self._depth = 0
         self._opened_by = None
         self._holds_all_below = False
+        self._end_computing()
 
     def _end_calls(self) -> None:
         """End the record of running forwards: an error may have ended some without notice."""
@@ -459,6 +478,7 @@ class Hooks:
                 buffer.gradients.mark_reduced()
         self._open_calls.clear()
         self._give_back_idle()
+        self._end_computing()
 
     def _abandon_backward(self) -> None:
         """Put an interrupted backward aside. No collective."""
@@ -491,8 +511,50 @@ class Hooks:
         is_suspended = self._order.is_suspended or (direction == "forward" and self._holds_all_below)
         if direction != "backward" and (is_suspended or not (self._shards or is_stale)):
             return
-        self._order.begin((self._scope, self._ordinal, direction, is_stale), gathers=self._shards or is_stale)
+        in_original = self._in_original if direction == "forward" else self._graphs_in_original
+        kind = (self._scope, self._ordinal, direction, is_stale, in_original)
+        self._order.begin(kind, gathers=self._shards or is_stale, in_original=in_original)
         self._ordinal += 1
+
+    # -- Two dtypes ------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_exact(self) -> bool:
+        """Whether a forward outside a step uses parameters in their own dtype."""
+        return self._has_lowered and not torch.is_autocast_enabled(self._device_type)
+
+    def _choose_dtype(self, in_original: bool) -> None:
+        """Let parameters compute in 16 bits, or in their own dtype; see Note [Two dtypes of a parameter]."""
+        self._in_original = in_original
+        if torch.is_grad_enabled():
+            self._graphs_in_original = in_original
+        if not in_original:
+            self._begin_computing()
+
+    def _begin_computing(self) -> None:
+        for unit in self._lowered:
+            unit.begin_computing()
+
+    def _end_computing(self) -> None:
+        for unit in self._lowered:
+            unit.end_computing()
+
+    def _begin_computing_in_backward(self, _: Any = None) -> None:
+        """Let parameters be those of the forwards whose graphs run; ``_forget_backward`` ends it."""
+        if self._depth == 0 and not self._graphs_in_original:
+            self._begin_computing()
+
+    def _watch_graph(self, output: Any) -> None:
+        """Have parameters as they compute when the backward of a forward begins, in a plain loop below stage 3."""
+        for node in {tensor.grad_fn for tensor in _tensors(output)}:
+            if node is not None:
+                node.register_prehook(self._begin_computing_in_backward)
+
+    def compute_in_backward(self, unit: Unit) -> bool:
+        """Let a unit's parameters be those that compute if a backward runs; say whether one does."""
+        if _in_backward():
+            unit.begin_computing()
+        return _in_backward()
 
     # -- Forward ---------------------------------------------------------------------------------------------------
 
@@ -507,9 +569,11 @@ class Hooks:
         if opens_scope:
             self._opened_by = _opener()
             self._holds_all_below = self._are_held(self._below[unit.index])
-            self._enter_scope(unit.name, with_root=unit is self._root)
+            self._enter_scope(unit.name, with_root=unit is self._root, in_original=self._is_exact)
         elif not in_backward:
             self._close_windows()
+        else:
+            self._begin_computing_in_backward()
         self._use(unit)
         for buffer in unit.buffers:
             buffer.gradients.mark_plain()
@@ -539,6 +603,8 @@ class Hooks:
                 return
             if self._shards and torch.is_grad_enabled():
                 self._watch_outputs(unit, output)
+            elif self._lowered and torch.is_grad_enabled() and (call.opens_scope or unit is self._root):
+                self._watch_graph(output)
             if call.opens_scope:
                 self._leave_scope(with_root=unit is self._root)
         except BaseException:
@@ -569,6 +635,8 @@ class Hooks:
 
     def _make_whole(self, unit: Unit) -> None:
         if not unit.is_sharded_between_uses and unit.state is UnitState.UNSHARDED:
+            if self._in_original and unit.is_lowered and not _in_backward():
+                self._show_original(unit)
             return
         with _outside_of_transforms():
             if _in_backward():
@@ -609,7 +677,7 @@ class Hooks:
             return
         self._opened_by = _opener(submodule)
         self._holds_all_below = self._are_held(submodule.units)
-        self._enter_scope(submodule.name, with_root=False)
+        self._enter_scope(submodule.name, with_root=False, in_original=self._is_exact)
         for unit in submodule.around:
             self._use(unit)
             unit.ran_forward = unit.ran_forward or torch.is_grad_enabled()
@@ -654,6 +722,8 @@ class Hooks:
         if isinstance(kept, _KeptWeight) and not (kept.unit.holds and kept.unit.state is UnitState.UNSHARDED):
             self._note_graph()
             self._make_whole(kept.unit)
+        if isinstance(kept, _KeptWeight):
+            kept.buffer.fill_computed()
         self._keep_next_graph()
         if tensor._version != kept.version:  # autograd leaves the check to whoever packs
             raise RuntimeError(
@@ -723,6 +793,7 @@ class Hooks:
         self._runs_whole_graph = self._explicit or _runs_whole_graph()
         self._has_own_pass = self._runs_whole_graph or not self._order.in_pass
         self._close_windows()
+        self._begin_computing_in_backward()
         if self._has_own_pass:
             self._order.finish()
         if self._is_reducing:
@@ -852,6 +923,8 @@ class Hooks:
         self._before_users.clear()
         self._armed = self._explicit = self._took_gradient = self._keeps_units = False
         self._is_end_known = self._has_nested_end = False
+        if self._depth == 0:
+            self._end_computing()
 
 
 def _rename(places: dict[int, Any], old: int, new: int) -> None:

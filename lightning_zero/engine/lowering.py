@@ -132,6 +132,8 @@ def embed_in_fp32(module: nn.Module, args: Any, kwargs: Any, output: torch.Tenso
 
     A CPU adds gradients in the dtype of the weight, where 256 ones and one more are 256 in bf16.
     """
+    if output.dtype == torch.float32:  # outside autocast
+        return output
     is_plain = isinstance(module, nn.Embedding) and is_lowered(module, "weight")
     if not (is_plain and output.requires_grad and output.device.type == "cpu"):
         return output.float()

@@ -479,6 +479,7 @@ class ShardedOptimizer:
         self._ahead.begin(self.optimizer.param_groups)
         with torch.inference_mode(False), torch.no_grad():
             buffer.gradients.has_grad.update(index for index, param in enumerate(buffer.params) if param.requires_grad)
+            buffer.forget_original()
             buffer.refresh_master()
             self._flat_step.step_early(self.optimizer.param_groups, buffer)
             calls = self._flat_step.take_calls(buffer)

@@ -48,6 +48,7 @@ class _Pass:
 
     kind: Hashable
     gathers: bool  # whether some unit may be gathered in it
+    in_original: bool  # gathers are of parameters in their own dtype
     entries: Sequence[int] | None  # the list; None while it is being learned
     position: int = 0  # first entry that was not started yet
     ahead: deque[Unit] = field(default_factory=deque)  # gathers started, not needed yet
@@ -86,23 +87,24 @@ class PassOrder:
         """Whether a pass is running."""
         return self._running is not None
 
-    def begin(self, kind: Hashable, *, gathers: bool | None = None) -> None:
+    def begin(self, kind: Hashable, *, gathers: bool | None = None, in_original: bool = False) -> None:
         """Begin a pass. Every rank begins the same kind. No collective.
 
         Args:
             kind: What its list is remembered by.
             gathers: Whether units may be gathered in it, the same on every rank; by default whether they are sharded
                 between uses.
+            in_original: Gather parameters in their own dtype, the same on every rank.
         """
         assert self._running is None
         if gathers is None:
             gathers = any(unit.is_sharded_between_uses for unit in self._units)
-        self._running = _Pass(kind, gathers, self._lists.get(kind))
+        self._running = _Pass(kind, gathers, in_original, self._lists.get(kind))
 
     def request(self, unit: Unit) -> None:
         """Return with ``unit`` whole. Collective, in the order of the note, unless it is whole already."""
         self._settle()
-        current = self._running or _Pass(None, gathers=True, entries=())
+        current = self._running or _Pass(None, gathers=True, in_original=False, entries=())
         if unit in current.ahead:
             while current.ahead[0] is not unit:
                 self._drop(current.ahead.popleft())
@@ -112,12 +114,12 @@ class PassOrder:
             if current.entries is not None and entry in current.entries[current.position :]:
                 self._drop_ahead(current)
                 while current.entries[current.position] != entry:
-                    self._join(current.entries[current.position])
+                    self._join(current.entries[current.position], current)
                     current.position += 1
                 current.position += 1
             else:
                 self._agree_until(entry, current)
-            unit.unshard()
+            unit.unshard(in_original=current.in_original)
         elif unit.state is UnitState.UNSHARDED:
             return
         unit.wait()
@@ -192,7 +194,7 @@ class PassOrder:
         self._join_the_rest(current)
         while (agreed := self._agree(wanted, current)) != wanted:
             current.record.append(agreed)
-            self._join(agreed, is_void=current.is_abandoned)
+            self._join(agreed, current)
         if wanted != _DONE:
             current.record.append(wanted)
 
@@ -200,14 +202,14 @@ class PassOrder:
         """Start what is left of the list."""
         self._drop_ahead(current)
         while current.entries is not None and current.position < len(current.entries):
-            self._join(current.entries[current.position], is_void=current.is_abandoned)
+            self._join(current.entries[current.position], current)
             current.position += 1
 
-    def _join(self, entry: int, *, is_void: bool = False) -> None:
+    def _join(self, entry: int, current: _Pass) -> None:
         """Start an entry that this rank does not need, or is not ready for."""
         if entry >= len(self._units):
-            self._units[entry - len(self._units)].serve()
-        elif is_void:
+            self._units[entry - len(self._units)].serve(in_original=current.in_original)
+        elif current.is_abandoned:
             self._reducer.serve(self._units[entry])
         else:
             self._reducer.start(self._units[entry])
@@ -231,7 +233,7 @@ class PassOrder:
             unit = self._units[entry % len(self._units)]
             if entry < len(self._units) or unit.state is not UnitState.SHARDED:
                 return  # a reduction that is not ready, or a unit whose present use must end first
-            unit.unshard()
+            unit.unshard(in_original=current.in_original)
             current.ahead.append(unit)
             current.position += 1
             self._advance(current)

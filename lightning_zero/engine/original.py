@@ -185,9 +185,9 @@ class RoundedWrites:
         if was_told or not (is_seen_here or self._is_first):
             return
         warnings.warn(
-            f"Parameter `{name}` computes in 16 bits and was written outside `gathered`: the write was rounded, and"
-            " small updates, such as those of an average, vanish. Write inside"
-            " `gathered(module, write='all')` on every rank, where parameters have their own dtype.",
+            f"Parameter `{name}` computes in 16 bits and was written inside a step: the write was rounded, and small"
+            " updates, such as those of an average, vanish. Write between two steps (in a hook of the Trainer), or"
+            " inside `gathered(module, write='all')`, on every rank: there parameters have their own dtype.",
             RuntimeWarning,
             stacklevel=2,
         )

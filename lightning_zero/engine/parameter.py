@@ -9,6 +9,7 @@ the user's own class   whole (inside forward and backward, always below stage 3)
 ``SegmentParameter``   the latter, where a rank steps a part of a parameter: what needs all of it is refused.
 ``ReleasedParameter``  sharded: metadata is true, values are not there.
 ``PendingParameter``   whole, but a step was asked for that its values do not show; touching them makes the step.
+``LoweredParameter``   whole in the 16 bits in which it computes; touching it shows the master in its own dtype.
 
 Swapping class and data costs a few microseconds per parameter and nothing per operation.
 
@@ -38,6 +39,7 @@ from lightning_zero.storage.metadata import QUESTION_FUNCTIONS
 from lightning_zero.storage.sleeping import call_awake
 
 __all__ = [
+    "LoweredParameter",
     "Owner",
     "PendingParameter",
     "ReducedParameter",
@@ -75,6 +77,17 @@ class Owner(Protocol):
 
     def touch(self, param: nn.Parameter) -> bool:
         """Make the values of a released parameter present if that is allowed now; say whether they are."""
+        ...
+
+    def own_dtype(self, param: nn.Parameter) -> torch.dtype:
+        """Return the dtype that a parameter has for its user, whatever it computes in."""
+        ...
+
+    def show_original(self, param: nn.Parameter) -> None:
+        """Bind a parameter that computes in 16 bits to the master's values in its own dtype.
+
+        Collective at stages 1 and 2: all ranks.
+        """
         ...
 
     def show_gradient(self, param: nn.Parameter) -> None:
@@ -330,6 +343,14 @@ _METADATA: frozenset[Any] = QUESTION_FUNCTIONS | _getters(
     _Tensor.requires_grad.__set__, _Tensor.grad.__set__, _Tensor.grad.__delete__, _Tensor._backward_hooks.__set__,
 }  # fmt: skip
 
+# What depends on the dtype: that in which the parameter computes is not what the user made.
+_DTYPE_QUESTIONS: dict[Any, Callable[[torch.Tensor, torch.dtype], Any]] = {
+    _Tensor.dtype.__get__: lambda _, dtype: dtype,
+    _Tensor.itemsize.__get__: lambda _, dtype: dtype.itemsize,
+    _Tensor.element_size: lambda _, dtype: dtype.itemsize,
+    _Tensor.nbytes.__get__: lambda param, dtype: param.numel() * dtype.itemsize,
+}
+
 _FILL: dict[Any, Callable[..., float]] = {
     torch.zeros_like: lambda *_, **__: 0.0,
     torch.ones_like: lambda *_, **__: 1.0,
@@ -356,6 +377,10 @@ class _OwnedParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func is torch.autograd.grad:
             return _gradients_of_edges(*args, **kwargs)
+        if func in _DTYPE_QUESTIONS:
+            owner = owner_of(args[0])
+            if owner is not None:
+                return _DTYPE_QUESTIONS[func](args[0], owner.own_dtype(args[0]))
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -411,31 +436,42 @@ class ReleasedParameter(_OwnedParameter):
         raise ReleasedParameterError(_refusal(self, "pickle"))
 
 
-class PendingParameter(_OwnedParameter):
-    """A whole parameter whose step was asked for and is made when somebody touches its values."""
+class _OutdatedParameter(_OwnedParameter):
+    """A whole parameter that shows its values when somebody touches them."""
 
     @classmethod
     def _use(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Make the step first."""
+        """Show the values first."""
         for leaf in tree_leaves((args, kwargs)):
-            if has_class(leaf, PendingParameter):
-                _make_step(leaf)
-        return func(*args, **kwargs)  # other arguments may have something to say
+            if has_class(leaf, _OutdatedParameter):
+                _show(leaf)
+        return func(*args, **kwargs)  # other arguments, or what the parameter is now, may have something to say
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Say what a parameter says."""
-        _make_step(self)
+        _show(self)
         return repr(self)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """Copy what the step makes."""
-        _make_step(self)
+        """Copy the values that are shown then."""
+        _show(self)
         return self.__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle what the step makes."""
-        _make_step(self)
+        """Pickle the values that are shown then."""
+        _show(self)
         return self.__reduce_ex__(protocol)
+
+
+class PendingParameter(_OutdatedParameter):
+    """A whole parameter whose step was asked for and is made when somebody touches its values."""
+
+
+class LoweredParameter(_OutdatedParameter):
+    """A whole parameter that computes in 16 bits, between two forwards.
+
+    Its dtype is its own, and whoever touches its values gets the master's (ADR 0041).
+    """
 
 
 _WATCHERS: dict[int, Callable[[bool], None]] = {}  # while a method of an optimizer runs
@@ -542,12 +578,18 @@ def _gradients_of_edges(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) ->
     )
 
 
-def _make_step(param: nn.Parameter) -> None:
-    owner = owner_of(param)
-    if owner is not None:
+def _show(param: nn.Parameter) -> None:
+    """Make the step that a parameter waits for, or show the master's values in its own dtype."""
+    owner, cls = owner_of(param), type(param)
+    if owner is not None and has_class(param, PendingParameter):
         owner.touch(param)
-    if has_class(param, PendingParameter):
-        raise RuntimeError(f"The step of parameter `{_name(param)}` could not be made.")
+    elif owner is not None:
+        owner.show_original(param)
+    if type(param) is cls:
+        raise RuntimeError(
+            f"The values of parameter `{_name(param)}` could not be shown: the engine that"
+            " has its master is gone. Keep it, or call `engine.unshard()` before."
+        )
 
 
 def _name(param: nn.Parameter) -> str:

@@ -165,6 +165,7 @@ class ShardedModule:
             close_windows=close_windows,
             broadcast_buffers=self.module_buffers.broadcast,
             check_module=self.membership.require,
+            show_original=lambda unit: self.whole.show_original(unit),
             reduces_each_backward=self._sharding.grads,
         )
         self.step_devices = StepDevices(places.units, device, options.moments)

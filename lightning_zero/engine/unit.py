@@ -81,11 +81,15 @@ class Unit:
         """Whether somebody needs the unit whole."""
         return self.uses > 0 or self.holds > 0 or self.is_touched
 
-    def unshard(self) -> None:
-        """Start gathering. Collective: all ranks. ``wait`` before use."""
+    def unshard(self, *, in_original: bool = False) -> None:
+        """Start gathering. Collective: all ranks. ``wait`` before use.
+
+        Args:
+            in_original: In the parameters' own dtype, at stage 3.
+        """
         assert self.state is UnitState.SHARDED
         with label("gather", self.name):
-            self._pending = [buffer.gather() for buffer in self.buffers]
+            self._pending = [buffer.gather(in_original=in_original) for buffer in self.buffers]
         self.state = UnitState.UNSHARDING
 
     def wait(self) -> None:
@@ -99,6 +103,26 @@ class Unit:
             for buffer in self.buffers:
                 buffer.bind()
         self.state = UnitState.UNSHARDED
+
+    @property
+    def computes_lower(self) -> bool:
+        """Whether some parameters compute in another dtype than their own."""
+        return any(buffer.original is not None for buffer in self.buffers)
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether whole parameters lie in another dtype than their own, and nobody computes with them."""
+        return any(buffer.is_lowered for buffer in self.buffers)
+
+    def begin_computing(self) -> None:
+        """Let whole parameters be those that compute, unless ``gathered`` shows them in their own dtype."""
+        for buffer in self.buffers:
+            buffer.begin_computing(hides=not self.holds)
+
+    def end_computing(self) -> None:
+        """Let who touches whole parameters get the master's values in their own dtype."""
+        for buffer in self.buffers:
+            buffer.end_computing()
 
     def show_original(self) -> None:
         """Show parameters that compute in another dtype in their own. Collective at stages 1 to 3: all ranks."""
@@ -122,14 +146,14 @@ class Unit:
             buffer.release()
         self.state = UnitState.SHARDED
 
-    def serve(self) -> None:
+    def serve(self, *, in_original: bool = False) -> None:
         """Take part in a gather of this unit that only other ranks need. Collective: all ranks."""
         if not self.is_sharded_between_uses:
             if self.state is UnitState.SHARDED:
                 self.unshard()
                 self.wait()
             return
-        for pending in [buffer.serve() for buffer in self.buffers]:
+        for pending in [buffer.serve(in_original=in_original) for buffer in self.buffers]:
             pending.wait()
 
     def begin_backward(self) -> None:

@@ -155,6 +155,8 @@ class Whole:
             self._give_back(unit)
             if not unit.is_sharded_between_uses and has_room and (together or _can_show_alone(unit)):
                 unit.show_original()
+            elif not unit.is_sharded_between_uses:
+                unit.begin_computing()  # nobody may come to gather the masters
             for buffer in unit.buffers:
                 buffer.gradients.forget_given_out()
                 buffer.rest()
@@ -168,6 +170,23 @@ class Whole:
             self._give_back(unit)
             for buffer in unit.buffers:
                 buffer.end_rest()
+            unit.end_computing()
+
+    def show_original(self, unit: Unit) -> None:
+        """Show a whole unit's parameters in their own dtype until the next forward that computes, or step.
+
+        Collective at stages 1 and 2: all ranks.
+        """
+        if any(buffer.is_lowered and buffer.original.needs_others for buffer in unit.buffers if buffer.original):
+            self._communicator.meet(unit.index, f"reading of a parameter of unit `{unit.name}`")
+        unit.show_original()
+
+    def hide_originals(self) -> None:
+        """Show parameters as they compute, with what was written into them: masters are going to be stepped."""
+        for unit in self._units:
+            if not unit.is_sharded_between_uses and not unit.holds:
+                for buffer in unit.buffers:
+                    buffer.forget_original()
 
     @staticmethod
     def _give_back(unit: Unit) -> None:

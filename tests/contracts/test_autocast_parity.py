@@ -394,7 +394,8 @@ def _named(rank: int, world: int, lowered: Any) -> tuple[torch.dtype, str]:
 
     engine = ZeroEngine(1, precision=MixedPrecision(compute_dtype=torch.bfloat16, lowered=lowered))
     module = engine.shard(Net(Experts()))
-    dtype = module.inner.up.dtype  # type: ignore[union-attr]
+    with engine.scope("training_step"):
+        dtype = module.inner.up.dtype  # type: ignore[union-attr]
     plan = "\n".join(engine.plan())
     _losses(module, engine.attach(_adam(module)), rank)
     engine.close()

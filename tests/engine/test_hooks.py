@@ -411,9 +411,9 @@ def test_an_embedding_that_computes_lower_gives_fp32() -> None:
     engine = _engine(module, 2, precision=MixedPrecision(compute_dtype=torch.bfloat16))
     module.blocks[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
     with torch.autocast("cpu", torch.bfloat16):
+        module.embedding.register_forward_hook(lambda embedding, *_: seen.append(embedding.weight.dtype))
         module(torch.zeros(1, 2, dtype=torch.long))
-    assert module.embedding.weight.dtype == torch.bfloat16
-    assert seen == [torch.float32]
+    assert seen == [torch.bfloat16, torch.float32]
     engine.close()
 
 

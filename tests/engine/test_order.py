@@ -29,7 +29,7 @@ class _Unit:
         self.is_reduced = False
         self._log = log
 
-    def unshard(self) -> None:
+    def unshard(self, *, in_original: bool = False) -> None:
         assert self.state is UnitState.SHARDED
         self._log.append(f"gather {self.index}")
         self.state = UnitState.UNSHARDING
@@ -43,7 +43,7 @@ class _Unit:
             self._log.append(f"release {self.index}")
         self.state = UnitState.SHARDED
 
-    def serve(self) -> None:
+    def serve(self, *, in_original: bool = False) -> None:
         self._log.append(f"serve {self.index}")
 
 

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from lightning_zero.engine.parameter import (
+    LoweredParameter,
+    PendingParameter,
     ReducedParameter,
     ReleasedParameter,
     own,
@@ -27,6 +29,7 @@ class _Owner:
 
     def __init__(self, values: torch.Tensor | None = None) -> None:
         self.values = values
+        self.dtype = torch.float32  # the parameter's own
         self.shown: list[nn.Parameter] = []
         self.written: list[nn.Parameter] = []
 
@@ -39,6 +42,14 @@ class _Owner:
         param.__class__ = nn.Parameter
         param.data = self.values
         return True
+
+    def own_dtype(self, param: nn.Parameter) -> torch.dtype:
+        return self.dtype
+
+    def show_original(self, param: nn.Parameter) -> None:
+        param.__class__ = nn.Parameter
+        assert self.values is not None
+        param.data = self.values
 
     def show_gradient(self, param: nn.Parameter) -> None:
         self.shown.append(param)
@@ -60,8 +71,8 @@ def test_metadata_are_those_of_the_whole_parameter() -> None:
     owner = _Owner()
     param = _released(owner, torch.bfloat16)
     assert (param.shape, param.ndim, param.dim(), param.numel(), param.nelement()) == ((4, 3), 2, 2, 12, 12)
-    assert (param.size(0), len(param), param.element_size(), param.itemsize) == (4, 4, 2, 2)
-    assert (param.dtype, param.device.type, param.layout) == (torch.bfloat16, "cpu", torch.strided)
+    assert (param.size(0), len(param)) == (4, 4)
+    assert (param.device.type, param.layout) == ("cpu", torch.strided)
     assert (param.is_leaf, param.requires_grad, param.is_floating_point()) == (True, True, True)
     assert isinstance(param, nn.Parameter)
     assert {param: 1}[param] == 1
@@ -69,6 +80,36 @@ def test_metadata_are_those_of_the_whole_parameter() -> None:
     assert not param.requires_grad
     param.requires_grad = True
     assert param.requires_grad
+
+
+@pytest.mark.parametrize("cls", [ReleasedParameter, PendingParameter, LoweredParameter])
+def test_the_dtype_is_the_users_and_not_that_of_the_computation(cls: type[nn.Parameter]) -> None:
+    owner = _Owner()
+    param = _released(owner, torch.bfloat16)
+    param.__class__ = cls
+    assert (param.dtype, param.itemsize, param.element_size(), param.nbytes) == (torch.float32, 4, 4, 48)
+    assert param.is_floating_point()
+
+
+def test_a_touch_of_a_lowered_parameter_shows_it_in_its_own_dtype() -> None:
+    owner = _Owner(torch.ones(4, 3))
+    param = _released(owner, torch.bfloat16)
+    for use in (lambda: param + 1, lambda: copy.deepcopy(param), lambda: repr(param), lambda: param.data):
+        param.data = torch.zeros(4, 3, dtype=torch.bfloat16)
+        param.__class__ = LoweredParameter
+        use()
+        assert type(param) is nn.Parameter
+        assert param.dtype == torch.float32
+    param.__class__ = LoweredParameter
+    assert param.grad is not None
+    assert type(param) is LoweredParameter
+
+
+def test_a_lowered_parameter_without_its_engine_says_so() -> None:
+    param = _released(_Owner(), torch.bfloat16)
+    param.__class__ = LoweredParameter
+    with pytest.raises(RuntimeError, match="the engine that has its master is gone"):
+        param + 1
 
 
 def test_printing_says_the_name_and_no_values() -> None:

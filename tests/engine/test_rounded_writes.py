@@ -1,4 +1,4 @@
-"""A write in 16 bits into a parameter that has more is said once."""
+"""A write in 16 bits, inside a step, into a parameter that has more is said once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests import worlds
 from tests.references import TinyGPT, token_loss
 
 
-def _writes(rank: int, world: int, stage: int, how: str) -> list[str]:
+def _writes(rank: int, world: int, stage: int, how: str, between: bool = False) -> list[str]:
     """Return the warnings of three steps, each with a write as ``how`` says."""
     online: Any = TinyGPT()
     target = copy.deepcopy(online).requires_grad_(False)
@@ -28,11 +28,11 @@ def _writes(rank: int, world: int, stage: int, how: str) -> list[str]:
         for step in range(3):
             with engine.scope("step"), torch.autocast("cpu", torch.bfloat16):
                 (token_loss(online, rank, step) * (float("nan") if how == "nan" else 1.0)).backward()
-                if how == "clamp" and stage == 3:
+                if not between:
                     _write(online, target, how)
             optimizer.step()
             optimizer.zero_grad()
-            if how != "clamp" or stage < 3:
+            if between:
                 _write(online, target, how)
             engine.records()
             if how == "pause":
@@ -70,6 +70,11 @@ def test_a_write_that_is_rounded_is_said_once(stage: int, how: str) -> None:
     assert len(told) == 1
     assert "computes in 16 bits" in told[0]
     assert "write='all'" in told[0]
+
+
+@pytest.mark.parametrize(("stage", "how"), [(0, "clamp"), (1, "average"), (2, "average-data"), (1, "data")])
+def test_a_write_between_steps_is_not_rounded(stage: int, how: str) -> None:
+    assert worlds.run(_writes, 2, stage, how, True) == [[], []]
 
 
 @pytest.mark.parametrize("how", ["train", "nan", "pause", "gathered"])

@@ -62,6 +62,12 @@ class _Owner:
     def touch(self, param: nn.Parameter) -> bool:
         return True
 
+    def own_dtype(self, param: nn.Parameter) -> torch.dtype:
+        return torch.float32
+
+    def show_original(self, param: nn.Parameter) -> None:
+        raise AssertionError("asked for values")
+
     def show_gradient(self, param: nn.Parameter) -> None:
         """Do nothing."""
 

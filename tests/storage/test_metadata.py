@@ -34,6 +34,12 @@ class _Silent:
     def touch(self, param: nn.Parameter) -> bool:
         raise AssertionError("asked for values")
 
+    def own_dtype(self, param: nn.Parameter) -> torch.dtype:
+        return ORDINARY.dtype
+
+    def show_original(self, param: nn.Parameter) -> None:
+        raise AssertionError("asked for values")
+
     def show_gradient(self, param: nn.Parameter) -> None:
         set_raw_grad(param, None)
 

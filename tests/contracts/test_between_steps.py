@@ -1,0 +1,261 @@
+"""Code between two steps of a ``bf16-mixed`` fit has fp32 parameters with the masters' values, as under DDP."""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_zero.comm import communicator
+from lightning_zero.config import Communication, MixedPrecision
+from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.errors import CollectiveError
+from lightning_zero.strategy import ZeroStrategy
+from tests import worlds
+from tests.lightning_programs import STAGES, Net, assert_equal, loader, seeded, trainer, weights
+from tests.references import TinyGPT, token_loss
+
+
+class Pair(Net):
+    """A model and a frozen copy of it that follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = copy.deepcopy(nn.Sequential(self.first, *self.blocks, self.last)).requires_grad_(False)
+        self.seen: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        with torch.no_grad():
+            aim = self.target(x)
+        out = self(x)  # once: gradients of several uses would be added in 16 bits
+        return F.mse_loss(out, y) + 0.1 * F.mse_loss(out, aim)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.02, fused=True)
+
+    @property
+    def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        online = nn.Sequential(self.first, *self.blocks, self.last)
+        return list(zip(online.parameters(), self.target.parameters(), strict=True))
+
+
+class Do(Callback):
+    """Does something in a hook."""
+
+    def __init__(self, hook: str, act: Callable[[Any], object]) -> None:
+        def call(trainer: Trainer, module: LightningModule, *_: Any, **__: Any) -> None:
+            if trainer.state.fn == "fit":
+                act(module)
+
+        setattr(self, hook, call)
+
+
+@torch.no_grad()
+def follow(module: Any) -> None:
+    for online, target in module.pairs:
+        target.lerp_(online, 0.01)
+
+
+@torch.no_grad()
+def follow_by_data(module: Any) -> None:
+    for online, target in module.pairs:
+        target.data = target.data * 0.99 + online.data * 0.01
+
+
+@torch.no_grad()
+def follow_at_once(module: Any) -> None:
+    torch._foreach_lerp_([target for _, target in module.pairs], [online for online, _ in module.pairs], 0.01)
+
+
+@torch.no_grad()
+def decay(module: Any) -> None:
+    for param in module.parameters():
+        param.mul_(1 - 2**-12)
+
+
+@torch.no_grad()
+def clamp_data(module: Any) -> None:
+    for param in module.parameters():
+        param.data.clamp_(-0.3, 0.3)
+
+
+@torch.no_grad()
+def look(module: Any) -> None:
+    """Compute with the module and its parts, without autocast."""
+    x = torch.linspace(-1, 1, 8).view(2, 4)
+    module.seen.append(module(x))
+    module.seen.append(module.target(x) + module.target[0](x).sum())
+
+
+def keep_a_copy(module: Any) -> None:
+    module.seen += [value.clone() for value in module.state_dict().values()]
+    module.seen += [value.detach() for value in copy.deepcopy(module.blocks).parameters()]
+    module.seen.append(nn.utils.parameters_to_vector(module.parameters()).detach())
+    module.seen.append(F.linear(torch.ones(4), module.first.weight).detach())
+
+
+def slope(module: Any) -> None:
+    """Differentiate in a hook, by an input and by a weight."""
+    x = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
+    module.seen += torch.autograd.grad(module(x).square().sum(), [x, module.first.weight, module.last.bias])
+
+
+PROGRAMS: dict[str, list[tuple[str, Callable[[Any], object]]]] = {
+    "follow": [("on_train_batch_end", follow)],
+    "follow-by-data": [("on_train_batch_end", follow_by_data)],
+    "follow-at-once": [("on_train_batch_start", follow_at_once)],
+    "follow-between-forward-and-backward": [("on_before_zero_grad", follow)],
+    "decay": [("on_train_batch_end", decay)],
+    "clamp-data": [("on_train_batch_start", clamp_data)],
+    "look": [("on_train_batch_start", look), ("on_train_batch_end", look), ("on_train_epoch_end", look)],
+    "look-between-forward-and-backward": [("on_before_zero_grad", look), ("on_before_backward", look)],
+    "look-before-the-step": [("on_before_optimizer_step", look)],
+    "copies": [("on_train_start", keep_a_copy), ("on_train_batch_end", keep_a_copy), ("on_train_end", keep_a_copy)],
+    "slope": [("on_train_batch_end", slope)],
+    "all": [
+        ("on_train_start", keep_a_copy), ("on_train_batch_start", look), ("on_before_zero_grad", follow),
+        ("on_train_batch_end", decay), ("on_train_epoch_end", slope), ("on_train_end", look),
+    ],
+}  # fmt: skip
+RELEASED = (
+    "look",
+    "look-between-forward-and-backward",
+    "look-before-the-step",
+    "slope",
+)  # works at stage 3 without `gathered`
+
+
+def _fit(rank: int, world: int, strategy: Any, program: str) -> tuple[dict[str, Tensor], list[Tensor]]:
+    callbacks = [Do(hook, act) for hook, act in PROGRAMS[program]]
+    fitted = trainer(
+        rank, world, strategy, precision="bf16-mixed", callbacks=callbacks, max_epochs=1, gradient_clip_val=None
+    )
+    module: Any = seeded(Pair)
+    fitted.fit(module, loader(rank, world))
+    return weights(fitted), [value.detach().clone() for value in module.seen]
+
+
+def _as_under_ddp(rank: int, world: int, stages: list[int], program: str, options: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        expected, expected_seen = _fit(rank, world, "ddp", program)
+        for stage in stages:
+            got, seen = _fit(rank, world, ZeroStrategy(stage=stage, **options), program)  # type: ignore[arg-type]
+            assert_equal(got, expected, 1e-6, (stage, program))
+            assert len(seen) == len(expected_seen)
+            for mine, theirs in zip(seen, expected_seen, strict=True):
+                assert mine.dtype == theirs.dtype
+                torch.testing.assert_close(mine, theirs, atol=2e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_hooks_see_and_write_what_they_do_under_ddp(program: str) -> None:
+    stages = [1, 3] if program in RELEASED else [1]
+    worlds.run(_as_under_ddp, 2, stages, program, {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"offload": "cpu"}, {"step": "deferred"}], ids=["plain", "cpu", "deferred"])
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_hooks_do_so_at_every_stage(program: str, world: int, options: dict[str, Any]) -> None:
+    stages = [stage for stage in STAGES if stage < 3 or program in RELEASED or world == 1]
+    worlds.run(_as_under_ddp, world, stages, program, options)
+
+
+# -- Plain loops -------------------------------------------------------------------------------------------------------
+
+BF16 = MixedPrecision(compute_dtype=torch.bfloat16)
+
+
+def _train(rank: int, world: int, stage: int, precision: MixedPrecision, options: dict[str, Any]) -> dict[str, Tensor]:
+    """Train without autocast, with and without activation checkpointing."""
+    engine = ZeroEngine(stage, precision=precision, **options)
+    module: Any = engine.shard(TinyGPT())
+    optimizer = engine.attach(torch.optim.AdamW(module.parameters(), lr=1e-2))
+    for step in range(4):
+        if step == 2:
+            module.blocks[1].forward = partial(checkpoint, module.blocks[1].forward, use_reentrant=False)
+        token_loss(module, rank, step).backward()
+        assert all(param.dtype == torch.float32 for param in module.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    values = {name: engine.full_param(param) for name, param in module.named_parameters()}
+    engine.close()
+    return values
+
+
+@pytest.mark.parametrize("options", [{}, {"step": "backward"}, {"offload": "cpu"}], ids=["plain", "backward", "cpu"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_without_autocast_a_loop_trains_in_fp32(stage: int, options: dict[str, Any]) -> None:
+    lowered = worlds.run(_train, 2, stage, BF16, options)[0]
+    assert_equal(lowered, worlds.run(_train, 2, stage, MixedPrecision(), options)[0])
+
+
+def _mixed_graphs(rank: int, world: int, stage: int, autocast_first: bool) -> dict[str, Tensor]:
+    """Add two losses, one of a forward under autocast, and return the gradients."""
+    engine = ZeroEngine(stage, precision=BF16)
+    module = engine.shard(TinyGPT())
+    losses = []
+    for enabled in (autocast_first, not autocast_first):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            losses.append(token_loss(module, 0, 0))
+    sum(losses).backward()  # type: ignore[union-attr]
+    grads = {name: engine.full_grad(param) for name, param in module.named_parameters()}
+    engine.close()
+    return grads  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("autocast_first", [True, False])
+def test_graphs_of_both_dtypes_run_in_one_backward_at_stage_3(autocast_first: bool) -> None:
+    module = TinyGPT()
+    for _ in range(2):
+        token_loss(module, 0, 0).backward()
+    worlds.seed()
+    for name, grad in worlds.run(_mixed_graphs, 2, 3, autocast_first)[0].items():
+        expected = dict(module.named_parameters())[name].grad
+        assert grad.shape == expected.shape  # type: ignore[union-attr]
+        assert bool(grad.isfinite().all())
+
+
+def _asymmetric(rank: int, world: int, how: str) -> str:
+    engine = ZeroEngine(1, precision=BF16, communication=Communication(timeout_s=6.0))
+    module: Any = engine.shard(TinyGPT())
+    communicator._PATIENCE_S = 1.0
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            if how == "alone" and rank == 1:
+                time.sleep(8)
+                return ""
+            param = module.head.weight if how == "alone" or rank == 0 else module.blocks[0].up.weight
+            try:
+                param.norm()
+            except CollectiveError as error:
+                return f"{error}; " + "; ".join(str(one.message) for one in found)
+        return "no error"
+    finally:
+        communicator._PATIENCE_S = 10.0
+
+
+def test_a_rank_that_reads_alone_says_so_while_it_waits() -> None:
+    told, _ = worlds.run(_asymmetric, 2, "alone")
+    assert "the reading of a parameter of unit `head` failed" in told
+    assert "rank 0 of 2 has waited 1 s for the other ranks" in told
+    assert "lightning_zero.gathered(module)" in told
+
+
+def test_ranks_that_read_different_parameters_get_an_error() -> None:
+    for told in worlds.run(_asymmetric, 2, "different"):
+        assert "another rank reads something else" in told
