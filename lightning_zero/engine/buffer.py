@@ -471,6 +471,8 @@ class FlatBuffer:
         if self.original is None or self.original.flat is None:
             return
         self.collect_writes()
+        if self.sharding.params and self.full.nbytes and not self.full.untyped_storage().nbytes():
+            return  # it was gathered for a forward in this dtype
         self.original.restore_computed()
         self.original.drop()
         self.bind()

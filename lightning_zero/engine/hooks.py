@@ -634,14 +634,13 @@ class Hooks:
             unit.reshard()
 
     def _make_whole(self, unit: Unit) -> None:
-        if not unit.is_sharded_between_uses and unit.state is UnitState.UNSHARDED:
-            if self._in_original and unit.is_lowered and not _in_backward():
-                self._show_original(unit)
-            return
-        with _outside_of_transforms():
-            if _in_backward():
-                self.arm()
-            self._order.request(unit)
+        if unit.is_sharded_between_uses or unit.state is not UnitState.UNSHARDED:
+            with _outside_of_transforms():
+                if _in_backward():
+                    self.arm()
+                self._order.request(unit)
+        if self._in_original and unit.is_lowered and not _in_backward():
+            self._show_original(unit)
 
     def touch(self, unit: Unit) -> bool:
         """Gather a unit of which a released parameter is used, if a step is running; say whether it is whole."""

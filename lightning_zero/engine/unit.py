@@ -124,6 +124,12 @@ class Unit:
         for buffer in self.buffers:
             buffer.end_computing()
 
+    def accept_originals(self) -> None:
+        """Take over what was written into parameters that are shown in their own dtype. No collective."""
+        for buffer in self.buffers:
+            if buffer.original is not None and buffer.original.flat is not None:
+                buffer.refresh_master()
+
     def show_original(self) -> None:
         """Show parameters that compute in another dtype in their own. Collective at stages 1 to 3: all ranks."""
         for buffer in self.buffers:

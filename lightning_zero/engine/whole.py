@@ -74,6 +74,8 @@ class Whole:
                     if not unit.holds > 1 and unit.state is UnitState.SHARDED:
                         unit.unshard()
                     unit.wait()
+                    if unit.holds == 1:
+                        unit.accept_originals()
                     unit.show_original()
             all_held = all(unit.holds for unit in self._units)
             self._order.is_suspended += all_held

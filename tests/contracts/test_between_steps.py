@@ -259,3 +259,35 @@ def test_a_rank_that_reads_alone_says_so_while_it_waits() -> None:
 def test_ranks_that_read_different_parameters_get_an_error() -> None:
     for told in worlds.run(_asymmetric, 2, "different"):
         assert "another rank reads something else" in told
+
+
+def _gathered_in_a_forward(rank: int, world: int, stage: int) -> None:
+    engine = ZeroEngine(stage, precision=BF16)
+    module: Any = engine.shard(TinyGPT())
+    expected = {name: engine.full_param(param) for name, param in module.named_parameters()}
+    plain = TinyGPT()
+    plain.load_state_dict(expected)
+
+    def look(_: nn.Module, args: Any) -> None:
+        with engine.gathered(module.blocks[0]):
+            assert torch.equal(module.blocks[0].up.weight, expected["blocks.0.up.weight"])
+
+    for block in module.blocks:
+        block.register_forward_pre_hook(look)
+    ids = torch.tensor([[1, 2, 3]])
+    for _ in range(3):
+        assert torch.equal(module(ids), plain(ids))
+    with torch.no_grad():
+        for param in module.parameters() if stage < 3 else ():
+            param.data.mul_(1 + 2**-14)  # seen by whoever gathers next
+    with engine.gathered(module):
+        pass
+    for name, param in module.named_parameters():
+        scale = 1 + 2**-14 if stage < 3 else 1.0
+        assert torch.equal(engine.full_param(param), expected[name] * scale)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gathered_inside_a_forward_in_fp32_leaves_it_whole(stage: int) -> None:
+    worlds.run(_gathered_in_a_forward, 2, stage)
