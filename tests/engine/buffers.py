@@ -21,14 +21,16 @@ stages = pytest.mark.parametrize("stage", STAGES)
 def numbered_buffer(
     stage: int, compute: torch.dtype = torch.float32, reduce: torch.dtype = torch.float32
 ) -> FlatBuffer:
-    """Return a buffer whose parameters are numbered element by element. Collective."""
+    """Return a buffer as in a step, whose parameters are numbered element by element. Collective."""
     kind = BufferKind(original=torch.float32, compute=compute, master=torch.float32, reduce=reduce, trained=True)
     with torch.inference_mode(False):
         params = [nn.Parameter(values_of(index, 0.25)) for index in range(len(SHAPES))]
     names = [f"p{index}" for index in range(len(SHAPES))]
-    return FlatBuffer(
+    buffer = FlatBuffer(
         "block", params, names, kind, Sharding.from_stage(stage), Communicator(Communication(), CPU), DeviceStore(CPU)
     )
+    buffer.begin_computing()
+    return buffer
 
 
 def values_of(index: int, factor: float = 1.0) -> Tensor:
