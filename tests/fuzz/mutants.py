@@ -19,7 +19,6 @@ from lightning_zero.engine import optimizer, sharded_gradient
 from lightning_zero.engine.attached import Attached
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.deferred import Update
-from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.gradients import BufferGradients
 from lightning_zero.engine.hooks import Hooks
 from lightning_zero.engine.module_buffers import ModuleBuffers
@@ -253,13 +252,6 @@ def forwards_leave_windows_open() -> Iterator[None]:
 
 
 @contextmanager
-def units_are_given_back_at_once() -> Iterator[None]:
-    """A unit that somebody still uses is given back."""
-    with mock.patch.object(Unit, "is_busy", False):
-        yield
-
-
-@contextmanager
 def lists_are_not_joined() -> Iterator[None]:
     """A rank does not take part in the reductions of a pass that it has no need of."""
     join = PassOrder._join
@@ -280,29 +272,9 @@ def errors_are_not_put_aside() -> Iterator[None]:
 
 
 @contextmanager
-def an_average_reads_a_later_backward() -> Iterator[None]:
-    """A backward overwrites gradients that a deferred step has still to read."""
-    accumulate = BufferGradients._local_sums
-
-    def hurried(self: BufferGradients) -> Any:
-        with mock.patch.object(type(self._buffer), "flush", return_value=False):
-            return accumulate(self)
-
-    with mock.patch.object(BufferGradients, "_local_sums", hurried):
-        yield
-
-
-@contextmanager
 def states_are_not_loaded() -> Iterator[None]:
     """A checkpoint gives optimizers no states."""
     with mock.patch.object(state, "load_optimizer_state", return_value=None):
-        yield
-
-
-@contextmanager
-def loaded_weights_are_not_published() -> Iterator[None]:
-    """A checkpoint changes masters only."""
-    with mock.patch.object(ZeroEngine, "publish", return_value=None):
         yield
 
 
@@ -339,8 +311,7 @@ MUTANTS: dict[str, Callable[[], Any]] = {
         segments_are_one_off, writes_are_lost, every_rank_writes, steps_are_not_published, norms_are_local, units_stay,
         deferred_steps_are_lost, used_on_rank_0_only_counts, a_factor_outlives_its_gradients,
         a_factor_of_no_gradients_stays, reductions_are_not_waited_for, pointed_values_are_lost,
-        forwards_leave_windows_open, units_are_given_back_at_once, lists_are_not_joined, errors_are_not_put_aside,
-        an_average_reads_a_later_backward, states_are_not_loaded, loaded_weights_are_not_published,
-        added_groups_are_not_stepped, sleeping_values_are_not_woken,
+        forwards_leave_windows_open, lists_are_not_joined, errors_are_not_put_aside,
+        states_are_not_loaded, added_groups_are_not_stepped, sleeping_values_are_not_woken,
     )
 }  # fmt: skip
