@@ -676,10 +676,13 @@ class FlatBuffer:
             else:
                 self.shard.copy_(values)
 
-    def refresh_master(self) -> None:
+    def refresh_master(self, but_for: Set[int] = frozenset()) -> None:
         """Bring the master up to date where its rounded value is not what the parameters hold.
 
         Below stage 3 the values themselves are compared, because a write through ``.data`` leaves no other trace.
+
+        Args:
+            but_for: Slots whose master counts, as for those in the step window.
 
         Raises:
             RuntimeError: A step in the backward was made that nobody has asked for yet.
@@ -699,11 +702,11 @@ class FlatBuffer:
             return
         self._written = False
         if self.sleep is not None:
-            self.sleep.note_writes()
+            self.sleep.note_writes(but_for)
             return
         with torch.inference_mode(False), torch.no_grad():
             values = self.computed.to(self.master.device)
-            if merge_written(self.master, values, self.own_range, self.entered):
+            if merge_written(self.master, values, self.own_range, self.entered | but_for):
                 self._tell_of_write(f"{self.name}.*", is_seen_here=True)
 
     # -- Publishing what was stepped -----------------------------------------------------------------------------------
@@ -741,22 +744,27 @@ class FlatBuffer:
                 return self.communicator.all_gather(self.full, self.shard, f"unit `{self.name}`")
         return None
 
-    def accept_stepped(self) -> bool:
-        """Take over what was written into what is stepped, outside of a step.
+    def accept_stepped(self, written: Set[int]) -> bool:
+        """Publish what was written into segments of what is stepped, outside of a step.
+
+        Args:
+            written: The slots. Others may have been written as they compute, which comes first.
 
         Returns:
             Whether the other ranks' parts have to be gathered before a forward.
 
         Raises:
-            RuntimeError: The parameters are sharded, and whole just now.
+            RuntimeError: The parameters are sharded or computing in 16 bits, and whole just now.
         """
-        if self.sharding.params and self.is_whole:
+        is_original = self.original is not None and self.original.flat is not None
+        if is_original or (self.sharding.params and self.is_whole):
             raise RuntimeError(
                 f"A parameter of unit `{self.name}` was written between a read of `p.grad` and a step, while the unit"
                 " is whole: inside `gathered`, `engine.scope` or `training_step`. Write it outside, or before `p.grad`"
                 " is read."
             )
         self.flush()
+        self.refresh_master(but_for=written)
         with torch.inference_mode(False), torch.no_grad():
             self._round()
         if self.sharding.params or not self.sharding.optim or self.communicator.world_size == 1:

@@ -308,6 +308,9 @@ class ShardedOptimizer:
         if self.is_open:  # somebody may have pointed `data` elsewhere
             for buffer, index in self._in_window:
                 buffer.window.take_values(index)
+            for buffer in self.buffers:
+                if len(buffer.entered) < len(buffer.params) and not buffer.gradients.is_ahead:
+                    buffer.refresh_master()  # parameters that it does not hold may have been written since
         self.open()
         self._show_gradients()
         self._running_step.begin()

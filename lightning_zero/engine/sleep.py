@@ -105,12 +105,12 @@ class BufferSleep:
 
     # -- Steps -----------------------------------------------------------------------------------------------------
 
-    def note_writes(self) -> None:
+    def note_writes(self, but_for: Set[int] = frozenset()) -> None:
         """Note that parameters may have been written from outside; the master takes that over when it is read.
 
         By then a step window may be open, in which they show the master itself.
         """
-        self._to_merge.update(set(range(len(self._buffer.params))) - self._buffer.entered)
+        self._to_merge.update(set(range(len(self._buffer.params))) - self._buffer.entered - but_for)
 
     def _merge_if_due(self) -> bool:
         slots, self._to_merge = self._to_merge, set()

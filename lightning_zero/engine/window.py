@@ -66,8 +66,8 @@ class Shown(Protocol):
         """Leave the memory of what is stepped to the tensors of the program that lie in it."""
         ...
 
-    def accept_stepped(self) -> bool:
-        """Take over what was written into what is stepped; say whether other ranks' parts are to be gathered."""
+    def accept_stepped(self, written: Set[int]) -> bool:
+        """Publish what was written into the segments of some slots; say whether other ranks' are to be gathered."""
         ...
 
 
@@ -96,7 +96,7 @@ class BufferWindow:
         self._entered: set[int] = set()  # slots whose parameter shows what is stepped
         self._versions: dict[int, int] = {}  # of entered parameters when what they show was last published
         self._moved: set[int] = set()  # entered slots whose ``data`` was taken over, and nothing published it
-        self._is_written = False  # a parameter that has left was written, and nothing published it
+        self._written: set[int] = set()  # slots that have left and were written, and nothing published it
         self._shown: dict[int, torch.Tensor] = {}  # segments of the average that parameters show as ``grad``
         self._shown_at: dict[int, int] = {}  # and the addresses of their values
         self._given: dict[int, weakref.ref[torch.Tensor]] = {}  # those that were shown and are not dropped
@@ -362,7 +362,8 @@ class BufferWindow:
         param = self._buffer.params[index]
         if index in self._entered:
             is_moved = self.take_values(index)
-            self._is_written |= is_moved or is_written(param, self._versions.pop(index))
+            if is_written(param, self._versions.pop(index)) or is_moved:
+                self._written.add(index)
             end_writes(param)
         self._moved.discard(index)
         self.take_gradient(index)
@@ -382,8 +383,8 @@ class BufferWindow:
         self._gradients.accept_writes()
         if not self._shown:  # another optimizer's window may be open
             self._gradients.end_writing()
-        was_written, self._is_written = self._is_written, False
-        return was_written and self._buffer.accept_stepped()
+        written, self._written = self._written, set()
+        return bool(written) and self._buffer.accept_stepped(written)
 
 
 def compare_assigned(buffers: Iterable[Windowed], communicator: Communicator) -> None:

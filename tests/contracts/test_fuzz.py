@@ -28,6 +28,30 @@ ONCE = {  # what differed once, made smaller
         SGD,
         [("clip_norm", {"look": False}), ("write", {"how": "open"}), ("backward", {})],
     ),
+    "write-beside-the-window-behind-a-step": Program(
+        {"blocks": [("b", {"kind": "linear"})]},
+        {"stage": 1, "offload": {"optimizer": "cpu"}},
+        [{"class": "SGD", "groups": [["blocks.b.up.weight"]]}],
+        [
+            ("backward", {"look": False}),
+            ("edit", {"how": "assign", "look": False}),
+            ("step", {"opt": 0, "look": False}),
+            ("write", {"how": "open", "look": False}),
+            ("backward", {}),
+        ],
+    ),
+    "write-beside-the-window-before-a-step": Program(
+        {"blocks": [("b", {"kind": "linear"})]},
+        {"stage": 2, "offload": {"optimizer": "cpu"}, "step": "now"},
+        [{"class": "SGD", "groups": [["blocks.b.up.weight"]]}],
+        [
+            ("backward", {"look": False}),
+            ("clip_norm", {"look": False}),
+            ("write", {"how": "open", "look": False}),
+            ("step", {"opt": 0, "look": False}),
+            ("backward", {}),
+        ],
+    ),
     "two-optimizers-share-a-unit": Program(
         {"blocks": [("a", {"kind": "linear"})]},
         {"stage": 1},
