@@ -51,7 +51,9 @@ Note [Two dtypes of a parameter]
     A parameter that computes in 16 bits does so for the time of a step, of a forward under autocast, and of the
     backward behind it. A forward without autocast outside a step, such as one in a Trainer's hook, uses the master's
     values in their own dtype, as all other code does (ADR 0041). All ranks begin a scope alike, so whoever takes part
-    in a gather knows its dtype.
+    in a gather knows its dtype. A graph in the own dtype keeps the weights that it needs, and its backward may run
+    whatever parameters show then. One under autocast does so at stage 3 only: elsewhere autograd keeps the parameter
+    itself, so parameters compute again when a backward begins.
 """
 
 from __future__ import annotations
@@ -246,7 +248,8 @@ class Hooks:
         self._lowered = [unit for unit in lowered if not unit.is_sharded_between_uses]
         self._device_type = units[0].buffers[0].full.device.type if units[0].buffers else "cpu"
         self._in_original = False  # forwards of the scope use parameters in their own dtype
-        self._graphs_in_original = False  # the last scope with gradients did
+        self._graphs_in_original = False  # those of the last scope with gradients, for the next backward
+        self._has_lowered_graphs = False  # since the last backward there was a scope with gradients under autocast
         # - Scopes and passes
         self._depth = 0
         self._scope = ""
@@ -414,7 +417,7 @@ class Hooks:
             if with_root and not self._order.is_suspended and (self._opened_by is None or self.forwards_are_steps):
                 self._broadcast_buffers(torch.is_grad_enabled() and self.is_last_microbatch)
             self._begin_pass("forward")
-            if self._shards and torch.is_grad_enabled() and _may_keep_handles():
+            if (self._shards or in_original) and torch.is_grad_enabled() and _may_keep_handles():
                 self._look_for_outer_hooks()
                 self._net = saved_tensors_hooks(self._pack, self._unpack)
                 self._net.__enter__()
@@ -527,8 +530,11 @@ class Hooks:
         """Let parameters compute in 16 bits, or in their own dtype; see Note [Two dtypes of a parameter]."""
         self._in_original = in_original
         if torch.is_grad_enabled():
-            self._graphs_in_original = in_original
-        if not in_original:
+            self._has_lowered_graphs |= not in_original
+            self._graphs_in_original = not self._has_lowered_graphs
+        if in_original:
+            self._end_computing()
+        else:
             self._begin_computing()
 
     def _begin_computing(self) -> None:
@@ -539,7 +545,7 @@ class Hooks:
         for unit in self._lowered:
             unit.end_computing()
 
-    def _begin_computing_in_backward(self, _: Any = None) -> None:
+    def _begin_computing_in_backward(self) -> None:
         """Let parameters be those of the forwards whose graphs run; ``_forget_backward`` ends it."""
         if self._depth == 0 and not self._graphs_in_original:
             self._begin_computing()
@@ -548,7 +554,16 @@ class Hooks:
         """Have parameters as they compute when the backward of a forward begins, in a plain loop below stage 3."""
         for node in {tensor.grad_fn for tensor in _tensors(output)}:
             if node is not None:
-                node.register_prehook(self._begin_computing_in_backward)
+                node.register_prehook(self._begin_watched_backward)
+
+    def _begin_watched_backward(self, _: Any) -> None:
+        self._begin_computing_in_backward()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_watched_backward)
+
+    def _end_watched_backward(self) -> None:
+        """End one that has taken no gradient, as ``autograd.grad`` does."""
+        if self._depth == 0 and not self._armed:
+            self._end_computing()
 
     def compute_in_backward(self, unit: Unit) -> bool:
         """Let a unit's parameters be those that compute if a backward runs; say whether one does."""
@@ -923,6 +938,7 @@ class Hooks:
         self._armed = self._explicit = self._took_gradient = self._keeps_units = False
         self._is_end_known = self._has_nested_end = False
         if self._depth == 0:
+            self._has_lowered_graphs = False
             self._end_computing()
 
 

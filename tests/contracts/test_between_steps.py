@@ -92,6 +92,10 @@ def clamp_data(module: Any) -> None:
 
 @torch.no_grad()
 def look(module: Any) -> None:
+    look_with_gradients(module)
+
+
+def look_with_gradients(module: Any) -> None:
     """Compute with the module and its parts, without autocast."""
     x = torch.linspace(-1, 1, 8).view(2, 4)
     module.seen.append(module(x))
@@ -120,6 +124,8 @@ PROGRAMS: dict[str, list[tuple[str, Callable[[Any], object]]]] = {
     "clamp-data": [("on_train_batch_start", clamp_data)],
     "look": [("on_train_batch_start", look), ("on_train_batch_end", look), ("on_train_epoch_end", look)],
     "look-between-forward-and-backward": [("on_before_zero_grad", look), ("on_before_backward", look)],
+    "look-with-gradients": [("on_before_zero_grad", look_with_gradients), ("on_train_batch_end", look_with_gradients)],
+    "slope-between-forward-and-backward": [("on_before_zero_grad", slope), ("on_before_backward", slope)],
     "look-before-the-step": [("on_before_optimizer_step", look)],
     "copies": [("on_train_start", keep_a_copy), ("on_train_batch_end", keep_a_copy), ("on_train_end", keep_a_copy)],
     "slope": [("on_train_batch_end", slope)],
@@ -131,8 +137,10 @@ PROGRAMS: dict[str, list[tuple[str, Callable[[Any], object]]]] = {
 RELEASED = (
     "look",
     "look-between-forward-and-backward",
+    "look-with-gradients",
     "look-before-the-step",
     "slope",
+    "slope-between-forward-and-backward",
 )  # works at stage 3 without `gathered`
 
 
