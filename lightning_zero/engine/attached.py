@@ -106,6 +106,13 @@ class Attached:
             if sharded is not opening and sharded.is_open and sharded.shares_with(opening):
                 sharded.close()
 
+    def close_idle(self, param: nn.Parameter) -> None:
+        """Close the window that shows a parameter if no gradient is left in it: ``module.zero_grad()`` opens it."""
+        for sharded in self._optimizers:
+            is_shown = sharded.is_open and not sharded.is_running and sharded.holds(param)
+            if is_shown and not any(buffer.gradients.has_grad for buffer in sharded.buffers):
+                sharded.close()
+
     def close(self) -> None:
         """Close all windows."""
         if self._forwards is not None:

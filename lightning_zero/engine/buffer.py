@@ -474,8 +474,11 @@ class FlatBuffer:
         if self.sharding.params and self.full.nbytes and not self.full.untyped_storage().nbytes():
             return  # it was gathered for a forward in this dtype
         self.original.restore_computed()
+        changed = self.original.changed
         self.original.drop()
         self.bind()
+        for index in changed - self.entered:  # the graph of a forward before lies in the memory of other values
+            self.mark_stepped(index)
 
     def begin_computing(self, *, hides: bool = True) -> None:
         """Let whole parameters be those that compute: a forward or backward begins. No collective.

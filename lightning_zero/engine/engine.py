@@ -859,6 +859,8 @@ class ZeroEngine:
             if index not in buffer.window.entered:
                 self._attached.show_gradient(param, (buffer, index))
         buffer.window.write(index, grad)
+        if grad is None and not buffer.gradients.has_grad:
+            self._attached.close_idle(param)
 
     def _refuse_in_backward(self, buffer: FlatBuffer, index: int) -> None:
         if index in buffer.gradients.has_grad and torch._C._current_graph_task_id() != -1:

@@ -362,6 +362,7 @@ class Hooks:
             if depth == 0:
                 self._abandon()
             explain_transform(error)
+            self._explain_dtypes(error)
             raise
 
     @contextmanager
@@ -564,6 +565,20 @@ class Hooks:
         """End one that has taken no gradient, as ``autograd.grad`` does."""
         if self._depth == 0 and not self._armed:
             self._end_computing()
+
+    def _explain_dtypes(self, error: BaseException) -> None:
+        """Say what to do where a layer computes in 16 bits and its input does not.
+
+        Raises:
+            RuntimeError: That may be so.
+        """
+        if self._has_lowered and isinstance(error, RuntimeError) and "same dtype" in str(error):
+            raise RuntimeError(
+                f"{error}. In a step, and in the backward of a forward under autocast, the weights of linear layers,"
+                " convolutions and attention are in 16 bits. Where autocast is off there (`torch.autocast(...,"
+                " enabled=False)`), cast the input to `layer.weight.dtype`, or give the layer a class of its own with"
+                " its own `forward`, whose weights stay in fp32."
+            ) from error
 
     def compute_in_backward(self, unit: Unit) -> bool:
         """Let a unit's parameters be those that compute if a backward runs; say whether one does."""
@@ -792,9 +807,10 @@ class Hooks:
             self.arm()
             yield
             self._end_backward()
-        except BaseException:
+        except BaseException as error:
             self._armed = True  # also where it could not begin
             self._abandon_backward()
+            self._explain_dtypes(error)
             raise
 
     def arm(self) -> None:

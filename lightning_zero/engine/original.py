@@ -67,6 +67,7 @@ class Original:
         self._dtype = dtype
         self.flat: torch.Tensor | None = None
         self.views: list[torch.Tensor] = []
+        self.changed: set[int] = set()  # slots whose rounded values have become others
         self._kind: Kind = "gathered" if buffer.sharding.params else "parameters"
 
     @property
@@ -132,7 +133,15 @@ class Original:
         full = self._buffer.full
         if self.flat is not None and full.untyped_storage().nbytes():
             with torch.inference_mode(False), torch.no_grad():
+                self._note_changes(self.flat.to(full.dtype), full)
                 full.copy_(self.flat)
+
+    def _note_changes(self, rounded: torch.Tensor, full: torch.Tensor) -> None:
+        if torch.equal(rounded, full):
+            return
+        for index, slot in enumerate(self._buffer.layout.slots):
+            if not torch.equal(rounded[slot.offset : slot.stop], full[slot.offset : slot.stop]):
+                self.changed.add(index)
 
     def free_computed(self) -> None:
         """Give the memory of the whole buffer back that computes, below stage 3, where a master has its values."""
@@ -160,7 +169,7 @@ class Original:
         """Forget ``flat``."""
         if self.flat is not None:
             self._buffer.store.give_back(self._kind, self.flat)
-        self.flat, self.views = None, []
+        self.flat, self.views, self.changed = None, [], set()
 
 
 class RoundedWrites:

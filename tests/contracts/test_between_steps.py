@@ -182,6 +182,67 @@ def test_hooks_do_so_at_every_stage(program: str, world: int, options: dict[str,
     worlds.run(_as_under_ddp, world, stages, program, options)
 
 
+class Fp32Head(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.first(batch[0])
+        with torch.autocast("cpu", enabled=False):
+            return F.mse_loss(self.last(x.float()), batch[1])
+
+
+def _refused(rank: int, world: int, stage: int) -> None:
+    with pytest.raises(RuntimeError, match=r"weights of linear layers.*are in 16 bits.*cast the input"):
+        trainer(rank, world, stage, precision="bf16-mixed").fit(seeded(Fp32Head), loader(rank, world))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_layer_without_autocast_in_a_step_is_told_of_its_dtype(stage: int) -> None:
+    worlds.run(_refused, 2, stage)
+
+
+class Writes(Net):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.last.weight.data.mul_(0.9)
+
+
+def _written_before_backward(rank: int, world: int, stage: int) -> None:
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        trainer(rank, world, stage, precision="bf16-mixed").fit(seeded(Writes), loader(rank, world))
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_write_through_data_between_forward_and_backward_is_no_other_gradient(stage: int) -> None:
+    worlds.run(_written_before_backward, 2, stage)
+
+
+class Swaps(Net):
+    """Validates with other weights, as averages do, inside an epoch."""
+
+    @torch.no_grad()
+    def on_validation_epoch_start(self) -> None:
+        self.kept = [param.data.clone() for param in self.parameters()]
+        for param in self.parameters():
+            param.data.copy_(param.data * 0.5)
+
+    @torch.no_grad()
+    def on_validation_epoch_end(self) -> None:
+        for param, kept in zip(self.parameters(), self.kept, strict=True):
+            param.data.copy_(kept)
+
+
+def _swap(rank: int, world: int, precision: str) -> None:
+    values = []
+    for strategy in ("ddp", 1):
+        fitted = trainer(rank, world, strategy, precision=precision, max_epochs=1, val_check_interval=2)
+        fitted.fit(seeded(Swaps), loader(rank, world), loader(rank, world))
+        values.append({**weights(fitted), "val_loss": fitted.callback_metrics["val_loss"]})
+    assert_equal(values[1], values[0], 1e-6)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_validation_inside_an_epoch_may_swap_weights(precision: str) -> None:
+    worlds.run(_swap, 2, precision)
+
+
 # -- Plain loops -------------------------------------------------------------------------------------------------------
 
 BF16 = MixedPrecision(compute_dtype=torch.bfloat16)
