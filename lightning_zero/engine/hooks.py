@@ -572,7 +572,7 @@ class Hooks:
         Raises:
             RuntimeError: That may be so.
         """
-        if self._has_lowered and isinstance(error, RuntimeError) and "same dtype" in str(error):
+        if self._has_lowered and isinstance(error, RuntimeError) and _is_of_dtypes(str(error)):
             raise RuntimeError(
                 f"{error}. In a step, and in the backward of a forward under autocast, the weights of linear layers,"
                 " convolutions and attention are in 16 bits. Where autocast is off there (`torch.autocast(...,"
@@ -974,6 +974,11 @@ def _may_keep_handles() -> bool:
 def _outside_of_transforms() -> AbstractContextManager[Any]:
     """Let what the engine does be no part of a transform of ``torch.func`` that is running."""
     return _NOTHING if peek_interpreter_stack() is None else temporarily_clear_interpreter_stack()
+
+
+def _is_of_dtypes(message: str) -> bool:
+    """Say whether PyTorch has refused operands of two dtypes."""
+    return "same dtype" in message or ("weight type" in message and "should be the same" in message)
 
 
 def _in_backward() -> bool:

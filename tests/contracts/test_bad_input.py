@@ -365,7 +365,9 @@ _ARGUMENTS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], tuple[Any, ..
         lambda module, optimizer: (optimizer,),
     ),
 }  # fmt: skip
-_NEED_NO_MODULE = {"close", "drop_elsewhere", "whole_groups", "param_name"}  # do nothing, or look up
+_NEED_NO_MODULE = {  # do nothing, or look up
+    "close", "drop_elsewhere", "whole_groups", "param_name", "around_collective",
+}  # fmt: skip
 
 
 def _methods(engine: Any) -> list[str]:

@@ -93,7 +93,9 @@ def _bytes(rank: int, world: int, stage: int, moments: Moments) -> tuple[int, in
     )
     module = engine.shard(nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False)))
     optimizer = engine.attach(torch.optim.AdamW(module.parameters()))
-    module(torch.ones(1, 256, dtype=torch.bfloat16)).sum().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = module(torch.ones(1, 256)).sum()
+    loss.backward()
     before = engine.stats().memory["optimizer"]
     optimizer.step()
     return before, engine.stats().memory["optimizer"]

@@ -368,8 +368,10 @@ def test_a_tied_weight_has_the_same_compute_dtype_whatever_the_units(units: Any)
 
 
 def _dtypes(module: nn.Module, units: Any = None, **options: Any) -> dict[str, torch.dtype]:
-    ZeroEngine(0, units=units, precision=MixedPrecision(**options)).shard(module)
-    return {name: param.dtype for name, param in module.named_parameters()}
+    engine = ZeroEngine(0, units=units, precision=MixedPrecision(**options))
+    engine.shard(module)
+    with engine.scope("step"):
+        return {name: param.dtype for name, param in module.named_parameters()}
 
 
 def test_a_meta_module_gets_its_compute_dtype() -> None:
