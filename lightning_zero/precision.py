@@ -187,7 +187,6 @@ class ZeroStep(Precision):
         if _needs_closure(optimizer):
             return self._step_with_closure(optimizer, model, closure, **kwargs)
         closure_result = closure()
-        engine.open_window(optimizer)
         overflow = self._unscale(optimizer)
         self._after_closure(model, optimizer)
         is_scaled = self.scaler is not None and _has_gradients(optimizer)

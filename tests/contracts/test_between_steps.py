@@ -129,6 +129,7 @@ PROGRAMS: dict[str, list[tuple[str, Callable[[Any], object]]]] = {
     "slope-between-forward-and-backward": [("on_before_zero_grad", slope), ("on_before_backward", slope)],
     "look-before-the-step": [("on_before_optimizer_step", look)],
     "copies": [("on_train_start", keep_a_copy), ("on_train_batch_end", keep_a_copy), ("on_train_end", keep_a_copy)],
+    "copies-before-the-step": [("on_before_optimizer_step", keep_a_copy), ("on_after_backward", keep_a_copy)],
     "slope": [("on_train_batch_end", slope)],
     "all": [
         ("on_train_start", keep_a_copy), ("on_train_batch_start", look), ("on_before_zero_grad", follow),
