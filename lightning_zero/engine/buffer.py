@@ -421,9 +421,10 @@ class FlatBuffer:
             for aliases in self.aliases.values():
                 aliases.hide()
             self._placeholders = self._placeholders_of(self.shown.dtype)  # the same: graphs know a parameter by it
-            for param, value in zip(self.params, self._placeholders, strict=True):
-                param.data = value
-                swap_class(param, ReleasedParameter)
+            for index, (param, value) in enumerate(zip(self.params, self._placeholders, strict=True)):
+                if index not in self.entered:  # shows the master's segment
+                    param.data = value
+                    swap_class(param, ReleasedParameter)
         if self.original is not None:
             self.original.drop()
         if self.full.untyped_storage().nbytes() or not self.full.nbytes:

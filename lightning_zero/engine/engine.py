@@ -823,6 +823,11 @@ class ZeroEngine:
         self._sharded.whole.hide_originals()
         self._attached.close_others(opening)
 
+    def _recover(self) -> None:
+        """Put aside what a caught error has left, before gradients are read or assigned. No collective."""
+        if self.module is not None:
+            self._sharded.hooks.recover()
+
     def _end_step(self, buffers: Sequence[FlatBuffer]) -> None:
         units = {unit.index: unit for unit in map(self._places.unit_of, buffers)}
         self._sharded.hooks.end_step(list(units.values()))
@@ -848,6 +853,7 @@ class ZeroEngine:
 
     def _write_gradient(self, param: nn.Parameter, grad: torch.Tensor | None) -> None:
         buffer, index = self._places.of(param)
+        self._recover()
         self._refuse_in_backward(buffer, index)
         if buffer.gradients.is_ahead:
             what = "Dropping" if grad is None else "Assigning"
@@ -872,6 +878,7 @@ class ZeroEngine:
 
     def _show_gradient(self, param: nn.Parameter) -> None:
         buffer, index = self._places.of(param)
+        self._recover()
         if index not in buffer.gradients.has_grad:
             return
         self._refuse_in_backward(buffer, index)

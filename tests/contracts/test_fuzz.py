@@ -52,6 +52,16 @@ ONCE = {  # what differed once, made smaller
             ("backward", {}),
         ],
     ),
+    "caught-error-in-a-backward-beside-a-kept-gradient": Program(
+        {"blocks": [("b", {"kind": "linear"})]},
+        {"stage": 3, "units": ["Linear"]},
+        [{"class": "SGD", "groups": [["head.weight"]]}],
+        [
+            ("backward", {"look": False}),
+            ("fail", {"at": "grad", "seed": 83, "module": "blocks.b.up", "scope": False, "look": False}),
+            ("backward", {}),
+        ],
+    ),
     "two-optimizers-share-a-unit": Program(
         {"blocks": [("a", {"kind": "linear"})]},
         {"stage": 1},
