@@ -482,10 +482,10 @@ class FlatBuffer:
             self.mark_stepped(index)
 
     def begin_computing(self, *, hides: bool = True) -> None:
-        """Let whole parameters be those that compute: a forward or backward begins. No collective.
+        """Show whole parameters as they compute, for a forward or a backward. No collective.
 
         Args:
-            hides: Those that are shown in their own dtype, too.
+            hides: Also those that are shown in their own dtype.
         """
         if self.original is None or self.sharding.params or self.is_resting:
             return
@@ -499,13 +499,13 @@ class FlatBuffer:
             self.forget_original()
 
     def forget_original(self) -> None:
-        """Take over whatever was written into parameters that are shown in their own dtype, and hide them."""
+        """Copy writes into parameters in their own dtype into the master, and show them as they compute."""
         if self.original is not None and self.original.flat is not None and not self.is_resting:
             self.refresh_master()
             self.hide_original()
 
     def end_computing(self) -> None:
-        """Let who touches parameters get the master's values in their own dtype. No collective."""
+        """Show the master's values in their own dtype to the next use of a parameter. No collective."""
         self.is_computing = False
         if self.is_lowered:
             self._mark_lowered()
@@ -546,8 +546,7 @@ class FlatBuffer:
             return
         self.is_resting = False
         if not self.sharding.params:
-            self.refresh_master()
-            self.hide_original()
+            self.forget_original()
 
     def _placeholders_of(self, dtype: torch.dtype) -> list[torch.Tensor]:
         if dtype not in self._all_placeholders:
@@ -598,7 +597,7 @@ class FlatBuffer:
             self.on_rounded_write(name, is_seen_here=is_seen_here)
 
     def _take_back_data(self, indices: Sequence[int]) -> None:
-        """Copy what ``.data`` of some parameters was pointed to into the buffer; what is kept stays as it was.
+        """Copy tensors that ``.data`` was pointed to into the flat buffer, unless the program keeps them.
 
         They may be pointed to each other's values.
         """
@@ -620,7 +619,7 @@ class FlatBuffer:
                 self._shown_views[index].copy_(values)
 
     def leave_stepped(self) -> None:
-        """Leave the memory of what is stepped to the tensors of the program that lie in it."""
+        """Leave the master's memory to the program's tensors that lie in it, and take other memory."""
         if self.master is None and not self.sharding.params:
             self._leave_what_is_kept()
         elif self.master is not None and not is_asleep(self.master) and self._is_kept(self.master, own=1):
@@ -631,7 +630,7 @@ class FlatBuffer:
             self._show_stepped(stepping)
 
     def _leave_what_is_kept(self) -> None:
-        """Leave the memory of what parameters show to the tensors of the program that lie in it (``kept = p.data``)."""
+        """Leave the shown flat buffer to the program's tensors that lie in it (``kept = p.data``)."""
         shown, stepping = self.shown, self._stepping()
         has_shard = shown is self.full and not self.sharding.params
         if not self._is_kept(shown, own=1 + len(self.views) + has_shard):

@@ -789,7 +789,7 @@ class ZeroEngine:
 
     @property
     def _last_made(self) -> ShardedModule:
-        """What the engine drives, or has driven before it was closed."""
+        """The sharded module, also of an engine that is closed."""
         if self._made is None:
             raise RuntimeError(_NO_MODULE)
         return self._made
@@ -824,7 +824,7 @@ class ZeroEngine:
         self._attached.close_others(opening)
 
     def _recover(self) -> None:
-        """Put aside what a caught error has left, before gradients are read or assigned. No collective."""
+        """End an interrupted backward, before gradients are read or assigned. No collective."""
         if self.module is not None:
             self._sharded.hooks.recover()
 

@@ -547,7 +547,7 @@ class Hooks:
             unit.end_computing()
 
     def _begin_computing_in_backward(self) -> None:
-        """Let parameters be those of the forwards whose graphs run; ``_forget_backward`` ends it."""
+        """Show parameters as in the forwards whose graphs run; ``_forget_backward`` ends it."""
         if self._depth == 0 and not self._graphs_in_original:
             self._begin_computing()
 
@@ -567,7 +567,7 @@ class Hooks:
             self._end_computing()
 
     def _explain_dtypes(self, error: BaseException) -> None:
-        """Say what to do where a layer computes in 16 bits and its input does not.
+        """Raise an error with the remedy if a layer computes in 16 bits and its input does not.
 
         Raises:
             RuntimeError: That may be so.
@@ -581,10 +581,11 @@ class Hooks:
             ) from error
 
     def compute_in_backward(self, unit: Unit) -> bool:
-        """Let a unit's parameters be those that compute if a backward runs; say whether one does."""
-        if _in_backward():
-            unit.begin_computing()
-        return _in_backward()
+        """Show a unit's parameters as they compute if a backward runs; say whether one does."""
+        if not _in_backward():
+            return False
+        unit.begin_computing()
+        return True
 
     # -- Forward ---------------------------------------------------------------------------------------------------
 
@@ -972,7 +973,7 @@ def _may_keep_handles() -> bool:
 
 
 def _outside_of_transforms() -> AbstractContextManager[Any]:
-    """Let what the engine does be no part of a transform of ``torch.func`` that is running."""
+    """Keep the engine's own operations out of a transform of ``torch.func`` that is running."""
     return _NOTHING if peek_interpreter_stack() is None else temporarily_clear_interpreter_stack()
 
 

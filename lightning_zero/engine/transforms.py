@@ -38,7 +38,7 @@ def _with_values(wrap: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def explain_transform(error: BaseException) -> None:
-    """Raise an error that says what to do instead, if PyTorch has refused a transform because of the engine's hooks.
+    """Raise an error with the remedy if PyTorch has refused a transform because of the engine's hooks.
 
     Raises:
         RuntimeError: That is the case.

@@ -115,17 +115,17 @@ class Unit:
         return any(buffer.is_lowered for buffer in self.buffers)
 
     def begin_computing(self) -> None:
-        """Let whole parameters be those that compute, unless ``gathered`` shows them in their own dtype."""
+        """Show whole parameters as they compute, unless ``gathered`` shows them in their own dtype."""
         for buffer in self.buffers:
             buffer.begin_computing(hides=not self.holds)
 
     def end_computing(self) -> None:
-        """Let who touches whole parameters get the master's values in their own dtype."""
+        """Show the master's values in their own dtype to the next use of a whole parameter."""
         for buffer in self.buffers:
             buffer.end_computing()
 
     def accept_originals(self) -> None:
-        """Take over what was written into parameters that are shown in their own dtype. No collective."""
+        """Copy writes into parameters that are shown in their own dtype into the masters. No collective."""
         for buffer in self.buffers:
             if buffer.original is not None and buffer.original.flat is not None:
                 buffer.refresh_master()

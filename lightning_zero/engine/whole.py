@@ -184,7 +184,7 @@ class Whole:
         unit.show_original()
 
     def hide_originals(self) -> None:
-        """Show parameters as they compute, with what was written into them: masters are going to be stepped."""
+        """Copy writes into the masters, which are going to be stepped, and show parameters as they compute."""
         for unit in self._units:
             if not unit.is_sharded_between_uses and not unit.holds:
                 for buffer in unit.buffers:

@@ -63,7 +63,7 @@ class Shown(Protocol):
         ...
 
     def leave_stepped(self) -> None:
-        """Leave the memory of what is stepped to the tensors of the program that lie in it."""
+        """Leave the master's memory to the program's tensors that lie in it."""
         ...
 
     def accept_stepped(self, written: Set[int]) -> bool:
@@ -308,7 +308,7 @@ class BufferWindow:
     # -- The end ---------------------------------------------------------------------------------------------------
 
     def take_values(self, index: int) -> bool:
-        """Copy what entered parameters' ``data`` was pointed to (``p.data = p.data - ...``) into their segments.
+        """Copy tensors that ``data`` of entered parameters was pointed to (``p.data = p.data - ...``) into segments.
 
         Returns:
             Whether that of this one was since values were published.

@@ -298,14 +298,16 @@ def _mixed_graphs(rank: int, world: int, stage: int, autocast_first: bool) -> di
 
 @pytest.mark.parametrize("autocast_first", [True, False])
 def test_graphs_of_both_dtypes_run_in_one_backward_at_stage_3(autocast_first: bool) -> None:
-    module = TinyGPT()
-    for _ in range(2):
-        token_loss(module, 0, 0).backward()
     worlds.seed()
+    module = TinyGPT()
+    for enabled in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = token_loss(module, 0, 0)
+        loss.backward()
+    expected = {name: param.grad for name, param in module.named_parameters()}
     for name, grad in worlds.run(_mixed_graphs, 2, 3, autocast_first)[0].items():
-        expected = dict(module.named_parameters())[name].grad
-        assert grad.shape == expected.shape  # type: ignore[union-attr]
-        assert bool(grad.isfinite().all())
+        largest = expected[name].abs().max()  # type: ignore[union-attr]
+        assert (grad - expected[name]).abs().max() < 2**-6 * largest, name  # embeddings are rounded
 
 
 def _asymmetric(rank: int, world: int, how: str) -> str:
