@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -58,6 +59,7 @@ class CheckpointHooks(ParallelStrategy):
     followers: list[CheckpointFollower]
     _engine: ZeroEngine | None
     _saver: AsyncSaver | None  # from the first asynchronous save to teardown
+    _is_running: bool  # from setup to teardown: somebody will wait for asynchronous saves
     _steps: PipelinedSteps | None  # with a pipeline
     _random_states: list[dict[str, Any]] | None  # what a checkpoint leaves for the start of training
 
@@ -126,7 +128,7 @@ class CheckpointHooks(ParallelStrategy):
                 "`storage_options` needs a single file. Use `ZeroStrategy(state_dict_type='full')`, without"
                 " `async_save`."
             )
-        elif self.async_save:
+        elif self.async_save and self._is_running:
             self._saver_of(self._engine).save(checkpoint, filepath, full=is_full)
         else:
             directory.save(self._engine, checkpoint, filepath, full=is_full)
@@ -254,16 +256,24 @@ class CheckpointHooks(ParallelStrategy):
             follower.checkpoint_removed(filepath)
 
     def _finish_saving(self) -> None:
-        saver, self._saver = self._saver, None
+        saver, self._saver, self._is_running = self._saver, None, False
         if saver is None:
             return
         trainer = self._sharded_module._trainer
         try:
             saver.close()
         except Exception as error:
-            if trainer is None or not trainer.interrupted:
+            if trainer is None or not trainer.interrupted or _leaves_with_success():
                 raise
             warnings.warn(f"The last checkpoint is not complete: {error}", stacklevel=2)
+
+
+def _leaves_with_success() -> bool:
+    """Whether `sys.exit` is ending the program with the status 0."""
+    error = sys.exception()
+    while error is not None and not isinstance(error, SystemExit):
+        error = error.__context__
+    return error is not None and error.code in (None, 0)
 
 
 def _some(names: Iterable[Any]) -> str:

@@ -169,6 +169,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self._engine: ZeroEngine | None = None
         self.followers: list[CheckpointFollower] = []  # told of checkpoints, in this order
         self._saver: AsyncSaver | None = None  # from the first asynchronous save to teardown
+        self._is_running = False  # from setup to teardown
         self._mesh: Mesh | None = None  # with a pipeline
         self._steps: PipelinedSteps | None = None  # with a pipeline
         self._announced: ZeroEngine | None = None  # whose plan was printed last
@@ -251,6 +252,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             forget_averages(trainer)
         self.setup_precision_plugin()
         self.model_to_device()
+        self._is_running = True
         self._announce()
 
     def _shard(self, module: pl.LightningModule, *, is_fitting: bool) -> None:

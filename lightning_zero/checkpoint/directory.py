@@ -35,7 +35,15 @@ from lightning_zero.checkpoint import torchfile
 from lightning_zero.checkpoint.checksums import CHECKSUMS, EARLIER, BlockReader, block_sums, check_archive, write_sums
 from lightning_zero.checkpoint.flat import FlatCheckpoint, by_number, rebuild
 from lightning_zero.checkpoint.paths import beside, delete, local_path, new_token, put_in_place
-from lightning_zero.checkpoint.planner import METADATA, Deferred, Segment, SegmentSavePlanner, SegmentWriter
+from lightning_zero.checkpoint.planner import (
+    METADATA,
+    SAME_ENTRIES,
+    Deferred,
+    Segment,
+    SegmentSavePlanner,
+    SegmentWriter,
+    covers,
+)
 from lightning_zero.checkpoint.ranks import CheckpointError, Ranks, describe
 from lightning_zero.checkpoint.stored import StoredTensor, StoredTensors
 
@@ -139,7 +147,7 @@ def _write_directory(ranks: Ranks, flat: FlatCheckpoint, target: Path, temporary
             write_file(temporary / META, flat.meta)
             note = {"format": "lightning_zero", "version": FORMAT_VERSION, "world_size": ranks.world_size}
             (temporary / FORMAT).write_text(json.dumps({**note, "stage": stage}))
-    _write_tensors(ranks, flat, temporary, what)
+    files = _write_tensors(ranks, flat, temporary, what)
     with ranks.agree(what):
         sums = {path.name: block_sums(path) for path in temporary.glob(f"__{ranks.rank}_*.distcp")}
         if ranks.rank == 0:
@@ -147,16 +155,21 @@ def _write_directory(ranks: Ranks, flat: FlatCheckpoint, target: Path, temporary
     collected = ranks.gather(sums)
     with ranks.agree(what):
         if ranks.rank == 0:
+            _check_files(temporary, files)
             write_sums(temporary, {name: one for sums in collected for name, one in sums.items()})
 
 
-def _write_tensors(ranks: Ranks, flat: FlatCheckpoint, temporary: Path, what: str) -> None:
+def _write_tensors(ranks: Ranks, flat: FlatCheckpoint, temporary: Path, what: str) -> dict[str, int]:
+    """Write the ``.distcp`` files and the index. Return what the index has of each file, in bytes, on rank 0."""
+    ranks.check_group()
+    writer = SegmentWriter(temporary, aliases=flat.aliases, order=list(flat.paths), world_size=ranks.world_size)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            if ranks.world_size == 1:  # of several ranks it says that the others are left out
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             state_dict_saver.save(
                 {key: _deferred(value) for key, value in flat.values.items()},
-                storage_writer=SegmentWriter(temporary, aliases=flat.aliases, order=list(flat.paths)),
+                storage_writer=writer,
                 planner=SegmentSavePlanner(flat.paths),
                 process_group=ranks.group,
                 no_dist=ranks.world_size == 1,
@@ -164,6 +177,22 @@ def _write_tensors(ranks: Ranks, flat: FlatCheckpoint, temporary: Path, what: st
     except CheckpointException as error:  # on every rank
         details = "; ".join(f"rank {rank}: {describe(failure[0])}" for rank, failure in error.failures.items())
         raise CheckpointError(f"{what} failed on {details}") from error
+    return writer.nbytes
+
+
+def _check_files(temporary: Path, files: Mapping[str, int]) -> None:
+    """Check that this rank sees all bytes that the index tells of.
+
+    Raises:
+        CheckpointError: A file is missing, or too short.
+    """
+    for name, nbytes in files.items():
+        path = temporary / name
+        if not path.is_file() or path.stat().st_size < nbytes:
+            raise CheckpointError(
+                f"`{path}` is not there as it was written. A directory needs a file system that all ranks see. Use such"
+                " a path, or `ZeroStrategy(state_dict_type='full')`, which writes one file on rank 0."
+            )
 
 
 def _deferred(value: Any) -> Any:
@@ -194,12 +223,17 @@ def gather_full(engine: ZeroEngine, checkpoint: Mapping[str, Any]) -> dict[str, 
 
     Everything in it is a copy. Tensors are whole and in host memory, gathered one after the other; the states of
     optimizers are under the numbers that torch gives to parameters. Collective: all ranks.
+
+    Raises:
+        CheckpointError: The ranks do not have all of a tensor.
     """
     ranks = Ranks(engine)
     with ranks.agree("Gathering a checkpoint"):
         flat = FlatCheckpoint(engine, checkpoint)
         table = {key: _Piece.of(value, ranks.rank) for key, value in flat.values.items()}
     tables = ranks.gather((table, flat.paths))
+    for key in dict.fromkeys(key for table, _ in tables for key in table):
+        _check_pieces(key, [table[key] for table, _ in tables if key in table])
     wholes = {
         key: _gather_whole(ranks, [table.get(key) for table, _ in tables], flat.values.get(key))
         for key in dict.fromkeys(key for table, _ in tables for key in table)
@@ -231,6 +265,18 @@ class _Piece:
         part = value.to_save()
         is_all = (value.start, value.stop) == (0, value.numel())
         return cls(dtype=value.dtype, shape=value.shape, saved=(part.start, part.stop), is_all=is_all)
+
+
+def _check_pieces(key: str, pieces: Sequence[_Piece]) -> None:
+    """Check that the ranks have all of a tensor; the same on every rank.
+
+    Raises:
+        CheckpointError: They do not.
+    """
+    shape = pieces[0].shape
+    parts = [((start,), (stop - start,)) for start, stop in (piece.saved for piece in pieces)]
+    if shape is not None and not covers(parts, [shape.numel()]):
+        raise CheckpointError(f"No rank has all of `{key}`, which has the shape {tuple(shape)}. {SAME_ENTRIES}")
 
 
 def _on_host(value: Any) -> Any:

@@ -8,7 +8,8 @@ and every reader of the format can cut it anew: another world size, another stag
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     StorageMeta,
     TensorProperties,
+    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
@@ -34,9 +36,11 @@ __all__ = [
     "SegmentSavePlanner",
     "SegmentWriter",
     "boxes",
+    "covers",
 ]
 
 METADATA = ".metadata"
+SAME_ENTRIES = "Hooks that change a checkpoint before it is saved must do so on every rank."
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 KeyPath = tuple[str | int, ...]
@@ -63,6 +67,26 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 def _boxes_in_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator[Box]:
     for offsets, sizes in boxes(shape[1:], start, stop):
         yield (index, *offsets), (1, *sizes)
+
+
+def covers(parts: Iterable[tuple[Sequence[int], Sequence[int]]], shape: Sequence[int]) -> bool:
+    """Whether boxes ``(offsets, sizes)`` have every element of a tensor among them."""
+    if not shape:
+        return any(True for _ in parts)
+    begins: dict[int, set[int]] = {0: set(), shape[0]: set()}
+    ends: dict[int, set[int]] = {}
+    known = list(parts)
+    for number, (offsets, sizes) in enumerate(known):
+        begins.setdefault(offsets[0], set()).add(number)
+        ends.setdefault(offsets[0] + sizes[0], set()).add(number)
+    active: set[int] = set()
+    cuts = sorted(cut for cut in begins.keys() | ends.keys() if 0 <= cut <= shape[0])
+    for start, _ in pairwise(cuts):
+        active |= begins.get(start, set())
+        active -= ends.get(start, set())
+        if not covers([(known[number][0][1:], known[number][1][1:]) for number in active], shape[1:]):
+            return False
+    return True
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -235,6 +259,25 @@ def _tensor_item(
     )
 
 
+def _check_index(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
+    """Check that the chunks of an index cover every tensor, and that all of them were written.
+
+    Raises:
+        ValueError: They do not, or were not.
+    """
+    written = {result.index for part in results for result in part}
+    for key, entry in metadata.state_dict_metadata.items():
+        chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else []
+        wanted = [MetadataIndex(key, chunk.offsets) for chunk in chunks] or [MetadataIndex(key)]
+        missing = next((index for index in wanted if index not in written), None)
+        if missing is not None:
+            raise ValueError(f"`{key}` was not written from {tuple(missing.offset or ())} on.")
+        if isinstance(entry, TensorStorageMetadata) and not covers(
+            [(chunk.offsets, chunk.sizes) for chunk in chunks], entry.size
+        ):
+            raise ValueError(f"No rank has all of `{key}`, which has the shape {tuple(entry.size)}. {SAME_ENTRIES}")
+
+
 class SegmentWriter(FileSystemWriter):
     """Writes ``.distcp`` files, and enters a value under several names without writing it twice.
 
@@ -242,15 +285,33 @@ class SegmentWriter(FileSystemWriter):
         path: The directory.
         aliases: Further name of a value -> the name under which it is written.
         order: Names in the order of the module; the metadata lists them in it.
+        world_size: How many ranks write.
+
+    Attributes:
+        nbytes: End of the last value in each file, on the coordinator.
     """
 
-    def __init__(self, path: Path, *, aliases: Mapping[str, str], order: Sequence[str]) -> None:
+    def __init__(self, path: Path, *, aliases: Mapping[str, str], order: Sequence[str], world_size: int) -> None:
         super().__init__(path)
+        self.nbytes: dict[str, int] = {}
         self._aliases = dict(aliases)
         self._order = list(order)
+        self._world_size = world_size
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write ``.metadata``. Called on the coordinator."""
+        """Write ``.metadata``. Called on the coordinator.
+
+        Raises:
+            ValueError: It would not be whole.
+        """
+        if len(results) != self._world_size:
+            raise ValueError(
+                f"The checkpoint of {self._world_size} ranks was planned by {len(results)}, as if the process group had"
+                " been destroyed."
+            )
+        _check_index(metadata, results)
+        for place in (result.storage_data for written in results for result in written):
+            self.nbytes[place.relative_path] = max(self.nbytes.get(place.relative_path, 0), place.offset + place.length)
         entries = metadata.state_dict_metadata
         for alias, name in self._aliases.items():
             entries[alias] = entries[name]

@@ -51,10 +51,11 @@ class Ranks:
             timeout_s: Seconds to wait; by default ``communication.timeout_s``.
 
         Raises:
-            CheckpointError: Not all ranks came in time.
+            CheckpointError: Not all ranks came in time, or the process group is gone.
         """
         if self.world_size == 1:
             return
+        self.check_group()
         wait = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
         try:
             dist.monitored_barrier(self.group, timedelta(seconds=wait), wait_all_ranks=True)
@@ -65,14 +66,32 @@ class Ranks:
                 " `trainer.save_checkpoint` and the like on every rank, not behind `if trainer.is_global_zero`."
             ) from error
 
+    def check_group(self) -> None:
+        """Refuse to go on without the process group. A destroyed group may still send, and torch ignores it.
+
+        Raises:
+            CheckpointError: The group was destroyed.
+        """
+        if self.world_size == 1:
+            return
+        try:
+            dist.get_rank(self.group)
+        except ValueError as error:
+            raise CheckpointError(
+                f"Saving and loading on {self.world_size} ranks needs their process group, which was destroyed. Call"
+                " `torch.distributed.destroy_process_group()` after the last save and load."
+            ) from error
+
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks.
 
         Raises:
+            CheckpointError: The process group is gone.
             CollectiveError: A rank has stopped, or did not come in time.
         """
         if self._communicator is None or self.world_size == 1:
             return [value]
+        self.check_group()
         values: list[Any] = [None] * self.world_size
         try:
             dist.all_gather_object(values, value, group=self.group)

@@ -34,7 +34,9 @@ def save(rank: int, world: int, path: str) -> None:
         values["model.extra"] = {"of": "the last rank"}
     dcp.save(
         values,
-        storage_writer=SegmentWriter(Path(path), aliases={"model.tied": "model.w"}, order=list(paths)),
+        storage_writer=SegmentWriter(
+            Path(path), aliases={"model.tied": "model.w"}, order=list(paths), world_size=world
+        ),
         planner=SegmentSavePlanner(paths),
         no_dist=world == 1,
     )
