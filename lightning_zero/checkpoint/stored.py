@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_zero.checkpoint.checksums import BlockReader
-from lightning_zero.checkpoint.planner import METADATA, KeyPath, Segment
+from lightning_zero.checkpoint.checksums import EARLIER, BlockReader
+from lightning_zero.checkpoint.planner import METADATA, Box, KeyPath, Segment, covers
 from lightning_zero.checkpoint.unpickling import read_index
 
 __all__ = ["METADATA_FUNCTIONS", "StoredTensor", "StoredTensors", "TensorSource", "fill"]
@@ -70,6 +70,9 @@ class StoredTensors:
         """Fill the local part of segments, converting to their dtype and device.
 
         Of each stored chunk the range is read that a target covers, piece by piece, in the order of the files.
+
+        Raises:
+            ValueError: The index does not cover a target, or what it names is damaged.
         """
         views: list[dict[Any, torch.Tensor]] = []
         requests: dict[MetadataIndex, list[ReadItem]] = {}
@@ -79,7 +82,9 @@ class StoredTensors:
             chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for (offsets, sizes), _ in parts]
             entry = self.metadata.state_dict_metadata[key]
             assert isinstance(entry, TensorStorageMetadata)
-            for item in create_read_items_for_chunk_list(key, entry, chunks):
+            items = create_read_items_for_chunk_list(key, entry, chunks)
+            self._check_covered(key, entry, parts, items)
+            for item in items:
                 item = dataclasses.replace(item, dest_index=dataclasses.replace(item.dest_index, index=number))
                 requests.setdefault(item.storage_index, []).append(item)
         for index in sorted(requests, key=lambda index: self._range(index)):
@@ -88,6 +93,19 @@ class StoredTensors:
                 for item in requests[index]:
                     view = views[item.dest_index.index or 0][item.dest_index.offset]
                     chunk.copy(item.storage_offsets, item.lengths, _narrow(view, item.dest_offsets, item.lengths))
+
+    def _check_covered(
+        self, key: str, entry: TensorStorageMetadata, parts: Sequence[tuple[Box, Any]], items: Sequence[ReadItem]
+    ) -> None:
+        """Refuse to leave elements of a target as they are, because no file has them."""
+        found: dict[Sequence[int], list[Box]] = {torch.Size(offsets): [] for (offsets, _), _ in parts}
+        for item in items:
+            found[item.dest_index.offset or torch.Size()].append((tuple(item.dest_offsets), tuple(item.lengths)))
+        if not all(covers(found[torch.Size(offsets)], sizes) for (offsets, sizes), _ in parts):
+            raise ValueError(
+                f"`{self.directory}` is not whole: its chunks do not cover `{key}`, which has the shape"
+                f" {tuple(entry.size)}. A rank's part was not saved. {EARLIER}"
+            )
 
     def _chunk(self, index: MetadataIndex) -> _Chunk:
         if index not in self._chunks:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,30 @@ def saved(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_segments_of_two_ranks_are_read_by(world: int, saved: Path) -> None:
     worlds.run(_read, world, str(saved))
+
+
+def _without_a_chunk(directory: Path, *, twice: bool) -> str:
+    """Take a chunk of the second rank out of an index; say another one twice."""
+    path = directory / ".metadata"
+    index = pickle.loads(path.read_bytes())
+    chunks = index.state_dict_metadata["model.w"].chunks
+    chunks[-1:] = chunks[:1] if twice else []
+    path.write_bytes(pickle.dumps(index))
+    return rf"`{directory}` is not whole: its chunks do not cover `model.w`, which has the shape \(32, 64\)"
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["missing", "another twice"])
+def test_a_tensor_that_the_chunks_do_not_cover_is_refused(twice: bool, saved: Path) -> None:
+    said = _without_a_chunk(saved, twice=twice)
+    stored = StoredTensors(saved)
+    with pytest.raises(ValueError, match=said):
+        stored.open("model.w", weights_only=True).read()
+    held = segments(1, 2, filled=False)["model.w"]
+    with pytest.raises(ValueError, match=said):
+        stored.read([("model.w", held)])
+    first = segments(0, 2, filled=False)["model.w"]
+    stored.read([("model.w", first)])  # what is there can be read
+    assert torch.equal(first.local, segments(0, 2, filled=True)["model.w"].local)
 
 
 def _save_dtensor(rank: int, world: int, path: str) -> None:
