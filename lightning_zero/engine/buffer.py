@@ -381,9 +381,10 @@ class FlatBuffer:
 
     def bind(self) -> None:
         """Make the parameters views of the whole buffer."""
+        entered = self.entered
         with torch._C.DisableTorchFunctionSubclass():
             for index, (param, view) in enumerate(zip(self.params, self._shown_views, strict=True)):
-                if index in self.entered:
+                if index in entered:
                     continue
                 restore_class(param)
                 param.data = view
@@ -417,12 +418,13 @@ class FlatBuffer:
     def release(self) -> None:
         """Give the storage of the whole buffer back (stage 3)."""
         self.collect_writes()
+        entered = self.entered  # show the master's segments
         with torch._C.DisableTorchFunctionSubclass():
             for aliases in self.aliases.values():
                 aliases.hide()
             self._placeholders = self._placeholders_of(self.shown.dtype)  # the same: graphs know a parameter by it
             for index, (param, value) in enumerate(zip(self.params, self._placeholders, strict=True)):
-                if index not in self.entered:  # shows the master's segment
+                if index not in entered:
                     param.data = value
                     swap_class(param, ReleasedParameter)
         if self.original is not None:
@@ -576,9 +578,10 @@ class FlatBuffer:
             return
         written: int | None = None
         pointed: list[int] = []  # `.data` was pointed elsewhere
+        entered = self.entered
         with torch._C.DisableTorchFunctionSubclass():
             for index, (param, address) in enumerate(zip(self.params, self._addresses(), strict=True)):
-                if index in self.entered:  # shows the master's segment
+                if index in entered:  # shows the master's segment
                     continue
                 if param.data_ptr() != address:
                     pointed.append(index)

@@ -193,6 +193,21 @@ class FlatStep:
         buffers = [self._places[id(param)][0] for param in group["params"]]
         return self._covers(group) and all(self._suits_buffer(group, buffer) for buffer in buffers)
 
+    def steps_all(self, group: Mapping[str, Any]) -> bool:
+        """Say whether everything in a group that has a gradient can be stepped by runs now."""
+        if not self._covers(group):
+            return False
+        for param in group["params"]:
+            buffer, index = self._places[id(param)]
+            if buffer.gradients.is_spent:
+                continue
+            if buffer.window.take_gradient(index):
+                if not (self._suits_buffer(group, buffer) and self._suits_state(group, buffer, index)):
+                    return False
+            elif index in buffer.gradients.has_grad:
+                return False
+        return True
+
     def move_states(self, buffers: Collection[int], move: Callable[[Tensor], Tensor]) -> None:
         """Put ``move(flat)`` in the place of the flat states of some buffers, given by ``id``."""
         self._placed.clear()

@@ -749,12 +749,13 @@ class Hooks:
             return saved.unpack(saved.packed)
         kept: _Kept | _KeptWeight = saved
         tensor = kept.tensor
-        if isinstance(kept, _KeptWeight) and not (kept.unit.holds and kept.unit.state is UnitState.UNSHARDED):
-            self._note_graph()
-            self._make_whole(kept.unit)
         if isinstance(kept, _KeptWeight):
+            if not (kept.unit.holds and kept.unit.state is UnitState.UNSHARDED):
+                self._note_graph()
+                self._make_whole(kept.unit)
             kept.buffer.fill_computed()
-        self._keep_next_graph()
+        if torch.is_grad_enabled():
+            self._keep_next_graph()
         if tensor._version != kept.version:  # autograd leaves the check to whoever packs
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation:"
@@ -767,7 +768,7 @@ class Hooks:
 
     def _keep_next_graph(self) -> None:
         """Let the graph that a backward outside of a scope builds keep handles; autograd ends it with the node."""
-        if self._depth or not _in_backward() or not torch.is_grad_enabled():
+        if self._depth or not _in_backward():
             return
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
             self._outer_hooks = None

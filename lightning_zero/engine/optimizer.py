@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Moments
@@ -274,14 +274,21 @@ class ShardedOptimizer:
 
     def open(self) -> None:
         """Open the step window; does nothing while it is open."""
-        if self.is_open:
-            return
+        if not self.is_open:
+            self._prepare()
+            self._enter()
+
+    def _prepare(self) -> None:
+        """Bring what is stepped up to date."""
         self._before_open(self)
         for buffer in self.buffers:
             if not buffer.gradients.is_ahead:
                 buffer.refresh_master()
+                buffer.forget_rounding()
             else:
                 buffer.window.take_gradients()  # refuses what was assigned
+
+    def _enter(self) -> None:
         self._in_window = [(buffer, index) for buffer, index in self.places if not buffer.gradients.is_ahead]
         with torch.inference_mode(False):
             for buffer, index in self._in_window:
@@ -311,8 +318,7 @@ class ShardedOptimizer:
             for buffer in self.buffers:
                 if len(buffer.entered) < len(buffer.params) and not buffer.gradients.is_ahead:
                     buffer.refresh_master()  # parameters that it does not hold may have been written since
-        self.open()
-        self._show_gradients()
+        self._begin_window()
         self._running_step.begin()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
@@ -328,13 +334,30 @@ class ShardedOptimizer:
             with torch.enable_grad():
                 loss = closure()
             self._begin_step()
-            self.open()
-            self._show_gradients()
+            self._begin_window()
             return loss
 
         if len(args) > 1:
             return (args[0], evaluate, *args[2:]), kwargs
         return args, {**kwargs, "closure": evaluate}
+
+    def _begin_window(self) -> None:
+        """Take over the gradients and open the window, unless nobody but the engine is there to look into it."""
+        if not self.is_open:
+            self._prepare()
+            if not self._is_alone():
+                self._enter()
+        self._show_gradients()
+
+    def _is_alone(self) -> bool:
+        """Say whether the engine steps all that has a gradient, and nobody else is called in the step."""
+        hooks = [*self.optimizer._optimizer_step_pre_hooks.values(), *_global_optimizer_pre_hooks.values()]
+        return (
+            self._flat_step is not None
+            and all(getattr(hook, "__module__", "").startswith("lightning_zero.engine.") for hook in hooks)
+            and self._is_last()
+            and all(self._flat_step.steps_all(group) for group in self.optimizer.param_groups)
+        )
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._running_step.end()
@@ -409,6 +432,8 @@ class ShardedOptimizer:
                         call()
         if group is self.optimizer.param_groups[-1]:
             self._step_asleep()
+        if not self.is_open:
+            return {**group, "params": []}  # nothing is left that has a gradient
         self._fit_states(self._attached[id(param)] for param in left)
         self._strip(self._attached[id(param)] for param in left)
         return {**group, "params": left}
