@@ -314,6 +314,22 @@ def assigned_zeros(trainer: Any, optimizer: Any, step: int) -> None:
     _log(trainer, optimizer)
 
 
+def assigned_behind_a_failed_backward(trainer: Any, optimizer: Any, step: int) -> None:
+    params = _params(trainer)
+
+    def fail(grad: Tensor) -> None:
+        raise ArithmeticError("in a hook")
+
+    handle = params[3].register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        _backward(trainer, step)
+    handle.remove()
+    if step % 2:
+        optimizer.zero_grad()
+    _assign(params, _noise(step))
+    _log(trainer, optimizer)
+
+
 PROGRAMS: dict[str, Callable[[Any, Any, int], None]] = {
     one.__name__.replace("_", "-"): one
     for one in (
@@ -321,6 +337,7 @@ PROGRAMS: dict[str, Callable[[Any, Any, int], None]] = {
         edited_in_place, backward_adds_to_what_was_assigned, read_before_the_backward, accumulated_after_an_edit,
         scaled_and_accumulated, zeroed_in_place, several_micro_batches,
         written_in_the_window, pointed_elsewhere, saved_and_given_back, masked, assigned_zeros,
+        assigned_behind_a_failed_backward,
     )
 }  # fmt: skip
 
