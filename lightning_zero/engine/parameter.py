@@ -6,7 +6,7 @@ change (ADR 0011):
 the user's own class   whole (inside forward and backward, always below stage 3), or stepping (data is a segment).
 ``ReducedParameter``   whole, and the engine holds a reduced gradient: reading ``grad`` opens the step window. Or a
                        segment in the step window: assigning ``grad`` there takes a segment or a whole tensor.
-``SegmentParameter``   the latter, where a rank steps a part of a parameter: what needs all of it is refused.
+``SegmentParameter``   the latter, where a rank steps a part of a parameter (``segment_parameter.py``).
 ``ReleasedParameter``  sharded: metadata is true, values are not there.
 ``PendingParameter``   whole, but a step was asked for that its values do not show; touching them makes the step.
 ``LoweredParameter``   whole in the 16 bits in which it computes; touching it shows the master in its own dtype.
@@ -34,7 +34,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
-from lightning_zero.errors import ReleasedParameterError, ShardedGradientError
+from lightning_zero.errors import ReleasedParameterError
 from lightning_zero.storage.metadata import QUESTION_FUNCTIONS
 from lightning_zero.storage.sleeping import call_awake
 
@@ -44,7 +44,6 @@ __all__ = [
     "PendingParameter",
     "ReducedParameter",
     "ReleasedParameter",
-    "SegmentParameter",
     "SleepingParameter",
     "WatchedParameter",
     "begin_writes",
@@ -284,40 +283,6 @@ class ReducedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the parameter as what it is to the user."""
         return _as_user_class(self, lambda: self.__reduce_ex__(protocol))
-
-
-_NEEDS_WHOLE = frozenset([
-    "norm", "vector_norm", "linalg_vector_norm", "linalg_norm", "matrix_norm", "sum", "nansum", "mean", "nanmean",
-    "std", "var", "std_mean", "var_mean", "prod", "median", "logsumexp", "softmax", "argmax", "argmin", "aminmax",
-    "dist", "dot", "inner", "linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "mv", "bmm", "addmm",
-    "einsum", "conv1d", "conv2d", "conv3d", "embedding", "embedding_bag", "layer_norm", "rms_norm", "group_norm",
-    "batch_norm", "t", "transpose", "__getitem__", "view", "reshape",
-])  # fmt: skip
-
-
-class SegmentParameter(ReducedParameter):
-    """A parameter in the step window whose values are this rank's segment: what needs all of them is refused."""
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Refuse by name, leave the rest to other classes, or to PyTorch."""
-        if getattr(func, "__name__", "") in _NEEDS_WHOLE:
-            param = next(leaf for leaf in tree_leaves((args, kwargs)) if has_class(leaf, SegmentParameter))
-            raise ShardedGradientError(
-                f"`{_operation(func)}` needs the whole parameter `{_name(param)}`, but a read of `p.grad`, or clipping,"
-                " has opened the step window, in which this rank shows one segment of it. Use"
-                " `strategy.full_param(param)` (`engine.full_param(param)`) on every rank, or do it before."
-            )
-        if any(not issubclass(one, SegmentParameter) for one in types):
-            return NotImplemented
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
 
 
 def _as_user_class(param: torch.Tensor, call: Callable[[], Any]) -> Any:

@@ -23,8 +23,11 @@ from lightning_zero.errors import ShardedGradientError
 from lightning_zero.storage.sleeping import call_awake
 
 __all__ = [
+    "RANDOM",
     "Cut",
     "ShardedGradient",
+    "draw",
+    "is_elementwise",
     "norm_of_norms",
     "norm_over_ranks",
     "norm_in_double",
@@ -41,11 +44,12 @@ _ELEMENTWISE = frozenset([
     "clip_", "nan_to_num", "nan_to_num_",
 ])  # fmt: skip
 _NORMS = frozenset(["vector_norm", "linalg_vector_norm", "linalg_norm", "norm", "_foreach_norm"])
-_RANDOM = frozenset([
+RANDOM = frozenset([
     "rand_like", "randn_like", "randint_like", "bernoulli_", "normal_", "uniform_", "random_", "exponential_",
     "cauchy_", "geometric_", "log_normal_", "bernoulli",
 ])  # fmt: skip
 _QUESTIONS = frozenset(["to", "type", "type_as"])  # what else they get is asked for its dtype only
+_ATTRIBUTES = frozenset(["__get__", "__set__", "__delete__"])
 _EXTREMA = frozenset(["max", "min"])  # element-wise with a second tensor only
 _OPERATORS = {"truediv": "div", "floordiv": "div", "or": "bitwise_or", "and": "bitwise_and"}
 
@@ -68,6 +72,8 @@ class ShardedGradient(torch.Tensor):
 
     communicator: ClassVar[Communicator]
     cut: ClassVar[Cut | None] = None
+    noun: ClassVar[str] = "gradient"
+    reader: ClassVar[str] = "full_grad"
 
     @classmethod
     def __torch_function__(
@@ -89,10 +95,9 @@ class ShardedGradient(torch.Tensor):
             return cls._unscale(func, *args)
         if name == "__setitem__" and isinstance(args[0], ShardedGradient) and type(args[0]).cut is not None:
             return _set_items(args[0], *args[1:])
-        if name in _RANDOM and isinstance(args[0], ShardedGradient) and type(args[0]).cut is not None:
-            return _draw(func, args[0], *args[1:], **kwargs)
-        is_reduction = name in _EXTREMA and not (len(args) > 1 and torch.is_tensor(args[1]))
-        if name in ("__get__", "__set__", "__delete__") or (_is_elementwise(name) and not is_reduction):
+        if name in RANDOM and isinstance(args[0], ShardedGradient) and type(args[0]).cut is not None:
+            return draw(func, args[0], *args[1:], **kwargs)
+        if name in _ATTRIBUTES or is_elementwise(name, args):
             if name not in _QUESTIONS and not name.startswith(("__get", "__set")):
                 args, kwargs = _cut_all(name, args, kwargs)
             if any(getattr(kind, "sleeps", False) for kind in types):
@@ -101,8 +106,9 @@ class ShardedGradient(torch.Tensor):
             is_list = name.startswith("_foreach_") and args and result is not None
             return _as_those(args[0], result) if is_list else result
         raise ShardedGradientError(
-            f"`{name}` needs a whole gradient, but this rank holds one segment of it. Use `strategy.full_grad(param)`"
-            " (`engine.full_grad(param)`) on every rank; element-wise operations and norms work on the segment."
+            f"`{name}` needs a whole {cls.noun}, but this rank holds one segment of it. Use"
+            f" `strategy.{cls.reader}(param)` (`engine.{cls.reader}(param)`) on every rank; element-wise operations and"
+            " norms work on the segment."
         )
 
     @classmethod
@@ -127,7 +133,7 @@ class ShardedGradient(torch.Tensor):
         order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2.0))
         if len(args) > 2 or kwargs.get("dim") is not None or kwargs.get("keepdim"):
             raise ShardedGradientError(
-                f"`{name}` over a dimension needs a whole gradient. Use `strategy.full_grad(param)` on every rank."
+                f"`{name}` over a dimension needs a whole {cls.noun}. Use `strategy.{cls.reader}(param)` on every rank."
             )
         order = 2.0 if order in (None, "fro") else float(order)
         if name == "_foreach_norm":
@@ -180,10 +186,10 @@ def _cut_beside(grad: ShardedGradient | None, value: Any, name: str, is_written:
     if value.shape == cut.shape and not is_written:
         return cut.of(value)
     raise ShardedGradientError(
-        f"`{name}` got the gradient of `{cut.name}`, of which this rank holds elements {cut.start} to {cut.stop},"
+        f"`{name}` got the {grad.noun} of `{cut.name}`, of which this rank holds elements {cut.start} to {cut.stop},"
         f" {'writes to' if is_written else 'and'} a tensor of shape {tuple(value.shape)}. Give it one of the whole"
         f" parameter's shape, {tuple(cut.shape)}, which is cut, or of the segment's, {tuple(shape)}, as its result has;"
-        " or take `strategy.full_grad(param)` (`engine.full_grad(param)`) on every rank, and assign it to `grad`."
+        f" or take `strategy.{grad.reader}(param)` (`engine.{grad.reader}(param)`) on every rank."
     )
 
 
@@ -195,7 +201,7 @@ def _as_those(grads: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) ->
     return list(results)
 
 
-def _draw(func: Callable[..., Any], grad: ShardedGradient, *args: Any, **kwargs: Any) -> torch.Tensor:
+def draw(func: Callable[..., Any], grad: ShardedGradient, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Draw numbers for the whole gradient, and return this rank's, or write them into the segment."""
     cut, is_in_place = type(grad).cut, func.__name__.endswith("_")
     assert cut is not None
@@ -270,6 +276,12 @@ def norm_of_norms(norms: Sequence[torch.Tensor], order: float, communicator: Com
 def _finished(gradient: torch.Tensor, order: float, communicator: Communicator) -> torch.Tensor:
     segment = gradient.detach().as_subclass(torch.Tensor)
     return norm_over_ranks([segment], order, communicator).to(gradient.dtype)
+
+
+def is_elementwise(name: str, args: Sequence[Any]) -> bool:
+    """Say whether a function works on each element alone, so that it may be done on a segment."""
+    is_reduction = name in _EXTREMA and not (len(args) > 1 and torch.is_tensor(args[1]))
+    return _is_elementwise(name) and not is_reduction
 
 
 @cache

@@ -16,7 +16,6 @@ from lightning_zero.engine.gradients import BufferGradients
 from lightning_zero.engine.own_range import OwnRange
 from lightning_zero.engine.parameter import (
     ReducedParameter,
-    SegmentParameter,
     SleepingParameter,
     begin_writes,
     end_writes,
@@ -28,6 +27,7 @@ from lightning_zero.engine.parameter import (
     swap_class,
     user_class,
 )
+from lightning_zero.engine.segment_parameter import SegmentParameter, ShardedValues, segment_parameter_class
 from lightning_zero.engine.sharded_gradient import Cut, ShardedGradient, sharded_gradient_class
 from lightning_zero.engine.sleep import BufferSleep
 from lightning_zero.layout import FlatLayout
@@ -93,6 +93,7 @@ class BufferWindow:
         self._buffer = buffer
         self._gradients = gradients
         self._classes: dict[int, type[ShardedGradient]] = {}  # of gradients that are shown
+        self._param_classes: dict[int, type[SegmentParameter]] = {}  # of entered parameters
         self._entered: set[int] = set()  # slots whose parameter shows what is stepped
         self._versions: dict[int, int] = {}  # of entered parameters when what they show was last published
         self._moved: set[int] = set()  # entered slots whose ``data`` was taken over, and nothing published it
@@ -117,13 +118,14 @@ class BufferWindow:
         self._entered.add(index)
         self._versions[index] = begin_writes(param)
         buffer.forget_rounding()
-        self._let_grad_be_written(param)
+        self._let_grad_be_written(index)
 
-    def _let_grad_be_written(self, param: nn.Parameter) -> None:
+    def _let_grad_be_written(self, index: int) -> None:
+        param = self._buffer.params[index]
         if self._buffer.sleep is not None:
             swap_class(param, SleepingParameter)
         elif self._buffer.sharding.optim and user_class(param) is nn.Parameter:
-            swap_class(param, SegmentParameter)
+            swap_class(param, self._param_class_of(index))
         else:
             swap_class(param, ReducedParameter)
 
@@ -174,10 +176,17 @@ class BufferWindow:
 
     def _class_of(self, index: int) -> type[ShardedGradient]:
         if index not in self._classes:
-            slot = self._buffer.layout.slots[index]
-            cut = Cut(slot.name, torch.Size(slot.shape), *self._buffer.own_range.elements(index))
-            self._classes[index] = sharded_gradient_class(self._buffer.communicator, cut)
+            self._classes[index] = sharded_gradient_class(self._buffer.communicator, self._cut_of(index))
         return self._classes[index]
+
+    def _param_class_of(self, index: int) -> type[SegmentParameter]:
+        if index not in self._param_classes:
+            self._param_classes[index] = segment_parameter_class(self._buffer.communicator, self._cut_of(index))
+        return self._param_classes[index]
+
+    def _cut_of(self, index: int) -> Cut:
+        slot = self._buffer.layout.slots[index]
+        return Cut(slot.name, torch.Size(slot.shape), *self._buffer.own_range.elements(index))
 
     def strip(self, index: int) -> None:
         """Make a parameter and its gradient plain tensors: optimizers have fast paths for exact classes only."""
@@ -214,6 +223,8 @@ class BufferWindow:
 
     def _segment_of(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         buffer, param = self._buffer, self._buffer.params[index]
+        if isinstance(grad, ShardedValues):  # made of parameters: `torch.full_like(param, 2.0)`
+            return self._as_shown(index, grad.detach().as_subclass(torch.Tensor))
         if not buffer.sharding.optim or isinstance(grad, ShardedGradient):
             return grad
         if grad.shape != param.shape and grad.shape == torch.Size(buffer.layout.slots[index].shape):
@@ -239,7 +250,7 @@ class BufferWindow:
             self._leave_to_program(index)
         self._gradients.forget(indices)
         for index in self._entered.intersection(indices):
-            self._let_grad_be_written(params[index])
+            self._let_grad_be_written(index)
 
     def _leave_to_program(self, index: int) -> None:
         """Give a gradient that the program keeps (``kept = p.grad``) memory of its own: the buffer's is used again."""

@@ -40,7 +40,8 @@ def _window(rank: int, world: int, stage: int) -> None:
         start, stop = buffer.own_range.elements(index)
         assert (isinstance(param, ReducedParameter), param.dtype) == (True, torch.float32)
         assert param.shape == ((stop - start,) if stage else SHAPES[index])
-        assert torch.equal(param.detach().reshape(-1), values_of(index, 0.25).reshape(-1)[start:stop])
+        shown = param.detach().as_subclass(torch.Tensor)
+        assert torch.equal(shown.reshape(-1), values_of(index, 0.25).reshape(-1)[start:stop])
         grad = param.grad
         assert (grad is not None) == (index in (0, 1))
         if grad is not None:

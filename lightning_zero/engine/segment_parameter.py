@@ -1,0 +1,120 @@
+"""A parameter in the step window: its values are this rank's segment, which never passes for the whole.
+
+What its ``data``, ``detach`` and element-wise operations return says so too: it is cut, refuses and finishes norms as
+the gradient beside it does (``sharded_gradient.py``). So a program that logs the norms of its weights behind
+``p.grad.norm()``, or writes one of their rows, is right without knowing, and one that adds them up is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.engine.parameter import ReducedParameter, has_class, owner_of
+from lightning_zero.engine.sharded_gradient import RANDOM, Cut, ShardedGradient, draw, is_elementwise
+from lightning_zero.errors import ShardedGradientError
+from lightning_zero.storage.metadata import QUESTION_FUNCTIONS
+
+__all__ = ["SegmentParameter", "ShardedValues", "segment_parameter_class"]
+
+_Tensor: Any = torch.Tensor
+_FILLS = {nn.init.constant_, nn.init.ones_, nn.init.zeros_}
+_OF_WHOLE = {getattr(_Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}
+
+
+class ShardedValues(ShardedGradient):
+    """This rank's segment of a parameter's values: (segment numel,), 1-D."""
+
+    noun = "parameter"
+    reader = "full_param"
+
+    @classmethod
+    def _norm(cls, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in _tensors(args, kwargs)):
+            raise ShardedGradientError(
+                f"The gradient of `{name}` needs the whole parameter, of which this rank shows one segment between a"
+                " read of `p.grad`, or clipping, and the step. Compute it in the forward; under `torch.no_grad()` it"
+                " is the norm of `full_param(param)`."
+            )
+        return super()._norm(name, args, kwargs)
+
+
+class SegmentParameter(ReducedParameter):
+    """A parameter in the step window whose values are this rank's segment: what needs all of them is refused."""
+
+    values: ClassVar[type[ShardedValues]]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run what works on each element, refuse the rest by name, or leave it to the gradient beside it."""
+        if func not in QUESTION_FUNCTIONS and (func in _OF_WHOLE or not _is_for_segments(func, args)):
+            _refuse(next(leaf for leaf in _tensors(args, kwargs) if has_class(leaf, SegmentParameter)), func)
+        if any(not issubclass(one, SegmentParameter) for one in types):
+            return NotImplemented
+        name = getattr(func, "__name__", "")
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in RANDOM and args and has_class(args[0], SegmentParameter):
+                drawn = draw(func, args[0].detach().as_subclass(cls.values), *args[1:], **(kwargs or {}))
+                return args[0] if name.endswith("_") else drawn
+            return _as_values(cls.values, args, func(*args, **(kwargs or {})))
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        """Refuse a copy, which would have this rank's segment only."""
+        _refuse(self, "deepcopy")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be pickled, for the same reason."""
+        _refuse(self, "pickle")
+
+
+def segment_parameter_class(communicator: Communicator, cut: Cut) -> type[SegmentParameter]:
+    """Return the class of one parameter in the step window."""
+    values = type("ShardedValues", (ShardedValues,), {"communicator": communicator, "cut": cut})
+    return type("SegmentParameter", (SegmentParameter,), {"values": values})
+
+
+def _is_for_segments(func: Any, args: Sequence[Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in ("__get__", "__set__", "__delete__") or func in _FILLS or is_elementwise(name, args)
+
+
+def _as_values(values: type[ShardedValues], args: Sequence[Any], result: Any) -> Any:
+    """Return tensors that an operation has made as segments of what they were made of."""
+    if isinstance(result, (list, tuple)) and args and isinstance(args[0], (list, tuple)):
+        made = [_as_values(_values_of(source, values), (), one) for source, one in zip(args[0], result, strict=False)]
+        return type(result)(made)
+    if type(result) is torch.Tensor and result.dim() == 1:
+        return result.as_subclass(values)
+    return result
+
+
+def _values_of(source: Any, values: type[ShardedValues]) -> type[ShardedValues]:
+    return type(source).values if has_class(source, SegmentParameter) else values
+
+
+def _tensors(*trees: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(trees) if isinstance(leaf, torch.Tensor)]
+
+
+def _refuse(param: torch.Tensor, func: Any) -> NoReturn:
+    owner = owner_of(param)
+    name = owner.param_name(param) if owner is not None else "?"  # type: ignore[arg-type]
+    operation = func if isinstance(func, str) else getattr(func, "__name__", str(func))
+    attribute = getattr(getattr(func, "__self__", None), "__name__", None)
+    operation = f".{attribute}" if operation == "__get__" else operation
+    raise ShardedGradientError(
+        f"`{operation}` needs the whole parameter `{name}`, but a read of `p.grad`, or clipping, has opened the step"
+        " window, in which this rank shows one segment of it. Use `strategy.full_param(param)`"
+        " (`engine.full_param(param)`) on every rank, or do it before."
+    )
