@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -351,6 +351,29 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, BaseFinetuning):
                 vars(callback)["finetune_function"] = partial(self._finetune, callback)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the states of all optimizers, with the groups of finetuning callbacks. Collective: all ranks."""
+        self._restore_thawed_groups()
+        super().load_optimizer_state_dict(checkpoint)
+
+    def _restore_thawed_groups(self) -> None:
+        """Make the groups that finetuning callbacks had added when the checkpoint was saved, and train them again.
+
+        Lightning makes them in ``on_fit_start``, before the checkpoint is read here, and leaves them frozen.
+        """
+        trainer: Any = self._sharded_module.trainer
+        callbacks = [one for one in trainer.callbacks if isinstance(one, BaseFinetuning) and one._restarting]
+        counts = [len(optimizer.param_groups) for optimizer in self.optimizers]
+        for callback in callbacks:
+            callback.on_fit_start(trainer, self._sharded_module)
+        for optimizer, count in zip(self.optimizers, counts, strict=True):
+            for group in optimizer.param_groups[count:]:
+                for param in group["params"]:
+                    param.requires_grad_(True)
+        if callbacks:
+            self.engine.attach(*self.optimizers)
+            self.optimizers = self.optimizers  # as in `setup_optimizers`
 
     def _finetune(self, callback: BaseFinetuning, *args: Any) -> None:
         with self.gathered(self._sharded_module, write="all"):

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     LearningRateFinder,
     LearningRateMonitor,
+    ModelCheckpoint,
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -258,6 +259,26 @@ def finetune(rank: int, world: int) -> None:
 
 def test_backbone_finetuning_thaws_and_stages_agree() -> None:
     run(finetune, WORLD)
+
+
+def finetune_again(rank: int, world: int, folder: str) -> None:
+    def fit(stage: int, name: str, resume: str | None = None) -> dict[str, Tensor]:
+        callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, lambda_func=lambda _: 1.5, verbose=False)
+        saver = ModelCheckpoint(f"{folder}/{name}", filename="{epoch}", save_top_k=-1)
+        options: dict[str, Any] = {"max_epochs": 4, "enable_checkpointing": True}
+        fitted = trainer(rank, world, stage, callbacks=[callback, saver], **options)
+        fitted.fit(seeded(Backboned), loader(rank, world), ckpt_path=resume)
+        return weights(fitted)
+
+    for stage in STAGES:
+        expected = fit(stage, str(stage))
+        for epoch in (0, 2):
+            path = f"{folder}/{stage}/epoch={epoch}.ckpt"
+            assert_equal(fit(3 - stage, f"{stage}-{epoch}", path), expected, 1e-6, (stage, epoch))
+
+
+def test_backbone_finetuning_resumes_before_and_after_it_thaws(tmp_path: Path) -> None:
+    run(finetune_again, WORLD, str(tmp_path))
 
 
 class Rated(Sgd):
