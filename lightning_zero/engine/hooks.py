@@ -941,6 +941,8 @@ class Hooks:
                     self._give_back(unit)
         reduces = self._is_reducing and (self._took_gradient or self._explicit) and not self._keeps_units
         ends_pass = reduces or self._has_own_pass
+        if reduces and not self._order.in_pass:  # `backward(inputs=...)` below stage 3
+            self._order.begin((self._scope, self._ordinal, "backward of inputs"), gathers=False)
         if ends_pass:
             self._order.finish(reduces=reduces)
         if reduces:

@@ -25,7 +25,7 @@ import copy
 import sys
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar, Protocol, cast
 
@@ -340,8 +340,8 @@ class _OwnedParameter(nn.Parameter):
     ) -> Any:
         """Answer questions about metadata; leave the rest to ``_use``."""
         kwargs = kwargs or {}
-        if func is torch.autograd.grad:
-            return _gradients_of_edges(*args, **kwargs)
+        if func in _TO_EDGES:
+            return _TO_EDGES[func](*args, **kwargs)
         if func in _DTYPE_QUESTIONS:
             owner = owner_of(args[0])
             if owner is not None:
@@ -512,8 +512,8 @@ class SleepingParameter(_OwnedParameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Answer questions about metadata, make views, and wake for everything else."""
-        if func is torch.autograd.grad:
-            return _gradients_of_edges(*args, **(kwargs or {}))
+        if func in _TO_EDGES:
+            return _TO_EDGES[func](*args, **(kwargs or {}))
         return call_awake(func, args, kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -532,15 +532,29 @@ def _gradients_of_edges(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) ->
     is_filled = kwargs.pop("materialize_grads", False)
     if is_filled:
         kwargs["allow_unused"] = True
-    with torch._C.DisableTorchFunctionSubclass():  # not around the backward, whose hooks use parameters
-        edges = [get_gradient_edge(one) if torch.is_tensor(one) else one for one in wanted]
-    found = torch.autograd.grad(outputs, edges, *args, **kwargs)
+    found = torch.autograd.grad(outputs, _edges(wanted), *args, **kwargs)
     if not is_filled:
         return found
     return tuple(
         torch.zeros(one.shape, dtype=one.dtype, device=one.device) if grad is None and torch.is_tensor(one) else grad
         for grad, one in zip(found, wanted, strict=True)
     )
+
+
+def _backward_to_edges(tensors: Any, *, inputs: Any, **kwargs: Any) -> None:
+    """Call ``torch.autograd.backward``, which needs no values of the parameters whose gradients it adds to."""
+    torch.autograd.backward(tensors, inputs=_edges(inputs), **kwargs)
+
+
+def _edges(inputs: Iterable[Any]) -> list[GradientEdge]:
+    with torch._C.DisableTorchFunctionSubclass():  # not around the backward, whose hooks use parameters
+        return [get_gradient_edge(one) if torch.is_tensor(one) else one for one in inputs]
+
+
+_TO_EDGES: dict[Any, Callable[..., Any]] = {
+    torch.autograd.grad: _gradients_of_edges,
+    torch.autograd.backward: _backward_to_edges,
+}
 
 
 def _show(param: nn.Parameter) -> None:

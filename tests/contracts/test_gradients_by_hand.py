@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -463,6 +464,36 @@ def test_what_is_written_in_the_open_window_is_what_the_next_forward_computes_wi
 
 
 # -- Several optimizers ------------------------------------------------------------------------------------------------
+
+
+def _backwards_of_some(rank: int, world: int, stage: int, place: str) -> float:
+    """Return the largest difference of weights after steps whose backwards name their inputs."""
+    worlds.seed()
+    module = TinyGPT(depth=DEPTH)
+    plain = copy.deepcopy(module)
+    engine = ZeroEngine(stage=stage, **PLACES[place])
+    engine.shard(module)
+    optimizer, reference = adamw(module), adamw(plain)
+    engine.attach(optimizer)
+    for step in range(4):
+        for chosen in (slice(-3, None), slice(2, 5)) if step % 2 else (slice(None),):
+            token_loss(module, rank, step).backward(inputs=list(module.parameters())[chosen])
+            for other in range(world):
+                loss = token_loss(plain, other, step) / world
+                loss.backward(inputs=list(plain.parameters())[chosen])
+        for one in (optimizer, reference):
+            one.step()
+            one.zero_grad()
+    pairs = zip(module.parameters(), plain.parameters(), strict=True)
+    largest = max(float((engine.full_param(own) - whole).detach().abs().max()) for own, whole in pairs)
+    engine.close()
+    return largest
+
+
+@pytest.mark.parametrize("place", ["device", "cpu"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_backward_of_some_parameters_trains_these(stage: int, place: str) -> None:
+    assert max(worlds.run(_backwards_of_some, 2, stage, place)) < 1e-6
 
 
 def _optimizers(module: nn.Module, kind: str) -> list[torch.optim.Optimizer]:
