@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.checkpoint import directory, paths, state
 from lightning_zero.checkpoint.asynchronous import AsyncSaver
+from lightning_zero.checkpoint.flat import PARAMETER_NAMES
 from lightning_zero.checkpoint.random_state import RANDOM_STATES, gather_random_states, restore_random_state
 from lightning_zero.checkpoint.ranks import CheckpointError, Ranks
 from lightning_zero.engine.engine import ZeroEngine
@@ -222,7 +223,13 @@ class CheckpointHooks(ParallelStrategy):
         with ExitStack() as stack:
             for optimizer in self.optimizers:
                 stack.enter_context(self.engine.whole_groups(optimizer))
-            state.load_optimizer_state(self.engine, self.optimizers, checkpoint["optimizer_states"])
+            permuted = state.load_optimizer_state(
+                self.engine, self.optimizers, checkpoint["optimizer_states"], checkpoint.get(PARAMETER_NAMES, ())
+            )
+        for config, saved in zip(self.lr_scheduler_configs, checkpoint.get("lr_schedulers", ()), strict=False):
+            optimizer = raw(config.scheduler.optimizer)
+            if optimizer in permuted:
+                _refuse_values_of_groups(config.scheduler, saved, len(optimizer.param_groups))
 
     def on_train_end(self) -> None:
         """Make the steps that are still due, and show parameters in their own dtype. Collective: all ranks."""
@@ -266,6 +273,26 @@ class CheckpointHooks(ParallelStrategy):
             if trainer is None or not trainer.interrupted or _leaves_with_success():
                 raise
             warnings.warn(f"The last checkpoint is not complete: {error}", stacklevel=2)
+
+
+def _refuse_values_of_groups(scheduler: Any, saved: Any, num_groups: int) -> None:
+    """Refuse a scheduler's saved state with values that differ between groups, whose order is another one now.
+
+    Raises:
+        ValueError: It has such a list.
+    """
+    if isinstance(saved, Mapping):
+        for key, value in saved.items():
+            if isinstance(value, list) and len(value) == num_groups and any(item != value[0] for item in value):
+                raise ValueError(
+                    f"The checkpoint has the parameter groups in another order, and `{key}` of"
+                    f" `{type(scheduler).__name__}` has a value for each: {value}. `configure_optimizers` must make the"
+                    " groups in the order of the checkpoint."
+                )
+            _refuse_values_of_groups(scheduler, value, num_groups)
+    elif isinstance(saved, list):
+        for item in saved:
+            _refuse_values_of_groups(scheduler, item, num_groups)
 
 
 def _leaves_with_success() -> bool:

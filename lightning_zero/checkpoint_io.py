@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 
 from lightning_zero.checkpoint import directory, paths, torchfile
-from lightning_zero.checkpoint.flat import by_number
+from lightning_zero.checkpoint.flat import number_parameters
 
 __all__ = ["ZeroCheckpointIO", "load_from_checkpoint", "name_the_reader_of_directories"]
 
@@ -45,9 +45,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
                 torchfile.refuse_others(Path(path))
             return super().load_checkpoint(path, map_location, weights_only)
         checkpoint = directory.load(None, path, weights_only)
-        if "optimizer_states" in checkpoint:
-            checkpoint["optimizer_states"] = [by_number(state) for state in checkpoint["optimizer_states"]]
-        return checkpoint
+        return number_parameters(checkpoint)
 
     def remove_checkpoint(self, path: _PATH) -> None:
         """Remove a directory, a file or a link."""

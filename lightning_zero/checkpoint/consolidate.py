@@ -11,7 +11,7 @@ import torch
 
 from lightning_zero.checkpoint import directory, torchfile
 from lightning_zero.checkpoint.export import DtypeName, choose, dtype_named, plan_files
-from lightning_zero.checkpoint.flat import by_number
+from lightning_zero.checkpoint.flat import number_parameters
 from lightning_zero.checkpoint.paths import beside, delete, local_path, new_token, put_in_place
 
 __all__ = ["consolidate"]
@@ -72,9 +72,7 @@ def consolidate(
 def _write_file(
     temporary: Path, content: Mapping[str, Any], weights: Mapping[str, Any], dtype: torch.dtype | None
 ) -> None:
-    whole = {**content, "state_dict": dict(weights)}
-    if "optimizer_states" in whole:
-        whole["optimizer_states"] = [by_number(state) for state in whole["optimizer_states"]]
+    whole = number_parameters({**content, "state_dict": dict(weights)})
     tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
     floats = {name: value for name, value in tensors.items() if value.is_floating_point()}
     torchfile.save(

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_zero.checkpoint import torchfile
 from lightning_zero.checkpoint.checksums import CHECKSUMS, EARLIER, BlockReader, block_sums, check_archive, write_sums
-from lightning_zero.checkpoint.flat import FlatCheckpoint, by_number, rebuild
+from lightning_zero.checkpoint.flat import FlatCheckpoint, number_parameters, rebuild
 from lightning_zero.checkpoint.paths import beside, delete, local_path, new_token, put_in_place
 from lightning_zero.checkpoint.planner import (
     METADATA,
@@ -244,7 +244,7 @@ def gather_full(engine: ZeroEngine, checkpoint: Mapping[str, Any]) -> dict[str, 
     values = {key: wholes[flat.aliases.get(key, key)] for key in paths}
     whole = rebuild(copy.deepcopy(flat.meta), paths, values)
     if any(str(path[0]).startswith("optimizer_") for path in paths.values()):
-        whole["optimizer_states"] = [by_number(state) for state in whole["optimizer_states"]]
+        return number_parameters(whole)
     return whole
 
 

@@ -16,7 +16,9 @@ from lightning_zero.checkpoint.stored import StoredTensor
 if TYPE_CHECKING:
     from lightning_zero.engine.engine import ZeroEngine
 
-__all__ = ["FlatCheckpoint", "by_number", "rebuild"]
+__all__ = ["PARAMETER_NAMES", "FlatCheckpoint", "by_name", "number_parameters", "rebuild"]
+
+PARAMETER_NAMES = "parameter_names"  # key of a file: names of the parameters, by optimizer and group
 
 
 class FlatCheckpoint:
@@ -161,7 +163,36 @@ def _with_tensors(item: Any, values: Mapping[str, Any]) -> Any:
     return item
 
 
-def by_number(state: Mapping[str, Any]) -> dict[str, Any]:
+def number_parameters(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint whose optimizers have parameters by number, as torch saves them, and the names beside."""
+    if "optimizer_states" not in checkpoint:
+        return dict(checkpoint)
+    states = checkpoint["optimizer_states"]
+    names = [[list(group["params"]) for group in state["param_groups"]] for state in states]
+    numbered = {**checkpoint, "optimizer_states": [_by_number(state) for state in states]}
+    if all(isinstance(name, str) for groups in names for group in groups for name in group):
+        numbered[PARAMETER_NAMES] = names
+    return numbered
+
+
+def by_name(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return an optimizer's state with the names that ``number_parameters`` left. The inverse of ``_by_number``."""
+    groups = [group["params"] for group in state["param_groups"]]
+    known = {
+        number: name
+        for numbers, group in zip(groups, names, strict=True)
+        for number, name in zip(numbers, group, strict=True)
+    }
+    return {
+        **state,
+        "state": {known.get(number, number): slots for number, slots in state["state"].items()},
+        "param_groups": [
+            {**group, "params": list(own)} for group, own in zip(state["param_groups"], names, strict=True)
+        ],
+    }
+
+
+def _by_number(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state as torch saves it: parameters are counted through the groups."""
     numbers = {
         name: number for number, name in enumerate(name for group in state["param_groups"] for name in group["params"])

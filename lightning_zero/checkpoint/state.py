@@ -10,12 +10,14 @@ import contextlib
 import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_zero.checkpoint.flat import by_name
 from lightning_zero.checkpoint.own_state import after_loading, before_loading, own_entries
 from lightning_zero.checkpoint.planner import Segment
 from lightning_zero.checkpoint.ranks import Ranks
@@ -190,34 +192,66 @@ def _slot_segment(record: ParameterRecord, slot: str, value: Any) -> Any:
 
 
 def load_optimizer_state(
-    engine: ZeroEngine, optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]
-) -> None:
+    engine: ZeroEngine,
+    optimizers: Sequence[Optimizer],
+    states: Sequence[Mapping[str, Any]],
+    names: Sequence[Sequence[Sequence[str]]] = (),
+) -> list[Optimizer]:
     """Load the states of all optimizers, by parameter name or, as torch saves them, by index.
 
     Collective: all ranks; of what lies in a directory a rank reads only its own ranges.
+
+    Args:
+        engine: Whose optimizers these are.
+        optimizers: The optimizers.
+        states: What ``optimizer_state`` or ``Optimizer.state_dict`` returned of each.
+        names: Of states by index: names of the parameters by optimizer and group, where the checkpoint has them.
+
+    Returns:
+        Optimizers whose groups the checkpoint has in another order.
 
     Raises:
         ValueError: The checkpoint has other optimizers, groups, parameters or shapes, or is damaged.
         CheckpointError: Another rank had an error.
     """
     with Ranks(engine).agree("Loading the optimizers"):
-        _load_optimizers(engine, optimizers, states)
+        return _load_optimizers(engine, optimizers, states, names)
 
 
-def _load_optimizers(engine: ZeroEngine, optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
+def _load_optimizers(
+    engine: ZeroEngine,
+    optimizers: Sequence[Optimizer],
+    states: Sequence[Mapping[str, Any]],
+    names: Sequence[Sequence[Sequence[str]]],
+) -> list[Optimizer]:
     if len(optimizers) != len(states):
         raise ValueError(
             f"The checkpoint has the states of {len(states)} optimizers, and there are {len(optimizers)} now."
             " `configure_optimizers` must return what it returned when the checkpoint was saved."
         )
+    permuted = []
     for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
-        _load_optimizer(engine, optimizer, state, f"optimizer {number}")
+        saved_names = names[number] if len(names) == len(states) else None
+        if not _load_optimizer(engine, optimizer, state, saved_names, f"optimizer {number}"):
+            permuted.append(optimizer)
+    return permuted
 
 
-def _load_optimizer(engine: ZeroEngine, optimizer: Optimizer, state: Mapping[str, Any], label: str) -> None:
+def _load_optimizer(
+    engine: ZeroEngine,
+    optimizer: Optimizer,
+    state: Mapping[str, Any],
+    saved_names: Sequence[Sequence[str]] | None,
+    label: str,
+) -> bool:
+    """Load the state of one optimizer. Return whether the checkpoint has its groups in this order."""
     records = {id(record.parameter): record for record in engine.records()}
     groups = [[records[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+    state = _named(state, saved_names, _names_of(groups))
     slots = _slots_by_name(groups, state, label)
+    saved_groups = state["param_groups"]
+    state = {**state, "param_groups": _in_order_of(groups, saved_groups, label)}
+    in_order = all(here is saved for here, saved in zip(state["param_groups"], saved_groups, strict=True))
     counted = before_loading(optimizer, _counted(groups, state, slots))
     slots, state = _slots_by_position(groups, counted, label), counted
     items: list[tuple[str, Any, Segment]] = []
@@ -238,6 +272,65 @@ def _load_optimizer(engine: ZeroEngine, optimizer: Optimizer, state: Mapping[str
     # Optimizers bring states and options of older versions up to date there.
     optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
     after_loading(optimizer, state)
+    return in_order
+
+
+def _names_of(groups: Sequence[Sequence[ParameterRecord]]) -> dict[str, str]:
+    """Return the first name of every parameter by all of its names."""
+    return {alias: record.name for group in groups for record in group for alias in (record.name, *record.aliases)}
+
+
+def _named(
+    state: Mapping[str, Any], saved_names: Sequence[Sequence[str]] | None, names: Mapping[str, str]
+) -> Mapping[str, Any]:
+    """Return a state by name, where names were saved beside and are those of the parameters here."""
+    saved_groups = state["param_groups"]
+    fits = (
+        saved_names is not None
+        and [len(group["params"]) for group in saved_groups] == [len(group) for group in saved_names]
+        and {names.get(name) for group in saved_names for name in group} == set(names.values())
+    )
+    return by_name(state, saved_names) if fits and saved_names is not None else state
+
+
+def _in_order_of(
+    groups: Sequence[Sequence[ParameterRecord]], saved_groups: Sequence[Mapping[str, Any]], label: str
+) -> list[Mapping[str, Any]]:
+    """Return saved groups in the order of the groups here that have the same parameters.
+
+    Raises:
+        ValueError: A group has other parameters.
+    """
+    if not all(isinstance(key, str) for saved in saved_groups for key in saved["params"]):
+        return list(saved_groups)
+    names = _names_of(groups)
+    left = [(frozenset(names[key] for key in saved["params"]), saved) for saved in saved_groups]
+    ordered = []
+    for wanted in (frozenset(record.name for record in group) for group in groups):
+        number = next((number for number, (found, _) in enumerate(left) if found == wanted), None)
+        if number is None:
+            raise ValueError(_other_groups(groups, saved_groups, label))
+        ordered.append(left.pop(number)[1])
+    return ordered
+
+
+def _other_groups(
+    groups: Sequence[Sequence[ParameterRecord]], saved_groups: Sequence[Mapping[str, Any]], label: str
+) -> str:
+    """Name two parameters that are in one group here or in the checkpoint, and in two in the other."""
+    names = _names_of(groups)
+    here = {record.name: number for number, group in enumerate(groups) for record in group}
+    saved = {names[key]: number for number, group in enumerate(saved_groups) for key in group["params"]}
+    first, second = next(
+        (first, second)
+        for first, second in combinations(here, 2)
+        if (here[first] == here[second]) != (saved[first] == saved[second])
+    )
+    one, two = ("here", "in the checkpoint") if here[first] == here[second] else ("in the checkpoint", "here")
+    return (
+        f"`{first}` and `{second}` are in one parameter group of {label} {one}, and in two {two}. Options such as"
+        " `weight_decay` are those of a group: `configure_optimizers` must make the groups of the checkpoint."
+    )
 
 
 def _counted(
@@ -269,7 +362,7 @@ def _slots_by_name(
     saved_keys = [key for group in saved_groups for key in group["params"]]
     if not all(isinstance(key, str) for key in saved_keys):
         return _slots_by_position(groups, state, label)
-    names = {alias: record.name for group in groups for record in group for alias in (record.name, *record.aliases)}
+    names = _names_of(groups)
     unknown = next((key for key in saved_keys if key not in names), None)
     if unknown is not None:
         raise ValueError(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint import directory, state
+from lightning_zero.checkpoint.flat import PARAMETER_NAMES
 from lightning_zero.config import MixedPrecision
 from lightning_zero.engine.engine import ZeroEngine
 from tests import worlds
@@ -93,7 +94,8 @@ def snapshot(engine: ZeroEngine, model: nn.Module, *optimizers: Optimizer) -> di
 def restore(engine: ZeroEngine, model: nn.Module, optimizer: Optimizer, path: Any) -> dict[str, Any]:
     checkpoint = directory.load(engine, path)
     state.load_model_state(engine, model, checkpoint["state_dict"])
-    state.load_optimizer_state(engine, [optimizer], checkpoint["optimizer_states"])
+    names = checkpoint.get(PARAMETER_NAMES, ())
+    state.load_optimizer_state(engine, [optimizer], checkpoint["optimizer_states"], names)
     return checkpoint
 
 

@@ -190,6 +190,63 @@ def test_another_program_is_refused_by_name(what: str, message: str, tmp_path: P
     worlds.run(_refuse, 2, str(tmp_path / "saved"), what, message)
 
 
+# -- Groups in another order -------------------------------------------------------------------------------------------
+
+
+def _grouped(stage: int, seed: int, order: str) -> tuple[ZeroEngine, programs.Model, torch.optim.Optimizer]:
+    engine, model, _ = programs.make(stage, seed)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    matrices, others = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
+    if order == "split otherwise":
+        matrices, others = matrices[:1], matrices[1:] + others
+    groups = [
+        {"params": matrices, "weight_decay": 0.3, "lr": 0.01},
+        {"params": [], "weight_decay": 0.2},
+        {"params": others, "weight_decay": 0.0, "lr": 0.02},
+    ]
+    if order == "other":
+        groups = [groups[2], groups[0], groups[1]]
+        groups[0]["params"] = others[::-1]
+    return engine, model, engine.attach(torch.optim.AdamW(groups))
+
+
+def _resume_permuted(rank: int, world: int, full: bool, path: str) -> None:
+    engine, model, optimizer = _grouped(1, 0, "as saved")
+    programs.step(engine, model, optimizer, 0)
+    directory.save(engine, programs.snapshot(engine, model, optimizer), path, full=full)
+    other, copy, resumed = _grouped(3, 1, "other")
+    programs.restore(other, copy, resumed, path)
+    assert [group["weight_decay"] for group in resumed.param_groups] == [0.0, 0.3, 0.2]
+    assert [group["lr"] for group in resumed.param_groups] == [0.02, 0.01, 1e-3]
+    for number in (1, 2):
+        programs.step(engine, model, optimizer, number)
+        programs.step(other, copy, resumed, number)
+    expected, actual = ({r.name: e.full_param(r.parameter) for r in e.records()} for e in (engine, other))
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["directory", "file"])
+def test_groups_in_another_order_resume_with_their_own_options(full: bool, tmp_path: Path) -> None:
+    worlds.run(_resume_permuted, 2, full, str(tmp_path / "saved"))
+
+
+def _resume_split_otherwise(rank: int, world: int, full: bool, path: str) -> None:
+    engine, model, optimizer = _grouped(1, 0, "as saved")
+    programs.step(engine, model, optimizer, 0)
+    directory.save(engine, programs.snapshot(engine, model, optimizer), path, full=full)
+    other, copy, resumed = _grouped(3, 1, "split otherwise")
+    said = (
+        "`embedding.weight` and `conv.weight` are in one parameter group of optimizer 0 in the checkpoint, and in two"
+    )
+    with pytest.raises(ValueError, match=said):
+        programs.restore(other, copy, resumed, path)
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["directory", "file"])
+def test_groups_of_other_parameters_are_refused_by_name(full: bool, tmp_path: Path) -> None:
+    worlds.run(_resume_split_otherwise, 2, full, str(tmp_path / "saved"))
+
+
 def _copied(rank: int, world: int) -> None:
     engine, model, optimizer = programs.make(2, 0)
     programs.step(engine, model, optimizer, 0)

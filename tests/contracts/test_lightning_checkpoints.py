@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 
@@ -89,3 +90,42 @@ def checkpoint_plugins(rank: int, world: int, folder: str) -> None:
 
 def test_checkpoint_plugins_write_single_files_and_are_refused_for_directories(tmp_path: Path) -> None:
     run(checkpoint_plugins, WORLD, str(tmp_path))
+
+
+class Grouped(Net):
+    """Matrices decay, vectors do not; each group has a learning rate that a scheduler moves."""
+
+    def __init__(self, *, vectors_first: bool = False, lr: float = 0.02) -> None:
+        super().__init__()
+        self.vectors_first, self.lr = vectors_first, lr
+
+    def configure_optimizers(self) -> Any:
+        matrices = {"params": [p for p in self.parameters() if p.ndim >= 2], "lr": 0.02, "weight_decay": 0.3}
+        vectors = {"params": [p for p in self.parameters() if p.ndim < 2], "lr": self.lr, "weight_decay": 0.0}
+        groups = [vectors, matrices] if self.vectors_first else [matrices, vectors]
+        optimizer = torch.optim.AdamW(groups)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def groups_in_another_order(rank: int, world: int, folder: str) -> None:
+    for stage in (1, 3):
+        for lr in (0.02, 0.01):
+            path = f"{folder}/{stage}-{lr}.ckpt"
+            fitted = trainer(rank, world, stage, max_epochs=1)
+            fitted.fit(seeded(lambda: Grouped(lr=lr)), loader(rank, world))  # noqa: B023
+            fitted.save_checkpoint(path)
+            whole = trainer(rank, world, stage, max_epochs=2)
+            whole.fit(seeded(lambda: Grouped(lr=lr)), loader(rank, world), ckpt_path=path)  # noqa: B023
+            resumed = trainer(rank, world, stage, max_epochs=2)
+            module = seeded(lambda: Grouped(vectors_first=True, lr=lr))  # noqa: B023
+            if lr == 0.01:
+                with pytest.raises(ValueError, match=r"another order, and `base_lrs` of `StepLR` has a value for each"):
+                    resumed.fit(module, loader(rank, world), ckpt_path=path)
+                continue
+            resumed.fit(module, loader(rank, world), ckpt_path=path)
+            assert [group["weight_decay"] for group in resumed.optimizers[0].param_groups] == [0.0, 0.3]
+            assert_equal(weights(resumed), weights(whole))
+
+
+def test_groups_in_another_order_resume_exactly_or_are_refused(tmp_path: Path) -> None:
+    run(groups_in_another_order, WORLD, str(tmp_path))

@@ -274,7 +274,7 @@ def errors_are_not_put_aside() -> Iterator[None]:
 @contextmanager
 def states_are_not_loaded() -> Iterator[None]:
     """A checkpoint gives optimizers no states."""
-    with mock.patch.object(state, "load_optimizer_state", return_value=None):
+    with mock.patch.object(state, "load_optimizer_state", return_value=[]):
         yield
 
 
