@@ -12,7 +12,7 @@ import torch
 from lightning_zero.checkpoint import directory, torchfile
 from lightning_zero.checkpoint.export import DtypeName, choose, dtype_named, plan_files
 from lightning_zero.checkpoint.flat import number_parameters
-from lightning_zero.checkpoint.paths import beside, delete, local_path, new_token, put_in_place
+from lightning_zero.checkpoint.paths import beside, delete, local_path, make_folder, new_token, put_in_place
 
 __all__ = ["consolidate"]
 
@@ -56,7 +56,7 @@ def consolidate(
     if not isinstance(content.get("state_dict"), Mapping):
         raise ValueError(f"`{checkpoint}` is not a checkpoint: it has no `state_dict`.")
     weights = choose(content["state_dict"], include, prefix)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     temporary = beside(target, new_token())
     try:
         if format == "ckpt":

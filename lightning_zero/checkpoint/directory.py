@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from lightning_zero.checkpoint import torchfile
 from lightning_zero.checkpoint.checksums import CHECKSUMS, EARLIER, BlockReader, block_sums, check_archive, write_sums
 from lightning_zero.checkpoint.flat import FlatCheckpoint, number_parameters, rebuild
-from lightning_zero.checkpoint.paths import beside, delete, local_path, new_token, put_in_place
+from lightning_zero.checkpoint.paths import beside, delete, local_path, make_folder, new_token, put_in_place
 from lightning_zero.checkpoint.planner import (
     METADATA,
     SAME_ENTRIES,
@@ -124,7 +124,7 @@ def write(prepared: Prepared, ranks: Ranks) -> None:
         if prepared.flat is None:
             with ranks.agree(f"Saving `{target}`"):
                 if ranks.rank == 0:
-                    target.parent.mkdir(parents=True, exist_ok=True)
+                    make_folder(target.parent)
                     write_file(temporary, prepared.whole)
         else:
             _write_directory(ranks, prepared.flat, target, temporary, prepared.stage)
@@ -143,7 +143,8 @@ def _write_directory(ranks: Ranks, flat: FlatCheckpoint, target: Path, temporary
     what = f"Saving `{target}`"
     with ranks.agree(what):
         if ranks.rank == 0:
-            temporary.mkdir(parents=True)
+            make_folder(temporary.parent)
+            temporary.mkdir()
             write_file(temporary / META, flat.meta)
             note = {"format": "lightning_zero", "version": FORMAT_VERSION, "world_size": ranks.world_size}
             (temporary / FORMAT).write_text(json.dumps({**note, "stage": stage}))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lightning_zero.checkpoint import state
-from lightning_zero.checkpoint.paths import beside, delete, local_path, new_token, put_in_place
+from lightning_zero.checkpoint.paths import beside, delete, local_path, make_folder, new_token, put_in_place
 from lightning_zero.checkpoint.planner import Segment
 from lightning_zero.checkpoint.ranks import Ranks
 from lightning_zero.checkpoint.safetensors import SafetensorsPlan, parse_size
@@ -85,7 +85,7 @@ def export_safetensors(
             if sums[ranks.rank] != sums[0]:
                 raise RuntimeError(f"Rank {ranks.rank} has other weights than rank 0: names, shapes or dtypes differ.")
             if ranks.rank == 0:
-                folder.mkdir(parents=True, exist_ok=True)
+                make_folder(folder)
                 plan.create(folder)
         with ranks.agree(what):
             _write(ranks, plan, folder, weights)

@@ -4,6 +4,8 @@ Note [Atomic]
     All ranks write to ``<path>.tmp-<token>``. When all have succeeded rank 0 exchanges it with what is at the path, by
     one rename. What was at the path before is whole until then, and removed afterwards. A directory ``*.tmp-*`` is what
     a killed run left: nothing reads it, and it can be deleted. Ranks agree on rank 0's path and on errors.
+    The order holds over a power cut, too: files and folders are on the disk before the rename, and the rename is before
+    the old checkpoint is deleted.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import shutil
 import sys
 from pathlib import Path
 
-__all__ = ["beside", "delete", "local_path", "new_token", "put_in_place", "remove"]
+__all__ = ["beside", "delete", "local_path", "make_folder", "new_token", "put_in_place", "remove"]
 
 
 def local_path(path: str) -> Path:
@@ -61,20 +63,43 @@ def delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, and wait until they are on the disk."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    _sync(folder.parent)
+
+
 def put_in_place(temporary: Path, target: Path) -> None:
     """Make ``temporary`` the checkpoint at ``target``; what was there is then at ``temporary``, or gone."""
+    if temporary.is_dir():
+        for path in temporary.iterdir():
+            _sync(path)
+    _sync(temporary)
+    old: Path | None = None
     if not os.path.lexists(target) or (temporary.is_file() and not _is_real_directory(target)):
         temporary.replace(target)
     elif not _exchange(temporary, target):
         old = beside(target, new_token())
         target.rename(old)
         temporary.rename(target)
+    _sync(target.parent)
+    if old is not None:
         delete(old)
-    directory = os.open(target.parent, os.O_RDONLY)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(directory)
+        os.fsync(descriptor)
+    except OSError as error:
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems sync no folders
+            raise
     finally:
-        os.close(directory)
+        os.close(descriptor)
 
 
 def _is_real_directory(path: Path) -> bool:

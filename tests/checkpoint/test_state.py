@@ -235,9 +235,7 @@ def _resume_split_otherwise(rank: int, world: int, full: bool, path: str) -> Non
     programs.step(engine, model, optimizer, 0)
     directory.save(engine, programs.snapshot(engine, model, optimizer), path, full=full)
     other, copy, resumed = _grouped(3, 1, "split otherwise")
-    said = (
-        "`embedding.weight` and `conv.weight` are in one parameter group of optimizer 0 in the checkpoint, and in two"
-    )
+    said = "`nothing` and `embedding.weight` are in one parameter group of optimizer 0 in the checkpoint, and in two"
     with pytest.raises(ValueError, match=said):
         programs.restore(other, copy, resumed, path)
 

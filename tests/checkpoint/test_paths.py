@@ -1,0 +1,79 @@
+"""What is on the disk when: a power cut at any moment leaves the old or the new checkpoint whole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_zero.checkpoint import directory, paths
+from lightning_zero.checkpoint.consolidate import consolidate
+
+
+class _Disk:
+    """Notes what is synced, which names appear, and what is deleted, in order."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, exchanges: bool) -> None:
+        self.synced: set[str] = set()
+        self.named: list[str] = []
+        self._exchanges = exchanges
+        self._originals = paths._exchange, os.fsync, Path.rename, Path.replace, shutil.rmtree, Path.unlink
+        patch.setattr(os, "fsync", self._fsync)
+        patch.setattr(paths, "_exchange", self._exchange)
+        patch.setattr(Path, "rename", lambda path, target: self._rename(2, path, target))
+        patch.setattr(Path, "replace", lambda path, target: self._rename(3, path, target))
+        patch.setattr(shutil, "rmtree", lambda path, **options: self._delete(4, path, **options))
+        patch.setattr(Path, "unlink", lambda path, **options: self._delete(5, path, **options))
+
+    def _fsync(self, descriptor: int) -> None:
+        self.synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        self._originals[1](descriptor)
+
+    def _exchange(self, first: Path, second: Path) -> bool:
+        if not self._exchanges:
+            return False
+        self._names(first, second)
+        return self._originals[0](first, second)
+
+    def _rename(self, which: int, path: Path, target: Any) -> Any:
+        if ".tmp-" in str(path) and ".tmp-" not in str(target):
+            self._names(path, Path(target))
+        return self._originals[which](path, target)
+
+    def _names(self, path: Path, target: Path) -> None:
+        files = [path, *path.iterdir()] if path.is_dir() else [path]
+        assert {str(file) for file in files} <= self.synced
+        self.named.append(target.name)
+        self.synced.discard(str(target.parent))
+
+    def _delete(self, which: int, path: Any, **options: Any) -> None:
+        if Path(path).exists() and self.named:
+            assert str(Path(path).parent) in self.synced, "deleted before the new name was on the disk"
+        self._originals[which](path, **options)
+
+
+@pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "two renames"])
+@pytest.mark.parametrize("kind", ["directory", "file", "export"])
+def test_files_and_folders_are_on_the_disk_before_the_old_checkpoint_goes(
+    kind: str, exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = {"state_dict": {"w": torch.ones(3)}, "epoch": 1}
+    source, target = tmp_path / "source", tmp_path / "new" / "folder" / "saved"
+    directory.save(None, content, source, full=False)
+
+    def save() -> None:
+        if kind == "directory":
+            directory.save(None, content, target, full=False)
+        else:
+            consolidate(str(source), str(target), format="ckpt" if kind == "file" else "safetensors", overwrite=True)
+
+    disk = _Disk(monkeypatch, exchanges)
+    save()
+    save()
+    assert disk.named == ["saved", "saved"]
+    assert {str(tmp_path), str(tmp_path / "new")} <= disk.synced  # each got a folder
+    assert os.listdir(target.parent) == ["saved"]
