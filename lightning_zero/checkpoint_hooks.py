@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
@@ -25,6 +26,7 @@ from lightning_zero.checkpoint.ranks import CheckpointError, Ranks
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.metrics import METRIC_STATES, metric_states, with_own_metric_states
 from lightning_zero.pipelined import PipelinedSteps
+from lightning_zero.rank_states import RANK_STATES, describe_states, kept_states, own_states, take_own_states
 
 __all__ = ["CheckpointFollower", "CheckpointHooks", "raw"]
 
@@ -118,7 +120,7 @@ class CheckpointHooks(ParallelStrategy):
             return
         filepath = Ranks(self._engine).from_first(filepath)
         if "loops" in checkpoint:  # more than weights
-            checkpoint = {**checkpoint, **self._states_of_ranks(self._engine)}
+            checkpoint = {**checkpoint, **self._states_of_ranks(self._engine, checkpoint)}
         is_full = self.state_dict_type == "full"
         is_plain = self.has_plain_checkpoint_io and not _has_protocol(filepath) and storage_options is None
         if is_full and not is_plain and not self.async_save:
@@ -136,8 +138,13 @@ class CheckpointHooks(ParallelStrategy):
         for follower in self.followers:
             follower.checkpoint_saved(self._sharded_module, filepath)
 
-    def _states_of_ranks(self, engine: ZeroEngine) -> dict[str, Any]:
+    def _states_of_ranks(self, engine: ZeroEngine, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Return what every rank has of its own. Collective: all ranks."""
+        datamodule = getattr(self._sharded_module._trainer, "datamodule", None)
+        ranks = Ranks(engine)
+        with ranks.agree("Copying the states of dataloaders and callbacks"):
+            own = own_states(checkpoint, None if datamodule is None else type(datamodule).__qualname__)
+        rank_states = kept_states(ranks.gather(own))
         metrics = Ranks(engine).gather(metric_states(self._sharded_module))[: engine.world_size]  # stages have the same
         of_chunks = None if self._steps is None else self._steps.random_states()
         random_states = gather_random_states(engine, of_chunks)
@@ -145,6 +152,7 @@ class CheckpointHooks(ParallelStrategy):
         return {
             RANDOM_STATES: random_states,
             **({METRIC_STATES: metrics} if any(metrics) else {}),
+            **({RANK_STATES: rank_states} if rank_states else {}),
             **({STEP_DEVICES: devices} if devices else {}),
         }
 
@@ -201,7 +209,23 @@ class CheckpointHooks(ParallelStrategy):
                 f"`{checkpoint_path}` is no checkpoint of a Trainer: it has the keys {_some(checkpoint)}, and no"
                 " `pytorch-lightning_version`. `lightning_zero.load_pretrained(module, path)` loads weights alone."
             )
+        self._take_own_states(checkpoint)
         return checkpoint
+
+    def _take_own_states(self, checkpoint: dict[str, Any]) -> None:
+        """Put this rank's states of dataloaders and callbacks in place of rank 0's."""
+        saved = checkpoint.pop(RANK_STATES, [])
+        if self._engine is None or not saved:
+            return
+        everyone = self._engine.everyone
+        if len(saved) == everyone.world_size:
+            take_own_states(checkpoint, saved, everyone.rank)
+        elif self._sharded_module.trainer.state.fn == TrainerFn.FITTING:
+            rank_zero_warn(
+                f"The checkpoint was saved on {len(saved)} ranks and is resumed on {everyone.world_size}: every rank"
+                f" takes rank 0's state of {describe_states(saved)}. States of dataloaders cannot be divided among"
+                " another number of ranks, so data of the current epoch may be seen twice or left out."
+            )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load ``checkpoint["state_dict"]`` as it is now. Collective: all ranks."""

@@ -64,7 +64,7 @@ def _fit(rank: int, world: int, kind: str, folder: str, resume: str | None = Non
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fitted.fit(module, Loader(rank, world), ckpt_path=resume)  # type: ignore[arg-type]
-    said = [str(warning.message) for warning in caught if "rank 0's" in str(warning.message)]
+    said = [str(warning.message) for warning in caught if "All take rank 0's" in str(warning.message)]
     return module.computed, said  # type: ignore[return-value]
 
 

@@ -38,6 +38,7 @@ LEVELS: dict[str, int] = {
     "lightning_zero.precision": 5,
     "lightning_zero.callbacks": 5,
     "lightning_zero.metrics": 4,
+    "lightning_zero.rank_states": 4,
     "lightning_zero.logged": 5,
     "lightning_zero.pipelined": 5,
     "lightning_zero.measured": 5,

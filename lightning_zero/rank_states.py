@@ -1,0 +1,95 @@
+"""States of dataloaders, data modules and callbacks in checkpoints: every rank goes on with its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+
+from lightning_zero.checkpoint.planner import Segment
+
+__all__ = ["RANK_STATES", "describe_states", "kept_states", "own_states", "take_own_states"]
+
+RANK_STATES = "rank_states"  # key of a checkpoint: by rank, by path in the checkpoint
+
+Path = tuple[str, ...]
+
+LOADERS: Path = ("loops", "fit_loop", "state_dict", "combined_loader")
+
+
+def own_states(checkpoint: Mapping[str, Any], datamodule: str | None) -> dict[Path, Any]:
+    """Return copies of this rank's states, in host memory.
+
+    Args:
+        checkpoint: As the Trainer made it on this rank.
+        datamodule: Key of the data module's state, if there is a data module.
+    """
+    paths = [LOADERS, *(("callbacks", key) for key in checkpoint.get("callbacks", {}))]
+    paths += [(datamodule,)] if datamodule is not None else []
+    found = {path: _get(checkpoint, path) for path in paths}
+    return {
+        path: copy.deepcopy(tree_map_only(torch.Tensor, _on_host, state))
+        for path, state in found.items()
+        if state is not None and not any(isinstance(leaf, Segment) for leaf in tree_leaves(state))  # saved by range
+    }
+
+
+def kept_states(of_ranks: Sequence[dict[Path, Any]]) -> list[dict[Path, Any]]:
+    """Return what a checkpoint keeps by rank: states of loaders, and others that differ between ranks."""
+    paths = dict.fromkeys(path for states in of_ranks for path in states)
+    kept = [
+        path
+        for path in paths
+        if path == LOADERS or not all(_is_same(states.get(path), of_ranks[0].get(path)) for states in of_ranks)
+    ]
+    return [{path: states[path] for path in kept if path in states} for states in of_ranks] if kept else []
+
+
+def take_own_states(checkpoint: dict[str, Any], saved: Sequence[Mapping[Path, Any]], rank: int) -> None:
+    """Put a rank's states in place of rank 0's."""
+    for path in dict.fromkeys(path for states in saved for path in states):
+        *folders, name = path
+        place: Any = checkpoint
+        for folder in folders:
+            place = place.get(folder) if isinstance(place, dict) else None
+        if not isinstance(place, dict):
+            continue  # taken out of the checkpoint
+        if path in saved[rank]:
+            place[name] = saved[rank][path]
+        else:
+            place.pop(name, None)
+
+
+def describe_states(saved: Sequence[Mapping[Path, Any]]) -> str:
+    """Name the states that a checkpoint keeps by rank."""
+    paths = dict.fromkeys(path for states in saved for path in states)
+    return ", ".join("the train dataloaders" if path == LOADERS else f"`{path[-1]}`" for path in paths)
+
+
+def _get(checkpoint: Any, path: Path) -> Any:
+    for key in path:
+        checkpoint = checkpoint.get(key) if isinstance(checkpoint, Mapping) else None
+    return checkpoint
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    """Whether two states are equal for sure."""
+    leaves, structure = tree_flatten(first)
+    others, other_structure = tree_flatten(second)
+    return structure == other_structure and all(map(_is_same_leaf, leaves, others))
+
+
+def _is_same_leaf(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return first.dtype == second.dtype and torch.equal(first, second)
+    try:
+        return type(first) is type(second) and bool(first == second)
+    except Exception:  # an array of NumPy, anything
+        return False

@@ -1,0 +1,160 @@
+"""A resumed rank goes on with its own data and callbacks, not with rank 0's."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from tests.lightning_programs import WORLD, Net, seeded, trainer
+from tests.worlds import run
+
+STEPS = 6  # of an epoch
+
+
+class _Loader:
+    """Yields this rank's numbers, each once per epoch; has torchdata's protocol."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.position, self.epoch = rank, 0, 0
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if self.position == STEPS:
+            self.position, self.epoch = 0, self.epoch + 1
+        while self.position < STEPS:
+            self.position += 1
+            yield _batch(self.rank, self.epoch * STEPS + self.position)
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        vars(self).update(state)
+
+
+def _batch(rank: int, number: int) -> tuple[Tensor, Tensor]:
+    return torch.full((2, 4), rank + number / 100), torch.zeros(2, 3)
+
+
+class _Numbers(Dataset[Any]):
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __len__(self) -> int:
+        return 2 * STEPS
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = _batch(self.rank, index)
+        return x[0], y[0]
+
+
+def _torchdata(rank: int) -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    generator = torch.Generator().manual_seed(rank)
+    return StatefulDataLoader(_Numbers(rank), batch_size=2, shuffle=True, generator=generator)
+
+
+class _Data(LightningDataModule):
+    def __init__(self, rank: int, make: Any) -> None:
+        super().__init__()
+        self.rank, self.make = rank, make
+
+    def train_dataloader(self) -> Any:
+        return self.make(self.rank)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"of": self.rank}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loaded = state_dict["of"]
+
+
+class _Sees(Callback):
+    """Keeps what this rank was given; rank 1 alone counts too."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.seen: list[float] = []
+        self.count = torch.zeros(())
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(round(float(batch[0].sum()), 3))
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"of": self.rank, "count": self.count} if self.rank else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert self.rank == state_dict["of"], "another rank's"
+        self.count = state_dict["count"]
+
+
+class _Saves(Callback):
+    def __init__(self, step: int, path: str) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def _fit(
+    rank: int, world: int, make: Any, kind: str, ckpt_path: str | None = None, save: tuple[int, str] = (0, "")
+) -> Any:
+    sees, data = _Sees(rank), _Data(rank, make)
+    stage = 3 if kind == "sharded" else 1
+    fitted = trainer(rank, world, stage, callbacks=[sees, _Saves(*save)], max_epochs=2)
+    fitted.fit(seeded(Net), datamodule=data, ckpt_path=ckpt_path)
+    assert ckpt_path is None or getattr(data, "loaded", None) == rank
+    return fitted, sees
+
+
+def _resume(rank: int, world: int, make: Any, kind: str, steps: int, path: str, until: int | None = None) -> None:
+    _, whole = _fit(rank, world, make, kind, save=(steps, path))
+    _, resumed = _fit(rank, world, make, kind, path)
+    assert len(whole.seen) == 2 * STEPS
+    until = until or len(whole.seen)
+    assert resumed.seen[: until - steps] == whole.seen[steps:until]
+    assert int(resumed.count) == (len(whole.seen) if rank else len(resumed.seen))
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+@pytest.mark.parametrize("steps", [4, STEPS + 2])
+def test_a_rank_resumes_with_its_own_place_in_its_own_data(steps: int, kind: str, tmp_path: Path) -> None:
+    run(_resume, WORLD, _Loader, kind, steps, str(tmp_path / "saved.ckpt"))
+
+
+def test_ranks_resume_with_the_stateful_dataloader_of_torchdata(tmp_path: Path) -> None:
+    pytest.importorskip("torchdata", reason="torchdata is not installed")
+    run(_resume, WORLD, _torchdata, "sharded", 4, str(tmp_path / "saved.ckpt"), STEPS)  # it shuffles the next anew
+
+
+def _save(rank: int, world: int, path: str) -> None:
+    _fit(rank, world, _Loader, "sharded", save=(4, path))
+
+
+def _resume_alone(rank: int, world: int, path: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _fit(rank, world, _Loader, "sharded", path)
+    return [str(warning.message) for warning in caught]
+
+
+def test_another_number_of_ranks_is_told_whose_states_it_takes(tmp_path: Path) -> None:
+    run(_save, 2, str(tmp_path / "saved.ckpt"))
+    said = [text for text in run(_resume_alone, 1, str(tmp_path / "saved.ckpt"))[0] if "rank 0's state of" in text]
+    assert len(said) == 1
+    assert "saved on 2 ranks and is resumed on 1: every rank takes rank 0's state of the train dataloaders" in said[0]
+    assert "`_Data`" in said[0]
+    assert "`_Sees`" in said[0]
