@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from lightning_zero.__main__ import COMMANDS, main
+from lightning_zero.checkpoint.safetensors import SafetensorsFile
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,3 +31,36 @@ def test_an_error_ends_with_status_1_and_one_message(tmp_path: Path, capsys: pyt
         f"error: `{tmp_path}` is not a checkpoint: it has no `.metadata`. Give a checkpoint directory, or a file that"
         " `torch.save` or a `Trainer` has written.\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"state_dict": {1: torch.ones(2)}}, "it has no `state_dict` of values by name"),
+        ({"state_dict": {}, "optimizer_states": [{}]}, "its `optimizer_states` are not those of optimizers"),
+        ({"state_dict": {}, "optimizer_states": 3}, "its `optimizer_states` are not those of optimizers"),
+        ({"state_dict": {}, "o": Path("x")}, "If you trust `{path}`, use `--weights_only=false`: code in it will run."),
+    ],
+    ids=["numbers", "empty", "number", "code"],
+)
+def test_what_is_no_checkpoint_is_an_error_that_names_it(
+    content: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "file")
+    torch.save(content, path)
+    assert main(["consolidate", path, str(tmp_path / "out"), "--format=ckpt"]) == 1
+    shown = capsys.readouterr().err
+    assert message.format(path=path) in shown
+    assert "ZeroStrategy" not in shown
+
+
+@pytest.mark.parametrize(
+    ("include", "names"),
+    [("*weight", ["a.weight", "weight"]), ("*", ["a.weight", "b", "weight"]), ("[a*,b]", ["a.weight", "b"])],
+)
+def test_patterns_are_given_as_they_are_written(include: str, names: list[str], tmp_path: Path) -> None:
+    weights = {name: torch.ones(2) for name in ("a.weight", "b", "weight")}
+    torch.save({"state_dict": weights}, tmp_path / "file")
+    out = str(tmp_path / "out.safetensors")
+    assert main(["consolidate", str(tmp_path / "file"), out, "--include", include]) == 0
+    assert sorted(SafetensorsFile(Path(out)).entries) == names

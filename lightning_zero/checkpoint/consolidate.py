@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +25,7 @@ def consolidate(
     format: Literal["safetensors", "ckpt"] = "safetensors",
     dtype: DtypeName | None = None,
     max_shard_size: str = "5GB",
-    include: list[str] | None = None,
+    include: list[str] | str | None = None,
     prefix: str = "",
     overwrite: bool = False,
     weights_only: bool = True,
@@ -40,7 +41,8 @@ def consolidate(
             saves it, for ``load_from_checkpoint`` and for resuming.
         dtype: In which floating-point weights are written. The default is that of the checkpoint.
         max_shard_size: Most bytes of a file in a folder, such as ``5GB``. A larger tensor has a file of its own.
-        include: Names of the weights to write, with ``*`` and ``?`` as wildcards. The default is all.
+        include: Name of the weights to write, with ``*`` and ``?`` as wildcards, such as ``*.weight``, or a list of
+            them: ``[*.weight,*.bias]``. The default is all.
         prefix: Write only weights whose name starts so, without it, such as ``model.``. Applies after ``include``.
         overwrite: Replace what is at ``out``.
         weights_only: Refuse to run code that the checkpoint contains. ``false`` is for checkpoints you trust.
@@ -52,10 +54,8 @@ def consolidate(
     target = local_path(out)
     if os.path.lexists(target) and not overwrite:
         raise FileExistsError(f"`{out}` exists. Remove it, choose another name, or use `--overwrite`.")
-    content = directory.load(None, checkpoint, weights_only)
-    if not isinstance(content.get("state_dict"), Mapping):
-        raise ValueError(f"`{checkpoint}` is not a checkpoint: it has no `state_dict`.")
-    weights = choose(content["state_dict"], include, prefix)
+    content = _read(checkpoint, weights_only)
+    weights = choose(content["state_dict"], [include] if isinstance(include, str) else include, prefix)
     make_folder(target.parent)
     temporary = beside(target, new_token())
     try:
@@ -67,6 +67,22 @@ def consolidate(
         put_in_place(temporary, target)
     finally:
         delete(temporary)
+
+
+def _read(checkpoint: str, weights_only: bool) -> dict[str, Any]:
+    try:
+        content = directory.load(None, checkpoint, weights_only)
+    except pickle.UnpicklingError as error:
+        error.__notes__ = [f"If you trust `{checkpoint}`, use `--weights_only=false`: code in it will run."]
+        raise
+    values, optimizers = content.get("state_dict"), content.get("optimizer_states", [])
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+        raise ValueError(f"`{checkpoint}` is not a checkpoint: it has no `state_dict` of values by name.")
+    if not isinstance(optimizers, list) or not all(
+        isinstance(state, Mapping) and "state" in state and "param_groups" in state for state in optimizers
+    ):
+        raise ValueError(f"`{checkpoint}` is not a checkpoint: its `optimizer_states` are not those of optimizers.")
+    return content
 
 
 def _write_file(
