@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -23,15 +24,21 @@ from lightning_zero.checkpoint.asynchronous import AsyncSaver
 from lightning_zero.checkpoint.flat import PARAMETER_NAMES
 from lightning_zero.checkpoint.random_state import RANDOM_STATES, gather_random_states, restore_random_state
 from lightning_zero.checkpoint.ranks import CheckpointError, Ranks
+from lightning_zero.comm.peers import Peers, PeersError
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.metrics import METRIC_STATES, metric_states, with_own_metric_states
 from lightning_zero.pipelined import PipelinedSteps
+from lightning_zero.progress import place_of, why_not_to_save
 from lightning_zero.rank_states import RANK_STATES, describe_states, kept_states, own_states, take_own_states
 
 __all__ = ["CheckpointFollower", "CheckpointHooks", "raw"]
 
 STEP_DEVICES = "step_devices"  # key of a checkpoint: on which processor each offloaded unit is stepped
-PEERS_TIMEOUT_S = 20.0  # how long a rank that saves after an error waits for the others
+PEERS_TIMEOUT_S = 10.0  # how long a rank that saves after an error waits for the others
+
+
+class _NotSaved(dict[str, Any]):
+    """The content of a checkpoint that is not written."""
 
 
 class CheckpointFollower(Protocol):
@@ -65,6 +72,8 @@ class CheckpointHooks(ParallelStrategy):
     _is_running: bool  # from setup to teardown: somebody will wait for asynchronous saves
     _steps: PipelinedSteps | None  # with a pipeline
     _random_states: list[dict[str, Any]] | None  # what a checkpoint leaves for the start of training
+    _has_barrier_to_skip: bool = False  # behind a checkpoint that is not written
+    _have_met: bool = False  # all ranks, for the checkpoint whose content was made last
 
     @property
     def engine(self) -> ZeroEngine:
@@ -116,8 +125,9 @@ class CheckpointHooks(ParallelStrategy):
         if self._engine is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        if not self._all_ranks_came():
+        if isinstance(checkpoint, _NotSaved) or not (self._have_met or self._all_ranks_came()):
             return
+        self._have_met = False
         filepath = Ranks(self._engine).from_first(filepath)
         if "loops" in checkpoint:  # more than weights
             checkpoint = {**checkpoint, **self._states_of_ranks(self._engine, checkpoint)}
@@ -178,22 +188,73 @@ class CheckpointHooks(ParallelStrategy):
         """Whether single files are written as ``torch.save`` does."""
         return type(self.checkpoint_io) is TorchCheckpointIO
 
+    def meet_before_dumps(self, trainer: pl.Trainer) -> None:
+        """Let all ranks meet before the content of a checkpoint is made, which may be collective."""
+        connector = trainer._checkpoint_connector
+        vars(connector)["dump_checkpoint"] = partial(self._dump_checkpoint, connector)
+
+    def _dump_checkpoint(self, connector: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        self._have_met = False
+        if self._engine is not None and not self._all_ranks_came():
+            self._has_barrier_to_skip = True
+            return _NotSaved()
+        checkpoint: dict[str, Any] = type(connector).dump_checkpoint(connector, weights_only)
+        self._have_met = self._engine is not None
+        return checkpoint
+
     def _all_ranks_came(self) -> bool:
-        """Wait for the previous save and for all ranks; after an error some may stay away. Collective: who is there."""
-        assert self._engine is not None
-        trainer = self._sharded_module._trainer
-        ranks = Ranks(self._engine)
-        if trainer is None or not trainer.interrupted:
-            self.wait_for_save()
-            ranks.meet("Saving a checkpoint")
-            return True
+        """Wait for the previous save and for all ranks; say whether they are there after an error. Collective.
+
+        Raises:
+            CheckpointError: They are not, or at other places of the run.
+        """
+        trainer, peers = self._sharded_module._trainer, Peers.of_world()
+        is_interrupted = trainer is not None and trainer.interrupted
+        error = sys.exc_info()[1]
+        if is_interrupted and error is not None:
+            peers.tell(error)
         try:
             self.wait_for_save()
-            ranks.meet("Saving a checkpoint", PEERS_TIMEOUT_S)
+            self._meet(peers, place_of(trainer, self.engine), is_interrupted)
         except (CheckpointError, OSError) as error:
+            if not is_interrupted:
+                raise
             warnings.warn(f"No checkpoint is saved after the error: {error}", stacklevel=2)
             return False
         return True
+
+    def _meet(self, peers: Peers, place: Mapping[str, str], is_interrupted: bool) -> None:
+        timeout_s = self.engine.everyone.timeout_s
+        try:
+            why_not = peers.meet(
+                "Saving a checkpoint",
+                place,
+                why_not_to_save,
+                timeout_s=min(timeout_s, PEERS_TIMEOUT_S) if is_interrupted else timeout_s,
+                ends_with_errors=not is_interrupted,
+            )
+        except PeersError as error:
+            raise CheckpointError(
+                f"{error} Call `trainer.save_checkpoint` and the like on every rank, not behind `if"
+                " trainer.is_global_zero`."
+            ) from error
+        if why_not:
+            raise CheckpointError(
+                f"Saving a checkpoint: {why_not}. It would mix the states of several steps. Save on every rank in the"
+                " same hook and step, for example with `ModelCheckpoint`; an error, or a signal, that one rank has"
+                " alone leaves the ranks at different places."
+            )
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks, but not behind a checkpoint that is not written because some rank is missing."""
+        if self._has_barrier_to_skip and name == "Trainer.save_checkpoint":
+            self._has_barrier_to_skip = False
+        else:
+            super().barrier(name)  # type: ignore[safe-super]
+
+    def _is_saving(self) -> bool:
+        """Whether a checkpoint is being written in the background."""
+        return self._saver is not None and self._saver.is_running
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint of any stage, number of ranks or strategy. Collective: all ranks."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -22,7 +23,9 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lightning_zero.comm.mesh import Mesh
+from lightning_zero.comm.peers import Peers, PeersError, told_error
 from lightning_zero.config import Communication, Pipeline
+from lightning_zero.errors import CollectiveError
 
 __all__ = ["ProcessHooks"]
 
@@ -109,14 +112,37 @@ class ProcessHooks(ParallelStrategy):
             timeout=self.timeout,
             device_id=self.root_device if self.root_device.type != "cpu" else None,
         )
+        Peers.of_world().begin_run(may_stay=self._is_saving)
         if self.pipeline is not None and self._mesh is None:
+            self._meet_peers("Making the groups of a pipeline")
             self._mesh = Mesh(self.pipeline.stages, self.communication.timeout_s)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Let later fits have other groups: another rank may be in a call that this one has left. No collective."""
+        """Tell the other ranks of the error, or say what the first of theirs was. No collective."""
         super().on_exception(exception)
+        peers = Peers.of_world()
+        peers.tell(exception)
+        told = peers.error_elsewhere()
+        if told is not None and told.text not in str(exception):
+            exception.add_note(f"On the other ranks {told}")
         if self._mesh is not None:
-            self._mesh.distrust()
+            self._mesh.distrust()  # another rank may be in a call that this one has left
+        peers.wait_until_heard()
+
+    def _meet_peers(self, what: str) -> None:
+        """Return when all ranks are here. Collective: all ranks.
+
+        Raises:
+            CollectiveError: One has failed, or did not come.
+        """
+        try:
+            Peers.of_world().meet(what, {}, lambda _: "", timeout_s=self.timeout.total_seconds())
+        except PeersError as error:
+            raise CollectiveError(str(error)) from error
+
+    def _is_saving(self) -> bool:
+        """Whether a checkpoint is being written in the background."""
+        raise NotImplementedError
 
     # -- Collectives for users -------------------------------------------------------------------------------------
 
@@ -124,7 +150,7 @@ class ProcessHooks(ParallelStrategy):
         """Wait for all ranks."""
         if not _is_initialized():
             return
-        with self._around_collective():
+        with self._around_collective(), _failure_named("barrier" if name is None else f"barrier `{name}`"):
             if dist.get_backend() == "nccl":
                 dist.barrier(device_ids=[self.root_device.index])
             else:
@@ -135,7 +161,7 @@ class ProcessHooks(ParallelStrategy):
         if not _is_initialized():
             return obj
         objects = [obj]
-        with self._around_collective():
+        with self._around_collective(), _failure_named("broadcast of an object"):
             dist.broadcast_object_list(objects, src)
         return objects[0]
 
@@ -144,13 +170,13 @@ class ProcessHooks(ParallelStrategy):
     ) -> Tensor | Any:
         """Reduce a tensor over the ranks; anything else is returned as it is."""
         if isinstance(tensor, Tensor):
-            with self._around_collective(group):
+            with self._around_collective(group), _failure_named("reduction of a value"):
                 return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         return tensor
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Return the tensors of all ranks, stacked."""
-        with self._around_collective(group):
+        with self._around_collective(group), _failure_named("gathering of a value"):
             return super().all_gather(tensor, group, sync_grads)
 
     def _around_collective(self, group: Any | None = None) -> AbstractContextManager[None]:
@@ -177,6 +203,19 @@ class _Launcher(_MultiProcessingLauncher):
             return super()._collect_rank_zero_results(trainer, results)
         finally:
             del vars(module)["state_dict"]
+
+
+@contextmanager
+def _failure_named(what: str) -> Iterator[None]:
+    """Say which call of the program's failed, and what the first error was."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, CollectiveError):
+            raise
+        raise CollectiveError(
+            f"rank {dist.get_rank()} of {dist.get_world_size()}: the {what} failed: {error}.{told_error()}"
+        ) from error
 
 
 def _is_initialized() -> bool:

@@ -29,6 +29,7 @@ from lightning_zero.averaging import begin_averages, bind_averages, forget_avera
 from lightning_zero.checkpoint.asynchronous import AsyncSaver
 from lightning_zero.checkpoint_hooks import CheckpointFollower, CheckpointHooks, raw
 from lightning_zero.comm.mesh import Mesh
+from lightning_zero.comm.peers import Peers
 from lightning_zero.config import OFFLOAD_USE, ActivationCheckpointing, Communication, Offload, Pipeline, Sharding
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.foreign_options import FOREIGN_OPTIONS
@@ -233,6 +234,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         """Start the default process group, before the callbacks' ``setup``. Collective: all ranks."""
         super().setup_environment()
         bind_averages(self._sharded_module.trainer)
+        self.meet_before_dumps(self._sharded_module.trainer)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Shard the module, then make the optimizers and let them step shards.
@@ -241,6 +243,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         """
         assert self.accelerator is not None
         assert self.lightning_module is not None
+        self._meet_peers("Setting up the model")  # behind what the program does on its own, before there are groups
         self.accelerator.setup(trainer)
         refuse_options(self, trainer)
         self._shard(self.lightning_module, is_fitting=trainer.state.fn == TrainerFn.FITTING)
@@ -534,7 +537,10 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         """
         assert self.cluster_environment is not None
         assert self.accelerator is not None
-        self._finish_saving()
+        try:
+            self._finish_saving()
+        finally:
+            Peers.of_world().end_run()
         if self._engine is not None:
             self._engine.pause()
         self.cluster_environment.teardown()

@@ -44,6 +44,11 @@ class AsyncSaver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero-save")
         self._running: Future[None] | None = None  # the last save; its error is not raised yet
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the last save is being written."""
+        return self._running is not None and not self._running.done()
+
     def save(self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str], full: bool) -> None:
         """Take the state as it is now, and return; see ``directory.save``. Collective: all ranks.
 

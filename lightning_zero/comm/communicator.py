@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.comm.groups import GroupSet, borrow
+from lightning_zero.comm.peers import told_error
 from lightning_zero.config import Communication
 from lightning_zero.errors import CollectiveError
 
@@ -402,11 +403,11 @@ class Communicator:
         """Return the error to raise when ``what`` failed; its groups are not used again."""
         self.distrust()
         return CollectiveError(
-            f"rank {self.rank} of {self.world_size}: the {what} failed: {error}. A peer has stopped, runs other code,"
-            " or was slower than `timeout`: the first error of the other ranks says which. Every rank must make the"
-            " same calls; code that only some ranks run belongs inside `lightning_zero.gathered(module)`. A collective"
-            " of your own (`dist.all_reduce`) inside a step needs ranks that have used the same modules before it; call"
-            " it behind the step, or that of the strategy (`strategy.reduce`, `self.all_gather`)."
+            f"rank {self.rank} of {self.world_size}: the {what} failed: {error}.{told_error()} A peer has stopped, runs"
+            " other code, or was slower than `timeout`: the first error of the other ranks says which. Every rank must"
+            " make the same calls; code that only some ranks run belongs inside `lightning_zero.gathered(module)`. A"
+            " collective of your own (`dist.all_reduce`) inside a step needs ranks that have used the same modules"
+            " before it; call it behind the step, or that of the strategy (`strategy.reduce`, `self.all_gather`)."
         )
 
     @property

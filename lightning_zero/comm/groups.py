@@ -25,6 +25,9 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from lightning_zero.comm.peers import Peers, PeersError
+from lightning_zero.errors import CollectiveError
+
 __all__ = ["GroupSet", "Lent", "borrow", "lend"]
 
 _MOST_SETS = 4  # over the same ranks
@@ -159,10 +162,18 @@ class _Pool:
         rank = dist.get_rank()
         if rank != self._ranks[0]:
             store.set(str(rank), mine.decode())
-            return list(store.get("all"))
-        worst = [max(states) for states in zip(mine, *(store.get(str(one)) for one in self._ranks[1:]), strict=True)]
+            return list(_await(store, "all"))
+        states = [_await(store, str(one)) for one in self._ranks[1:]]
+        worst = [max(found) for found in zip(mine, *states, strict=True)]
         store.set("all", bytes(worst).decode())
         return worst
+
+
+def _await(store: Any, key: str) -> bytes:
+    try:
+        return Peers.of_world().await_value(store, key, "Choosing the process groups of a model")
+    except PeersError as error:
+        raise CollectiveError(str(error)) from error
 
 
 _POOLS: WeakKeyDictionary[Any, dict[str, _Pool]] = WeakKeyDictionary()  # by default group

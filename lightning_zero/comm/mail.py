@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.comm.mesh import Mesh
+from lightning_zero.comm.peers import told_error
 from lightning_zero.errors import CollectiveError
 
 __all__ = ["Letter", "Mailbox"]
@@ -96,6 +97,6 @@ class Mailbox:
         self._mesh.distrust()
         return CollectiveError(
             f"pipeline stage {dist.get_rank(self._group)} of {dist.get_world_size(self._group)}: {what} failed:"
-            f" {error}. The other stage has stopped, or was slower than `timeout`: the first error of the other ranks"
-            " says which."
+            f" {error}.{told_error()} The other stage has stopped, or was slower than `timeout`: the first error of the"
+            " other ranks says which."
         )

@@ -657,6 +657,13 @@ class ZeroEngine:
             module, self._places, trained, parts=self.parts, rank=self.rank, moments=self._options.moments
         )
 
+    @property
+    def progress(self) -> dict[str, str]:
+        """Say, by what, how far the optimizers are: equal on all ranks wherever they may save together."""
+        steps = {f"steps of optimizer {index}": one.num_steps for index, one in enumerate(self._attached)}
+        halfway = {f"optimizer {index}": "inside a step" for index, one in enumerate(self._attached) if one.is_halfway}
+        return {**{name: str(number) for name, number in steps.items()}, **halfway}
+
     def state_place(self, optimizer: Optimizer, param: nn.Parameter, key: str) -> torch.Tensor | None:
         """Return where a state of a parameter is to be loaded to: 1-D over ``own_range``. No collective.
 

@@ -89,6 +89,8 @@ class ShardedOptimizer:
         self._moments = moments
         self._flat_step = FlatStep(optimizer, self._attached, moments) if FlatStep.suits(optimizer) else None
         self._running_step = RunningStep()
+        self.num_steps = 0  # that have ended
+        self._is_halfway = False  # values may have changed in a step that has not ended, or was interrupted
         self._calls = MethodCalls(self, self._running_step)
         _make_hookable(optimizer)
         is_sharded = any(buffer.sharding.optim for buffer, _ in places.values())
@@ -143,6 +145,11 @@ class ShardedOptimizer:
     def is_running(self) -> bool:
         """Whether code runs inside the optimizer's step, or inside another method of it."""
         return bool(self._running_step) or self._calls.are_running
+
+    @property
+    def is_halfway(self) -> bool:
+        """Whether some values are those before a step and others those behind it, also after an error in a step."""
+        return self._is_halfway or not self._ahead.is_empty
 
     def shares_with(self, other: ShardedOptimizer) -> bool:
         """Say whether another optimizer has one of its parameters."""
@@ -322,6 +329,7 @@ class ShardedOptimizer:
         self._running_step.begin()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
+            self._is_halfway = True
             return args, kwargs
         if self._steps_early:
             raise ValueError("`step(closure)` may call backward several times, which `step='backward'` excludes.")
@@ -335,6 +343,7 @@ class ShardedOptimizer:
                 loss = closure()
             self._begin_step()
             self._begin_window()
+            self._is_halfway = True
             return loss
 
         if len(args) > 1:
@@ -369,6 +378,8 @@ class ShardedOptimizer:
         self.close()
         self._defer()
         self._end_step(self.buffers)
+        self.num_steps += 1
+        self._is_halfway = False
 
     def accept_values(self) -> None:
         """Make the segments in the window the parameters' values. Collective at stages 1 and 2: all ranks."""
