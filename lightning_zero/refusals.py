@@ -6,7 +6,7 @@ from typing import Any, Literal, Protocol
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -27,6 +27,9 @@ class _Options(Protocol):
     activation_checkpointing: ActivationCheckpointing | None
     loss_scale: LossScale | None
     step: StepTime
+
+    @property
+    def world_size(self) -> int: ...
 
     @property
     def root_device(self) -> torch.device: ...
@@ -52,6 +55,7 @@ def refuse_options(strategy: _Options, trainer: pl.Trainer) -> None:
             f"`{type(strategy.checkpoint_io).__name__}` writes single files, and `state_dict_type='sharded'` writes a"
             " directory from all ranks. Use `ZeroStrategy(state_dict_type='full')`, or leave the plugin out."
         )
+    _refuse_what_needs_whole_models(strategy, trainer)
     _refuse_activations(strategy)
     _refuse_async(strategy, trainer)
     _refuse_pipeline(strategy, trainer)
@@ -61,6 +65,20 @@ def refuse_options(strategy: _Options, trainer: pl.Trainer) -> None:
             f"`loss_scale` has no effect with precision={strategy.precision_plugin.precision!r}."
             " Use precision='16-mixed' (on a GPU) or '16-true', or leave `loss_scale` out."
         )
+
+
+def _refuse_what_needs_whole_models(strategy: _Options, trainer: pl.Trainer) -> None:
+    if any(isinstance(callback, ModelPruning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        raise ValueError(
+            "`ModelPruning` replaces the parameters of modules while they are trained, and the engine holds the values"
+            " of those that it has sharded. Prune the trained model, or use `strategy='ddp'`."
+        )
+    for logger in trainer.loggers:
+        if strategy.stage == 3 and strategy.world_size > 1 and getattr(logger, "_log_graph", False):
+            raise ValueError(
+                f"`{type(logger).__name__}(log_graph=True)` runs the model on rank 0 alone, and at `stage=3` a forward"
+                " needs all ranks. Leave `log_graph` out, or log the graph of a model that is not sharded."
+            )
 
 
 def _refuse_pipeline(strategy: _Options, trainer: pl.Trainer) -> None:

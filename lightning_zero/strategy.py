@@ -43,6 +43,8 @@ from lightning_zero.pipelined import PipelinedSteps
 from lightning_zero.precision import LossScale, LossScaler, ZeroPrecision, ZeroStep, adopt, engine_precision
 from lightning_zero.processes import ProcessHooks
 from lightning_zero.refusals import refuse_options
+from lightning_zero.signals import Signals
+from lightning_zero.uneven import UnevenEvaluation
 
 __all__ = ["ZeroStrategy", "register_strategies"]
 
@@ -175,6 +177,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self._steps: PipelinedSteps | None = None  # with a pipeline
         self._announced: ZeroEngine | None = None  # whose plan was printed last
         self._forecast: Forecast | None = None  # chooses the policy of `activation_checkpointing`
+        self._evaluation: UnevenEvaluation | None = None  # the last that has begun
         self._warned_of_none = False
         # - What a checkpoint leaves for the start of training
         self._random_states: list[dict[str, Any]] | None = None
@@ -255,6 +258,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             forget_averages(trainer)
         self.setup_precision_plugin()
         self.model_to_device()
+        if self.world_size > 1:
+            Signals(trainer, self.engine.everyone.agree).bind()
         self._is_running = True
         self._announce()
 
@@ -467,6 +472,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         """Run ``LightningModule.validation_step`` with the parameters it needs."""
         if self._steps is not None:
             return self._evaluate(self._steps, "validation_step", args, self.precision_plugin.val_step_context)
+        self._announce_batch()
         with self.engine.scope("validation_step"):
             return super().validation_step(*args, **kwargs)
 
@@ -474,6 +480,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         """Run ``LightningModule.test_step`` with the parameters it needs."""
         if self._steps is not None:
             return self._evaluate(self._steps, "test_step", args, self.precision_plugin.test_step_context)
+        self._announce_batch()
         with self.engine.scope("test_step"):
             return super().test_step(*args, **kwargs)
 
@@ -481,6 +488,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         """Run ``LightningModule.predict_step`` with the parameters it needs."""
         if self._steps is not None:
             return self._steps.predict_step(args, context=self.precision_plugin.predict_step_context)
+        self._announce_batch()
         with self.engine.scope("predict_step"):
             return super().predict_step(*args, **kwargs)
 
@@ -510,6 +518,28 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         """Run a micro-batch that is not the last before the step."""
         with self.engine.microbatch(last=False):
             yield
+
+    def on_validation_start(self) -> None:
+        """See ``UnevenEvaluation``. Collective: all ranks."""
+        self._begin_evaluation("validation_step")
+
+    def on_test_start(self) -> None:
+        """See ``UnevenEvaluation``. Collective: all ranks."""
+        self._begin_evaluation("test_step")
+
+    def on_predict_start(self) -> None:
+        """See ``UnevenEvaluation``. Collective: all ranks."""
+        self._begin_evaluation("predict_step")
+
+    def _begin_evaluation(self, step: str) -> None:
+        self._evaluation = None
+        if self._steps is None and self.world_size > 1:
+            self._evaluation = UnevenEvaluation(self.engine)
+            self._evaluation.begin(self._sharded_module.trainer, step)
+
+    def _announce_batch(self) -> None:
+        if self._evaluation is not None:
+            self._evaluation.announce()
 
     def on_validation_end(self) -> None:
         """Show parameters in their own dtype when ``Trainer.validate`` ends. Collective: all ranks."""
@@ -549,7 +579,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self.checkpoint_io.teardown()
 
     def __getstate__(self) -> dict[str, Any]:
-        made = dict.fromkeys(("_engine", "_saver", "_mesh", "_steps", "_announced", "_forecast"))
+        made = dict.fromkeys(("_engine", "_saver", "_mesh", "_steps", "_announced", "_forecast", "_evaluation"))
         return {**super().__getstate__(), **made}
 
 

@@ -136,7 +136,7 @@ def trainer(rank: int, world: int, strategy: Any, **options: Any) -> Trainer:
     """A quiet Trainer on the ranks of the pool; ``strategy`` is a stage, a strategy or a name."""
     if isinstance(strategy, int):
         strategy = ZeroStrategy(stage=strategy)  # type: ignore[arg-type]
-    plugins = [Ranks(rank, world), *options.pop("plugins", [])]
+    plugins = [options.pop("environment", None) or Ranks(rank, world), *options.pop("plugins", [])]
     defaults = {
         "accelerator": "cpu",
         "devices": world,

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_zero
 from lightning_zero.config import ActivationCheckpointing, Communication, Offload, Pipeline
 from lightning_zero.precision import LossScale, ZeroHalfPrecision, ZeroMixedPrecision
 from lightning_zero.strategy import ZeroStrategy, register_strategies
+from tests import lightning_programs, worlds
 
 assert lightning_zero  # the import registers the names
 
@@ -252,3 +257,36 @@ def test_wrong_options_in_yaml_are_named(
     with pytest.raises((SystemExit, ValueError, TypeError)) as caught:
         _built(line, tmp_path)
     assert message in capsys.readouterr().err + str(caught.value)
+
+
+# -- Callbacks and loggers that need whole models ----------------------------------------------------------------------
+
+
+def test_pruning_is_refused_instead_of_leaving_parameters_untrained(tmp_path: Path) -> None:
+    pruning = ModelPruning("l1_unstructured", amount=0.5, parameter_names=["weight"])
+    trainer = Trainer(
+        strategy=ZeroStrategy(stage=1),
+        accelerator="cpu",
+        devices=1,
+        fast_dev_run=True,
+        callbacks=pruning,
+        default_root_dir=tmp_path,
+    )
+    with pytest.raises(ValueError, match="`ModelPruning` replaces the parameters"):
+        trainer.fit(BoringModel())
+
+
+def _log_graph(rank: int, world: int, stage: Any, folder: str) -> None:
+    class Example(lightning_programs.Net):
+        example_input_array = torch.zeros(2, 4)
+
+    logger = TensorBoardLogger(folder, log_graph=True)
+    fitted = lightning_programs.trainer(rank, world, stage, max_epochs=1, logger=logger)
+    refused = pytest.raises(ValueError, match=r"`TensorBoardLogger\(log_graph=True\)` runs the model on rank 0 alone")
+    with refused if stage == 3 else nullcontext():
+        fitted.fit(Example(), lightning_programs.loader(rank, world))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_logged_graph_is_refused_at_stage_3(stage: int, tmp_path: Path) -> None:
+    worlds.run(_log_graph, 2, stage, str(tmp_path))

@@ -122,7 +122,7 @@ def _ends(hook: str, callbacks: str, stage: int, folder: Path) -> tuple[list[str
 
 
 _CASES = [(hook, callbacks, 3) for hook in _HOOKS for callbacks in _CALLBACKS]
-_FEW = [("configure_model", "none", 3), ("training_step", "on-exception", 3)]
+_FEW = [("configure_model", "none", 3)]
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,46 @@ def test_iterable_dataset_works() -> None:
     run(stream, WORLD)
 
 
+class Uneven(IterableDataset[Any]):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from data(self.size)
+
+
+class MeasuresTwice(Net):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.log("val", self.loss(batch), sync_dist=True, add_dataloader_idx=True)
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.log("test", self.loss(batch), sync_dist=True)
+
+
+def uneven(rank: int, world: int) -> None:
+    """Rank 0 has fewer batches in one loader, rank 1 in another, and none at all to predict."""
+
+    def loaders() -> list[DataLoader[Any]]:
+        return [DataLoader(Uneven(size), batch_size=4) for size in ((4, 24)[rank], (16, 8)[rank])]
+
+    def run(strategy: Any) -> list[Any]:
+        fitted = trainer(rank, world, strategy, max_epochs=2, num_sanity_val_steps=3)
+        fitted.fit(seeded(MeasuresTwice), loader(rank, world), loaders())
+        seen = [{key: float(value) for key, value in fitted.callback_metrics.items()}]
+        seen.append(fitted.validate(fitted.lightning_module, loaders(), verbose=False))
+        seen.append(fitted.test(fitted.lightning_module, loader(rank, world, size=(8, 24)[rank]), verbose=False))
+        made = fitted.predict(fitted.lightning_module, DataLoader(Uneven((12, 0)[rank]), batch_size=4))
+        return [*seen, [batch.tolist() for batch in made]]
+
+    expected = run("ddp")
+    for stage in (1, 3):
+        assert run(stage) == expected, stage
+
+
+def test_ranks_with_different_numbers_of_batches_evaluate_as_under_ddp() -> None:
+    run(uneven, WORLD)
+
+
 # -- Monitors of Lightning ---------------------------------------------------------------------------------------------
 
 

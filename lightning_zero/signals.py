@@ -1,0 +1,77 @@
+"""Signals: noted where they arrive, and acted on by all ranks together, between two batches.
+
+Note [Between two batches]
+    A handler runs wherever its rank happens to be, in the middle of a step too. A save there needs ranks that are in
+    other places, or wait for this one. So a handler takes a note and returns. Lightning asks in front of every training
+    batch whether rank 0 has seen SIGTERM; in this place the ranks agree on what any of them has noted.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+__all__ = ["Signals"]
+
+log = logging.getLogger(__name__)
+
+Agree = Callable[[torch.Tensor, str], torch.Tensor]
+
+
+class Signals:
+    """What this rank has been sent since a run began.
+
+    Args:
+        trainer: Whose handlers take notes.
+        agree: Returns the largest values of all ranks. Collective.
+    """
+
+    def __init__(self, trainer: pl.Trainer, agree: Agree) -> None:
+        self._trainer = trainer
+        self._agree = agree
+        self._requeue_signal = 0  # number of the one that SLURM has sent
+        self._terminate_signal = 0
+
+    def bind(self) -> None:
+        """Take the place of the Trainer's handlers, before it registers them, and of its question."""
+        connector: Any = self._trainer._signal_connector
+        connector._slurm_sigusr_handler_fn = self._note_requeue
+        connector._sigterm_notifier_fn = self._note_terminate
+        batches: Any = self._trainer.fit_loop.epoch_loop
+        batches._broadcast_sigterm_tensor = self._act
+
+    def _note_requeue(self, signum: int, _: FrameType | None) -> None:
+        self._requeue_signal = signum
+
+    def _note_terminate(self, signum: int, _: FrameType | None) -> None:
+        launcher = self._trainer.strategy.launcher
+        if launcher is not None and not self._terminate_signal:
+            launcher.kill(signum)  # the processes that this one has started
+        self._terminate_signal = signum
+        if self._trainer.state.fn != TrainerFn.FITTING:  # nothing is saved, so every rank may end on its own
+            self._trainer._signal_connector.received_sigterm = True
+
+    def _act(self) -> None:
+        """Do what some rank was asked for. Collective: all ranks.
+
+        Raises:
+            SIGTERMException: Some rank has got SIGTERM.
+        """
+        noted = torch.tensor([self._requeue_signal, self._terminate_signal])
+        requeue, terminate = self._agree(noted, "agreement on signals").tolist()
+        connector = self._trainer._signal_connector
+        if requeue:
+            self._requeue_signal = 0
+            type(connector)._slurm_sigusr_handler_fn(connector, requeue, None)  # type: ignore[arg-type]
+        if terminate:
+            log.info("All ranks end, because one has got %s.", signal.Signals(terminate).name)
+            connector.received_sigterm = True
+            raise SIGTERMException

@@ -1,0 +1,99 @@
+"""A signal, on one rank or on all, anywhere in a batch, becomes one save on all ranks between two batches."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.trainer.connectors import signal_connector
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_zero.checkpoint import directory
+from tests import worlds
+from tests.contracts.test_places_of_saves import _weights
+from tests.lightning_programs import Net, Ranks, ZeroStrategy, loader, seeded
+from tests.lightning_programs import trainer as make_trainer
+
+_SENT = signal.SIGUSR2  # the workers of the tests use the other one
+
+Place = tuple[str, int]
+
+
+class _Slurm(Ranks, SLURMEnvironment):
+    """A job of SLURM, on the processes that the test already runs in."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        Ranks.__init__(self, rank, world)
+        self.auto_requeue = True
+        self.requeue_signal = _SENT
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        pass
+
+
+class _Sends(Callback):
+    """Sends this process a signal at a place."""
+
+    def __init__(self, place: Place | None, number: int) -> None:
+        self._place = place
+        self._number = number
+
+    def visit(self, hook: str, trainer: Any) -> None:
+        if (hook, trainer.fit_loop.epoch_loop.batch_progress.total.ready - 1) == self._place:
+            os.kill(os.getpid(), self._number)
+
+
+_HOOKS = ("on_train_batch_start", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end")
+for _hook in _HOOKS:
+    setattr(_Sends, _hook, lambda self, trainer, *args, hook=_hook: self.visit(hook, trainer))
+
+
+def _fit(rank: int, world: int, number: int, places: tuple[Place | None, ...], folder: str) -> list[Any]:
+    calls: list[Any] = []
+    signal_connector.call = lambda command: calls.append(command) or 0  # type: ignore[attr-defined]
+    os.environ["SLURM_JOB_ID"] = "17"
+    callbacks = [_Sends(places[rank], number), OnExceptionCheckpoint(folder)]
+    fitted = make_trainer(
+        rank,
+        world,
+        ZeroStrategy(stage=3, timeout=60),
+        max_epochs=1,
+        environment=_Slurm(rank, world),
+        callbacks=callbacks,
+        enable_checkpointing=True,
+        default_root_dir=folder,
+    )
+    if number == signal.SIGTERM:
+        with pytest.raises(SIGTERMException):
+            fitted.fit(seeded(Net), loader(rank, world))
+    else:
+        fitted.fit(seeded(Net), loader(rank, world))
+        assert fitted.global_step == 4
+    return calls
+
+
+_AT: Any = [
+    (None, ("on_after_backward", 1)),
+    (("on_train_batch_end", 1), ("on_before_optimizer_step", 1)),
+    (("on_train_batch_start", 1), None),
+]
+
+
+@pytest.mark.parametrize("places", _AT, ids=str)
+@pytest.mark.parametrize("number", [_SENT, signal.SIGTERM])
+def test_a_signal_is_one_save_on_all_ranks(number: int, places: tuple[Place | None, ...], tmp_path: Path) -> None:
+    calls = worlds.run(_fit, 2, number, places, str(tmp_path))
+    name = "hpc_ckpt_1.ckpt" if number == _SENT else "on_exception.ckpt"
+    assert [entry for entry in os.listdir(tmp_path) if entry.endswith(".ckpt")] == [name]
+    content = directory.load(None, tmp_path / name)
+    assert content["global_step"] == 2
+    for key, value in worlds.run(_weights, 2)[0][2].items():
+        assert torch.equal(content["state_dict"][key][:], value), key
+    assert calls == [[["scontrol", "requeue", "17"]] if number == _SENT else [], []]
