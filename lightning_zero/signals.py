@@ -66,7 +66,7 @@ class Signals:
             SIGTERMException: Some rank has got SIGTERM.
         """
         noted = torch.tensor([self._requeue_signal, self._terminate_signal])
-        requeue, terminate = self._agree(noted, "agreement on signals").tolist()
+        requeue, terminate = self._agree(noted, "agreement on signals in front of a training batch").tolist()
         connector = self._trainer._signal_connector
         if requeue:
             self._requeue_signal = 0
