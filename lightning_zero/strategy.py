@@ -33,6 +33,7 @@ from lightning_zero.comm.peers import Peers
 from lightning_zero.config import OFFLOAD_USE, ActivationCheckpointing, Communication, Offload, Pipeline, Sharding
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.foreign_options import FOREIGN_OPTIONS
+from lightning_zero.loader_states import note_loader_states
 from lightning_zero.measured import layer_costs
 from lightning_zero.option_checks import checked_arguments, from_fields
 from lightning_zero.parallel.activation import checkpoint_activations, forecast_of
@@ -252,6 +253,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self._shard(self.lightning_module, is_fitting=trainer.state.fn == TrainerFn.FITTING)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            note_loader_states(trainer.fit_loop)
             self._show_values_to_finetuning(trainer)
             begin_averages(trainer)
         else:

@@ -42,6 +42,7 @@ LEVELS: dict[str, int] = {
     "lightning_zero.callbacks": 5,
     "lightning_zero.metrics": 4,
     "lightning_zero.rank_states": 4,
+    "lightning_zero.loader_states": 5,
     "lightning_zero.logged": 5,
     "lightning_zero.pipelined": 5,
     "lightning_zero.measured": 5,
@@ -59,6 +60,7 @@ FACES = {
     "uneven",
     "precision",
     "checkpoint_io",
+    "loader_states",
     "callbacks",
     "__main__",
 }

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from tests.lightning_programs import WORLD, Net, seeded, trainer
 from tests.worlds import run
@@ -42,6 +42,40 @@ class _Loader:
         vars(self).update(state)
 
 
+class _Endless:
+    """A loader that cannot say how long it is, and hands out its live state."""
+
+    def __init__(self, rank: int) -> None:
+        self._loader = _Loader(rank)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(self._loader)
+
+    def state_dict(self) -> dict[str, int]:
+        return vars(self._loader)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._loader.load_state_dict(state)
+
+
+class _Stream(IterableDataset[Any]):
+    def __init__(self, rank: int) -> None:
+        self.rank, self.position = rank, 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        while self.position < 2 * STEPS:
+            self.position += 1
+            x, y = _batch(self.rank, self.position)
+            yield x[0], y[0]
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
 def _batch(rank: int, number: int) -> tuple[Tensor, Tensor]:
     return torch.full((2, 4), rank + number / 100), torch.zeros(2, 3)
 
@@ -63,6 +97,12 @@ def _torchdata(rank: int) -> Any:
 
     generator = torch.Generator().manual_seed(rank)
     return StatefulDataLoader(_Numbers(rank), batch_size=2, shuffle=True, generator=generator)
+
+
+def _torchdata_stream(rank: int) -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(_Stream(rank), batch_size=2)
 
 
 class _Data(LightningDataModule):
@@ -131,13 +171,15 @@ def _resume(rank: int, world: int, make: Any, kind: str, steps: int, path: str, 
 
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 @pytest.mark.parametrize("steps", [4, STEPS + 2])
-def test_a_rank_resumes_with_its_own_place_in_its_own_data(steps: int, kind: str, tmp_path: Path) -> None:
-    run(_resume, WORLD, _Loader, kind, steps, str(tmp_path / "saved.ckpt"))
+@pytest.mark.parametrize("make", [_Loader, _Endless], ids=["sized", "without a length"])
+def test_a_rank_resumes_with_its_own_place_in_its_own_data(make: Any, steps: int, kind: str, tmp_path: Path) -> None:
+    run(_resume, WORLD, make, kind, steps, str(tmp_path / "saved.ckpt"))
 
 
-def test_ranks_resume_with_the_stateful_dataloader_of_torchdata(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [_torchdata, _torchdata_stream], ids=["shuffled", "stream"])
+def test_ranks_resume_with_the_stateful_dataloader_of_torchdata(make: Any, tmp_path: Path) -> None:
     pytest.importorskip("torchdata", reason="torchdata is not installed")
-    run(_resume, WORLD, _torchdata, "sharded", 4, str(tmp_path / "saved.ckpt"), STEPS)  # it shuffles the next anew
+    run(_resume, WORLD, make, "sharded", 4, str(tmp_path / "saved.ckpt"), STEPS)  # it shuffles the next epoch anew
 
 
 def _save(rank: int, world: int, path: str) -> None:
