@@ -1,9 +1,11 @@
 """Names in the file system: what is written appears by one rename, and disappears by one.
 
 Note [Atomic]
-    All ranks write to ``<path>.tmp-<token>``. When all have succeeded rank 0 exchanges it with what is at the path, by
-    one rename. What was at the path before is whole until then, and removed afterwards. A directory ``*.tmp-*`` is what
-    a killed run left: nothing reads it, and it can be deleted. Ranks agree on rank 0's path and on errors.
+    All ranks write to ``.tmp-<token>`` beside the path. When all have succeeded rank 0 exchanges it with what is at the
+    path, by one rename. What was at the path before is whole until then, and removed afterwards. A directory ``.tmp-*``
+    is what a killed run left: nothing reads it, and it can be deleted. It does not hold the path's name, so that nobody
+    who looks for names takes it for a checkpoint, as Lightning for ``hpc_ckpt_<version>``. Ranks agree on rank 0's path
+    and on errors.
     The order holds over a power cut, too: files and folders are on the disk before the rename, and the rename is before
     the old checkpoint is deleted.
 """
@@ -42,7 +44,7 @@ def new_token() -> str:
 
 def beside(target: Path, token: str) -> Path:
     """Return the temporary name under which something for ``target`` is written."""
-    return target.with_name(f"{target.name}.tmp-{token}")
+    return target.with_name(f".tmp-{token}")
 
 
 def remove(path: str | os.PathLike[str]) -> None:

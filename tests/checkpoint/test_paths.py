@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 
 from lightning_zero.checkpoint import directory, paths
 from lightning_zero.checkpoint.consolidate import consolidate
@@ -77,3 +78,11 @@ def test_files_and_folders_are_on_the_disk_before_the_old_checkpoint_goes(
     assert disk.named == ["saved", "saved"]
     assert {str(tmp_path), str(tmp_path / "new")} <= disk.synced  # each got a folder
     assert os.listdir(target.parent) == ["saved"]
+
+
+def test_what_a_killed_save_leaves_is_not_taken_for_a_checkpoint_of_slurm(tmp_path: Path) -> None:
+    connector = Trainer(default_root_dir=tmp_path, logger=False, accelerator="cpu")._checkpoint_connector
+    paths.beside(tmp_path / "hpc_ckpt_1.ckpt", "1234abcd").mkdir()
+    assert connector._hpc_resume_path is None
+    (tmp_path / "hpc_ckpt_3.ckpt").mkdir()
+    assert connector._hpc_resume_path == str(tmp_path / "hpc_ckpt_3.ckpt")
