@@ -26,6 +26,7 @@ from lightning_zero.checkpoint.random_state import RANDOM_STATES, gather_random_
 from lightning_zero.checkpoint.ranks import CheckpointError, Ranks
 from lightning_zero.comm.peers import Peers, PeersError
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.errors import CollectiveError
 from lightning_zero.metrics import METRIC_STATES, metric_states, with_own_metric_states
 from lightning_zero.pipelined import PipelinedSteps
 from lightning_zero.progress import place_of, why_not_to_save
@@ -122,10 +123,10 @@ class CheckpointHooks(ParallelStrategy):
         Raises:
             CheckpointError: Not all ranks came to save, or another one could not write.
         """
+        if isinstance(checkpoint, _NotSaved) or not (self._have_met or self._all_ranks_came()):
+            return
         if self._engine is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        if isinstance(checkpoint, _NotSaved) or not (self._have_met or self._all_ranks_came()):
             return
         self._have_met = False
         filepath = Ranks(self._engine).from_first(filepath)
@@ -195,7 +196,7 @@ class CheckpointHooks(ParallelStrategy):
 
     def _dump_checkpoint(self, connector: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self._have_met = False
-        if self._engine is not None and not self._all_ranks_came():
+        if not self._all_ranks_came():
             self._has_barrier_to_skip = True
             return _NotSaved()
         checkpoint: dict[str, Any] = type(connector).dump_checkpoint(connector, weights_only)
@@ -208,15 +209,19 @@ class CheckpointHooks(ParallelStrategy):
         Raises:
             CheckpointError: They are not, or at other places of the run.
         """
-        trainer, peers = self._sharded_module._trainer, Peers.of_world()
+        module, peers, error = self.lightning_module, Peers.of_world(), sys.exception()
+        trainer = None if module is None else module._trainer
         is_interrupted = trainer is not None and trainer.interrupted
-        error = sys.exc_info()[1]
+        if self._engine is None and not is_interrupted:
+            return True  # this rank has all there is
         if is_interrupted and error is not None:
             peers.tell(error)
         try:
+            if self._engine is None:
+                raise CheckpointError("the model was not set up.")
             self.wait_for_save()
-            self._meet(peers, place_of(trainer, self.engine), is_interrupted)
-        except (CheckpointError, OSError) as error:
+            self._meet(peers, place_of(trainer, self._engine), is_interrupted)
+        except (CheckpointError, CollectiveError, OSError) as error:
             if not is_interrupted:
                 raise
             warnings.warn(f"No checkpoint is saved after the error: {error}", stacklevel=2)

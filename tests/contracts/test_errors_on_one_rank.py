@@ -24,13 +24,11 @@ from tests.lightning_programs import WORLD, Net, ZeroStrategy, loader, trainer
 BOUND_S = 30.0
 
 _HOOKS = (
-    "prepare_data",
     "setup",
     "configure_model",
     "configure_optimizers",
     "on_fit_start",
     "train_dataloader",
-    "on_sanity_check_start",
     "validation_step",
     "on_validation_epoch_end",
     "on_train_start",

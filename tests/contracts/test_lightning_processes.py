@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -121,6 +122,7 @@ def test_yaml_run_is_reproduced_by_the_config_it_logs(tmp_path: Path) -> None:
 # -- When something goes wrong -----------------------------------------------------------------------------------------
 
 FAILING = """
+import sys
 import torch
 torch.set_num_threads(1)
 from tests import lightning_programs as t
@@ -130,8 +132,8 @@ from lightning_zero import Communication
 
 class Failing(t.Net):
     def training_step(self, batch, batch_idx):
-        if batch_idx == 2 and self.global_rank == 1:
-            raise ValueError("the first error")
+        if batch_idx == 2 and self.global_rank == int(sys.argv[1]):
+            raise ValueError("the error of the user's")
         return super().training_step(batch, batch_idx)
 
 if __name__ == "__main__":
@@ -146,7 +148,9 @@ if __name__ == "__main__":
 """
 
 
-def test_error_on_one_rank_ends_the_run_with_that_error(tmp_path: Path) -> None:
-    result = start(tmp_path, [], script=FAILING)
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])  # rank 0 hosts the store
+def test_error_on_one_rank_ends_the_run_with_that_error(rank: int, tmp_path: Path) -> None:
+    result = start(tmp_path, [], str(rank), script=FAILING)
     assert result.returncode != 0
-    assert "the first error" in result.stderr
+    assert "ValueError: the error of the user's" in result.stderr
+    assert re.search(f"(?i)the first error was on rank {rank}: ValueError: the error of the user's", result.stderr)

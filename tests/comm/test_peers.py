@@ -1,0 +1,54 @@
+"""Meetings end in time on every rank, and the first error of a run is known to all."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from lightning_zero.comm.peers import Peers, PeersError
+from tests import worlds
+
+
+def _meet_late(rank: int, world: int, late: int) -> list[str]:
+    peers, said = Peers.of_world(), []
+    if rank == late:
+        time.sleep(1.0)
+    began = time.monotonic()
+    with pytest.raises(PeersError) as caught:
+        peers.meet("A test", {}, lambda facts: "", timeout_s=0.3)
+    assert time.monotonic() - began < 0.9
+    said.append(str(caught.value))
+    said.append(peers.meet("Another", {"rank": str(rank)}, lambda facts: str(len(facts)), timeout_s=30))
+    return said
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_comes_late_reads_that_the_meeting_is_over(late: int) -> None:
+    said = worlds.run(_meet_late, 2, late)
+    assert said[0] == said[1]
+    assert f"rank {late} did not come to rank {1 - late} within 0.3 s" in said[0][0]
+    assert said[0][1] == "2"
+
+
+def _fail(rank: int, world: int) -> list[str]:
+    peers, said = Peers.of_world(), []
+    for run in range(2):
+        peers.begin_run()
+        if rank == run:
+            peers.tell(ValueError(f"in run {run}"))
+            peers.wait_until_heard()
+            said.append(str(peers.error_elsewhere()))
+        else:
+            with pytest.raises(PeersError) as caught:
+                peers.meet("A test", {}, lambda facts: "", timeout_s=30)
+            said.append(str(caught.value))
+    peers.end_run()
+    return said
+
+
+def test_an_error_ends_the_meetings_of_its_run_alone() -> None:
+    first, second = worlds.run(_fail, 2)
+    assert first[0] == second[1] == "None"
+    assert "the first error was on rank 1: ValueError: in run 1" in first[1]
+    assert "the first error was on rank 0: ValueError: in run 0" in second[0]
