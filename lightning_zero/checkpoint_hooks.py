@@ -74,6 +74,7 @@ class CheckpointHooks(ParallelStrategy):
     _steps: PipelinedSteps | None  # with a pipeline
     _random_states: list[dict[str, Any]] | None  # what a checkpoint leaves for the start of training
     _has_barrier_to_skip: bool = False  # behind a checkpoint that is not written
+    _is_alone: bool  # see `ProcessHooks`
     _have_met: bool = False  # all ranks, for the checkpoint whose content was made last
 
     @property
@@ -216,6 +217,8 @@ class CheckpointHooks(ParallelStrategy):
             return True  # this rank has all there is
         if is_interrupted and error is not None:
             peers.tell(error)
+        if is_interrupted and self._is_alone:
+            return False
         try:
             if self._engine is None:
                 raise CheckpointError("the model was not set up.")
@@ -224,6 +227,7 @@ class CheckpointHooks(ParallelStrategy):
         except (CheckpointError, CollectiveError, OSError) as error:
             if not is_interrupted:
                 raise
+            self._is_alone = isinstance(error.__cause__, PeersError)
             warnings.warn(f"No checkpoint is saved after the error: {error}", stacklevel=2)
             return False
         return True

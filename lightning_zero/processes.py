@@ -49,6 +49,7 @@ class ProcessHooks(ParallelStrategy):
     _start_method: Literal["popen", "spawn", "fork", "forkserver"]
     _process_group_backend: str | None
     _mesh: Mesh | None  # with a pipeline
+    _is_alone: bool = False  # while callbacks act on an error: not all ranks have come to save after it
 
     # -- This rank -------------------------------------------------------------------------------------------------
 
@@ -120,6 +121,7 @@ class ProcessHooks(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks of the error, or say what the first of theirs was. No collective."""
         super().on_exception(exception)
+        self._is_alone = False
         peers = Peers.of_world()
         peers.tell(exception)
         told = peers.error_elsewhere()
@@ -148,7 +150,7 @@ class ProcessHooks(ParallelStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
-        if not _is_initialized():
+        if not _is_initialized() or self._is_alone:
             return
         with self._around_collective(), _failure_named("barrier" if name is None else f"barrier `{name}`"):
             if dist.get_backend() == "nccl":
@@ -158,7 +160,7 @@ class ProcessHooks(ParallelStrategy):
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return the object of rank ``src``."""
-        if not _is_initialized():
+        if not _is_initialized() or self._is_alone:
             return obj
         objects = [obj]
         with self._around_collective(), _failure_named("broadcast of an object"):
@@ -169,7 +171,7 @@ class ProcessHooks(ParallelStrategy):
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
     ) -> Tensor | Any:
         """Reduce a tensor over the ranks; anything else is returned as it is."""
-        if isinstance(tensor, Tensor):
+        if isinstance(tensor, Tensor) and not self._is_alone:
             with self._around_collective(group), _failure_named("reduction of a value"):
                 return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         return tensor

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import time
 import traceback
 from collections.abc import Callable
@@ -48,6 +49,10 @@ _CALLBACKS: dict[str, Callable[[str], Any]] = {
     "none": lambda folder: [],
     "on-exception": lambda folder: [OnExceptionCheckpoint(folder)],
     "model-checkpoint": lambda folder: [ModelCheckpoint(folder, save_on_exception=True, every_n_train_steps=3)],
+    "several": lambda folder: [
+        OnExceptionCheckpoint(folder),
+        ModelCheckpoint(f"{folder}/other", save_on_exception=True, save_last=True, every_n_epochs=9),
+    ],
 }
 
 
@@ -119,7 +124,12 @@ def _ends(hook: str, callbacks: str, stage: int, folder: Path) -> tuple[list[str
     return [path.read_text() if path.exists() else "" for path in (folder / "end0", folder / "end1")], lasted
 
 
-_CASES = [(hook, callbacks, 3) for hook in _HOOKS for callbacks in _CALLBACKS]
+_CASES = [
+    (hook, callbacks, 3)
+    for hook in _HOOKS
+    for callbacks in _CALLBACKS
+    if hook != "on_save_checkpoint" or "model-checkpoint" in callbacks  # the others save after an error alone
+]
 _FEW = [("configure_model", "none", 3)]
 
 
@@ -133,8 +143,7 @@ def test_an_error_on_one_rank_ends_all_with_its_text_and_rank(
     ends, lasted = _ends(hook, callbacks, stage, tmp_path)
     assert lasted < BOUND_S
     assert "ValueError: the error of the user's" in ends[1]
-    assert "the first error was on rank 1: ValueError: the error of the user's" in ends[0].lower().replace(
-        "valueerror", "ValueError"
-    ), ends[0]
-    saved = tmp_path / "saved"
-    assert not saved.exists() or not [name for name in os.listdir(saved) if not name.endswith("=3.ckpt")]
+    has_ended = hook == "on_train_end" and ends[0] == "no error"  # nothing is left to do with rank 1
+    assert has_ended or re.search("(?i)the first error was on rank 1: ValueError: the error of the user's", ends[0])
+    left = [path.name for path in tmp_path.rglob("*") if "exception" in path.name or ".tmp-" in path.name]
+    assert not left
