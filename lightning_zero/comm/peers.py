@@ -29,6 +29,7 @@ __all__ = ["Peers", "PeersError", "Told", "told_error"]
 _LOOK_S = 0.25  # between two looks of the thread at the store
 _HEARING_S = 3.0  # how long a rank that fails waits until the others have read its error
 _PULSE_S = 5.0  # between two signs of life
+_NO_PULSE = b"over"  # of a rank whose run has ended
 _SILENCE_S = 60.0  # without a sign of life a rank counts as ended
 _STUCK_S = 20.0  # after another rank's error: how long a rank may stay in a call
 _MOST_TEXT = 4000  # characters of an error
@@ -96,14 +97,17 @@ class Peers:
         self._run += 1
         self._num_meetings = 0
         self.first, self.has_told = None, False
+        self._store.set(self.key(f"pulse/{self.rank}"), "0")
         self._watcher = _Watcher(self, may_stay)
         self._watcher.start()
 
     def end_run(self) -> None:
         """Stop watching."""
-        if self._watcher is not None:
+        if self._watcher is not None and self._store is not None:
             self._watcher.stop()
             self._watcher = None
+            with contextlib.suppress(Exception):  # the store ends with rank 0
+                self._store.set(self.key(f"pulse/{self.rank}"), _NO_PULSE.decode())
 
     def key(self, name: str) -> str:
         """Return the name of a value of this run."""
@@ -291,7 +295,8 @@ class _Silence:
             sign = store.get(key) if store.check([key]) else b""
             if self._last.get(rank, (None, 0.0))[0] != sign:
                 self._last[rank] = (sign, now)
-        return [rank for rank in missing if self._last[rank][0] and now - self._last[rank][1] > _SILENCE_S]
+        ended = (b"", _NO_PULSE)
+        return [rank for rank in missing if self._last[rank][0] not in ended and now - self._last[rank][1] > _SILENCE_S]
 
 
 class _Watcher(threading.Thread):

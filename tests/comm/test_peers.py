@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from lightning_zero.comm import peers as peers_module
 from lightning_zero.comm.peers import Peers, PeersError
 from tests import worlds
 
@@ -52,3 +53,25 @@ def test_an_error_ends_the_meetings_of_its_run_alone() -> None:
     assert first[0] == second[1] == "None"
     assert "the first error was on rank 1: ValueError: in run 1" in first[1]
     assert "the first error was on rank 0: ValueError: in run 0" in second[0]
+
+
+def _end_without_a_word(rank: int, world: int) -> str:
+    limits = {"_SILENCE_S": 1.5, "_PULSE_S": 0.2}
+    before = {name: getattr(peers_module, name) for name in limits}
+    vars(peers_module).update(limits)
+    peers, said = Peers.of_world(), ""
+    peers.begin_run()
+    if rank == 1 and peers._watcher is not None:
+        peers._watcher.stop()  # as a process that was killed
+        time.sleep(6.0)
+    else:
+        with pytest.raises(PeersError) as caught:
+            peers.meet("A test", {}, lambda facts: "", timeout_s=30)
+        said = str(caught.value)
+    peers.end_run()
+    vars(peers_module).update(before)
+    return said
+
+
+def test_a_rank_that_was_killed_is_named_long_before_the_timeout() -> None:
+    assert "rank 1 gave no sign of life" in worlds.run(_end_without_a_word, 2)[0]
