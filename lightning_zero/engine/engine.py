@@ -533,6 +533,7 @@ class ZeroEngine:
         """
         self._require_module()
         self._refuse_with_early_steps("The norm of all gradients")
+        self._recover()
         places = self._places.by_id.values() if optimizer is None else self._attached.of(optimizer).places
         return gradient_norm(places, norm_type, self.communicator, self.parts)
 
@@ -638,6 +639,7 @@ class ZeroEngine:
         if self._places.is_elsewhere(param):
             return None
         buffer, index = self._places.of(param)
+        self._recover()
         buffer.window.take_gradient(index)
         compare_assigned([buffer], self.communicator)
         return self._sharded.whole.gradient(buffer, index)
@@ -887,6 +889,8 @@ class ZeroEngine:
         buffer, index = self._places.of(param)
         self._recover()
         if index not in buffer.gradients.has_grad:
+            if index in buffer.gradients.waiting and is_called_by(nn.Module.zero_grad):
+                buffer.window.drop([index])
             return
         self._refuse_in_backward(buffer, index)
         if buffer.gradients.is_spent:

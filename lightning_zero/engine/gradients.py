@@ -8,8 +8,9 @@ Note [Two dtypes]
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -69,6 +70,26 @@ class Stepped(Protocol):
         ...
 
 
+class Source(NamedTuple):
+    """A whole tensor that the program has assigned to ``grad``, and may change in place while it has it."""
+
+    tensor: torch.Tensor
+    version: int
+
+    @property
+    def is_held(self) -> bool:
+        """Whether anything but this refers to the tensor."""
+        return sys.getrefcount(self.tensor) > _OWN_REFERENCES
+
+    @property
+    def own_references(self) -> int:
+        """The number of references that ``is_held`` finds if nothing else refers to the tensor."""
+        return sys.getrefcount(self.tensor)
+
+
+_OWN_REFERENCES = Source(torch.empty(0), 0).own_references
+
+
 class BufferGradients:
     """The gradients of one buffer.
 
@@ -97,6 +118,7 @@ class BufferGradients:
         # - The average over the ranks
         self.has_grad: set[int] = set()  # slots with a gradient on some rank, in ``reduced``
         self.given_out: set[int] = set()  # slots whose segment a program has read: it may be assigned again
+        self.sources: dict[int, Source] = {}  # whole tensors that were assigned, by slot
         self.is_read = False  # a program has, so that it may keep what lies in ``local``
         self._reduced: torch.Tensor | None = None
         self._landing = Landing()  # of the average at home
@@ -271,7 +293,10 @@ class BufferGradients:
 
     def agreed(self, indices: Iterable[int]) -> None:
         """Take note of slots that have a gradient on some rank: the ranks have agreed."""
-        self.has_grad.update(indices)
+        agreed = set(indices)
+        self.has_grad |= agreed
+        for index in agreed & self.sources.keys():  # what was assigned before is only a part now
+            del self.sources[index]
         self.used.clear()
 
     def reduced_or_zeros(self) -> torch.Tensor:
@@ -335,18 +360,22 @@ class BufferGradients:
         shard.segment(index, self._retained).copy_(flat[start - first : stop - first])
 
     def mark_reduced(self) -> None:
-        """Let reads of ``grad`` find the reduced gradients."""
+        """Let reads of ``grad`` find reduced gradients, and ``zero_grad`` those that wait for the last micro-batch."""
         params = self._buffer.params
-        for index in self.has_grad | self.given_out:
+        for index in self._asked_for:
             if type(params[index]) is user_class(params[index]):
                 swap_class(params[index], ReducedParameter)
 
     def mark_plain(self) -> None:
         """Make parameters with a reduced gradient plain for the time of a forward (compilers look at the class)."""
         params = self._buffer.params
-        for index in self.has_grad | self.given_out:
+        for index in self._asked_for:
             if has_class(params[index], ReducedParameter):
                 restore_class(params[index])
+
+    @property
+    def _asked_for(self) -> set[int]:
+        return self.has_grad | self.given_out | self._summed
 
     def forget_given_out(self) -> None:
         """Make parameters plain that are marked only because a program has read their segment."""
@@ -364,6 +393,8 @@ class BufferGradients:
         gone = set(range(len(params)) if indices is None else indices)
         self._summed -= gone
         self.used -= gone
+        for index in gone & self.sources.keys():
+            del self.sources[index]
         dropped = self.has_grad & gone
         self.has_grad -= gone
         for index in self.left & gone:
@@ -385,12 +416,6 @@ class BufferGradients:
         if self.reduced is not None and self._buffer.sharding.grads:
             self._give_back_reduced()
         self._reduced = self._retained = self.factor = self._written = None
-
-    def drop_untaken(self) -> None:
-        """Drop gradients that autograd has put down and an error has kept anybody from taking over."""
-        for index, param in enumerate(self._buffer.params):
-            if index not in self.left and raw_grad(param) is not None:
-                set_raw_grad(param, None)
 
     def abandon(self) -> None:
         """Drop the sums of a backward that an error has ended; the average before it stays. No collective.

@@ -184,6 +184,7 @@ class _Call(NamedTuple):
     unit: Unit
     opens_scope: bool
     handled: BaseException | None  # the error that was being handled when it began
+    awaited: object | None = None  # stands for the gradients of its inputs in ``Unit.awaited``
 
 
 class _BeforeUsers(NamedTuple):
@@ -477,6 +478,7 @@ class Hooks:
         self._order.abandon()
         for unit in self._units:
             unit.uses = unit.calls = 0
+            unit.awaited.clear()
             unit.is_touched = False
             for buffer in unit.buffers:
                 buffer.gradients.mark_reduced()
@@ -490,9 +492,8 @@ class Hooks:
             return
         if self._has_own_pass:
             self._order.abandon()
-        for unit in self._units:
-            for buffer in unit.buffers:
-                buffer.gradients.drop_untaken()
+        for param in self._before_users:  # a hook of the program has failed, and nobody took the gradient
+            set_raw_grad(param, None)
         if self._reduces:
             self._reducer.abandon()
         self._forget_backward()
@@ -608,12 +609,13 @@ class Hooks:
         self._use(unit)
         for buffer in unit.buffers:
             buffer.gradients.mark_plain()
+        if self._shards and torch.is_grad_enabled() and _has_frozen(unit):
+            awaited = self._watch_inputs(unit, (args, kwargs))
+            self._open_calls[-1] = self._open_calls[-1]._replace(awaited=awaited)
         if in_backward:
             return
         if torch.is_grad_enabled():
             unit.ran_forward = True
-            if self._shards and _has_frozen(unit):
-                self._watch_inputs(unit, (args, kwargs))
         elif not unit.ran_forward:
             unit.ran_forward = _calling(_FORWARD_CODES) is not None  # it is computed again with gradients
 
@@ -633,7 +635,7 @@ class Hooks:
             if is_raising:
                 return
             if self._shards and torch.is_grad_enabled():
-                self._watch_outputs(unit, output)
+                self._watch_outputs(unit, output, call.awaited)
             elif self._lowered and torch.is_grad_enabled() and (call.opens_scope or unit is self._root):
                 self._watch_graph(output)
             if call.opens_scope:
@@ -776,29 +778,39 @@ class Hooks:
 
     # -- Backward --------------------------------------------------------------------------------------------------
 
-    def _watch_outputs(self, unit: Unit, output: Any) -> None:
+    def _watch_outputs(self, unit: Unit, output: Any, awaited: object | None = None) -> None:
         if not (unit.is_sharded_between_uses and _may_keep_handles()):
             return
 
         def begins(_: Any) -> None:
             self._note_graph()
+            if awaited is not None:
+                unit.awaited.add(awaited)
             self._make_whole(unit)
 
         for node in {tensor.grad_fn for tensor in _tensors(output)}:
             if node is not None:
                 node.register_prehook(begins)
 
-    def _watch_inputs(self, unit: Unit, inputs: Any) -> None:
-        tensors = [tensor for tensor in _tensors(inputs) if tensor.grad_fn is not None]
-        unit.calls += 1  # without such inputs to the end of backward: the first unit is the last to have gradients
-        if not tensors:
-            return
+    def _watch_inputs(self, unit: Unit, inputs: Any) -> object:
+        """Keep a unit in backwards that come to its outputs, until its inputs have their gradients, or to the end.
+
+        Returns:
+            What stands for them in ``Unit.awaited``.
+        """
+        awaited, is_counted = object(), not _in_backward()
+        # A leaf is an input of a reentrant recomputation. `autograd.grad` by a leaf that has such a hook would fail.
+        tensors = [one for one in _tensors(inputs) if one.grad_fn is not None or (one.requires_grad and not is_counted)]
+        unit.calls += is_counted
 
         def passed(_: Any) -> None:
-            unit.calls = max(unit.calls - 1, 0)
+            unit.calls = max(unit.calls - is_counted, 0)
+            unit.awaited.discard(awaited)
             self._give_back_if_done(unit)
 
-        register_multi_grad_hook(tensors, passed, mode="all")
+        if tensors:
+            register_multi_grad_hook(tensors, passed, mode="all")
+        return awaited
 
     @contextmanager
     def backward_scope(self) -> Iterator[None]:
@@ -874,6 +886,7 @@ class Hooks:
         left = unit.buffers[place].gradients.left
         if self._keeps_units:
             left.add(index)
+            self._before_users.pop(param, None)
             return
         grad = raw_grad(param)
         if self._before_users:
@@ -885,6 +898,7 @@ class Hooks:
         self._reducer.before_gradient(unit)
         unit.accumulate(place, index, grad)
         set_raw_grad(param, None)
+        self._before_users.pop(param, None)
         if self._is_reducing:
             self._give_back_if_done(unit)
             if unit.is_complete and self._runs_whole_graph:
@@ -909,7 +923,7 @@ class Hooks:
         Raises:
             RuntimeError: One of them wrote the parameter, as an optimizer in the backward does.
         """
-        before = self._before_users.pop(param, None)
+        before = self._before_users.get(param)
         if before is None:
             return grad
         if param._version != before.version:
@@ -927,7 +941,8 @@ class Hooks:
         return grad
 
     def _give_back_if_done(self, unit: Unit) -> None:
-        if unit.is_complete and unit.calls == 0 and self._armed and not unit.uses and not unit.holds:
+        is_awaited = unit.calls > 0 or bool(unit.awaited)
+        if unit.is_complete and not is_awaited and self._armed and not unit.uses and not unit.holds:
             self._give_back(unit)
 
     def _end_backward(self) -> None:
@@ -936,6 +951,7 @@ class Hooks:
         if not self._keeps_units:
             for unit in self._units:
                 unit.calls = 0
+                unit.awaited.clear()
                 if not unit.uses:
                     unit.is_touched = unit.is_touched and self._depth > 0
                     self._give_back(unit)
@@ -949,6 +965,8 @@ class Hooks:
             self._reducer.finish(has_more_backwards=self.has_more_backwards)
         else:
             self._reducer.cancel()
+            for buffer in [buffer for unit in self._units for buffer in unit.buffers]:
+                buffer.gradients.mark_reduced()
         self._forget_backward()
         if self._depth > 0 and ends_pass:
             self._begin_pass("forward")

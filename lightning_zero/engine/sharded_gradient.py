@@ -274,8 +274,9 @@ def norm_of_norms(norms: Sequence[torch.Tensor], order: float, communicator: Com
 
 
 def _finished(gradient: torch.Tensor, order: float, communicator: Communicator) -> torch.Tensor:
-    segment = gradient.detach().as_subclass(torch.Tensor)
-    return norm_over_ranks([segment], order, communicator).to(gradient.dtype)
+    values = gradient.detach().as_subclass(torch.Tensor)
+    over = communicator if isinstance(gradient, ShardedGradient) else None  # beside segments, one assigned as a whole
+    return norm_over_ranks([values], order, over).to(gradient.dtype)
 
 
 def is_elementwise(name: str, args: Sequence[Any]) -> bool:

@@ -67,6 +67,7 @@ class Unit:
         self.expected: set[tuple[int, int]] = set()  # (buffer, slot) that may get a gradient
         self.arrived: set[tuple[int, int]] = set()
         self.calls = 0  # forwards whose inputs still wait for their gradient
+        self.awaited: set[object] = set()  # those of them through which the backward that is running has come
         self.has_frozen = False
         self.ran_forward = False  # with gradients, since the last backward
         self.is_reduced = False  # its reduction of this backward was started

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Sharding
 from lightning_zero.engine.assigned import Digest, compare
-from lightning_zero.engine.gradients import BufferGradients
+from lightning_zero.engine.gradients import BufferGradients, Source
 from lightning_zero.engine.own_range import OwnRange
 from lightning_zero.engine.parameter import (
     ReducedParameter,
@@ -156,6 +156,8 @@ class BufferWindow:
 
     def give_out(self, index: int) -> None:
         """Show a gradient to the program, which may assign what it makes of it, also when it has dropped it."""
+        if index in self._gradients.sources:
+            self._take_source(index)
         self.show(index)
         self._gradients.is_read = True
         if self._buffer.sharding.optim:
@@ -230,6 +232,7 @@ class BufferWindow:
         if grad.shape != param.shape and grad.shape == torch.Size(buffer.layout.slots[index].shape):
             if not self._may_be_segment(index):
                 self.assigned[index] = Digest.of(grad)
+            self._gradients.sources[index] = Source(grad, grad._version)
             start, stop = buffer.own_range.elements(index)
             grad = _dense(grad).reshape(-1)[start:stop].to(param.device, param.dtype)
         return self._as_shown(index, grad.detach()) if grad.shape == param.shape else grad
@@ -286,6 +289,8 @@ class BufferWindow:
 
     def take_gradient(self, index: int) -> bool:
         """Take over what was done to a parameter's ``grad``; say whether it has a reduced gradient now."""
+        if self._gradients.sources:
+            self._take_source(index)
         grad, shown = raw_grad(self._buffer.params[index]), self._shown.get(index)
         if grad is None and shown is not None:
             self.drop([index])
@@ -311,10 +316,24 @@ class BufferWindow:
             self._gradients.assign(index, grad)
             return
         set_raw_grad(self._buffer.params[index], None)
+        self._take_whole(index, grad)
+        self._gradients.mark_reduced()
+
+    def _take_whole(self, index: int, grad: torch.Tensor) -> None:
         self.assigned[index] = Digest.of(grad)
         start, stop = self._buffer.own_range.elements(index)
         self._gradients.assign(index, _dense(grad).reshape(-1)[start:stop])
-        self._gradients.mark_reduced()
+        self._gradients.sources[index] = Source(grad, grad._version)
+
+    def _take_source(self, index: int) -> None:
+        """Take over what was done since to the tensor that was assigned (``grads = [p.grad ...]``, then ``g.mul_``)."""
+        source = self._gradients.sources.pop(index, None)
+        if source is None:
+            return
+        if source.tensor._version != source.version:
+            self._take_whole(index, source.tensor)
+        elif source.is_held:
+            self._gradients.sources[index] = source
 
     # -- The end ---------------------------------------------------------------------------------------------------
 

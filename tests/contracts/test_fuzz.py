@@ -52,6 +52,42 @@ ONCE = {  # what differed once, made smaller
             ("backward", {}),
         ],
     ),
+    "penalty-through-a-recomputed-block-with-a-frozen-norm": Program(
+        {"blocks": [("a", {"kind": "linear"}), ("b", {"kind": "ff", "checkpointed": True})]},
+        {"stage": 3},
+        SGD,
+        [
+            ("freeze", {"names": ["blocks.b.norm.weight", "blocks.b.norm.bias"], "value": False}),
+            ("backward", {"scope": False, "penalty": "input"}),
+        ],
+    ),
+    "gradients-assigned-and-read-behind-a-caught-error": Program(
+        {"blocks": [("a", {"kind": "linear"})]},
+        {"stage": 0},
+        SGD,
+        [
+            ("fail", {"at": "param", "module": "blocks.a", "scope": False}),
+            ("assign", {"names": ["blocks.a.down.bias"]}),
+            ("backward", {"use": [[], []], "scope": False, "explicit": False}),
+        ],
+    ),
+    "assigned-gradients-clipped-by-hand-beside-reduced-ones": Program(
+        {"blocks": [], "scale": True},
+        {"stage": 0},
+        SGD,
+        [
+            ("backward", {}),
+            ("freeze", {"names": ["embedding.weight"], "value": False, "look": False}),
+            ("assign", {"look": False}),
+            ("clip_value", {"by_hand": True}),
+        ],
+    ),
+    "waiting-micro-batch-dropped-by-the-module": Program(
+        {"blocks": []},
+        {"stage": 0},
+        [{"class": "SGD", "groups": [["norm.weight"]]}],
+        [("backward", {"last": False, "look": False}), ("fail", {"at": "pre", "look": False}), ("backward", {})],
+    ),
     "caught-error-in-a-backward-beside-a-kept-gradient": Program(
         {"blocks": [("b", {"kind": "linear"})]},
         {"stage": 3, "units": ["Linear"]},

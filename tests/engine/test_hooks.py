@@ -25,6 +25,55 @@ from lightning_zero.errors import ReleasedParameterError
 from tests import worlds
 from tests.references import Block, TinyGPT, token_loss
 
+# -- Giving back in backward -------------------------------------------------------------------------------------------
+
+
+class _Checkpointed(TinyGPT):
+    """Recomputes each block."""
+
+    reentrant = False
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+def _frozen_norms(rank: int, world: int, reentrant: bool, retains: bool) -> float:
+    """Return the largest difference of weights after three steps of a model whose norms are frozen."""
+    worlds.seed()
+    module = _Checkpointed()
+    module.reentrant = reentrant
+    for name, param in module.named_parameters():
+        param.requires_grad_("norm" not in name)
+    plain = copy.deepcopy(module)
+    engine = ZeroEngine(stage=3)
+    engine.shard(module)
+    optimizers = [torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.1) for one in (module, plain)]
+    engine.attach(optimizers[0])
+    for step in range(3):
+        losses = [token_loss(module, rank, step), *(token_loss(plain, other, step) / world for other in range(world))]
+        for loss in losses:
+            if retains:
+                (0.5 * loss).backward(retain_graph=True)
+            (loss * (0.5 if retains else 1.0)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(module.parameters(), plain.parameters(), strict=True)
+    largest = max(float((engine.full_param(own) - whole).detach().abs().nan_to_num(9.0).max()) for own, whole in pairs)
+    engine.close()
+    return largest
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("retains", [False, True])
+def test_a_recomputed_unit_with_frozen_layers_stays_until_its_inputs_have_gradients(
+    reentrant: bool, retains: bool
+) -> None:
+    assert max(worlds.run(_frozen_norms, 2, reentrant, retains)) < 1e-6
+
+
 # -- Tensors of an output ----------------------------------------------------------------------------------------------
 
 x, y = torch.ones(1), torch.zeros(2)
