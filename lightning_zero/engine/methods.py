@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine.parameter import WatchedParameter, has_class, swap_class, unwatch, watch
+from lightning_zero.engine.segment_parameter import SegmentParameter
 
 __all__ = ["MethodCalls", "RunningStep", "methods_on_segments"]
 
@@ -129,6 +130,9 @@ class MethodCalls:
         if uses_values:
             self._end_watch()
             self._are_used = True
+            for param in self._segments.params:
+                if has_class(param, SegmentParameter):
+                    param.__class__ = SegmentParameter
 
 
 def methods_on_segments(base: type[Optimizer], calls: MethodCalls) -> dict[str, Callable[..., Any]]:

@@ -16,6 +16,7 @@ from lightning_zero.engine.flat_step import Place
 from lightning_zero.engine.moments import widened
 from lightning_zero.engine.parts import Parts
 from lightning_zero.engine.places import Places
+from lightning_zero.engine.sharded_gradient import ShardedGradient
 
 __all__ = ["ParameterRecord", "records_of"]
 
@@ -72,7 +73,14 @@ class ParameterRecord:
 
         Live, except for moments that are kept in other dtypes than the master's: those are copies in its dtype.
         """
-        return widened(optimizer.state.get(self.parameter, {}), self._moments, self.master().dtype)
+        state = optimizer.state.get(self.parameter, {})
+        if any(isinstance(one, ShardedGradient) for one in state.values()):  # made of what the step window shows
+            state = {key: _plain(one) for key, one in state.items()}
+        return widened(state, self._moments, self.master().dtype)
+
+
+def _plain(value: Any) -> Any:
+    return value.as_subclass(torch.Tensor) if isinstance(value, ShardedGradient) else value
 
 
 def records_of(

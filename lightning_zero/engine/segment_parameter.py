@@ -45,9 +45,12 @@ class ShardedValues(ShardedGradient):
 
 
 class SegmentParameter(ReducedParameter):
-    """A parameter in the step window whose values are this rank's segment: what needs all of them is refused."""
+    """A parameter in the step window whose values are this rank's segment: what needs all of them is refused.
 
-    values: ClassVar[type[ShardedValues]]
+    In methods of the optimizer, which are written for segments as its step is, what it returns are plain tensors.
+    """
+
+    values_class: ClassVar[type[ShardedValues] | None] = None
 
     @classmethod
     def __torch_function__(
@@ -64,10 +67,12 @@ class SegmentParameter(ReducedParameter):
             return NotImplemented
         name = getattr(func, "__name__", "")
         with torch._C.DisableTorchFunctionSubclass():
+            if cls.values_class is None:
+                return func(*args, **(kwargs or {}))
             if name in RANDOM and args and has_class(args[0], SegmentParameter):
-                drawn = draw(func, args[0].detach().as_subclass(cls.values), *args[1:], **(kwargs or {}))
+                drawn = draw(func, args[0].detach().as_subclass(cls.values_class), *args[1:], **(kwargs or {}))
                 return args[0] if name.endswith("_") else drawn
-            return _as_values(cls.values, args, func(*args, **(kwargs or {})))
+            return _as_values(cls.values_class, args, func(*args, **(kwargs or {})))
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         """Refuse a copy, which would have this rank's segment only."""
@@ -81,7 +86,7 @@ class SegmentParameter(ReducedParameter):
 def segment_parameter_class(communicator: Communicator, cut: Cut) -> type[SegmentParameter]:
     """Return the class of one parameter in the step window."""
     values = type("ShardedValues", (ShardedValues,), {"communicator": communicator, "cut": cut})
-    return type("SegmentParameter", (SegmentParameter,), {"values": values})
+    return type("SegmentParameter", (SegmentParameter,), {"values_class": values})
 
 
 def _is_for_segments(func: Any, args: Sequence[Any]) -> bool:
@@ -100,7 +105,8 @@ def _as_values(values: type[ShardedValues], args: Sequence[Any], result: Any) ->
 
 
 def _values_of(source: Any, values: type[ShardedValues]) -> type[ShardedValues]:
-    return type(source).values if has_class(source, SegmentParameter) else values
+    found = type(source).values_class if has_class(source, SegmentParameter) else None
+    return found or values
 
 
 def _tensors(*trees: Any) -> list[torch.Tensor]:
