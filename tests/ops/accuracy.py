@@ -17,7 +17,7 @@ TIMES_PLAIN = 2.0  # how much larger than plain PyTorch's own error the largest 
 
 
 def fresh() -> torch.Generator:
-    """Return a generator with the test's own seed: a largest error is a statistic, and new draws now and then exceed it."""
+    """Return a generator with the test's own seed: a largest error is a statistic, and some draws exceed it."""
     return torch.Generator().manual_seed(zlib.crc32(os.environ["PYTEST_CURRENT_TEST"].encode()))
 
 
