@@ -29,7 +29,7 @@ from lightning_zero.engine.methods import MethodCalls, RunningStep, methods_on_s
 from lightning_zero.engine.moments import widened
 from lightning_zero.engine.parameter import owner_of
 from lightning_zero.engine.parts import Parts
-from lightning_zero.engine.sharded_gradient import norm_of_norms, norms_of
+from lightning_zero.engine.sharded_gradient import ShardedGradient, norm_of_norms, norms_of
 from lightning_zero.engine.window import compare_assigned
 
 __all__ = ["ShardedOptimizer", "gradient_norm", "is_attached"]
@@ -227,7 +227,9 @@ class ShardedOptimizer:
         whole = torch.Size(buffer.layout.slots[index].shape)
         state = self.optimizer.state.get(param, {})
         for key, value in state.items():
-            if torch.is_tensor(value) and key != "step" and value.shape == whole and buffer.sharding.optim:
+            if isinstance(value, ShardedGradient):  # a segment: it was made of what the step window shows
+                state[key] = value.as_subclass(torch.Tensor)
+            elif torch.is_tensor(value) and key != "step" and value.shape == whole and buffer.sharding.optim:
                 state[key] = value.reshape(-1)[start:stop].to(buffer.stepped.dtype).clone()
 
     def _fit_states(self, places: Iterable[Place]) -> None:
@@ -241,6 +243,8 @@ class ShardedOptimizer:
             state = self.optimizer.state.get(param)
             if not state or not buffer.sharding.optim:
                 continue
+            if any(isinstance(one, ShardedGradient) for one in state.values()):
+                self._cut_state(param, (buffer, index))
             odd = [key for key, one in state.items() if torch.is_tensor(one) and one.dim() and one.shape != shape]
             if not odd:
                 continue

@@ -82,6 +82,18 @@ ONCE = {  # what differed once, made smaller
             ("clip_value", {"by_hand": True}),
         ],
     ),
+    "optimizer-with-states-made-in-the-open-window": Program(
+        {"blocks": [], "unused": True},
+        {"stage": 1},
+        SGD,
+        [
+            ("backward", {"look": False}),
+            ("clip_norm", {"max_norm": 10.0, "by_hand": True, "look": False}),
+            ("attach", {"optimizers": [{"class": "Adagrad", "lr": 0.01}], "look": False}),
+            ("backward", {}),
+            ("step", {}),
+        ],
+    ),
     "waiting-micro-batch-dropped-by-the-module": Program(
         {"blocks": []},
         {"stage": 0},
