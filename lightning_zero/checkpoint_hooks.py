@@ -151,7 +151,7 @@ class CheckpointHooks(ParallelStrategy):
             follower.checkpoint_saved(self._sharded_module, filepath)
 
     def _states_of_ranks(self, engine: ZeroEngine, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what every rank has of its own. Collective: all ranks."""
+        """Return the states kept per rank: of loaders, callbacks, metrics, random numbers. Collective: all ranks."""
         datamodule = getattr(self._sharded_module._trainer, "datamodule", None)
         ranks = Ranks(engine)
         with ranks.agree("Copying the states of dataloaders and callbacks"):

@@ -17,7 +17,7 @@ _HALFWAY = "inside a step"
 
 
 def place_of(trainer: pl.Trainer | None, engine: ZeroEngine) -> Facts:
-    """Return what is equal on ranks that are at the same place of a run, and differs elsewhere."""
+    """Return the counters of loops and optimizers, and the hook: equal on ranks at the same place of a run."""
     return engine.progress if trainer is None else {**_place_in_loops(trainer), **engine.progress}
 
 

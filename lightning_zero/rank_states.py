@@ -38,7 +38,7 @@ def own_states(checkpoint: Mapping[str, Any], datamodule: str | None) -> dict[Pa
 
 
 def kept_states(of_ranks: Sequence[dict[Path, Any]]) -> list[dict[Path, Any]]:
-    """Return what a checkpoint keeps by rank: states of loaders, and others that differ between ranks."""
+    """Return the states that a checkpoint keeps per rank: those of loaders, and those that differ between ranks."""
     paths = dict.fromkeys(path for states in of_ranks for path in states)
     kept = [
         path

@@ -27,7 +27,7 @@ Agree = Callable[[torch.Tensor, str], torch.Tensor]
 
 
 class Signals:
-    """What this rank has been sent since a run began.
+    """The signals of SLURM that this rank has received, handled by all ranks together.
 
     Args:
         trainer: Whose handlers take notes.
@@ -60,7 +60,7 @@ class Signals:
             self._trainer._signal_connector.received_sigterm = True
 
     def _act(self) -> None:
-        """Do what some rank was asked for. Collective: all ranks.
+        """Handle the signals that some rank has received: save, requeue, stop. Collective: all ranks.
 
         Raises:
             SIGTERMException: Some rank has got SIGTERM.

@@ -522,15 +522,15 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             yield
 
     def on_validation_start(self) -> None:
-        """See ``UnevenEvaluation``. Collective: all ranks."""
+        """Let ranks have different numbers of batches (see ``UnevenEvaluation``). Collective: all ranks."""
         self._begin_evaluation("validation_step")
 
     def on_test_start(self) -> None:
-        """See ``UnevenEvaluation``. Collective: all ranks."""
+        """Let ranks have different numbers of batches (see ``UnevenEvaluation``). Collective: all ranks."""
         self._begin_evaluation("test_step")
 
     def on_predict_start(self) -> None:
-        """See ``UnevenEvaluation``. Collective: all ranks."""
+        """Let ranks have different numbers of batches (see ``UnevenEvaluation``). Collective: all ranks."""
         self._begin_evaluation("predict_step")
 
     def _begin_evaluation(self, step: str) -> None:

@@ -26,7 +26,7 @@ __all__ = ["UnevenEvaluation"]
 
 
 class UnevenEvaluation:
-    """What the ranks tell one another about batches while a loop evaluates.
+    """Evaluation with different numbers of batches per rank: ranks without a batch serve the parameters of the others.
 
     Args:
         engine: Whose ranks.

@@ -161,7 +161,7 @@ def _write_directory(ranks: Ranks, flat: FlatCheckpoint, target: Path, temporary
 
 
 def _write_tensors(ranks: Ranks, flat: FlatCheckpoint, temporary: Path, what: str) -> dict[str, int]:
-    """Write the ``.distcp`` files and the index. Return what the index has of each file, in bytes, on rank 0."""
+    """Write the ``.distcp`` files and the index. Return the bytes of each file that the index names, on rank 0."""
     ranks.check_group()
     writer = SegmentWriter(temporary, aliases=flat.aliases, order=list(flat.paths), world_size=ranks.world_size)
     try:

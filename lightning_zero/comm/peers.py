@@ -1,4 +1,4 @@
-"""What the ranks tell one another through the store of the default group: errors, and where they are.
+"""Errors and positions of ranks, exchanged through the store of the default process group.
 
 Note [Without collectives]
     After an error nobody knows which rank waits in which collective, and a collective cannot be left. The store of the
@@ -179,7 +179,7 @@ class Peers:
         timeout_s: float,
         ends_with_errors: bool = True,
     ) -> str:
-        """Wait until all ranks are here, and return what rank 0 makes of their facts. Every rank calls it.
+        """Wait for all ranks and return rank 0's verdict on their facts. Collective: all ranks.
 
         Args:
             what: Named in the error.

@@ -10,7 +10,7 @@ Note [Whole and local]
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,11 +30,13 @@ class Digest(NamedTuple):
         norm: Its norm.
         ramp: The sum of its elements, with weights that rise from 1 to 2.
         eps: Relative rounding error of its dtype.
+        is_other: Whether ``p.grad``, which shows a segment of it, was changed beside it.
     """
 
     norm: float
     ramp: float
     eps: float
+    is_other: bool = False
 
     @staticmethod
     def of(grad: torch.Tensor) -> Digest:
@@ -63,9 +65,11 @@ def compare(assigned: Mapping[str, Digest], communicator: Communicator) -> None:
     """Compare what ranks have assigned, by parameter. Collective: all ranks that have assigned something.
 
     Raises:
-        RuntimeError: They have not assigned the same.
+        RuntimeError: They have not assigned the same, or changed it in two places.
     """
     if communicator.world_size == 1:
+        for name, digest in assigned.items():
+            _refuse_two_changes(name, [digest])
         return
     found: list[dict[str, Digest]] = [{} for _ in range(communicator.world_size)]
     first = next(iter(assigned))
@@ -89,6 +93,7 @@ def _compare_one(name: str, digests: list[Digest | None]) -> None:
         raise RuntimeError(
             f"The gradient of `{name}` was assigned by hand on rank(s) {ranks} and not on rank(s) {without}. {_REMEDY}"
         )
+    _refuse_two_changes(name, digests)
     first = digests[0]
     assert first is not None
     others = [rank for rank, digest in enumerate(digests) if digest is not None and not first.is_that_of(digest)]
@@ -97,6 +102,14 @@ def _compare_one(name: str, digests: list[Digest | None]) -> None:
         raise RuntimeError(
             f"The gradient of `{name}` was assigned by hand, and rank(s) {others} have assigned another one than rank 0"
             f" (norms by rank: {norms}). {_REMEDY}"
+        )
+
+
+def _refuse_two_changes(name: str, digests: Sequence[Digest | None]) -> None:
+    if any(digest is not None and digest.is_other for digest in digests):
+        raise RuntimeError(
+            f"The gradient of `{name}` was assigned by hand, and then changed both in the tensor that was assigned and"
+            " in `p.grad`, which shows a segment of a copy of it. Change one of the two, or assign it again."
         )
 
 

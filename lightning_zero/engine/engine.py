@@ -661,7 +661,7 @@ class ZeroEngine:
 
     @property
     def progress(self) -> dict[str, str]:
-        """Say, by what, how far the optimizers are: equal on all ranks wherever they may save together."""
+        """Return each optimizer's number of steps, as text: equal on all ranks wherever they may save together."""
         steps = {f"steps of optimizer {index}": one.num_steps for index, one in enumerate(self._attached)}
         halfway = {f"optimizer {index}": "inside a step" for index, one in enumerate(self._attached) if one.is_halfway}
         return {**{name: str(number) for name, number in steps.items()}, **halfway}

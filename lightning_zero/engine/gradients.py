@@ -9,8 +9,8 @@ Note [Two dtypes]
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -75,6 +75,7 @@ class Source(NamedTuple):
 
     tensor: torch.Tensor
     version: int
+    read: torch.Tensor | None = None  # a copy of the segment that the program has read of it, which it may change too
 
     @property
     def is_held(self) -> bool:
@@ -444,9 +445,24 @@ class BufferGradients:
         else:
             self.forget()
 
+    def change_sources(self, indices: Iterable[int], change: Callable[[torch.Tensor], Any]) -> None:
+        """Do to tensors that were assigned, and that the program still has, what is done to the gradients made of them.
+
+        In PyTorch they are one tensor.
+        """
+        for index in self.sources.keys() & set(indices):
+            source = self.sources.pop(index)
+            if source.is_held:
+                with torch.no_grad():
+                    change(source.tensor)
+                    if source.read is not None:
+                        change(source.read)
+                self.sources[index] = source._replace(version=source.tensor._version)
+
     def zero(self, indices: Iterable[int]) -> None:
         """Make the gradients of some parameters zero, reduced or not; they still have one."""
         zeroed = set(indices)
+        self.change_sources(zeroed, torch.Tensor.zero_)
         self._zero(self.has_grad & zeroed)
         for index in self._summed & zeroed:
             assert self.local is not None

@@ -618,6 +618,7 @@ class ShardedOptimizer:
         """Multiply the gradients: in the step where that is one pass over them less, else at once."""
         for buffer, indices in _by_buffer(self.places):
             buffer.window.show_again()
+            buffer.gradients.change_sources(indices, lambda source: source.mul_(factor.to(source)))
             if self._flat_step is None or not buffer.window.scale_later(indices, factor):
                 for grad in _pieces(buffer, indices, buffer.gradients.for_writing()):
                     grad.mul_(factor.to(grad.dtype))
@@ -626,27 +627,30 @@ class ShardedOptimizer:
     def clip_grad_value(self, clip_value: float) -> None:
         """Clamp every gradient element to ``[-clip_value, clip_value]``."""
         self.open()
-        for grad in self._grads():
-            grad.clamp_(-clip_value, clip_value)
+        self._change_gradients(lambda grad: grad.clamp_(-clip_value, clip_value))
 
     def unscale(self, factor: float) -> bool:
         """Multiply the gradients; say whether one was not finite on some rank. Collective: all ranks."""
         self.open()
-        grads = self._grads()
-        finite = all(bool(torch.isfinite(grad).all()) for grad in grads)
-        for grad in grads:
+        finite: list[bool] = []
+
+        def multiply(grad: torch.Tensor) -> None:
+            finite.append(bool(torch.isfinite(grad).all()))
             grad.mul_(factor)
-        flag = torch.tensor([not finite], dtype=torch.uint8)
+
+        self._change_gradients(multiply)
+        flag = torch.tensor([not all(finite)], dtype=torch.uint8)
         overflows = bool(self._communicator.agree(flag, "agreement on overflow").item())
         return overflows if self._parts is None else self._parts.any_is(overflows)
 
-    def _grads(self) -> list[torch.Tensor]:
-        """Return the gradients to change them."""
+    def _change_gradients(self, change: Callable[[torch.Tensor], Any]) -> None:
+        """Do something to each gradient of this rank."""
         _take_gradients(self.places, self._communicator)
-        for buffer in self.buffers:
+        for buffer, indices in _by_buffer(self.places):
             buffer.window.show_again()
-        return [grad for buffer, indices in _by_buffer(self.places)
-                for grad in _pieces(buffer, indices, buffer.gradients.for_writing())]  # fmt: skip
+            buffer.gradients.change_sources(indices, change)
+            for grad in _pieces(buffer, indices, buffer.gradients.for_writing()):
+                change(grad)
 
 
 def gradient_norm(

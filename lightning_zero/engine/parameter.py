@@ -54,6 +54,8 @@ __all__ = [
     "has_class",
     "is_called_by",
     "is_written",
+    "name_of",
+    "operation_of",
     "own",
     "owner_of",
     "placeholder",
@@ -378,13 +380,13 @@ class ReleasedParameter(_OwnedParameter):
             if has_class(leaf, ReleasedParameter):
                 owner = owner_of(leaf)
                 if owner is None or not owner.touch(leaf):
-                    raise ReleasedParameterError(_refusal(leaf, _operation(func)))
+                    raise ReleasedParameterError(_refusal(leaf, operation_of(func)))
         return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Say what the parameter is, without its values."""
         return (
-            f"ReleasedParameter({_name(self)!r}, shape={tuple(self.shape)}, dtype={self.dtype},"
+            f"ReleasedParameter({name_of(self)!r}, shape={tuple(self.shape)}, dtype={self.dtype},"
             f" requires_grad={self.requires_grad}; its values are sharded over the ranks)"
         )
 
@@ -566,17 +568,18 @@ def _show(param: nn.Parameter) -> None:
         owner.show_original(param)
     if type(param) is cls:
         raise RuntimeError(
-            f"The values of parameter `{_name(param)}` could not be shown: the engine that"
+            f"The values of parameter `{name_of(param)}` could not be shown: the engine that"
             " has its master is gone. Keep it, or call `engine.unshard()` before."
         )
 
 
-def _name(param: nn.Parameter) -> str:
+def name_of(param: torch.Tensor) -> str:
+    """Return a parameter's name in the sharded module."""
     owner = owner_of(param)
-    return owner.param_name(param) if owner is not None else "?"
+    return owner.param_name(param) if owner is not None else "?"  # type: ignore[arg-type]
 
 
-def _operation(func: Callable[..., Any]) -> str:
+def operation_of(func: Callable[..., Any]) -> str:
     """Return what the user wrote: an attribute is read and set by functions of the same two names for all."""
     name: str = getattr(func, "__name__", str(func))
     attribute = getattr(getattr(func, "__self__", None), "__name__", None)
@@ -599,13 +602,13 @@ def is_called_by(function: Any) -> bool:
 def _refusal(param: nn.Parameter, operation: str) -> str:
     if _is_in_state_dict():
         return (
-            f"`state_dict()` needs the values of parameter `{_name(param)}`, which are sharded over the ranks."
+            f"`state_dict()` needs the values of parameter `{name_of(param)}`, which are sharded over the ranks."
             " `trainer.save_checkpoint(path)` writes a checkpoint, `lightning_zero.export_safetensors(module, folder)`"
             " the weights alone, both without gathering them. For the dict itself call `state_dict()` inside"
             " `with lightning_zero.gathered(module):` on every rank."
         )
     return (
-        f"`{operation}` needs the values of parameter `{_name(param)}`, which are sharded over the ranks."
+        f"`{operation}` needs the values of parameter `{name_of(param)}`, which are sharded over the ranks."
         " Use `with lightning_zero.gathered(param_or_module):` on every rank (add `write='rank0'` or `write='all'` to"
         " change them), or `strategy.full_param(param)` for a copy."
     )

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.engine.parameter import ReducedParameter, has_class, owner_of
+from lightning_zero.engine.parameter import ReducedParameter, has_class, name_of, operation_of
 from lightning_zero.engine.sharded_gradient import RANDOM, Cut, ShardedGradient, draw, is_elementwise
 from lightning_zero.errors import ShardedGradientError
 from lightning_zero.storage.metadata import QUESTION_FUNCTIONS
@@ -90,8 +90,7 @@ def segment_parameter_class(communicator: Communicator, cut: Cut) -> type[Segmen
 
 
 def _is_for_segments(func: Any, args: Sequence[Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    return name in ("__get__", "__set__", "__delete__") or func in _FILLS or is_elementwise(name, args)
+    return func in _FILLS or is_elementwise(getattr(func, "__name__", ""), args)
 
 
 def _as_values(values: type[ShardedValues], args: Sequence[Any], result: Any) -> Any:
@@ -114,13 +113,8 @@ def _tensors(*trees: Any) -> list[torch.Tensor]:
 
 
 def _refuse(param: torch.Tensor, func: Any) -> NoReturn:
-    owner = owner_of(param)
-    name = owner.param_name(param) if owner is not None else "?"  # type: ignore[arg-type]
-    operation = func if isinstance(func, str) else getattr(func, "__name__", str(func))
-    attribute = getattr(getattr(func, "__self__", None), "__name__", None)
-    operation = f".{attribute}" if operation == "__get__" else operation
     raise ShardedGradientError(
-        f"`{operation}` needs the whole parameter `{name}`, but a read of `p.grad`, or clipping, has opened the step"
-        " window, in which this rank shows one segment of it. Use `strategy.full_param(param)`"
+        f"`{operation_of(func)}` needs the whole parameter `{name_of(param)}`, but a read of `p.grad`, or clipping, has"
+        " opened the step window, in which this rank shows one segment of it. Use `strategy.full_param(param)`"
         " (`engine.full_param(param)`) on every rank, or do it before."
     )

@@ -97,7 +97,7 @@ class ShardedGradient(torch.Tensor):
             return _set_items(args[0], *args[1:])
         if name in RANDOM and isinstance(args[0], ShardedGradient) and type(args[0]).cut is not None:
             return draw(func, args[0], *args[1:], **kwargs)
-        if name in _ATTRIBUTES or is_elementwise(name, args):
+        if is_elementwise(name, args):
             if name not in _QUESTIONS and not name.startswith(("__get", "__set")):
                 args, kwargs = _cut_all(name, args, kwargs)
             if any(getattr(kind, "sleeps", False) for kind in types):
@@ -280,14 +280,14 @@ def _finished(gradient: torch.Tensor, order: float, communicator: Communicator) 
 
 
 def is_elementwise(name: str, args: Sequence[Any]) -> bool:
-    """Say whether a function works on each element alone, so that it may be done on a segment."""
+    """Say whether a function works on each element alone, or is an attribute, so that it is right on a segment."""
     is_reduction = name in _EXTREMA and not (len(args) > 1 and torch.is_tensor(args[1]))
     return _is_elementwise(name) and not is_reduction
 
 
 @cache
 def _is_elementwise(name: str) -> bool:
-    if name in _ELEMENTWISE:
+    if name in _ELEMENTWISE or name in _ATTRIBUTES:
         return True
     operator = re.fullmatch(r"__(i|r)?(\w+?)__", name)
     if operator is not None:

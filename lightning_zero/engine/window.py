@@ -159,6 +159,7 @@ class BufferWindow:
         if index in self._gradients.sources:
             self._take_source(index)
         self.show(index)
+        self._note_read(index)
         self._gradients.is_read = True
         if self._buffer.sharding.optim:
             self._gradients.given_out.add(index)
@@ -217,25 +218,29 @@ class BufferWindow:
         param = self._buffer.params[index]
         if grad is None:
             self.drop([index])
-        elif index in self._entered:
-            set_raw_grad(param, self._segment_of(index, grad))
-        else:
+        elif index not in self._entered:
             set_raw_grad(param, _apart(grad))
             self._gradients.forget([index])
+        elif self._is_whole(index, grad):
+            set_raw_grad(param, None)
+            self._leave_to_program(index)
+            self._take_whole(index, grad)
+            self.show(index)
+        else:
+            set_raw_grad(param, self._segment_of(index, grad))
 
     def _segment_of(self, index: int, grad: torch.Tensor) -> torch.Tensor:
-        buffer, param = self._buffer, self._buffer.params[index]
         if isinstance(grad, ShardedValues):  # made of parameters: `torch.full_like(param, 2.0)`
             return self._as_shown(index, grad.detach().as_subclass(torch.Tensor))
-        if not buffer.sharding.optim or isinstance(grad, ShardedGradient):
+        if not self._buffer.sharding.optim or isinstance(grad, ShardedGradient):
             return grad
-        if grad.shape != param.shape and grad.shape == torch.Size(buffer.layout.slots[index].shape):
-            if not self._may_be_segment(index):
-                self.assigned[index] = Digest.of(grad)
-            self._gradients.sources[index] = Source(grad, grad._version)
-            start, stop = buffer.own_range.elements(index)
-            grad = _dense(grad).reshape(-1)[start:stop].to(param.device, param.dtype)
-        return self._as_shown(index, grad.detach()) if grad.shape == param.shape else grad
+        return self._as_shown(index, grad.detach()) if grad.shape == self._buffer.params[index].shape else grad
+
+    def _is_whole(self, index: int, grad: torch.Tensor) -> bool:
+        """Say whether what is assigned to an entered parameter is a whole gradient, or a segment of all elements."""
+        if not self._buffer.sharding.optim or isinstance(grad, ShardedGradient):
+            return False
+        return grad.shape == torch.Size(self._buffer.layout.slots[index].shape)
 
     def _may_be_segment(self, index: int) -> bool:
         """Say whether a whole gradient has the shape that a segment has on some rank."""
@@ -319,8 +324,9 @@ class BufferWindow:
         self._take_whole(index, grad)
         self._gradients.mark_reduced()
 
-    def _take_whole(self, index: int, grad: torch.Tensor) -> None:
-        self.assigned[index] = Digest.of(grad)
+    def _take_whole(self, index: int, grad: torch.Tensor, is_other: bool = False) -> None:
+        if index not in self._entered or not self._may_be_segment(index):
+            self.assigned[index] = Digest.of(grad)._replace(is_other=is_other)
         start, stop = self._buffer.own_range.elements(index)
         self._gradients.assign(index, _dense(grad).reshape(-1)[start:stop])
         self._gradients.sources[index] = Source(grad, grad._version)
@@ -331,9 +337,23 @@ class BufferWindow:
         if source is None:
             return
         if source.tensor._version != source.version:
-            self._take_whole(index, source.tensor)
+            self._take_whole(index, source.tensor, is_other=self._is_changed(index, source))
         elif source.is_held:
             self._gradients.sources[index] = source
+
+    def _note_read(self, index: int) -> None:
+        source, shown = self._gradients.sources.get(index), self._shown.get(index)
+        if source is not None and source.read is None and shown is not None:
+            read = shown.detach().as_subclass(torch.Tensor).clone()
+            self._gradients.sources[index] = source._replace(read=read)
+
+    def _is_changed(self, index: int, source: Source) -> bool:
+        """Say whether the segment that was read of a tensor that was assigned was changed too."""
+        values = self._gradients.for_writing()
+        if source.read is None or values is None:
+            return False
+        segment = self._buffer.own_range.segment(index, values)
+        return not torch.allclose(segment, source.read, rtol=0.0, atol=0.0, equal_nan=True)
 
     # -- The end ---------------------------------------------------------------------------------------------------
 

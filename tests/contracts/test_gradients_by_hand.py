@@ -331,6 +331,22 @@ def assigned_behind_a_failed_backward(trainer: Any, optimizer: Any, step: int) -
     _log(trainer, optimizer)
 
 
+def changed_behind_clipping(trainer: Any, optimizer: Any, step: int) -> None:
+    """What was assigned is clipped, and made zero, as the gradient that it is."""
+    grads = _noise(step)
+    _assign(_params(trainer), grads)
+    trainer.clip_grad_norm(optimizer, 0.5)
+    torch._foreach_mul_(grads[::2], 2.0)
+    _log(trainer, optimizer)
+    trainer.clip_grad_value(optimizer, 0.01)
+    grads[0].add_(0.1)
+    trainer.losses += [grad.clone() for grad in grads]
+    if step == 1:
+        optimizer.zero_grad(set_to_none=False)
+        torch._foreach_add_(grads[1:3], 0.01)
+    _log(trainer, optimizer)
+
+
 PROGRAMS: dict[str, Callable[[Any, Any, int], None]] = {
     one.__name__.replace("_", "-"): one
     for one in (
@@ -338,7 +354,7 @@ PROGRAMS: dict[str, Callable[[Any, Any, int], None]] = {
         edited_in_place, backward_adds_to_what_was_assigned, read_before_the_backward, accumulated_after_an_edit,
         scaled_and_accumulated, zeroed_in_place, several_micro_batches,
         written_in_the_window, pointed_elsewhere, saved_and_given_back, masked, assigned_zeros,
-        assigned_behind_a_failed_backward,
+        assigned_behind_a_failed_backward, changed_behind_clipping,
     )
 }  # fmt: skip
 
@@ -402,6 +418,45 @@ def test_gradients_by_hand_wherever_they_are(name: str, optimizer: str, place: s
 def _check_placed(rank: int, world: int, name: str, optimizer: str, place: str) -> dict[str, str]:
     model = TinyGPT if name == "autograd-grad" else Skipping
     return _check(rank, world, name, optimizer, model, **PLACES[place])
+
+
+# -- What was assigned, changed in place -------------------------------------------------------------------------------
+
+ORDERS = {"gradient": 0.5, "assigned": 2.0, "gradient-assigned": 1.5, "assigned-gradient": 1.0}
+
+
+def _changed_in_place(rank: int, world: int, stage: int, in_window: bool, order: str) -> tuple[float, float] | str:
+    engine = ZeroEngine(stage, units=["Block"])
+    module = engine.shard(TinyGPT(depth=1))
+    engine.attach(torch.optim.SGD(module.parameters(), lr=0.1))
+    weight = module.blocks[0].up.weight
+    assigned = torch.ones(weight.shape)
+    if in_window:
+        token_loss(module, rank, 0).backward()
+        assert weight.grad is not None
+    weight.grad = assigned
+    for what in order.split("-"):
+        if what == "gradient":
+            weight.grad.mul_(0.5)
+        else:
+            assigned.add_(1.0)
+    try:
+        found = engine.full_grad(weight)
+    except RuntimeError as error:
+        return str(error)
+    assert found is not None
+    return float(found.min()), float(found.max())
+
+
+@pytest.mark.parametrize("in_window", [False, True], ids=["before", "in-the-window"])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_what_is_done_in_place_to_a_gradient_that_was_assigned_counts(stage: int, order: str, in_window: bool) -> None:
+    found = worlds.run(_changed_in_place, 2, stage, in_window, order)
+    if stage and in_window and order == "gradient-assigned":  # `p.grad` shows a copy there
+        assert all("changed both in the tensor that was assigned and in `p.grad`" in str(one) for one in found)
+    else:
+        assert found == [(ORDERS[order], ORDERS[order])] * 2
 
 
 # -- Writes into values in the open window ----------------------------------------------------------------------------
