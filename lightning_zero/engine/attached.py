@@ -29,6 +29,7 @@ class Attached:
     def __init__(self, mark_stale: Callable[[FlatBuffer], None] = lambda buffer: None) -> None:
         self._mark_stale = mark_stale
         self._optimizers: list[ShardedOptimizer] = []
+        self._former: list[ShardedOptimizer] = []  # were let go of and have states on disks, until others are attached
         self._loose: list[Place] = []  # parameters of no optimizer whose gradient is shown
         self._forwards: RemovableHandle | None = None  # of the hook that closes windows, while one may be open
         _watch_steps()
@@ -45,7 +46,15 @@ class Attached:
         """Let go of all optimizers."""
         for sharded in self._optimizers:
             sharded.detach()
-        self._optimizers.clear()
+        self._former += [sharded for sharded in self._optimizers if sharded.is_on_disks]
+        self._optimizers = []
+
+    def replace_former(self) -> None:
+        """Leave the states of those that were let go of to those that were attached since."""
+        for former in self._former:
+            same = [sharded for sharded in self._optimizers if sharded.optimizer is former.optimizer]
+            former.leave_states(next(iter(same), None))
+        self._former.clear()
 
     def of(self, optimizer: Optimizer) -> ShardedOptimizer:
         """Return what steps an optimizer, which may be wrapped.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeVar, cast, overload
@@ -190,6 +191,8 @@ class ZeroEngine:
                 " `unshard()` or `close()` of that engine before, on every rank, and keep it until then."
             )
         check_shardable(module)
+        if _ENGINES:
+            gc.collect()  # one that was dropped is in reference cycles, and holds memory, files and threads until then
         self._made = ShardedModule(
             module,
             self._options,
@@ -269,6 +272,7 @@ class ZeroEngine:
             if early is not None:
                 sharded.allow_early_steps()
                 early.optimizer = sharded
+        self._attached.replace_former()
         return optimizers[0] if len(optimizers) == 1 else list(optimizers)
 
     def _name_of(self, param: torch.Tensor) -> str:

@@ -22,7 +22,7 @@ from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.moments import CODE_KEYS, DTYPES, make_codes
 from lightning_zero.engine.streamed import step_streamed
 from lightning_zero.storage.host import HostStore
-from lightning_zero.storage.sleeping import ordinary
+from lightning_zero.storage.sleeping import is_asleep, ordinary
 from lightning_zero_ops import adamw, adamw_int8, sgd
 from lightning_zero_ops.chunks import vector_numel
 
@@ -207,6 +207,24 @@ class FlatStep:
             elif index in buffer.gradients.has_grad:
                 return False
         return True
+
+    @property
+    def is_on_disks(self) -> bool:
+        """Whether it has states on disks."""
+        return any(is_asleep(flat) for flat in self._flat.values())
+
+    def take_over(self, former: FlatStep) -> None:
+        """Go on with the states of the same optimizer that was attached before."""
+        self._flat, self._placed = former._flat, former._placed
+
+    def give_back(self) -> None:
+        """Give the room of states on disks back; using them is an error from here on."""
+        buffers = {id(buffer): buffer for buffer, _ in self._places.values()}
+        for (owner, _), flat in self._flat.items():
+            sleep = buffers[owner].sleep
+            if sleep is not None and is_asleep(flat):
+                sleep.give_back(flat)
+        self._flat, self._placed = {}, {}
 
     def move_states(self, buffers: Collection[int], move: Callable[[Tensor], Tensor]) -> None:
         """Put ``move(flat)`` in the place of the flat states of some buffers, given by ``id``."""

@@ -31,6 +31,7 @@ from lightning_zero.engine.parameter import owner_of
 from lightning_zero.engine.parts import Parts
 from lightning_zero.engine.sharded_gradient import ShardedGradient, norm_of_norms, norms_of
 from lightning_zero.engine.window import compare_assigned
+from lightning_zero.storage.sleeping import is_asleep
 
 __all__ = ["ShardedOptimizer", "gradient_norm", "is_attached"]
 
@@ -109,7 +110,7 @@ class ShardedOptimizer:
             self._hooks.append(optimizer.register_state_dict_post_hook(self._widen))
 
     def detach(self) -> None:
-        """Give the optimizer back as it was; its state stays."""
+        """Give the optimizer back as it was; its state stays, on disks in the dtype that it has there."""
         self.close()
         self._ahead.finish()
         self.finish_deferred()
@@ -118,7 +119,21 @@ class ShardedOptimizer:
         self.optimizer.__class__ = self._original_class
         if self._moments != "fp32":
             for param, state in self.optimizer.state.items():
-                self.optimizer.state[param] = self._widened(param, state)
+                if not any(is_asleep(value) for value in state.values()):
+                    self.optimizer.state[param] = self._widened(param, state)
+
+    @property
+    def is_on_disks(self) -> bool:
+        """Whether it has states on disks."""
+        return self._flat_step is not None and self._flat_step.is_on_disks
+
+    def leave_states(self, successor: ShardedOptimizer | None) -> None:
+        """Leave states on disks to whoever steps the optimizer now; if nobody does, give their room back."""
+        assert self._flat_step is not None
+        if successor is None or successor._flat_step is None:
+            self._flat_step.give_back()
+        else:
+            successor._flat_step.take_over(self._flat_step)
 
     # -- Parameters ------------------------------------------------------------------------------------------------
 

@@ -77,6 +77,10 @@ class BufferSleep:
         self._store.watch(face, buffer.flush)
         return face
 
+    def give_back(self, state: torch.Tensor) -> None:
+        """Give the room of a state back."""
+        self._store.give_back("optimizer", state)
+
     def is_zero(self, state: torch.Tensor) -> bool:
         """Say whether a state is zero because nobody has written it."""
         return self._store.is_blank(state)

@@ -131,8 +131,9 @@ def sleeper_of(tensor: torch.Tensor) -> Any:
     found = _SLEEPERS.get(_storage(tensor))
     if found is None:
         raise RuntimeError(
-            f"The values of a tensor of shape {_shape(tensor)} were on a disk and are gone: its engine was closed."
-            " Save a checkpoint, or copy what is needed (`tensor.clone()`), before."
+            f"The values of a tensor of shape {_shape(tensor)} were on a disk and are gone: its engine was closed,"
+            " or other optimizers were attached in the place of its own. Save a checkpoint, or copy what is needed"
+            " (`tensor.clone()`), before."
         )
     return found
 

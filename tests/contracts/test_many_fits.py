@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -158,6 +159,44 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 def test_fit_after_fit_needs_no_more_than_a_few(kind: str, end: str, fits: int, tmp_path: Path) -> None:
     for after in worlds.run(_fits, 2, end, fits, kind, str(tmp_path), timeout_s=600.0):
         _assert_constant(after)
+
+
+def _unnamed(folder: str) -> tuple[int, int]:
+    """Return how many files without a name this process has in a folder, and their bytes."""
+    sizes = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # of the listing itself
+            if os.readlink(f"/proc/self/fd/{number}").startswith(folder):
+                sizes.append(os.fstat(int(number)).st_blocks * 512)
+    return len(sizes), sum(sizes)
+
+
+def _refits(rank: int, world: int, end: str, new_trainers: bool, folder: str) -> list[tuple[int, int]]:
+    offload = Offload(optimizer="nvme", params="nvme", path=folder)
+    after, trainers, module = [], [], Net(width=64)
+    for _ in range(6):
+        if new_trainers or not trainers:
+            strategy = ZeroStrategy(stage=3, offload=offload)
+            trainers = trainers if end == "kept" else []
+            trainers.append(trainer(rank, world, strategy, max_epochs=0, limit_train_batches=2))
+        one = trainers[-1]
+        one.fit_loop.max_epochs += 1
+        one.fit(module, loader(rank, world))
+        after.append(_unnamed(folder))
+    return after
+
+
+@pytest.mark.parametrize("world", [1, 2], ids="w{}".format)
+@pytest.mark.parametrize(
+    ("end", "new_trainers"),
+    [("kept", False), ("kept", True), ("dropped", True)],
+    ids=["one-trainer", "kept-trainers", "dropped-trainers"],
+)
+def test_refits_of_one_module_keep_the_files_of_one_fit(
+    end: str, new_trainers: bool, world: int, tmp_path: Path
+) -> None:
+    for after in worlds.run(_refits, world, end, new_trainers, str(tmp_path)):
+        assert max(after) == after[0], f"files and bytes on disk after each fit: {after}"
 
 
 # -- Who has which groups ----------------------------------------------------------------------------------------------

@@ -426,6 +426,41 @@ def test_two_runs_may_share_a_path(tmp_path: Path) -> None:
     assert worlds.run(_two_runs, 1, str(tmp_path)) == [True]
 
 
+def _attached_again(
+    rank: int, world: int, path: str | None, moments: Any
+) -> tuple[dict[str, torch.Tensor], list[int], str]:
+    torch.manual_seed(0)
+    engine = ZeroEngine(3, units=["Block"], moments=moments, offload=on_disk(path) if path else None)
+    module = engine.shard(TinyGPT(depth=1))
+    optimizer = engine.attach(torch.optim.AdamW(module.parameters(), lr=0.01))
+    taken = []
+    for _ in range(3):
+        _two_more_steps(engine, module, optimizer)
+        engine.flush()
+        taken.append(_store(engine).disks.nbytes if path else 0)
+        engine.attach(optimizer)
+    engine.attach(torch.optim.AdamW(module.parameters(), lr=0.01))
+    weight = optimizer.param_groups[0]["params"][0]
+    found = ""
+    try:
+        optimizer.state[weight]["exp_avg"].clone()
+    except RuntimeError as error:
+        found = str(error)
+    return {name: engine.full_param(param) for name, param in module.named_parameters()}, taken, found
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_an_optimizer_that_is_attached_again_goes_on_with_its_states_and_another_starts_without(
+    moments: str, tmp_path: Path
+) -> None:
+    expected = worlds.run(_attached_again, 2, None, moments)
+    for found, (values, _, _) in zip(worlds.run(_attached_again, 2, str(tmp_path), moments), expected, strict=True):
+        assert found[1] == found[1][:1] * 3
+        assert "or other optimizers were attached" in found[2]
+        for name, value in values.items():
+            assert torch.equal(found[0][name], value), name
+
+
 def _plan(rank: int, world: int, path: str) -> tuple[dict[str, int], list[str]]:
     engine, module, optimizer = test_offload._started(3, offload=on_disk(path, params="nvme"))
     test_offload._step(engine, module, optimizer, 0)
