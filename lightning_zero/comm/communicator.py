@@ -40,7 +40,8 @@ _SENT_AS_THEY_ARE = frozenset(
 class Pending:
     """A collective that may still be running.
 
-    ``wait`` is the only way to finish it. Until then it keeps the tensors alive that the transport reads and writes.
+    ``wait`` is the only way to finish it. Until then it keeps the tensors alive that the transport reads and writes,
+    and the communicator keeps it: a transport whose call is dropped pairs the calls behind it wrongly.
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class Pending:
         self._works = list(works)
         self._keep = list(keep)
         self._finish = finish
+        if self._works:
+            communicator.running[self] = None
 
     def wait(self) -> None:
         """Return when the result may be used; calling it again does nothing.
@@ -64,18 +67,25 @@ class Pending:
         Raises:
             CollectiveError: A peer failed or did not join in time. Names the rank, the operation and the unit.
         """
-        works, finish = self._works, self._finish
-        self._works, self._finish = [], None
         started = time.perf_counter()
-        for work in works:
+        while self._works:
             try:
-                work.wait()
+                self._works[0].wait()
             except (RuntimeError, ValueError) as error:
+                self._end()
                 raise self._communicator.failure(self._what, error) from error
+            del self._works[0]
         self._communicator.wait_s += time.perf_counter() - started
+        finish = self._finish
+        self._end()
         if finish is not None:
             finish()
         self._keep.clear()
+
+    def _end(self) -> None:
+        self._works.clear()
+        self._finish = None
+        self._communicator.running.pop(self, None)
 
 
 class _LateGather(Pending):
@@ -134,6 +144,7 @@ class Communicator:
         self._backend = ""
         self._is_abandoned = False  # after an error on this rank
         self._is_interrupted = False  # see `interrupt`
+        self.running: dict[Pending, None] = {}  # nobody has waited for them, in the order in which they were started
         self._late: deque[_LateGather] = deque()  # in the order in which all ranks start them
         self._loan = 0  # of the groups
         # - What it cost since the last reset
@@ -467,7 +478,9 @@ class Communicator:
             self._groups.num_interrupted += 1
 
     def settle(self) -> None:
-        """Take note that all calls of interrupted steps have ended, on every rank."""
+        """Wait for the calls of interrupted steps. Collective: all ranks have come behind them."""
+        for pending in list(self.running):
+            pending.wait()
         if self._groups is not None and self._is_interrupted:
             self._is_interrupted = False
             self._groups.num_interrupted -= 1

@@ -172,7 +172,7 @@ class PassOrder:
 
     @property
     def _has_calls_in_flight(self) -> bool:
-        return not self._reducer.is_idle or any(unit.state is UnitState.UNSHARDING for unit in self._units)
+        return bool(self._communicator.running) or any(unit.state is UnitState.UNSHARDING for unit in self._units)
 
     def _settle(self) -> None:
         """Finish what was abandoned. Collective: all ranks."""

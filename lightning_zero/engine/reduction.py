@@ -40,13 +40,7 @@ class Reducer:
         self._max_in_flight = in_flight
         self._early = early
         self._in_flight: list[tuple[Unit, FlatBuffer, Pending]] = []
-        self._interrupted: list[Pending] = []  # of backwards that an error has ended
         self._late: set[Unit] = set()  # got a gradient after their reduction had started
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing was started that was not finished."""
-        return not (self._in_flight or self._interrupted)
 
     def begin(self) -> None:
         """Begin a backward."""
@@ -100,7 +94,6 @@ class Reducer:
 
     def abandon(self) -> None:
         """Drop the gradients of a backward that an error has ended. No collective; ``settle`` is to follow."""
-        self._interrupted += [pending for _, _, pending in self._in_flight]
         self._in_flight.clear()
         self._late.clear()
         for unit in self._units:
@@ -117,9 +110,7 @@ class Reducer:
             buffer.gradients.serve().wait()
 
     def settle(self) -> None:
-        """Wait for the calls of abandoned backwards. Collective: all ranks have come behind them."""
-        while self._interrupted:
-            self._interrupted.pop(0).wait()
+        """Wait for the agreements of abandoned backwards. Collective: all ranks have come behind them."""
         if self._early is not None:
             self._early.settle()
 

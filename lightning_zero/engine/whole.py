@@ -101,8 +101,9 @@ class Whole:
                 self._accept(units, write)
         finally:
             self._order.is_suspended -= all_held
-            for unit in held:
+            for unit in held:  # of all, before one of them fails
                 unit.holds -= 1
+            for unit in held:
                 if not unit.holds:
                     unit.hide_original()
                 if not unit.is_busy:

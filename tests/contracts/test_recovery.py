@@ -242,6 +242,7 @@ def _recovers(
             if not torch.equal(zero.full_param(mine), theirs):
                 wrong["end"] = "weights"
     assert zero.engine.stats().memory["gathered"] == 0
+    assert not zero.engine.communicator.running
     assert all(unit.state is UnitState.SHARDED for unit in zero.engine.units if unit.is_sharded_between_uses)
     zero.engine.close()
     return wrong
@@ -264,8 +265,8 @@ def test_training_goes_on_after_an_error_at_any_point(name: str) -> None:
 
 
 _OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {
-    "stage3-deferred": (3, {"deferred_step": True}),
-    "stage1-deferred": (1, {"deferred_step": True}),
+    "stage3-deferred": (3, {"step": "deferred"}),
+    "stage1-deferred": (1, {"step": "deferred"}),
     "stage3-offloaded": (3, {"offload": "cpu"}),
     "stage2-offloaded": (2, {"offload": "cpu"}),
 }

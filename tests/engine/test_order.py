@@ -48,8 +48,6 @@ class _Unit:
 
 
 class _Reducer:
-    is_idle = True
-
     def __init__(self, log: list[str]) -> None:
         self._log = log
 
@@ -71,6 +69,7 @@ class _Ranks:
     def __init__(self) -> None:
         self.others: deque[int] = deque()
         self.agreements: list[int] = []
+        self.running: dict[Any, None] = {}
 
     def interrupt(self) -> None:
         """Nothing is lent here."""
