@@ -44,6 +44,8 @@ _HEADED = (
     "GPT2LMHeadModel",
 )
 _ROTARY = "apply_rotary_pos_emb"
+# Of `nn.RMSNorm(eps=None)`: PyTorch takes the epsilon of the dtype it computes in, which is fp32 for 16 bits too.
+_FP32_EPS = torch.finfo(torch.float32).eps
 
 
 def _is_of_transformers(module: nn.Module, names: Sequence[str]) -> bool:
@@ -89,8 +91,7 @@ class _RMSNorm(_Forward):
 class _TorchRMSNorm(_Forward):
     def __call__(self, x: Tensor) -> Tensor:
         norm: Any = self.module
-        eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
-        return rms_norm(x, norm.weight, eps=eps)
+        return rms_norm(x, norm.weight, eps=_FP32_EPS if norm.eps is None else norm.eps)
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:

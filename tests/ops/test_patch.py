@@ -235,6 +235,17 @@ def test_a_model_of_torchs_own_norms_is_patched() -> None:
     torch.testing.assert_close(model(x), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("eps", [None, 1e-3])
+def test_an_rms_norm_without_eps_keeps_small_activations(eps: float | None, dtype: torch.dtype) -> None:
+    """With the epsilon of bf16, 0.0078, activations of 1e-3 came out a hundred times too small."""
+    norm = nn.RMSNorm(64, eps=eps, dtype=dtype)
+    x = (1e-3 * torch.randn(8, 64)).to(dtype)
+    expected = norm(x)
+    patch_model(norm)
+    torch.testing.assert_close(norm(x), expected, rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
 def test_what_computes_something_else_is_left_alone() -> None:
     class LlamaRMSNorm(nn.LayerNorm):
         """The class of that name from elsewhere is another one."""
