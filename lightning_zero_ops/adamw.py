@@ -70,8 +70,9 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     v = tl.load(exp_avg_sq + offsets, mask=inside, other=0.0).to(tl.float32)
     if factor is not None:
         g *= tl.load(factor)
-    g += tl.cast(l2, tl.float32) * p
-    p -= tl.cast(decay, tl.float32) * p
+    # Neither 0 times infinity nor infinity less infinity: both would be NaN.
+    g += tl.where(l2 == 0.0, 0.0, tl.cast(l2, tl.float32) * p)
+    p -= tl.where(tl.abs(p) < float("inf"), tl.cast(decay, tl.float32) * p, 0.0)
     m += tl.cast(rest1, tl.float32) * (g - m)
     v = tl.cast(beta2, tl.float32) * v + tl.cast(rest2, tl.float32) * g * g
     denominator = tl.sqrt(v) / tl.cast(root_bias2, tl.float32) + tl.cast(eps, tl.float32)

@@ -184,8 +184,9 @@ def _adamw_int8_kernel(  # type: ignore[no-untyped-def]
     v *= tl.load(exp_avg_sq_scales + row, mask=is_block, other=0.0)[:, None]
     if factor is not None:
         g *= tl.load(factor)
-    g += tl.cast(l2, tl.float32) * p
-    p -= tl.cast(decay, tl.float32) * p
+    # Neither 0 times infinity nor infinity less infinity: both would be NaN.
+    g += tl.where(l2 == 0.0, 0.0, tl.cast(l2, tl.float32) * p)
+    p -= tl.where(tl.abs(p) < float("inf"), tl.cast(decay, tl.float32) * p, 0.0)
     m += tl.cast(rest1, tl.float32) * (g - m)
     v = tl.cast(beta2, tl.float32) * (v * v) + tl.cast(rest2, tl.float32) * g * g
     root = tl.sqrt(v)

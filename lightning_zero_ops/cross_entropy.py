@@ -20,6 +20,12 @@ Note [Headroom]
     tokens that are counted, until backward, which divides by it: the loss scale of mixed precision comes too late for
     them. So they are at most those of the sum over tokens, which carry nothing.
 
+Note [Values that are not finite]
+    A logit of -inf (a padded vocabulary, an overflow of fp16) has probability 0; loss and gradients are finite where
+    the label has another. With smoothing, or for its own label, the loss is inf. A logit of inf or NaN, and a row of
+    -inf alone, make loss and gradients of their token NaN, and so does a label outside of the vocabulary, which a CPU
+    refuses: asking a GPU would wait for it. Tokens that are not counted have neither.
+
 Note [Sums over chunks]
     A 16-bit sum over chunks rounds at every one. The largest error over that of PyTorch's one rounding, in 72 draws
     each of 336 tokens and 1,000 words in bf16 and fp16: two chunks 1.9, three 2.6, four 2.6, six 3.0. So two are within
@@ -75,7 +81,8 @@ def _few_rows_reference(logits: Tensor, target: Tensor, losses: Tensor, factor: 
     value = torch.tanh(value / terms.softcap).mul_(terms.softcap) if terms.softcap else value
     slope = 1.0 - (value / terms.softcap).square_() if terms.softcap else None
     is_counted = target != terms.ignore_index
-    label = torch.where(is_counted, target, 0).unsqueeze(1)
+    is_known = (target >= 0) & (target < vocabulary)
+    label = torch.where(is_known, target, 0).unsqueeze(1)
     smoothing = terms.label_smoothing
     largest = value.amax(1)
     of_label, mean = value.gather(1, label).squeeze(1), value.mean(1)
@@ -85,6 +92,7 @@ def _few_rows_reference(logits: Tensor, target: Tensor, losses: Tensor, factor: 
     loss = lse - (1.0 - smoothing) * of_label + terms.z_loss * lse.square()
     if smoothing:
         loss = loss - smoothing * mean
+    loss = torch.where(is_known, loss, torch.nan)
     losses.copy_(torch.where(is_counted, loss, 0.0))
     # Not exp(value - lse), which has the rounding of lse in all of a row.
     grad.mul_(((1.0 + 2.0 * terms.z_loss * lse) / total).unsqueeze(1))
@@ -92,6 +100,7 @@ def _few_rows_reference(logits: Tensor, target: Tensor, losses: Tensor, factor: 
     grad.scatter_add_(1, label, torch.full_like(label, smoothing - 1.0, dtype=grad.dtype))
     if slope is not None:
         grad.mul_(slope)
+    grad.masked_fill_(~is_known.unsqueeze(1), torch.nan)
     logits.copy_(torch.where(is_counted.unsqueeze(1), grad.mul_(factor), 0.0))
 
 
@@ -138,7 +147,7 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
     softcap = tl.cast(softcap, tl.float32)
     label = tl.load(target + row)
     is_counted = label != ignore_index
-    # A label outside of the vocabulary makes its loss NaN.
+    # Note [Values that are not finite]
     is_known = (label >= 0) & (label < vocabulary)
     of_label = _capped(tl.load(logits + label, mask=is_known, other=float("nan")), softcap, CAPPED)
     largest = tl.full([], float("-inf"), tl.float32)
@@ -150,14 +159,16 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
         total += tl.sum(tl.where(inside, value, 0.0), 0)
         value = tl.where(inside, value, float("-inf"))
         larger = tl.maximum(largest, tl.max(value, 0))
-        exponentials = exponentials * tl.exp(largest - larger) + tl.sum(tl.exp(value - larger), 0)
+        # So far only -inf: their exponentials are 0, not those of -inf + inf.
+        base = tl.where(larger == float("-inf"), 0.0, larger)
+        exponentials = exponentials * tl.exp(largest - base) + tl.sum(tl.exp(value - base), 0)
         largest = larger
     lse = largest + tl.log(exponentials)
-    loss = (
-        lse - (1.0 - smoothing) * of_label - smoothing * (total / vocabulary) + tl.cast(z_loss, tl.float32) * lse * lse
-    )
+    # Not smoothing times the mean, which is NaN where there is no smoothing and a logit is -inf.
+    smoothed = tl.where(smoothing > 0.0, smoothing * (total / vocabulary), 0.0)
+    loss = lse - (1.0 - smoothing) * of_label - smoothed + tl.cast(z_loss, tl.float32) * lse * lse
     tl.store(losses + row, tl.where(is_counted, loss, 0.0))
-    scale = tl.load(factor)
+    scale = tl.where(is_known, tl.load(factor), float("nan"))
     # Not exp(value - lse), which has the rounding of lse in all of a row.
     on_all = (1.0 + 2.0 * tl.cast(z_loss, tl.float32) * lse) / exponentials
     for start in range(0, vocabulary, BLOCK):
@@ -197,6 +208,8 @@ def _launch_rows(logits: Tensor, target: Tensor, losses: Tensor, factor: Tensor,
 def _check(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
     num_tokens, hidden = x.shape
     vocabulary = len(weight)
+    if not vocabulary:
+        raise ValueError(f"`weight` must have at least one row, one for every word, got {tuple(weight.shape)}.")
     shapes = {
         "weight": (weight, (vocabulary, hidden)),
         "target": (target, (num_tokens,)),
@@ -222,7 +235,7 @@ def _check(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> No
 
 
 def _check_labels(target: Tensor, vocabulary: int, ignore_index: int) -> None:
-    """Refuse labels outside of the vocabulary, on CPUs; on a GPU, where asking would wait, their loss is NaN."""
+    """Refuse labels outside of the vocabulary, on CPUs; on a GPU, where asking would wait, they give NaN."""
     is_wrong = (target != ignore_index) & ((target < 0) | (target >= vocabulary))
     if target.device.type == "cpu" and bool(is_wrong.any()):
         raise ValueError(

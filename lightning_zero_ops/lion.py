@@ -55,7 +55,8 @@ def _lion_kernel(  # type: ignore[no-untyped-def]
     if factor is not None:
         g *= tl.load(factor)
     direction = m + tl.cast(rest1, tl.float32) * (g - m)
-    p -= tl.cast(decay, tl.float32) * p
+    # Not infinity less infinity, which would be NaN.
+    p -= tl.where(tl.abs(p) < float("inf"), tl.cast(decay, tl.float32) * p, 0.0)
     p -= tl.cast(lr, tl.float32) * tl.where(
         direction > 0, 1.0, tl.where(direction < 0, -1.0, direction)
     )  # zero and NaN stay

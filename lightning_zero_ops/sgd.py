@@ -60,7 +60,8 @@ def _sgd_kernel(  # type: ignore[no-untyped-def]
     p = tl.load(param + offsets, mask=inside, other=0.0)
     if factor is not None:
         g *= tl.load(factor)
-    g += tl.cast(weight_decay, tl.float32) * p
+    # Not 0 times infinity, which would be NaN.
+    g += tl.where(weight_decay == 0.0, 0.0, tl.cast(weight_decay, tl.float32) * p)
     if momentum_buffer is not None:
         if IS_FIRST:
             b = g

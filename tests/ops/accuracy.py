@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["AT_LEAST", "SIZES", "assert_close", "fresh", "ulp"]
+__all__ = ["AT_LEAST", "SIZES", "SPECIAL", "assert_close", "assert_same_specials", "fresh", "specials", "ulp"]
 
 SIZES = (1, 63, 1000, 4097, 1_000_000)
 AT_LEAST = 4096  # elements from which the error of plain PyTorch is taken
+SPECIAL = (0.0, -0.0, float("inf"), float("-inf"), float("nan"))
 NORM_WISE = 1e-6
 TIMES_PLAIN = 2.0  # how much larger than plain PyTorch's own error the largest element-wise error may be
 
@@ -63,3 +65,30 @@ def assert_close(actual: Tensor, exact: Tensor, plain: Tensor, *, is_reduction: 
 
 def _mean_square(values: Tensor) -> float:
     return values.square().mean().item()
+
+
+def specials(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return random values of which one in seven is special; the first 63 are not, nor are the last 63."""
+    values = torch.randn(numel)
+    chosen = torch.arange(63, max(numel - 63, 63), 7)
+    values[chosen] = torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), chosen.shape)]
+    return values.to(dtype)
+
+
+def assert_same_specials(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
+    """Assert that a kernel and its twin are NaN and infinite in the same places, and close elsewhere."""
+    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        if one is None or other is None:
+            assert one is other
+            continue
+        is_short = one.dtype in (torch.bfloat16, torch.float16)
+        rtol = 2 * torch.finfo(one.dtype).eps if is_short else 2e-5
+        assert one.dtype == other.dtype, index
+        torch.testing.assert_close(
+            one.double(),
+            other.double(),
+            rtol=rtol,
+            atol=rtol,
+            equal_nan=True,
+            msg=lambda text, at=index: f"{at}: {text}",
+        )

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_zero_ops import cross_entropy, linear_cross_entropy
-from tests.ops.accuracy import assert_close, fresh
+from tests.ops.accuracy import assert_close, assert_same_specials, fresh
 from tests.ops.ahead_of_time import Compilation, assert_lean
 from tests.ops.processes import CAPABILITIES, compiled, interpreted
 from tests.sampling import sample
@@ -79,9 +79,43 @@ def _interpret(dtype: str, softcap: float, smoothing: float, z_loss: float) -> N
         eps = torch.finfo(DTYPES[dtype]).eps
         torch.testing.assert_close(found[0], expected[0], rtol=2e-6, atol=2e-6)
         torch.testing.assert_close(found[1], expected[1], rtol=max(eps, 2e-5), atol=1e-6)
-    unknown = torch.empty(1)
-    cross_entropy._launch_rows(torch.randn(1, 8), torch.tensor([8]), unknown, torch.tensor(1.0), terms)
-    assert unknown.isnan().all()
+
+
+INF, NAN = float("inf"), float("nan")
+# Logits of a row (the others are random) and its label, in a vocabulary of more than one block of the kernel.
+SPECIAL_ROWS: dict[str, tuple[list[tuple[Any, float]], int]] = {
+    "one -inf": ([(5, -INF)], 3),
+    "padded vocabulary": ([(slice(9000, None), -INF)], 3),
+    "first block -inf": ([(slice(0, 8192), -INF)], 8500),
+    "label -inf": ([(3, -INF)], 3),
+    "all -inf": ([(slice(None), -INF)], 3),
+    "inf": ([(5, INF)], 3),
+    "label inf": ([(3, INF)], 3),
+    "nan": ([(8999, NAN)], 3),
+    "label too large": ([], 9001),
+    "label negative": ([], -1),
+    "ignored nan": ([(5, NAN)], -100),
+    "ignored -inf": ([(slice(None), -INF)], -100),
+    "plain": ([], 3),
+}
+
+
+def _special_rows(rows: Any, softcap: float, smoothing: float, z_loss: float, dtype: torch.dtype) -> list[Tensor]:
+    """Return losses and gradients of ``SPECIAL_ROWS``."""
+    logits = torch.randn(len(SPECIAL_ROWS), 9001, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for row, (changes, _) in zip(logits, SPECIAL_ROWS.values(), strict=True):
+        for at, value in changes:
+            row[at] = value
+    target, losses = torch.tensor([label for _, label in SPECIAL_ROWS.values()]), torch.empty(len(SPECIAL_ROWS))
+    rows(logits, target, losses, torch.tensor(0.25), cross_entropy._Terms(-100, smoothing, z_loss, softcap))
+    return [losses, logits]
+
+
+def _interpret_special(softcap: float, smoothing: float, z_loss: float) -> None:
+    for dtype in DTYPES.values():
+        options = (softcap, smoothing, z_loss, dtype)
+        found = _special_rows(cross_entropy._launch_rows, *options)
+        assert_same_specials(found, _special_rows(cross_entropy._rows_reference, *options))
 
 
 def _interpret_all(dtype: str) -> None:
@@ -98,6 +132,9 @@ INTERPRETED = {
     **{f"plain-{dtype}": partial(_interpret, dtype, 0.0, 0.0, 0.0) for dtype in DTYPES},
     **{f"terms-{dtype}": partial(_interpret, dtype, 2.0, 0.1, 1e-3) for dtype in DTYPES},
     **{f"chunks-{dtype}": partial(_interpret_all, dtype) for dtype in DTYPES},
+    "special": partial(_interpret_special, 0.0, 0.0, 0.0),
+    "special-terms": partial(_interpret_special, 0.0, 0.1, 1e-3),
+    "special-capped": partial(_interpret_special, 2.0, 0.1, 1e-3),
 }
 
 
@@ -268,6 +305,39 @@ def test_tokens_that_are_all_ignored_give_what_pytorch_gives() -> None:
     assert linear_cross_entropy(x, weight, target, reduction="sum").item() == 0.0
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_rows_that_are_not_finite_are_those_of_pytorch(smoothing: float) -> None:
+    """The loss of -inf logits was NaN on a GPU, and labels outside had finite gradients, of another word."""
+    losses, grads = _special_rows(cross_entropy._rows_reference, 0.0, smoothing, 0.0, torch.float32)
+    logits = torch.randn(len(SPECIAL_ROWS), 9001, generator=torch.Generator().manual_seed(1))
+    for index, (changes, label) in enumerate(SPECIAL_ROWS.values()):
+        row = logits[index]
+        for at, value in changes:
+            row[at] = value
+        if label in (9001, -1):
+            assert losses[index].isnan()
+            assert grads[index].isnan().all()
+            continue
+        if label == -100:
+            assert losses[index] == 0
+            assert not grads[index].any()
+            continue
+        row = row.clone().requires_grad_()
+        loss = F.cross_entropy(row, torch.tensor(label), label_smoothing=smoothing)
+        torch.testing.assert_close(losses[index], loss.detach(), equal_nan=True)
+        (grad,) = torch.autograd.grad(0.25 * loss, row)
+        torch.testing.assert_close(grads[index], grad, equal_nan=True, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_no_tokens_at_all_give_what_pytorch_gives(reduction: Any) -> None:
+    x, weight = torch.zeros(0, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
+    loss = linear_cross_entropy(x, weight, torch.zeros(0, dtype=torch.int64), reduction=reduction)
+    assert loss.isnan() if reduction == "mean" else loss.item() == 0.0
+    loss.backward()
+    assert torch.equal(weight.grad, torch.zeros_like(weight))  # type: ignore[arg-type]
+
+
 def test_leading_dimensions_are_tokens() -> None:
     x, weight, target, _ = _inputs(20, 8, 30, torch.float32, torch.Generator().manual_seed(0))
     found = linear_cross_entropy(x.view(4, 5, 8), weight, target.view(4, 5))
@@ -292,6 +362,7 @@ X, W, T = torch.ones(4, 8), torch.ones(30, 8), torch.zeros(4, dtype=torch.int64)
     [
         (lambda: linear_cross_entropy(X.double(), W.double(), T), "`x` has dtype torch.float64"),
         (lambda: linear_cross_entropy(X, W.half(), T), "`weight` has dtype torch.float16 beside `x`"),
+        (lambda: linear_cross_entropy(X, W[:0], T), "`weight` must have at least one row"),
         (lambda: linear_cross_entropy(X, W[:, :4], T), r"`weight` must have shape \(30, 8\)"),
         (lambda: linear_cross_entropy(X, W, T[:3]), r"`target` must have shape \(4,\)"),
         (lambda: linear_cross_entropy(X, W, T, bias=torch.ones(8)), r"`bias` must have shape \(30,\)"),
