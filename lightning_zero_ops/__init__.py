@@ -12,7 +12,7 @@ from lightning_zero_ops.flat import accumulate_, clip_value_, sq_norm_and_finite
 from lightning_zero_ops.gated import geglu, swiglu
 from lightning_zero_ops.lion import lion_step_
 from lightning_zero_ops.norms import layer_norm, rms_norm
-from lightning_zero_ops.patch import Change, Patch, patch_model
+from lightning_zero_ops.patch import Change, Patch, patch_model, unpatch_model
 from lightning_zero_ops.quantize import dequantize_blockwise, dequantize_reduce, quantize_blockwise
 from lightning_zero_ops.rotary import apply_rotary
 from lightning_zero_ops.rounding import round_stochastic
@@ -39,4 +39,5 @@ __all__ = [
     "sgd_step_",
     "sq_norm_and_finite",
     "swiglu",
+    "unpatch_model",
 ]

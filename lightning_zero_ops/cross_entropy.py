@@ -44,7 +44,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_zero_ops.registry import cdiv, define, differentiable_gradients, jit, next_power_of_2, on_device_of, tl
+from lightning_zero_ops.registry import (
+    cdiv,
+    define,
+    differentiable_gradients,
+    jit,
+    next_power_of_2,
+    on_device_of,
+    refuse_duals,
+    tl,
+)
 
 __all__ = ["linear_cross_entropy"]
 
@@ -450,6 +459,7 @@ def linear_cross_entropy(
         ValueError: Shapes that do not fit, options out of range, on CPUs labels outside of the vocabulary.
     """
     _check_options(reduction, label_smoothing, z_loss, softcap, chunk_tokens)
+    refuse_duals("linear_cross_entropy", x, weight, bias)
     device = x.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)

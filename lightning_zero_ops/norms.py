@@ -22,7 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero_ops.registry import cdiv, define, differentiable_gradients, jit, next_power_of_2, on_device_of, tl
+from lightning_zero_ops.registry import (
+    cdiv,
+    define,
+    differentiable_gradients,
+    jit,
+    next_power_of_2,
+    on_device_of,
+    refuse_duals,
+    tl,
+)
 
 __all__ = ["layer_norm", "rms_norm"]
 
@@ -276,6 +285,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6, offset: float = 0.
         TypeError: Another dtype.
         ValueError: Shapes that do not fit; on a GPU, rows longer than 8,192.
     """
+    refuse_duals("rms_norm", x, weight)
     y: Tensor = _op(x.contiguous(), weight.contiguous(), None, eps, offset, False)[0]
     return y
 
@@ -296,5 +306,6 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: fl
         TypeError: Another dtype.
         ValueError: Shapes that do not fit; on a GPU, rows longer than 8,192.
     """
+    refuse_duals("layer_norm", x, weight, bias)
     y: Tensor = _op(x.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous(), eps, 0.0, True)[0]
     return y

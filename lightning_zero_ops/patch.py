@@ -11,8 +11,14 @@ Note [What a patch is]
       activation.
     * ``rotary``: attention runs its own ``forward`` with another function in the place of ``apply_rotary_pos_emb``.
     * ``cross_entropy``: where the model gets ``labels`` in training, its head computes the loss inside of its own
-      ``forward`` (so hooks on the head, which may gather its weight, run as before) and ``logits`` of the output are
-      None. In evaluation nothing changes.
+      ``forward`` (so that hooks of the engine, which may gather its weight, run as before) and ``logits`` of the output
+      are None. In evaluation nothing changes.
+
+Note [Decided per call]
+    A model is edited after it was patched: its embeddings are resized, its head is replaced or wrapped, hooks are
+    added, a loss is set. So every call asks whether the module is still what was matched; where it is not, and under
+    forward-mode differentiation and transforms of ``torch.func``, the forward of the class runs. Hooks that are not the
+    engine's would see a loss in the place of logits, so with them it runs too.
 """
 
 from __future__ import annotations
@@ -25,13 +31,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules import module as global_hooks
 
 from lightning_zero_ops.cross_entropy import linear_cross_entropy
 from lightning_zero_ops.gated import geglu, swiglu
 from lightning_zero_ops.norms import layer_norm, rms_norm
 from lightning_zero_ops.rotary import apply_rotary
 
-__all__ = ["Change", "Patch", "patch_model"]
+__all__ = ["Change", "Patch", "patch_model", "unpatch_model"]
 
 _FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3")
 _GEMMAS = ("Gemma", "Gemma2")
@@ -53,21 +61,73 @@ def _is_of_transformers(module: nn.Module, names: Sequence[str]) -> bool:
     return kind.__name__ in names and kind.__module__.startswith("transformers.models.")
 
 
+def _is_watched(module: nn.Module) -> bool:
+    """Whether somebody but the engine has hooks on ``module``, or on all modules."""
+    tables: list[dict[int, Any]] = [
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+        global_hooks._global_forward_pre_hooks,
+        global_hooks._global_forward_hooks,
+        global_hooks._global_backward_pre_hooks,
+        global_hooks._global_backward_hooks,
+    ]
+    return any(not _is_of_engine(hook) for table in tables if table for hook in table.values())
+
+
+def _is_of_engine(hook: Any) -> bool:
+    origin = getattr(hook, "func", hook)  # of a `functools.partial`
+    return str(getattr(origin, "__module__", "")).startswith("lightning_zero.")
+
+
 class _Forward:
-    """A forward that stands in for the one of a module's class."""
+    """A forward that stands in for the one of a module's class, where it can: Note [Decided per call]."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self._replaced = type(module).forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_plain() and self.suits():
+            return self.fused(*args, **kwargs)
+        return self.original(*args, **kwargs)
+
+    def fused(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute with this package's ops."""
+        raise NotImplementedError
+
+    def suits(self) -> bool:
+        """Whether the module still is what was matched."""
+        return True
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of the class."""
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def _is_plain(self) -> bool:
+        """Whether the class has the forward that was matched, and no transform differentiates or batches the call."""
+        if torch.compiler.is_compiling():
+            return True
+        is_transformed = forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+        return type(self.module).forward is self._replaced and not is_transformed
 
     @property
     def __signature__(self) -> inspect.Signature:
         """The signature of the class's forward: trainers and generation read it."""
-        return inspect.signature(self.original)
+        return inspect.signature(types.MethodType(type(self.module).forward, self.module))
 
     @property
-    def original(self) -> Callable[..., Any]:
-        """The forward of the class, bound to the module."""
-        return types.MethodType(type(self.module).forward, self.module)
+    def __code__(self) -> types.CodeType:
+        """The code of the class's forward: ``torch.export`` reads it."""
+        code: types.CodeType = inspect.unwrap(type(self.module).forward).__code__
+        return code
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"module": self.module}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["module"])  # type: ignore[misc]
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
@@ -79,7 +139,7 @@ class _Forward:
 
 
 class _RMSNorm(_Forward):
-    def __call__(self, hidden_states: Tensor) -> Tensor:
+    def fused(self, hidden_states: Tensor) -> Tensor:
         norm: Any = self.module
         return rms_norm(hidden_states, norm.weight, eps=norm.variance_epsilon)
 
@@ -89,7 +149,7 @@ class _RMSNorm(_Forward):
 
 
 class _TorchRMSNorm(_Forward):
-    def __call__(self, x: Tensor) -> Tensor:
+    def fused(self, x: Tensor) -> Tensor:
         norm: Any = self.module
         return rms_norm(x, norm.weight, eps=_FP32_EPS if norm.eps is None else norm.eps)
 
@@ -99,7 +159,7 @@ class _TorchRMSNorm(_Forward):
 
 
 class _GemmaRMSNorm(_Forward):
-    def __call__(self, x: Tensor) -> Tensor:
+    def fused(self, x: Tensor) -> Tensor:
         norm: Any = self.module
         return rms_norm(x, norm.weight, eps=norm.eps, offset=1.0).type_as(x)
 
@@ -109,7 +169,7 @@ class _GemmaRMSNorm(_Forward):
 
 
 class _LayerNorm(_Forward):
-    def __call__(self, input: Tensor) -> Tensor:
+    def fused(self, input: Tensor) -> Tensor:
         norm: Any = self.module
         return layer_norm(input, norm.weight, norm.bias, eps=norm.eps)
 
@@ -124,11 +184,15 @@ class _LayerNorm(_Forward):
 class _GatedMLP(_Forward):
     activations: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def fused(self, x: Tensor) -> Tensor:
         mlp: Any = self.module
         gated = self.activations[type(mlp.act_fn).__name__]
         down: Tensor = mlp.down_proj(gated(mlp.gate_proj(x), mlp.up_proj(x)))
         return down
+
+    def suits(self) -> bool:
+        activation: Any = self.module.act_fn
+        return type(activation).__name__ in self.activations and not _is_watched(activation)
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
@@ -168,14 +232,27 @@ def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int =
 class _Attention(_Forward):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
+        self._rotary = self._replaced.__globals__[_ROTARY]
         self._function = self._with_rotary()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def fused(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(self.module, *args, **kwargs)
+
+    def suits(self) -> bool:
+        if torch.compiler.is_compiling():
+            return True
+        names, current = self._function.__globals__, self._replaced.__globals__
+        if current[_ROTARY] is not self._rotary:
+            return False
+        if any(
+            names.get(name) is not current.get(name) for name in self._replaced.__code__.co_names if name != _ROTARY
+        ):
+            self._function = self._with_rotary()
+        return True
 
     def _with_rotary(self) -> types.FunctionType:
         """Return the class's forward with another function under the name ``apply_rotary_pos_emb``."""
-        function = type(self.module).forward
+        function = self._replaced
         assert isinstance(function, types.FunctionType)
         names = {**function.__globals__, _ROTARY: _rotate}
         copy = types.FunctionType(
@@ -183,13 +260,6 @@ class _Attention(_Forward):
         )
         copy.__kwdefaults__ = function.__kwdefaults__
         return copy
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"module": self.module}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.module = state["module"]
-        self._function = self._with_rotary()
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
@@ -206,12 +276,22 @@ class _Attention(_Forward):
 
 
 class _Head(_Forward):
-    def __call__(self, input: Tensor, target: Tensor | None = None, **options: Any) -> Tensor:
+    def __call__(self, input: Tensor, target: Tensor | None = None, **options: Any) -> Any:
         if target is None:
-            logits: Tensor = self.original(input)
-            return logits
+            return self.original(input)
         head: Any = self.module
         return linear_cross_entropy(input, head.weight, target, bias=head.bias, **options)
+
+
+def _loss_head(model: nn.Module) -> nn.Linear | None:
+    """Return the model's head where it can compute the loss, None where logits are wanted or it is another module."""
+    head = getattr(model, "lm_head", None)
+    if type(head) is not nn.Linear or _is_watched(head):
+        return None
+    forward = vars(head).get("forward")
+    if forward is None:  # a head that is new since the patch
+        vars(head)["forward"] = _Head(head)
+    return head if forward is None or (type(forward) is _Head and forward.module is head) else None
 
 
 class _CausalLM(_Forward):
@@ -223,9 +303,11 @@ class _CausalLM(_Forward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = self.module
         kwargs.update(zip(self._names, args, strict=False))
-        if kwargs.get("labels") is None or not model.training or "logits_to_keep" in kwargs:
+        wants_logits = kwargs.get("labels") is None or not model.training or "logits_to_keep" in kwargs
+        if wants_logits or not self._is_plain() or not _has_causal_loss(model):
             return self.original(**kwargs)
-        return self._with_loss(model, **kwargs)
+        head = _loss_head(model)
+        return self.original(**kwargs) if head is None else self._with_loss(model, **kwargs)
 
     def _with_loss(
         self,
@@ -245,7 +327,9 @@ class _CausalLM(_Forward):
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         hidden = outputs.last_hidden_state
         reduction = "mean" if num_items_in_batch is None else "sum"
-        loss = model.lm_head(hidden, shift_labels.to(hidden.device), ignore_index=ignore_index, reduction=reduction)
+        loss = model.lm_head(
+            hidden, target=shift_labels.to(hidden.device), ignore_index=ignore_index, reduction=reduction
+        )
         if isinstance(num_items_in_batch, Tensor):
             num_items_in_batch = num_items_in_batch.to(loss.device)
         loss = loss if num_items_in_batch is None else loss / num_items_in_batch
@@ -263,8 +347,18 @@ class _CausalLM(_Forward):
         return (
             _is_of_transformers(module, _HEADED)
             and type(getattr(module, "lm_head", None)) is nn.Linear
-            and getattr(getattr(module, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
+            and _has_causal_loss(module)
         )
+
+
+def _has_causal_loss(model: nn.Module) -> bool:
+    """Whether the model's loss is that of Hugging Face's for causal models."""
+    if torch.compiler.is_compiling() and not hasattr(model, "_loss_function"):
+        # The property writes to a log, which a compiler refuses.
+        return getattr(model, "loss_type", None) in (None, "ForCausalLM")
+    function: Any = getattr(model, "loss_function", None)
+    origin = (getattr(function, "__module__", None), getattr(function, "__name__", None))
+    return origin == ("transformers.loss.loss_utils", "ForCausalLMLoss")
 
 
 # -- Patching ----------------------------------------------------------------------------------------------------------
@@ -304,9 +398,46 @@ class Patch:
         return "\n".join(lines) or "nothing"
 
     def undo(self) -> None:
-        """Give the modules their own forwards back. A second call does nothing."""
-        for change in self.changes:
-            vars(self.model.get_submodule(change.module)).pop("forward", None)
+        """Give the modules their own forwards back, those that have come since too. A second call does nothing.
+
+        Raises:
+            RuntimeError: Somebody has put another forward on top of one.
+        """
+        _take_back(self.model, {change.op for change in self.changes})
+
+
+def unpatch_model(model: nn.Module) -> None:
+    """Give all modules of a model their own forwards back: of copies, of loaded models, after any ``patch_model``.
+
+    Raises:
+        RuntimeError: Somebody has put another forward on top of one.
+    """
+    _take_back(model, set(_OPS))
+
+
+def _take_back(model: nn.Module, ops: set[str]) -> None:
+    kinds = tuple(kind for op in ops for kind in _OPS[op])
+    kinds += (_Head,) if "cross_entropy" in ops else ()
+    covered = [name for name, module in model.named_modules() if _is_covered(module, kinds)]
+    if covered:
+        raise RuntimeError(
+            f"Another forward was put on top of the patched one of {covered}. Take that away first, then call this"
+            " again."
+        )
+    for module in model.modules():
+        if isinstance(vars(module).get("forward"), kinds):
+            del vars(module)["forward"]
+
+
+def _is_covered(module: nn.Module, kinds: tuple[type[_Forward], ...]) -> bool:
+    """Whether a patched forward is kept by the module, or by the forward it has, in another place."""
+    forward = vars(module).get("forward")
+    if forward is None or isinstance(forward, _Forward):
+        return False
+    # In an attribute of the module or of the forward, or in a `functools.partial`.
+    kept = [*vars(module).values(), *getattr(forward, "__dict__", {}).values(), getattr(forward, "func", None)]
+    kept += getattr(forward, "args", ())
+    return any(isinstance(value, kinds) for value in kept)
 
 
 def patch_model(model: nn.Module, ops: Sequence[str] | None = None) -> Patch:
@@ -345,7 +476,7 @@ def patch_model(model: nn.Module, ops: Sequence[str] | None = None) -> Patch:
     if taken:
         raise ValueError(
             f"These modules already have a forward of their own on the instance: {taken}."
-            " Call `undo` of the earlier patch first."
+            " Call `unpatch_model(model)` first, or `undo` of the earlier patch."
         )
     for _, module, forward in found:
         vars(module)["forward"] = forward(module)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.library import Library
 
 try:
@@ -36,6 +37,7 @@ __all__ = [
     "jit",
     "next_power_of_2",
     "on_device_of",
+    "refuse_duals",
     "tl",
 ]
 
@@ -131,6 +133,22 @@ def differentiable_gradients(
     wanted = [tensor for tensor in own if tensor is not None and tensor.requires_grad]
     found = iter(torch.autograd.grad(function(*own), wanted, grad, create_graph=True))
     return tuple(next(found) if tensor is not None and tensor.requires_grad else None for tensor in own)
+
+
+def refuse_duals(op: str, *tensors: Tensor | None) -> None:
+    """Refuse tensors with a tangent: PyTorch would drop it, and the derivative would be 0.
+
+    Raises:
+        NotImplementedError: Names the op and what to use.
+    """
+    if forward_ad._current_level < 0:
+        return
+    unpack: Any = forward_ad.unpack_dual
+    if any(tensor is not None and unpack(tensor).tangent is not None for tensor in tensors):
+        raise NotImplementedError(
+            f"`{op}` has no forward-mode derivative (`torch.func.jvp`, `jacfwd`, dual tensors). Use plain PyTorch"
+            " there, or reverse mode."
+        )
 
 
 def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:

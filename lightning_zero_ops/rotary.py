@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero_ops.registry import define, jit, next_power_of_2, on_device_of, tl
+from lightning_zero_ops.registry import define, jit, next_power_of_2, on_device_of, refuse_duals, tl
 
 __all__ = ["apply_rotary"]
 
@@ -183,5 +183,6 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         raise ValueError("`cos` and `sin` have no gradients here, but require them. Make them under `torch.no_grad()`.")
+    refuse_duals("apply_rotary", x, cos, sin)
     y: Tensor = _op(x, cos.contiguous(), sin.contiguous())
     return y

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from transformers import (
 )
 
 from lightning_zero import ZeroEngine
-from lightning_zero_ops import patch_model
+from lightning_zero_ops import patch_model, unpatch_model
 from tests import worlds
 from tests.sampling import sample
 
@@ -60,7 +61,7 @@ names = pytest.mark.parametrize("name", MODELS)
 def _model(name: str) -> Any:
     kind, config, _ = MODELS[name]
     torch.manual_seed(0)
-    return kind(config).train()
+    return kind(copy.deepcopy(config)).train()
 
 
 def _batch() -> dict[str, Tensor]:
@@ -205,6 +206,199 @@ def test_patched_model_trains_at_stage_3() -> None:
     assert found[0] == pytest.approx(expected[0], rel=1e-4)
     for name, value in expected[1].items():
         torch.testing.assert_close(found[1][name], value, rtol=1e-3, atol=1e-3)
+
+
+# -- Edited after it was patched ---------------------------------------------------------------------------------------
+
+
+def _assert_unpatched_path(model: Any, expected: tuple[Tensor, dict[str, Tensor]]) -> None:
+    """The model computes logits, and the same loss and gradients."""
+    assert model(**_batch()).logits is not None
+    _assert_same(_losses(model), expected)
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "global"])
+def test_a_hook_on_the_head_sees_logits(kind: str) -> None:
+    model = _model("llama")
+    expected, seen = _losses(model), []
+    patch_model(model)
+    if kind == "global":
+        handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module)))
+    elif kind == "forward_pre":
+        handle = model.lm_head.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
+    else:
+        register = getattr(model.lm_head, f"register_{kind}_hook")
+        handle = register(lambda module, _, output: seen.append((output[0] if kind != "forward" else output).shape))
+    with handle:
+        _assert_unpatched_path(model, expected)
+        assert {"forward": (2, 11, 97), "forward_pre": (2, 11, 32), "full_backward": (2, 11, 97)}.get(kind) in (
+            None,
+            *(tuple(shape) for shape in seen if isinstance(shape, torch.Size)),
+        )
+    assert model(**_batch()).logits is None
+
+
+def test_a_hook_of_the_engine_keeps_the_fused_loss() -> None:
+    model = _model("llama")
+    patch_model(model)
+
+    def gather(module: nn.Module, args: Any) -> None:
+        calls.append(args[0].shape)
+
+    calls: list[Any] = []
+    gather.__module__ = "lightning_zero.engine.hooks"
+    model.lm_head.register_forward_pre_hook(gather)
+    assert model(**_batch()).logits is None
+    assert calls == [(2, 11, 32)]
+
+
+def test_a_loss_function_that_is_set_after_the_patch_is_used() -> None:
+    model = _model("llama")
+    patch_model(model)
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.square().mean()
+    outputs = model(**_batch())
+    torch.testing.assert_close(outputs.loss, outputs.logits.square().mean())
+
+
+def test_hooks_and_another_activation_of_an_mlp_are_honoured() -> None:
+    model, seen = _model("llama"), []
+    patch_model(model, ["swiglu"])
+    with model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: seen.append(1)):
+        model(**_batch())
+    assert seen == [1]
+    other = _model("llama")
+    for one in (model, other):
+        for layer in one.model.layers:
+            layer.mlp.act_fn = nn.Tanh()
+    _assert_same(_losses(model), _losses(other))
+
+
+def test_a_rotary_function_that_is_replaced_later_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    model = _model("llama")
+    patch_model(model, ["rotary"])
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, *_, **__: (2 * q, k))
+    found = _losses(model)
+    patch = patch_model(other := _model("llama"), ["rms_norm"])
+    patch.undo()
+    _assert_same(found, _losses(other))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma"])
+def test_forward_mode_derivatives_of_a_patched_model_are_those_of_the_model(name: str) -> None:
+    """They were zero."""
+    model = _model(name).eval()
+    model.set_attn_implementation("eager")  # PyTorch's fused attention has no such derivatives
+    x = torch.randn(1, 5, 32)
+
+    def loss(x: Tensor) -> Tensor:
+        return model(inputs_embeds=x, use_cache=False).logits.square().sum()
+
+    expected = torch.func.jvp(loss, (x,), (torch.ones_like(x),))[1]
+    patch_model(model)
+    torch.testing.assert_close(torch.func.jvp(loss, (x,), (torch.ones_like(x),))[1], expected)
+    torch.testing.assert_close(torch.func.grad(loss)(x).sum(), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("edit", ["resize", "head", "bias"])
+def test_a_head_that_is_replaced_computes_the_loss(edit: str) -> None:
+    """The new head knew nothing of labels: TypeError in the first forward."""
+    model, other = _model("llama"), _model("llama")
+    patch = patch_model(model)
+    for one in (model, other):
+        torch.manual_seed(1)
+        if edit == "resize":
+            one.resize_token_embeddings(105, mean_resizing=False)
+        else:
+            one.lm_head = nn.Linear(32, 97, bias=edit == "bias")
+    assert model(**_batch()).logits is None
+    _assert_same(_losses(model), _losses(other))
+    patch.undo()
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert model(**_batch()).logits is not None
+
+
+def test_a_head_of_another_kind_gives_logits() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return 0.5 * super().forward(input)
+
+    model, other = _model("llama"), _model("llama")
+    patch_model(model)
+    for one in (model, other):
+        torch.manual_seed(1)
+        one.lm_head = Scaled(32, 97)
+    _assert_unpatched_path(model, _losses(other))
+
+
+@pytest.mark.parametrize("first", ["patch", "lora"])
+def test_lora_on_every_target_is_that_of_the_model(first: str) -> None:
+    peft = pytest.importorskip("peft")
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+    results = []
+    for patched in (False, True):
+        model = _model("llama")
+        if patched and first == "patch":
+            patch_model(model)
+        torch.manual_seed(2)
+        wrapped = peft.get_peft_model(
+            model, peft.LoraConfig(target_modules=targets, init_lora_weights=False, lora_dropout=0.0)
+        ).train()
+        if patched and first == "lora":
+            patch_model(wrapped)
+        results.append(_losses(wrapped))
+    _assert_same(results[1], results[0])
+    unpatch_model(wrapped)
+    assert not any("forward" in vars(module) for module in wrapped.modules())
+    assert torch.equal(_losses(wrapped)[0], results[0][0])
+
+
+def test_lora_that_is_merged_gives_the_fused_loss_back() -> None:
+    peft = pytest.importorskip("peft")
+    model = _model("llama")
+    patch_model(model)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["lm_head"]))
+    assert wrapped(**_batch()).logits is not None
+    assert wrapped.merge_and_unload()(**_batch()).logits is None
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_are_unpatched_for_themselves(how: str) -> None:
+    model = _model("llama")
+    expected = _losses(model)
+    patch_model(model)
+    model.resize_token_embeddings(97)
+    other = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    unpatch_model(other)
+    unpatch_model(other)
+    assert torch.equal(_losses(other)[0], expected[0])
+    assert model(**_batch()).logits is None
+    assert patch_model(other).changes
+
+
+def test_a_forward_on_top_of_a_patched_one_is_named() -> None:
+    model = _model("llama")
+    patch = patch_model(model)
+    norm = model.model.norm
+    vars(norm)["forward"] = partial(vars(norm)["forward"])
+    for take_back in (patch.undo, partial(unpatch_model, model)):
+        with pytest.raises(
+            RuntimeError, match=r"Another forward was put on top of the patched one of \['model.norm'\]"
+        ):
+            take_back()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", sample(["llama", "gpt2"], "llama"))
+def test_patched_model_is_exported(name: str, strict: bool) -> None:
+    model = _model(name).eval()
+    model.config.use_cache = False
+    tokens = {"input_ids": _batch()["input_ids"]}
+    expected = model(**tokens).logits
+    patch_model(model)
+    program = torch.export.export(model, (), tokens, strict=strict)
+    torch.testing.assert_close(program.module()(**tokens).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 # -- What is changed ---------------------------------------------------------------------------------------------------
