@@ -431,7 +431,8 @@ class BufferWindow:
             Whether other ranks' parts of the values have to be gathered before they are used.
         """
         self._gradients.accept_writes()
-        if not self._shown:  # another optimizer's window may be open
+        is_kept = any(given() is not None for given in self._given.values())
+        if not self._shown and not is_kept:  # another optimizer's window may be open
             self._gradients.end_writing()
         written, self._written = self._written, set()
         return bool(written) and self._buffer.accept_stepped(written)

@@ -827,3 +827,24 @@ def test_a_gradient_that_a_program_keeps_stays_as_it_was_wherever(
     stage: int, drop: str, optimizer: str, place: str
 ) -> None:
     assert worlds.run(_kept_gradients, 2, stage, drop, optimizer, PLACES[place]) == [[], []]
+
+
+def _changed_behind_a_forward(rank: int, world: int, stage: int, options: dict[str, Any]) -> list[float]:
+    engine = ZeroEngine(stage, units=["Block"], **options)
+    module = engine.shard(TinyGPT(depth=1))
+    engine.attach(torch.optim.SGD(module.parameters(), lr=0.1))
+    token_loss(module, rank, 0).backward()
+    weight = module.blocks[0].up.weight
+    kept = weight.grad
+    assert kept is not None
+    module(tokens(rank, 0))  # closes the step window
+    kept.zero_()
+    found = engine.full_grad(weight)
+    assert found is not None
+    return [float(found.abs().max()), float(weight.grad is kept)]
+
+
+@pytest.mark.parametrize("place", ["device", "cpu"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_what_is_done_behind_a_forward_to_a_gradient_that_a_program_keeps_counts(stage: int, place: str) -> None:
+    assert worlds.run(_changed_behind_a_forward, 2, stage, PLACES[place]) == [[0.0, 1.0]] * 2
