@@ -46,6 +46,7 @@ from lightning_zero.engine.rounding import Rounding
 from lightning_zero.engine.sleep import BufferSleep
 from lightning_zero.engine.window import BufferWindow
 from lightning_zero.layout import FlatLayout
+from lightning_zero.storage.copies import Landing
 from lightning_zero.storage.disk import DiskStore
 from lightning_zero.storage.host import HostStore
 from lightning_zero.storage.references import num_tensors_in
@@ -145,6 +146,7 @@ class FlatBuffer:
         # - A step that was asked for
         self._update: Update | None = None  # not made yet
         self.steps_on: torch.device | None = None  # where states are streamed to for a step; None: where they sleep
+        self._uploads: Sequence[Landing] = ()  # of the last gather, from a shard in host memory
         self._rounding: Rounding | None = None  # of the last step, until its values are there
         self.is_stale = False  # whole parameters do not show a step that was asked for
         self._rounded: set[int] = set()  # slots whose stepped values the step has rounded into the own range
@@ -357,7 +359,14 @@ class FlatBuffer:
             return self.communicator.all_gather(full, self.shard, what)
         with self.store.copies.lane() as landing:
             pending = self.communicator.all_gather(full, self.shard, what)
+        self._uploads = landing  # one stream: those before come first
         return Pending(self.communicator, what, [pending, *landing], keep=[full])
+
+    def await_uploads(self) -> None:
+        """Return when the shard in host memory may be written: no copy to the device reads it."""
+        for landing in self._uploads:
+            landing.finish()
+        self._uploads = ()
 
     def serve(self, *, in_original: bool = False) -> Pending:
         """Take part in a gather, with its ``in_original``, whose result is not needed here. Collective: all ranks."""
@@ -676,6 +685,7 @@ class FlatBuffer:
 
     def put_shard(self, values: torch.Tensor) -> None:
         """Write this rank's shard (stage 3)."""
+        self.await_uploads()
         with torch.inference_mode(False), torch.no_grad():
             if isinstance(self.params_home, DiskStore):
                 self.params_home.put(self.shard, values)

@@ -342,6 +342,8 @@ class FlatStep:
                 factor=None if factor is None else factor.to(gradient.device),
                 tails=_tails(buffer, members, lo) if stepped.is_cpu else (),
             )
+            if not calls:
+                calls.append(buffer.await_uploads)
             calls += [call] if rounding is None else rounding.around(call, lo, hi)
         if rounding is not None:
             buffer.note_rounded(indices)

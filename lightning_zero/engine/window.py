@@ -54,6 +54,10 @@ class Shown(Protocol):
         """Bring back what was put aside."""
         ...
 
+    def await_uploads(self) -> None:
+        """Return when values in host memory may be written."""
+        ...
+
     def bind_one(self, index: int) -> None:
         """Show a parameter as its module computes with it."""
         ...
@@ -107,6 +111,7 @@ class BufferWindow:
         """Show a parameter as the optimizer steps it: ``data`` is the master's segment; reading ``grad`` shows it."""
         buffer = self._buffer
         buffer.take_back()
+        buffer.await_uploads()
         self.take_gradient(index)
         param = buffer.params[index]
         restore_class(param)

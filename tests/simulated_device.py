@@ -1,0 +1,637 @@
+"""A CUDA device that is simulated in host memory: everything that is asked of it runs as late as a real one may run it.
+
+Note [How]
+    Inside ``SimulatedDevice`` tensors that are made on ``cuda`` (or moved there) lie in host memory and say that they
+    are on ``cuda:0``. An operation on them is put into the queue of the current stream; its results are not a number
+    until it runs. A queue runs when the host waits for it (``item``, blocking copies, ``synchronize``) or when an
+    operation in another queue waits for an event in it, and only so far. Memory that is given back becomes not a number
+    in the order of the stream in which it is used again. So a wait that is missing shows as a wrong number, and each
+    wait of the host is counted under the line that asked for it.
+
+Note [Schedules]
+    What runs late in one schedule hides what must not run early: ``eager`` names streams whose operations run at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = ["SimulatedDevice"]
+
+_NAN_BYTE = 255  # four of them, or two, are not a number in every floating dtype
+_CUDA = torch.device("cuda", 0)
+_aten = torch.ops.aten
+_READ_BY_HOST = {
+    _aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default, _aten.nonzero.default,
+    _aten.masked_select.default, _aten._unique2.default,
+}  # fmt: skip
+_ALLOCATES = {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty", "new_zeros",
+              "new_ones", "new_full", "new_empty_strided"}  # fmt: skip
+_SHARES = {
+    _aten.detach.default,
+    _aten.alias.default,
+    _aten.set_.source_Storage_storage_offset,
+    _aten.lift_fresh.default,
+}
+_tensor_class: Any = Tensor
+_DEVICE_OF = _tensor_class.device.__get__
+_IS_CUDA = _tensor_class.is_cuda.__get__
+_IS_CPU = _tensor_class.is_cpu.__get__
+
+
+class _Stream:
+    """Operations in order; those before ``num_done`` have run."""
+
+    def __init__(self, simulation: SimulatedDevice, name: str, is_eager: bool) -> None:
+        self.name = name
+        self.device = _CUDA
+        self._simulation = simulation
+        self._is_eager = is_eager
+        self._queue: deque[Callable[[], None]] = deque()
+        self.num_asked = 0
+        self.num_done = 0
+
+    def push(self, operation: Callable[[], None]) -> None:
+        with self._simulation.lock:
+            self._queue.append(operation)
+            self.num_asked += 1
+        if self._is_eager:
+            self.run_to(self.num_asked)
+
+    def run_to(self, number: int) -> None:
+        with self._simulation.lock:
+            while self.num_done < number:
+                operation = self._queue.popleft()
+                self.num_done += 1
+                with self._simulation.bare():
+                    operation()
+
+    # -- As of ``torch.cuda.Stream`` ---------------------------------------------------------------------------------
+
+    def record_event(self) -> _Event:
+        return _Event(self, self.num_asked)
+
+    def wait_event(self, event: _Event) -> None:
+        self.push(event.run)
+
+    def wait_stream(self, other: _Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def synchronize(self) -> None:
+        self.record_event().synchronize()
+
+
+class _Event:
+    """A place in a stream."""
+
+    def __init__(self, stream: _Stream, number: int) -> None:
+        self._stream = stream
+        self._number = number
+
+    def run(self) -> None:
+        self._stream.run_to(self._number)
+
+    @property
+    def is_done(self) -> bool:
+        return self._stream.num_done >= self._number
+
+    def synchronize(self) -> None:
+        if not self.is_done:
+            self._stream._simulation.count("wait")
+        self.run()
+
+    def query(self) -> bool:
+        return self.is_done
+
+
+class _Block:
+    """Device memory: a storage, the stream in which it was allocated, and others that use it."""
+
+    def __init__(self, storage: Any, stream: _Stream) -> None:
+        self.storage = storage
+        self.stream = stream
+        self.users: set[_Stream] = set()
+        self.nbytes = int(storage.nbytes())
+        self.num_queued = 0  # aliases of it in queues
+        self.is_empty = False  # resized to nothing; the memory stays
+
+
+class _Driver:
+    """The part of ``torch.cuda.cudart()`` that locks host memory."""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        if any(start < address + nbytes and address < start + size for start, size in self.locked.items()):
+            return 712
+        self.locked[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        return 0 if self.locked.pop(address, None) is not None else 713
+
+    def holds(self, address: int) -> bool:
+        return any(start <= address < start + size for start, size in self.locked.items())
+
+
+class SimulatedDevice:
+    """Lets ``cuda`` be simulated while it is entered; see the notes of the module.
+
+    Args:
+        eager: Names of streams whose operations run at once: ``"compute"`` and, in the order in which they are made,
+            ``"stream1"``, ``"stream2"``, ...; ``"others"`` are all of the latter.
+
+    Attributes:
+        waits: How often the host has waited for what had not run yet, by the place in the package that asked for it.
+    """
+
+    def __init__(self, eager: Sequence[str] = ()) -> None:
+        self._eager = set(eager)
+        self.lock = threading.RLock()
+        self.waits: Counter[str] = Counter()
+        self.driver = _Driver()
+        self._local = threading.local()
+        self._blocks: dict[int, _Block] = {}
+        self._num_streams = 0
+        self.compute = self.new_stream()
+        self._pinned: dict[int, Any] = {}
+        self._stack = contextlib.ExitStack()
+        self.most_bytes = 0
+
+    # -- Streams -----------------------------------------------------------------------------------------------------
+
+    def new_stream(self, device: Any = None, priority: int = 0) -> _Stream:
+        name = f"stream{self._num_streams}" if self._num_streams else "compute"
+        self._num_streams += 1
+        is_eager = name in self._eager or (name != "compute" and "others" in self._eager)
+        return _Stream(self, name, is_eager)
+
+    def current(self, device: Any = None) -> _Stream:
+        return getattr(self._local, "stream", self.compute)
+
+    @contextlib.contextmanager
+    def in_stream(self, stream: _Stream) -> Iterator[None]:
+        before = self.current()
+        self._local.stream = stream
+        try:
+            yield
+        finally:
+            self._local.stream = before
+
+    def synchronize(self, device: Any = None) -> None:
+        """Run everything that was asked for."""
+        self.compute.synchronize()
+
+    def count(self, why: str) -> None:
+        """Note that the host waits."""
+        frames = [frame for frame in traceback.extract_stack() if "/lightning_zero" in frame.filename]
+        place = f"{frames[-1].filename.rsplit('/lightning_zero', 1)[1]} {frames[-1].name}" if frames else "program"
+        self.waits[f"{why}: {place}"] += 1
+
+    # -- Memory ------------------------------------------------------------------------------------------------------
+
+    def block_of(self, tensor: Tensor) -> _Block | None:
+        try:
+            return self._blocks.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):  # no storage: sparse, fake
+            return None
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """Let the memory of a tensor be the device's."""
+        storage = tensor.untyped_storage()
+        with self.lock:
+            if storage._cdata not in self._blocks:
+                self._blocks[storage._cdata] = _Block(storage, self.current())
+                self.most_bytes = max(self.most_bytes, self.num_bytes)
+        return tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of device memory that are in use."""
+        return sum(0 if block.is_empty else block.nbytes for block in self._blocks.values())
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        """Return a tensor over the same memory with the shape as it is now."""
+        with self.bare():
+            return torch.empty(0, dtype=tensor.dtype).set_(
+                tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+            )
+
+    def sweep(self) -> None:
+        """Give back blocks that nobody sees any more: what comes into them next comes in the order of their stream."""
+        with self.lock:
+            dead = [key for key, block in self._blocks.items() if _use_count(key) - block.num_queued == 1]
+            for key in dead:
+                self._spoil(self._blocks.pop(key))
+
+    def _spoil(self, block: _Block) -> None:
+        """Let memory be written by somebody else, behind what was asked of the stream that it was taken in."""
+        events = [stream.record_event() for stream in block.users]
+        block.users = set()
+        if any(not event.is_done for event in events):
+            return  # as long as these run it is nobody else's; it stays as it is
+        with self.bare():
+            whole = torch.empty(0, dtype=torch.uint8).set_(block.storage)
+        block.num_queued += 1
+
+        def spoil() -> None:
+            whole.fill_(_NAN_BYTE)
+            block.num_queued -= 1
+
+        block.stream.push(spoil)
+
+    @contextlib.contextmanager
+    def bare(self) -> Iterator[None]:
+        """Compute as without the simulation."""
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
+            yield
+
+    def record_stream(self, tensor: Tensor, stream: _Stream) -> None:
+        """Let memory be used again only when a stream has done what was asked of it by then."""
+        block = self.block_of(tensor)
+        if block is not None and stream is not block.stream:
+            block.users.add(stream)
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._pinned or self.driver.holds(tensor.data_ptr())
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        self._pinned[storage._cdata] = storage
+        return tensor
+
+    # -- Being installed ---------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> SimulatedDevice:
+        stack = self._stack
+        cuda: dict[str, Any] = {
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "current_device": lambda: 0,
+            "set_device": lambda device: None,
+            "current_stream": self.current,
+            "default_stream": lambda device=None: self.compute,
+            "stream": self.in_stream,
+            "Stream": self.new_stream,
+            "synchronize": self.synchronize,
+            "cudart": lambda: self.driver,
+            "mem_get_info": lambda device=None: (2**40, 2**40),
+            "memory_allocated": lambda device=None: self.num_bytes,
+            "max_memory_allocated": lambda device=None: self.most_bytes,
+            "memory_reserved": lambda device=None: self.num_bytes,
+            "device": lambda device: contextlib.nullcontext(),
+            "get_rng_state": lambda device="cuda": torch.get_rng_state(),
+            "set_rng_state": lambda state, device="cuda": None,
+            "_lazy_init": lambda: None,
+        }
+        for name, value in cuda.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        stack.enter_context(
+            mock.patch.object(torch.UntypedStorage, "resize_", self._resize(torch.UntypedStorage.resize_))
+        )
+        stack.enter_context(
+            mock.patch.object(torch.UntypedStorage, "nbytes", self._nbytes(torch.UntypedStorage.nbytes))
+        )
+        stack.enter_context(mock.patch.object(torch._C, "_storage_Use_Count", self._use_count))
+        stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda *args: self.record_stream(*args)))
+        for name in ("is_autocast_enabled", "get_autocast_dtype", "autocast"):
+            stack.enter_context(mock.patch.object(torch, name, _on_host(getattr(torch, name))))
+        stack.enter_context(mock.patch.object(threading.Thread, "run", self._run_thread(threading.Thread.run)))
+        stack.enter_context(
+            mock.patch.object(
+                torch.autograd, "_engine_run_backward", self._run_backward(torch.autograd._engine_run_backward)
+            )
+        )
+        stack.enter_context(self.modes())
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+        for stream in {block.stream for block in self._blocks.values()} | {self.compute}:
+            stream.run_to(stream.num_asked)
+
+    @contextlib.contextmanager
+    def modes(self) -> Iterator[None]:
+        with _Operations(self), _Calls(self):
+            yield
+
+    def _run_thread(self, run: Any) -> Any:
+        def running(thread: threading.Thread) -> None:
+            with self.modes():
+                run(thread)
+
+        return running
+
+    def _run_backward(self, run: Any) -> Any:
+        def running(*args: Any, **kwargs: Any) -> Any:
+            with _Calls(self):  # left when `backward` was called; hooks need it
+                return run(*args, **kwargs)
+
+        return running
+
+    def _resize(self, original: Any) -> Any:
+        def resize_(storage: Any, size: int) -> Any:
+            block = self._blocks.get(storage._cdata)
+            if block is None:
+                return original(storage, size)
+            assert size in (0, block.nbytes), "the simulation gives memory back whole, and takes as much again"
+            if size == 0 and not block.is_empty:
+                self._spoil(block)
+            block.is_empty = size == 0
+            if not block.is_empty:
+                block.stream = self.current()
+            return storage
+
+        return resize_
+
+    def _nbytes(self, original: Any) -> Any:
+        def nbytes(storage: Any) -> int:
+            block = self._blocks.get(storage._cdata)
+            return 0 if block is not None and block.is_empty else int(original(storage))
+
+        return nbytes
+
+    def _use_count(self, cdata: int) -> int:
+        block = self._blocks.get(cdata)
+        return _use_count(cdata) - (block.num_queued if block is not None else 0)
+
+
+_use_count = torch._C._storage_Use_Count
+
+
+def _on_host(function: Any) -> Any:
+    """Return a function of a device type that answers for the host in the place of the device."""
+
+    def answer(device_type: str = "cuda", *args: Any, **kwargs: Any) -> Any:
+        return function("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    return answer
+
+
+class _Calls(TorchFunctionMode):
+    """Lets tensors say where they are, and takes devices out of calls."""
+
+    def __init__(self, simulation: SimulatedDevice) -> None:
+        super().__init__()
+        self._simulation = simulation
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        simulation = self._simulation
+        name = getattr(func, "__name__", "")
+        if func in (_DEVICE_OF, _IS_CUDA, _IS_CPU):
+            with torch._C.DisableTorchFunction():
+                is_there = simulation.block_of(args[0]) is not None
+                return func(args[0]) if not is_there else _CUDA if func == _DEVICE_OF else func == _IS_CUDA
+        if name in ("to", "cuda", "cpu", "type_as") and isinstance(args[0], Tensor):
+            return self._move(name, func, args, kwargs)
+        if name == "get_device":
+            return 0 if simulation.block_of(args[0]) is not None else -1
+        if name == "is_pinned":
+            return simulation.is_pinned(args[0])
+        if name == "pin_memory":
+            return simulation.pin(args[0].clone())
+        if name in ("tolist", "numpy", "__array__", "__repr__", "__format__") and simulation.block_of(args[0]):
+            simulation.count(name)
+            simulation.current().run_to(simulation.current().num_asked)
+        is_pinned = kwargs.pop("pin_memory", False)
+        target = kwargs.get("device")
+        if target is not None:
+            kwargs["device"] = "cpu"
+            simulation._local.target = torch.device(target).type
+            try:
+                return func(*args, **kwargs)
+            finally:
+                simulation._local.target = None
+        result = func(*args, **kwargs)
+        return simulation.pin(result) if is_pinned and isinstance(result, Tensor) else result
+
+    def _move(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        tensor, *rest = args
+        is_there = self._simulation.block_of(tensor) is not None
+        devices = [one for one in [*rest, kwargs.get("device")] if isinstance(one, (torch.device, str))]
+        others = [one for one in rest if isinstance(one, Tensor)]
+        if others:
+            goes_there = self._simulation.block_of(others[0]) is not None
+            rest = [others[0].dtype]
+        elif name in ("cuda", "cpu"):
+            goes_there, rest = name == "cuda", []
+        else:
+            goes_there = torch.device(devices[0]).type == "cuda" if devices else is_there
+            rest = [one for one in rest if not isinstance(one, (torch.device, str))]
+        kwargs.pop("device", None)
+        dtype = next((one for one in [*rest, kwargs.get("dtype")] if isinstance(one, torch.dtype)), tensor.dtype)
+        if goes_there == is_there:
+            return _tensor_class.to(tensor, *rest, **kwargs) if name != "cuda" else tensor
+        bools = [one for one in rest if isinstance(one, bool)]
+        non_blocking = kwargs.get("non_blocking", bools[0] if bools else False)
+        return _Move.apply(tensor, self._simulation, goes_there, dtype, non_blocking)
+
+
+class _Move(torch.autograd.Function):
+    """A copy to or from the device."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, simulation: Any, goes_there: bool, dtype: Any, non_blocking: bool) -> Tensor:
+        ctx.simulation, ctx.goes_there, ctx.dtype = simulation, goes_there, tensor.dtype
+        with simulation.bare():
+            moved = torch.full(tensor.shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype)
+        if goes_there:
+            simulation.take(moved)
+        moved.copy_(tensor, non_blocking=non_blocking)
+        return moved
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Move.apply(grads[0], ctx.simulation, not ctx.goes_there, ctx.dtype, False), None, None, None, None
+
+
+class _Operations(TorchDispatchMode):
+    """Puts operations on device tensors into the queue of the current stream."""
+
+    def __init__(self, simulation: SimulatedDevice) -> None:
+        super().__init__()
+        self._simulation = simulation
+        self._num_calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            return self._call(func, args, kwargs or {})
+
+    def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        simulation = self._simulation
+        self._num_calls += 1
+        if self._num_calls % 4 == 0:
+            simulation.sweep()
+        target = getattr(simulation._local, "target", None)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        there = [tensor for tensor in tensors if simulation.block_of(tensor) is not None]
+        allocates = func._schema.name.split("::")[1] in _ALLOCATES
+        if not there:
+            result = func(*args, **kwargs)
+            if target == "cuda" and (not tensors or allocates):
+                self._made_there(func, result)
+            return result
+        if allocates and target == "cpu":
+            return func(*args, **kwargs)
+        arguments = func._schema.arguments
+        writes = any(one.alias_info is not None and one.alias_info.is_write for one in arguments)
+        is_view = not writes and any(one.alias_info is not None for one in func._schema.returns)
+        if is_view or func in _SHARES:
+            return func(*args, **kwargs)
+        self._refuse_mixed(func, tensors)
+        if func in _READ_BY_HOST or (func is _aten.index.Tensor and _has_mask(args[1])):
+            return self._read(func, args, kwargs)
+        if func is _aten.copy_.default and simulation.block_of(args[1]) is None and args[1].dim() == 0:
+            number = args[1].clone()  # numbers are handed over with the call
+            args = (args[0], number, *args[2:])
+        return self._write(func, args, kwargs) if writes else self._compute(func, args, kwargs)
+
+    def _made_there(self, func: Any, result: Any) -> None:
+        simulation = self._simulation
+        for made in tree_leaves(result):
+            if isinstance(made, Tensor):
+                simulation.take(made)
+                with simulation.bare():
+                    values = made.clone()
+                    made.view(-1).view(torch.uint8).fill_(_NAN_BYTE) if made.is_contiguous() and made.numel() else None
+                if "empty" not in func._schema.name:
+                    self._push([made], lambda aliases, values=values: aliases[0].copy_(values))
+
+    def _refuse_mixed(self, func: Any, tensors: Sequence[Tensor]) -> None:
+        if func in (_aten.copy_.default, _aten._to_copy.default):
+            return
+        host = [one for one in tensors if self._simulation.block_of(one) is None and one.dim() > 0]
+        if host:
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but found cuda:0 and cpu as arguments of {func}"
+            )
+
+    def _push(self, tensors: Sequence[Tensor], call: Callable[[list[Tensor]], None]) -> None:
+        simulation = self._simulation
+        aliases = [simulation.alias(tensor) for tensor in tensors]
+        blocks = [simulation.block_of(tensor) for tensor in tensors]
+        for block in blocks:
+            if block is not None:
+                block.num_queued += 1
+
+        def operation() -> None:
+            call(aliases)
+            aliases.clear()
+            for block in blocks:
+                if block is not None:
+                    block.num_queued -= 1
+
+        simulation.current().push(operation)
+
+    def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
+        simulation = self._simulation
+        stream = simulation.current()
+        if stream.num_done < stream.num_asked:
+            simulation.count(func._schema.name.split("::")[1])
+        stream.run_to(stream.num_asked)
+        with simulation.bare():
+            result = func(*args, **kwargs)
+        for made in tree_leaves(result):
+            if isinstance(made, Tensor):
+                simulation.take(made)
+        return result
+
+    def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
+        simulation = self._simulation
+        flat = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        places = {id(tensor): number for number, tensor in enumerate(flat)}
+        shape = tree_map_only(Tensor, lambda tensor: _Place(places[id(tensor)]), (args, kwargs))
+
+        def call(aliases: list[Tensor]) -> None:
+            found, named = tree_map_only(_Place, lambda place: aliases[place.number], shape)
+            func(*found, **named)
+
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            with simulation.bare():
+                drawn = torch.empty_like(args[0])
+                func(drawn, *args[1:], **kwargs)
+            self._push([args[0]], lambda aliases: _ignore(aliases[0].copy_(drawn)))
+        else:
+            self._push(flat, call)
+        if func is _aten.copy_.default:
+            self._wait_for_copy(args, kwargs)
+        written = [
+            args[position] if position < len(args) else kwargs.get(argument.name)
+            for position, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        if not func._schema.returns:
+            return None
+        return written[0] if len(func._schema.returns) == 1 else tuple(written)
+
+    def _wait_for_copy(self, args: Any, kwargs: Any) -> None:
+        simulation = self._simulation
+        host = [one for one in args[:2] if simulation.block_of(one) is None]
+        if not host or host[0].dim() == 0 and host[0] is args[1]:
+            return
+        non_blocking = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+        if not (non_blocking and simulation.is_pinned(host[0])):
+            stream = simulation.current()
+            simulation.count("copy" if not non_blocking else "pageable copy")
+            stream.run_to(stream.num_asked)
+
+    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        simulation = self._simulation
+        flat = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        places = {id(tensor): number for number, tensor in enumerate(flat)}
+        shape = tree_map_only(Tensor, lambda tensor: _Place(places[id(tensor)]), (args, kwargs))
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if is_random:  # its mask or noise must be drawn once, from what the inputs will be
+            simulation.current().run_to(simulation.current().num_asked)
+        with simulation.bare():
+            result = func(*args, **kwargs)
+            outs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        memory = {tensor.untyped_storage()._cdata for tensor in flat}
+        if any(made.untyped_storage()._cdata in memory for made in outs):
+            return result  # a view that does not say so
+        for made in outs:
+            simulation.take(made)
+        if is_random:
+            return result
+        with simulation.bare():
+            for made in outs:
+                if made.is_floating_point():
+                    made.fill_(float("nan"))
+
+        def call(aliases: list[Tensor]) -> None:
+            found, named = tree_map_only(_Place, lambda place: aliases[place.number], shape)
+            computed = [leaf for leaf in tree_leaves(func(*found, **named)) if isinstance(leaf, Tensor)]
+            for made, values in zip(aliases[len(flat) :], computed, strict=True):
+                made.copy_(values)
+
+        self._push([*flat, *outs], call)
+        return result
+
+
+class _Place:
+    """Stands for a tensor among the arguments of a call that waits."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def _has_mask(indices: Any) -> bool:
+    return any(isinstance(one, Tensor) and one.dtype == torch.bool for one in indices)
+
+
+def _ignore(value: object) -> None:
+    del value
