@@ -271,9 +271,10 @@ class CheckpointHooks(ParallelStrategy):
         weights_only = self.weights_only if weights_only is None else weights_only
         checkpoint_path = Ranks(self._engine).from_first(checkpoint_path)
         is_plain = self.has_plain_checkpoint_io and not _has_protocol(checkpoint_path)
-        if not is_plain and not Path(checkpoint_path).is_dir():
-            return super().load_checkpoint(checkpoint_path, weights_only)
-        checkpoint = directory.load(self._engine, checkpoint_path, weights_only=weights_only)
+        if is_plain or Path(checkpoint_path).is_dir():
+            checkpoint = directory.load(self._engine, checkpoint_path, weights_only=weights_only)
+        else:
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if "pytorch-lightning_version" not in checkpoint:
             raise ValueError(
                 f"`{checkpoint_path}` is no checkpoint of a Trainer: it has the keys {_some(checkpoint)}, and no"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
@@ -149,12 +150,17 @@ class _Saves(Callback):
             trainer.save_checkpoint(self.path)
 
 
+class _OwnIO(TorchCheckpointIO):
+    """A plugin that somebody wrote."""
+
+
 def _fit(
     rank: int, world: int, make: Any, kind: str, ckpt_path: str | None = None, save: tuple[int, str] = (0, "")
 ) -> Any:
     sees, data = _Sees(rank), _Data(rank, make)
     stage = 3 if kind == "sharded" else 1
-    fitted = trainer(rank, world, stage, callbacks=[sees, _Saves(*save)], max_epochs=2)
+    plugins = [_OwnIO()] if kind == "plugin" else []
+    fitted = trainer(rank, world, stage, callbacks=[sees, _Saves(*save)], max_epochs=2, plugins=plugins)
     fitted.fit(seeded(Net), datamodule=data, ckpt_path=ckpt_path)
     assert ckpt_path is None or getattr(data, "loaded", None) == rank
     return fitted, sees
@@ -174,6 +180,12 @@ def _resume(rank: int, world: int, make: Any, kind: str, steps: int, path: str, 
 @pytest.mark.parametrize("make", [_Loader, _Endless], ids=["sized", "without a length"])
 def test_a_rank_resumes_with_its_own_place_in_its_own_data(make: Any, steps: int, kind: str, tmp_path: Path) -> None:
     run(_resume, WORLD, make, kind, steps, str(tmp_path / "saved.ckpt"))
+
+
+@pytest.mark.parametrize("kind", ["plugin", "protocol"])
+def test_states_of_ranks_come_back_from_a_file_that_a_plugin_or_a_protocol_reads(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "saved.ckpt"
+    run(_resume, WORLD, _Loader, kind, 4, path.as_uri() if kind == "protocol" else str(path))
 
 
 @pytest.mark.parametrize("make", [_torchdata, _torchdata_stream], ids=["shuffled", "stream"])
