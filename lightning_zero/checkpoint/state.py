@@ -151,6 +151,8 @@ def copy_ranges(items: Sequence[tuple[str, Any, Segment]]) -> None:
 
 # -- Optimizers --------------------------------------------------------------------------------------------------------
 
+Place = tuple[int, int, int]  # of a parameter: optimizer, group, index in the group
+
 # 0-dim states that count steps, also of a 0-dim parameter
 COUNTERS = frozenset({"step", "mu_product", "mu", "eta"})
 
@@ -230,24 +232,20 @@ def _load_optimizers(
             " `configure_optimizers` must return what it returned when the checkpoint was saved."
         )
     permuted = []
+    places = _places(engine, optimizers)
     for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
-        saved_names = names[number] if len(names) == len(states) else None
-        if not _load_optimizer(engine, optimizer, state, saved_names, f"optimizer {number}"):
+        saved_names = names[number] if len(names) == len(states) else []
+        state = _named(state, saved_names, places, number)
+        _refuse_of_others(state, places, number)
+        if not _load_optimizer(engine, optimizer, state, f"optimizer {number}"):
             permuted.append(optimizer)
     return permuted
 
 
-def _load_optimizer(
-    engine: ZeroEngine,
-    optimizer: Optimizer,
-    state: Mapping[str, Any],
-    saved_names: Sequence[Sequence[str]] | None,
-    label: str,
-) -> bool:
+def _load_optimizer(engine: ZeroEngine, optimizer: Optimizer, state: Mapping[str, Any], label: str) -> bool:
     """Load the state of one optimizer. Return whether the checkpoint has its groups in this order."""
     records = {id(record.parameter): record for record in engine.records()}
     groups = [[records[id(param)] for param in group["params"]] for group in optimizer.param_groups]
-    state = _named(state, saved_names, _names_of(groups))
     slots = _slots_by_name(groups, state, label)
     saved_groups = state["param_groups"]
     state = {**state, "param_groups": _in_order_of(groups, saved_groups, label)}
@@ -280,17 +278,48 @@ def _names_of(groups: Sequence[Sequence[ParameterRecord]]) -> dict[str, str]:
     return {alias: record.name for group in groups for record in group for alias in (record.name, *record.aliases)}
 
 
+def _places(engine: ZeroEngine, optimizers: Sequence[Optimizer]) -> dict[str, Place]:
+    """Return where every parameter is stepped, by all of its names."""
+    records = {id(record.parameter): record for record in engine.records()}
+    return {
+        name: (number, group_number, index)
+        for number, optimizer in enumerate(optimizers)
+        for group_number, group in enumerate(optimizer.param_groups)
+        for index, param in enumerate(group["params"])
+        for name in (records[id(param)].name, *records[id(param)].aliases)
+    }
+
+
 def _named(
-    state: Mapping[str, Any], saved_names: Sequence[Sequence[str]] | None, names: Mapping[str, str]
+    state: Mapping[str, Any], saved_names: Sequence[Sequence[str]], places: Mapping[str, Place], number: int
 ) -> Mapping[str, Any]:
-    """Return a state by name, where names were saved beside and are those of the parameters here."""
-    saved_groups = state["param_groups"]
-    fits = (
-        saved_names is not None
-        and [len(group["params"]) for group in saved_groups] == [len(group) for group in saved_names]
-        and {names.get(name) for group in saved_names for name in group} == set(names.values())
-    )
-    return by_name(state, saved_names) if fits and saved_names is not None else state
+    """Return a state by name, where names were saved beside.
+
+    It stays by position if no name speaks against that: parameters that have other names now are known by their place.
+    """
+    if [len(group["params"]) for group in state["param_groups"]] != [len(group) for group in saved_names]:
+        return state
+    saved = {
+        name: (number, group_number, index)
+        for group_number, group in enumerate(saved_names)
+        for index, name in enumerate(group)
+    }
+    is_in_place = all(places.get(name, place) == place for name, place in saved.items())
+    return state if is_in_place else by_name(state, saved_names)
+
+
+def _refuse_of_others(state: Mapping[str, Any], places: Mapping[str, Place], number: int) -> None:
+    """Refuse the state of a parameter that another optimizer steps now.
+
+    Raises:
+        ValueError: There is one.
+    """
+    for name in (name for group in state["param_groups"] for name in group["params"] if name in places):
+        if places[name][0] != number:
+            raise ValueError(
+                f"The checkpoint has the state of `{name}` in optimizer {number}, and optimizer {places[name][0]} steps"
+                " it now. `configure_optimizers` must return the optimizers in the order of the checkpoint."
+            )
 
 
 def _in_order_of(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_zero.checkpoint import directory, state
+from lightning_zero.checkpoint.flat import PARAMETER_NAMES
 from lightning_zero.checkpoint.planner import Segment
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.errors import ReleasedParameterError
@@ -243,6 +245,58 @@ def _resume_split_otherwise(rank: int, world: int, full: bool, path: str) -> Non
 @pytest.mark.parametrize("full", [False, True], ids=["directory", "file"])
 def test_groups_of_other_parameters_are_refused_by_name(full: bool, tmp_path: Path) -> None:
     worlds.run(_resume_split_otherwise, 2, full, str(tmp_path / "saved"))
+
+
+# -- Names that a file has beside the numbers --------------------------------------------------------------------------
+
+
+def _of_blocks(seed: int, kind: str) -> tuple[ZeroEngine, programs.Model, list[torch.optim.Optimizer]]:
+    worlds.seed(seed)
+    model = programs.Model()
+    first, second = model.blocks
+    if "renamed" in kind:
+        second.layer = second.linear
+        del second.linear
+        second.forward = lambda x: x + torch.tanh(second.layer(second.norm(x)))
+    engine = ZeroEngine(1)
+    engine.shard(model)
+    groups: list[dict[str, Any]] = [
+        {"params": list(first.parameters()), "lr": 0.1},
+        {"params": list(second.parameters()), "lr": 0.01},
+    ]
+    groups = groups[::-1] if "swapped" in kind else groups
+    of_optimizers = [[group] for group in groups] if "optimizers" in kind else [groups]
+    optimizers = [torch.optim.AdamW(own) for own in of_optimizers]
+    engine.attach(*optimizers)
+    return engine, model, optimizers
+
+
+def _resume_blocks(rank: int, world: int, full: bool, saved: str, kind: str, message: str, path: str) -> None:
+    engine, model, optimizers = _of_blocks(0, saved)
+    programs.step(engine, model, optimizers[0], 0)
+    directory.save(engine, programs.snapshot(engine, model, *optimizers), path, full=full)
+    other, _, resumed = _of_blocks(1, kind)
+    checkpoint = directory.load(other, path)
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        names = checkpoint.get(PARAMETER_NAMES, ())
+        state.load_optimizer_state(other, resumed, checkpoint["optimizer_states"], names)
+        assert [group["lr"] for one in resumed for group in one.param_groups] == [0.1, 0.01]
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["directory", "file"])
+def test_swapped_optimizers_do_not_take_the_states_of_each_other(full: bool, tmp_path: Path) -> None:
+    message = "state of `blocks.0.norm.weight` in optimizer 0, and optimizer 1 steps it now.*in the order"
+    path = str(tmp_path / "saved")
+    worlds.run(_resume_blocks, 2, full, "optimizers", "swapped optimizers", message, path)
+
+
+def test_swapped_groups_do_not_take_the_options_of_each_other_where_a_name_is_new(tmp_path: Path) -> None:
+    message = "state of `blocks.1.linear.weight`, which optimizer 0 does not step.*`blocks.1.layer.weight`"
+    worlds.run(_resume_blocks, 2, True, "groups", "swapped renamed", message, str(tmp_path / "saved"))
+
+
+def test_renamed_parameters_resume_from_a_file_by_their_place(tmp_path: Path) -> None:
+    worlds.run(_resume_blocks, 2, True, "groups", "renamed", "", str(tmp_path / "saved"))
 
 
 def _copied(rank: int, world: int) -> None:
