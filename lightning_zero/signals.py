@@ -39,6 +39,7 @@ class Signals:
         self._agree = agree
         self._requeue_signal = 0  # number of the one that SLURM has sent
         self._terminate_signal = 0
+        self._is_requeued = False  # srun signals every rank, and some may notice a batch later
 
     def bind(self) -> None:
         """Take the place of the Trainer's handlers, before it registers them, and of its question."""
@@ -68,8 +69,8 @@ class Signals:
         noted = torch.tensor([self._requeue_signal, self._terminate_signal])
         requeue, terminate = self._agree(noted, "agreement on signals in front of a training batch").tolist()
         connector = self._trainer._signal_connector
-        if requeue:
-            self._requeue_signal = 0
+        if requeue and not self._is_requeued:
+            self._is_requeued = True
             type(connector)._slurm_sigusr_handler_fn(connector, requeue, None)  # type: ignore[arg-type]
         if terminate:
             log.info("All ranks end, because one has got %s.", signal.Signals(terminate).name)

@@ -56,8 +56,14 @@ for _hook in _HOOKS:
 
 
 def _fit(rank: int, world: int, number: int, places: tuple[Place | None, ...], folder: str) -> list[Any]:
+    """Return the commands that were called, each with the checkpoints that were there."""
     calls: list[Any] = []
-    signal_connector.call = lambda command: calls.append(command) or 0  # type: ignore[attr-defined]
+
+    def call(command: list[str]) -> int:
+        calls.append((command, _checkpoints(folder)))
+        return 0
+
+    signal_connector.call = call  # type: ignore[attr-defined]
     os.environ["SLURM_JOB_ID"] = "17"
     callbacks = [_Sends(places[rank], number), OnExceptionCheckpoint(folder)]
     fitted = make_trainer(
@@ -79,6 +85,14 @@ def _fit(rank: int, world: int, number: int, places: tuple[Place | None, ...], f
     return calls
 
 
+def _checkpoints(folder: str | Path) -> list[str]:
+    return sorted(entry for entry in os.listdir(folder) if entry.endswith(".ckpt"))
+
+
+def _called(name: str) -> list[Any]:
+    return [[(["scontrol", "requeue", "17"], [name])], []]
+
+
 _AT: Any = [
     (None, ("on_after_backward", 1)),
     (("on_train_batch_end", 1), ("on_before_optimizer_step", 1)),
@@ -91,9 +105,14 @@ _AT: Any = [
 def test_a_signal_is_one_save_on_all_ranks(number: int, places: tuple[Place | None, ...], tmp_path: Path) -> None:
     calls = worlds.run(_fit, 2, number, places, str(tmp_path))
     name = "hpc_ckpt_1.ckpt" if number == _SENT else "on_exception.ckpt"
-    assert [entry for entry in os.listdir(tmp_path) if entry.endswith(".ckpt")] == [name]
+    assert _checkpoints(tmp_path) == [name]
     content = directory.load(None, tmp_path / name)
     assert content["global_step"] == 2
     for key, value in worlds.run(_weights, 2)[0][2].items():
         assert torch.equal(content["state_dict"][key][:], value), key
-    assert calls == [[["scontrol", "requeue", "17"]] if number == _SENT else [], []]
+    assert calls == (_called(name) if number == _SENT else [[], []])
+
+
+def test_a_signal_that_reaches_ranks_on_two_sides_of_a_batch_requeues_once(tmp_path: Path) -> None:
+    places = (("on_train_batch_end", 1), ("on_train_batch_end", 2))
+    assert worlds.run(_fit, 2, _SENT, places, str(tmp_path)) == _called("hpc_ckpt_1.ckpt")
