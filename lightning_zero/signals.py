@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
@@ -32,11 +33,15 @@ class Signals:
     Args:
         trainer: Whose handlers take notes.
         agree: Returns the largest values of all ranks. Collective.
+        saves_wait: Returns a context in which saves return when they are on the disk.
     """
 
-    def __init__(self, trainer: pl.Trainer, agree: Agree) -> None:
+    def __init__(
+        self, trainer: pl.Trainer, agree: Agree, saves_wait: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self._trainer = trainer
         self._agree = agree
+        self._saves_wait = saves_wait
         self._requeue_signal = 0  # number of the one that SLURM has sent
         self._terminate_signal = 0
         self._is_requeued = False  # srun signals every rank, and some may notice a batch later
@@ -71,7 +76,8 @@ class Signals:
         connector = self._trainer._signal_connector
         if requeue and not self._is_requeued:
             self._is_requeued = True
-            type(connector)._slurm_sigusr_handler_fn(connector, requeue, None)  # type: ignore[arg-type]
+            with self._saves_wait():  # SLURM may end the job as soon as it is requeued
+                type(connector)._slurm_sigusr_handler_fn(connector, requeue, None)  # type: ignore[arg-type]
         if terminate:
             log.info("All ranks end, because one has got %s.", signal.Signals(terminate).name)
             connector.received_sigterm = True

@@ -261,9 +261,18 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self.setup_precision_plugin()
         self.model_to_device()
         if self.world_size > 1:
-            Signals(trainer, self.engine.everyone.agree).bind()
+            Signals(trainer, self.engine.everyone.agree, self._saves_wait).bind()
         self._is_running = True
         self._announce()
+
+    @contextmanager
+    def _saves_wait(self) -> Generator[None, None, None]:
+        """Let saves return when they are on the disk, whatever `async_save` says."""
+        was, self.async_save = self.async_save, False
+        try:
+            yield
+        finally:
+            self.async_save = was
 
     def _shard(self, module: pl.LightningModule, *, is_fitting: bool) -> None:
         recipe = self._recipe()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,9 @@ for _hook in _HOOKS:
     setattr(_Sends, _hook, lambda self, trainer, *args, hook=_hook: self.visit(hook, trainer))
 
 
-def _fit(rank: int, world: int, number: int, places: tuple[Place | None, ...], folder: str) -> list[Any]:
+def _fit(
+    rank: int, world: int, number: int, places: tuple[Place | None, ...], folder: str, async_save: bool = False
+) -> list[Any]:
     """Return the commands that were called, each with the checkpoints that were there."""
     calls: list[Any] = []
 
@@ -69,7 +72,7 @@ def _fit(rank: int, world: int, number: int, places: tuple[Place | None, ...], f
     fitted = make_trainer(
         rank,
         world,
-        ZeroStrategy(stage=3, timeout=60),
+        ZeroStrategy(stage=3, timeout=60, async_save=async_save),
         max_epochs=1,
         environment=_Slurm(rank, world),
         callbacks=callbacks,
@@ -111,6 +114,19 @@ def test_a_signal_is_one_save_on_all_ranks(number: int, places: tuple[Place | No
     for key, value in worlds.run(_weights, 2)[0][2].items():
         assert torch.equal(content["state_dict"][key][:], value), key
     assert calls == (_called(name) if number == _SENT else [[], []])
+
+
+def _fit_and_write_slowly(rank: int, world: int, *args: Any) -> list[Any]:
+    write = directory.write
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(directory, "write", lambda *args, **options: time.sleep(0.5) or write(*args, **options))
+        return _fit(rank, world, *args)
+
+
+def test_a_job_is_requeued_when_its_asynchronous_checkpoint_is_on_the_disk(tmp_path: Path) -> None:
+    place = ("on_train_batch_end", 1)
+    calls = worlds.run(_fit_and_write_slowly, 2, _SENT, (place, place), str(tmp_path), True)
+    assert calls == _called("hpc_ckpt_1.ckpt")
 
 
 def test_a_signal_that_reaches_ranks_on_two_sides_of_a_batch_requeues_once(tmp_path: Path) -> None:
