@@ -24,20 +24,20 @@ BATCH = 8
 RATES = (1e-3, 3e-3)
 COUNTED = 20  # steps at the end whose losses are averaged
 
-_Chance = Callable[[Tensor], Tensor | float]
-_AWAY = 1.0 - 2.0**-20  # added to a magnitude that is then cut
+_Chance = Callable[[Tensor], Tensor | int]
+_ONE = 1 << 16  # of 2^16 chances the share that takes the upper code is its nearness
 
 
-def _nearest(values: Tensor) -> float:
-    return 0.5
+def _nearest(values: Tensor) -> int:
+    return _ONE // 2
 
 
-def _away(values: Tensor) -> float:
-    return _AWAY
+def _away(values: Tensor) -> int:
+    return _ONE - 1
 
 
 def _by_chance(values: Tensor) -> Tensor:
-    return torch.rand_like(values)
+    return torch.randint(_ONE, values.shape, dtype=torch.int32)
 
 
 # How codes of the first and of the second moment are rounded.
@@ -71,10 +71,9 @@ class _Moments:
         if self._rule is not None:
             first, second = self._rule
             self._first = adamw_int8._decode(*adamw_int8._encode(self._first, first(self._first)))
-            root = self._second.sqrt()
-            codes, scales = adamw_int8._encode(root, second(root))
-            adamw_int8._keep_from_zero(codes, root, scales)
-            self._second = adamw_int8._decode(codes, scales).square_()
+            self._second = adamw_int8._decode_root(
+                *adamw_int8._encode_root(self._second.sqrt(), second(self._second))
+            ).square_()
 
 
 def train(rule: str, lr: float, num_steps: int) -> float:

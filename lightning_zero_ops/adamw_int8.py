@@ -5,16 +5,18 @@ v, and those of the gradient and of ``out``; fp32 moments need 24 for p, m and v
 
 Note [Int8 moments]
     A tensor is cut into blocks of ``BLOCK`` elements from its start; it is a rank's piece of one parameter, so no block
-    crosses a shard or a parameter. With codes ``q`` and the scale ``s`` of a block, ``m = q s`` and ``v = (q s)^2``: of
-    the second moment the square root is kept, because its logarithm has half the range. ``s`` is the largest magnitude
-    over 127, rounded up to 17 bits, so that ``q s`` is exact in fp32: moments that are decoded, saved, loaded and
-    encoded have the same codes. Blocks: arXiv:2110.02861. A block with a value that is not finite decodes to NaN.
+    crosses a shard or a parameter. A block has a scale ``s``, a power of two such that its largest magnitude is in
+    ``(s, 2 s]``, and a code per element: a floating point number below ``2 s`` of 4 bits of exponent and, for the first
+    moment, a sign and 3 bits of mantissa; for the second, whose root is kept, 4. So the 14 octaves from ``2 s`` down to
+    ``2^-13 s`` have 8 or 16 codes each, and what is below has as many, evenly. A linear code would store every root
+    below a 127th of the largest one as that: elements with small gradients would hardly move (ADR 0024). Products with
+    powers of two are exact: moments that are decoded, saved, loaded and encoded are the same. Blocks: arXiv:2110.02861.
+    A block with a value that is not finite has an infinite scale and decodes to NaN.
 
 Note [Rounded by chance]
     In a step m moves by a tenth of its difference to the gradient and sqrt(v) by 0.05 % (beta2 = 0.999), and two codes
-    are a 127th of the block's largest value apart. Rounded to the nearest, small first moments would never fall and
-    second moments would stand still; always away from zero, second moments never fall below the block's largest (ADR
-    0024 has the figures). So a value becomes the upper or the lower code with the probability of its nearness, and the
+    are 3 to 12 % of a value apart. Rounded to the nearest, small first moments would never fall and second moments
+    would stand still. So a value becomes the upper or the lower code with the probability of its nearness, and the
     expected moment is the exact one. The bits of chance are a hash of position and step. A second moment that is not
     zero is never stored as zero: no step is divided by ``eps`` alone.
 """
@@ -22,12 +24,13 @@ Note [Rounded by chance]
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from lightning_zero_ops.registry import cdiv, define, jit, on_device_of, tl
-from lightning_zero_ops.rounding import hash_bits, keys_of, mix
+from lightning_zero_ops.rounding import hash_bits, keys_of, mix, wrapped
 
 __all__ = [
     "BLOCK",
@@ -40,9 +43,13 @@ __all__ = [
 ]
 
 BLOCK = 256
-_MIN_SCALE = 2.0**-126
-_LARGEST_CODE = 127.0
-_ALMOST_LARGEST = 126.99  # the largest value of a block over its rounded scale is between this and 127
+_MANTISSA, _MANTISSA_SQ = 3, 4  # bits of the codes of the first moment and of the root of the second
+_SMALLEST = 2.0**-13  # times the scale: the smallest value whose code has all bits of its mantissa
+_OFFSET = 113  # bits of the exponent in fp32 less those in a code
+_CHANCE_BITS = 16
+_NEAREST = 1 << (_CHANCE_BITS - 1)
+_MIN_LARGEST = 2.0**-100  # so that no value of a code is subnormal in fp32
+_MAX_LARGEST = 2.0**126  # so that no inverse of a scale is
 
 # -- Codes -------------------------------------------------------------------------------------------------------------
 
@@ -54,20 +61,18 @@ def decode_exp_avg(codes: Tensor, scales: Tensor) -> Tensor:
 
 def decode_exp_avg_sq(codes: Tensor, scales: Tensor) -> Tensor:
     """Return the second moment, fp32 in the shape of ``codes``."""
-    return decode_exp_avg(codes, scales).square_()
+    return _decode_root(codes.reshape(-1), scales)[: codes.numel()].view(codes.shape).square_()
 
 
 def encode_exp_avg(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes in the shape of ``values``, and scales (ceil(n / BLOCK),): to the nearest, for loaded values."""
-    codes, scales = _encode(_padded(values.reshape(-1).float()), 0.5)
+    codes, scales = _encode(_padded(values.reshape(-1).float()), _NEAREST)
     return codes[: values.numel()].clone().view(values.shape), scales
 
 
 def encode_exp_avg_sq(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes in the shape of ``values``, and scales (ceil(n / BLOCK),), of a second moment."""
-    roots = _padded(values.reshape(-1).float()).sqrt()
-    codes, scales = _encode(roots, 0.5)
-    _keep_from_zero(codes, roots, scales)
+    codes, scales = _encode_root(_padded(values.reshape(-1).float()).sqrt_(), _NEAREST)
     return codes[: values.numel()].clone().view(values.shape), scales
 
 
@@ -76,35 +81,73 @@ def _padded(values: Tensor) -> Tensor:
 
 
 def _decode(codes: Tensor, scales: Tensor) -> Tensor:
-    """Return codes times scales, with zeros up to whole blocks."""
-    values = scales.new_zeros(scales.numel() * BLOCK)
-    values[: codes.numel()].copy_(codes)
-    values.view(-1, BLOCK).mul_(scales.unsqueeze(1))
-    return values
+    """Return what signed codes stand for, with zeros up to whole blocks."""
+    return _looked_up(_values(codes.device), codes, scales)
 
 
-def _encode(values: Tensor, chance: Tensor | float) -> tuple[Tensor, Tensor]:
-    """Return codes and scales of whole blocks; ``chance`` in [0, 1) is added to magnitudes that are then cut."""
-    blocks = values.view(-1, BLOCK)
-    size = blocks.abs()
-    largest = size.amax(1)
-    scales = _rounded_up(torch.where(largest.isnan(), torch.inf, largest) / _LARGEST_CODE)
-    size.div_(scales.unsqueeze(1))
-    is_largest = size > _ALMOST_LARGEST
-    size.view(-1).add_(chance)
-    size.floor_().masked_fill_(is_largest, _LARGEST_CODE).nan_to_num_(nan=0.0)
-    return size.copysign_(blocks).to(torch.int8).view(-1), scales
+def _decode_root(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return what codes of roots stand for, with zeros up to whole blocks."""
+    return _looked_up(_root_values(codes.device), codes, scales)
 
 
-def _rounded_up(scales: Tensor) -> Tensor:
-    """Return scales of 17 bits: see Note [Int8 moments]."""
-    bits = scales.clamp_(min=_MIN_SCALE).view(torch.int32)
-    return ((bits + 0x7F) & -0x80).view(torch.float32)
+def _looked_up(values: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    found = values.index_select(0, _padded(codes.view(torch.uint8)).int())
+    found.view(-1, BLOCK).mul_(scales.unsqueeze(1))
+    return found
 
 
-def _keep_from_zero(codes: Tensor, roots: Tensor, scales: Tensor) -> None:
-    is_above = roots.view(-1, BLOCK) / scales.unsqueeze(1) > 0  # not in a block whose scale is infinite
-    codes.masked_fill_((codes == 0) & is_above.view(-1), 1)
+@cache
+def _values(device: torch.device) -> Tensor:
+    """Return what the 256 signed codes stand for, by their bits; -128 does not occur."""
+    positive = _magnitudes(torch.arange(128), _MANTISSA)
+    return torch.cat((positive, -positive.flip(0)[:1], -positive[1:].flip(0))).to(device)
+
+
+@cache
+def _root_values(device: torch.device) -> Tensor:
+    """Return what the 256 codes of roots stand for."""
+    return _magnitudes(torch.arange(256), _MANTISSA_SQ).to(device)
+
+
+def _magnitudes(codes: Tensor, mantissa: int) -> Tensor:
+    values = ((codes.int() << (23 - mantissa)) + (_OFFSET << 23)).view(torch.float32)
+    return torch.where(codes < 1 << mantissa, codes * (_SMALLEST / (1 << mantissa)), values)
+
+
+def _encode(values: Tensor, chance: Tensor | int) -> tuple[Tensor, Tensor]:
+    """Return signed codes and scales of whole blocks.
+
+    Args:
+        values: (n,) fp32, of whole blocks.
+        chance: From 0 to 2^16 - 1: the upper code is taken where its nearness is above ``1 - chance / 2^16``.
+    """
+    relative, scales = _relative(values.abs())
+    return _codes(relative, chance, _MANTISSA).copysign(values).to(torch.int8), scales
+
+
+def _encode_root(roots: Tensor, chance: Tensor | int) -> tuple[Tensor, Tensor]:
+    """Return codes, unsigned in the bits of int8, and scales of whole blocks; no code is zero but that of zero."""
+    relative, scales = _relative(roots)
+    codes = torch.maximum(_codes(relative, chance, _MANTISSA_SQ), relative.sign_().int())
+    return codes.to(torch.uint8).view(torch.int8), scales
+
+
+def _relative(size: Tensor) -> tuple[Tensor, Tensor]:
+    """Return magnitudes over their scales, zeros in blocks that are not finite, and the scales."""
+    largest = size.view(-1, BLOCK).amax(1)
+    is_finite = largest <= _MAX_LARGEST  # false for NaN as well
+    exponent = (largest.clamp_(_MIN_LARGEST, _MAX_LARGEST).view(torch.int32) - 1) & 0x7F800000
+    inverse = torch.where(is_finite, (0x7F000000 - exponent).view(torch.float32), 0.0)
+    relative = (size.view(-1, BLOCK) * inverse.unsqueeze(1)).nan_to_num_(nan=0.0).view(-1)
+    return relative, torch.where(is_finite, exponent.view(torch.float32), torch.inf)
+
+
+def _codes(relative: Tensor, chance: Tensor | int, mantissa: int) -> Tensor:
+    """Return codes of magnitudes from 0 to 2, int32."""
+    # Evenly spaced, as below the smallest value of a full mantissa, where these are the lower ones.
+    even = (relative * ((1 << mantissa) / _SMALLEST)).add_(chance, alpha=2.0**-_CHANCE_BITS).int()
+    bits = torch.add(relative.view(torch.int32), chance, alpha=1 << (23 - mantissa - _CHANCE_BITS))
+    return bits.bitwise_right_shift_(23 - mantissa).sub_(_OFFSET << mantissa).clamp_(min=1 << mantissa).minimum(even)
 
 
 # -- Reference ---------------------------------------------------------------------------------------------------------
@@ -128,17 +171,17 @@ def pytorch_step_(
         stop = min(start + chunk, param.numel())
         part, blocks = slice(start, stop), slice(start // BLOCK, cdiv(stop, BLOCK))
         m = _decode(exp_avg[part], exp_avg_scales[blocks])
-        v = _decode(exp_avg_sq[part], exp_avg_sq_scales[blocks]).square_()
+        v = _decode_root(exp_avg_sq[part], exp_avg_sq_scales[blocks]).square_()
         value = grad[part].float() if factor is None else grad[part].float() * factor
         fused(
             [param[part]], [value], [m[: stop - start]], [v[: stop - start]], [], [steps], lr=lr, beta1=beta1,
             beta2=beta2, weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
         )  # fmt: skip
-        bits = hash_bits(torch.arange(start, start + m.numel(), device=param.device).int(), key)
-        codes, exp_avg_scales[blocks] = _encode(m, (bits & 0xFFFF) * 2.0**-16)
+        positions = torch.arange(m.numel(), dtype=torch.int32, device=param.device).add_(wrapped(start))
+        bits = hash_bits(positions, key)
+        codes, exp_avg_scales[blocks] = _encode(m, bits & 0xFFFF)
         exp_avg[part].copy_(codes[: stop - start])
-        codes, exp_avg_sq_scales[blocks] = _encode(v.sqrt_(), ((bits >> 16) & 0xFFFF) * 2.0**-16)
-        _keep_from_zero(codes, v, exp_avg_sq_scales[blocks])
+        codes, exp_avg_sq_scales[blocks] = _encode_root(v.sqrt_(), (bits >> 16) & 0xFFFF)
         exp_avg_sq[part].copy_(codes[: stop - start])
         if out is not None:
             out[part].copy_(param[part])
@@ -154,18 +197,29 @@ _NUM_WARPS = 4
 
 
 @jit
-def _scales_of(size):  # type: ignore[no-untyped-def]
-    largest = tl.max(tl.where(size == size, size, float("inf")), 1)
-    scale = tl.maximum(largest / 127.0, 1.1754943508222875e-38)
-    return ((scale.to(tl.int32, bitcast=True) + 0x7F) & -0x80).to(tl.float32, bitcast=True)
+def _value_of(code, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]
+    small = code.to(tl.float32) * (0.0001220703125 / (1 << MANTISSA))
+    value = ((code << (23 - MANTISSA)) + (113 << 23)).to(tl.float32, bitcast=True)
+    return tl.where(code < (1 << MANTISSA), small, value)
 
 
 @jit
-def _codes_of(size, scale, bits):  # type: ignore[no-untyped-def]
-    value = size * (1.0 / scale)[:, None]
-    value = tl.where(value == value, value, 0.0)
-    code = tl.floor(value + bits.to(tl.float32) * 1.52587890625e-05)
-    return tl.where(value > 126.99, 127.0, code)
+def _scale_and_inverse(size):  # type: ignore[no-untyped-def]
+    largest = tl.max(tl.where(size == size, size, float("inf")), 1)
+    is_finite = largest <= 8.507059173023462e37  # 2^126
+    bounded = tl.minimum(tl.maximum(largest, 7.888609052210118e-31), 8.507059173023462e37)  # from 2^-100
+    exponent = (bounded.to(tl.int32, bitcast=True) - 1) & 0x7F800000
+    scale = tl.where(is_finite, exponent.to(tl.float32, bitcast=True), float("inf"))
+    return scale, tl.where(is_finite, (0x7F000000 - exponent).to(tl.float32, bitcast=True), 0.0)
+
+
+@jit
+def _code_of(size, inverse, chance, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]
+    relative = size * inverse[:, None]
+    relative = tl.where(relative == relative, relative, 0.0)
+    small = relative * (8192.0 * (1 << MANTISSA)) + chance.to(tl.float32) * 1.52587890625e-05
+    bits = relative.to(tl.int32, bitcast=True) + (chance.to(tl.int32) << (7 - MANTISSA))
+    return tl.where(relative < 0.0001220703125, small.to(tl.int32), (bits >> (23 - MANTISSA)) - (113 << MANTISSA))
 
 
 @jit
@@ -178,10 +232,11 @@ def _adamw_int8_kernel(  # type: ignore[no-untyped-def]
     inside, is_block = at < numel, row < num_blocks
     g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
     p = tl.load(param + at, mask=inside, other=0.0)
-    m = tl.load(exp_avg + at, mask=inside, other=0).to(tl.float32)
-    m *= tl.load(exp_avg_scales + row, mask=is_block, other=0.0)[:, None]
-    v = tl.load(exp_avg_sq + at, mask=inside, other=0).to(tl.float32)
-    v *= tl.load(exp_avg_sq_scales + row, mask=is_block, other=0.0)[:, None]
+    code = tl.load(exp_avg + at, mask=inside, other=0).to(tl.int32)
+    m = _value_of(tl.abs(code), 3) * tl.load(exp_avg_scales + row, mask=is_block, other=0.0)[:, None]
+    m = tl.where(code < 0, -m, m)
+    code = tl.load(exp_avg_sq + at, mask=inside, other=0).to(tl.int32) & 0xFF
+    v = _value_of(code, 4) * tl.load(exp_avg_sq_scales + row, mask=is_block, other=0.0)[:, None]
     if factor is not None:
         g *= tl.load(factor)
     # Neither 0 times infinity nor infinity less infinity: both would be NaN.
@@ -196,13 +251,13 @@ def _adamw_int8_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + at, p.to(out.dtype.element_ty), mask=inside)
     bits = mix(at.to(tl.uint32) ^ tl.cast(key, tl.uint32))
     m, root = tl.where(inside, m, 0.0), tl.where(inside, root, 0.0)
-    scale = _scales_of(tl.abs(m))
-    code = _codes_of(tl.abs(m), scale, bits & 0xFFFF)
+    scale, inverse = _scale_and_inverse(tl.abs(m))
+    code = _code_of(tl.abs(m), inverse, bits & 0xFFFF, 3)
     tl.store(exp_avg + at, tl.where(m < 0.0, -code, code).to(tl.int8), mask=inside)
     tl.store(exp_avg_scales + row, scale, mask=is_block)
-    scale = _scales_of(root)
-    code = _codes_of(root, scale, bits >> 16)
-    code = tl.where(root * (1.0 / scale)[:, None] > 0.0, tl.maximum(code, 1.0), code)
+    scale, inverse = _scale_and_inverse(root)
+    code = _code_of(root, inverse, bits >> 16, 4)
+    code = tl.where((root > 0.0) & (scale < float("inf"))[:, None], tl.maximum(code, 1), code)
     tl.store(exp_avg_sq + at, code.to(tl.int8), mask=inside)
     tl.store(exp_avg_sq_scales + row, scale, mask=is_block)
 

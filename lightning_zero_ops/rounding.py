@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_zero_ops.elementwise import launch
 from lightning_zero_ops.registry import define, jit, refuse_duals, tl
 
-__all__ = ["hash_bits", "keys_of", "mix", "round_stochastic"]
+__all__ = ["hash_bits", "keys_of", "mix", "round_stochastic", "wrapped"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SCRATCH_NUMEL = 1 << 16
@@ -47,18 +47,18 @@ def keys_of(seed: int) -> tuple[int, int]:
 
 def hash_bits(bits: Tensor, key: int) -> Tensor:
     """Mix 32 bits and a 32-bit key: int32, whose products wrap."""
-    bits = bits ^ _signed(key)
+    bits = bits ^ wrapped(key)
     bits ^= (bits >> 16).bitwise_and_(0xFFFF)
     bits *= 0x7FEB352D
     bits ^= (bits >> 15).bitwise_and_(0x1FFFF)
-    bits *= _signed(0x846CA68B)
+    bits *= wrapped(0x846CA68B)
     bits ^= (bits >> 16).bitwise_and_(0xFFFF)
     return bits
 
 
-def _signed(bits: int) -> int:
-    """Return the int32 with the bits of an unsigned number."""
-    return bits - (1 << 32) if bits >= 1 << 31 else bits
+def wrapped(number: int) -> int:
+    """Return the int32 with the lower 32 bits of a number."""
+    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 # -- Kernel ------------------------------------------------------------------------------------------------------------
