@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_zero_ops.adamw_int8 import adamw_int8_step_
 from lightning_zero_ops.chunks import step_in_chunks
 from lightning_zero_ops.elementwise import launch
-from lightning_zero_ops.registry import check_flat, define, jit, tl
+from lightning_zero_ops.registry import check_factor, check_flat, define, jit, tl
 
 __all__ = ["adamw_step_", "pytorch_step_"]
 
@@ -164,6 +164,7 @@ def adamw_step_(
     check_flat("adamw_step_", _FP32, param=param)
     check_flat("adamw_step_", (*_FLOATS,), param=param, grad=grad, out=out)
     check_flat("adamw_step_", _MOMENTS, param=param, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    check_factor("adamw_step_", factor, param)
     if step < 1:
         raise ValueError(f"`step={step!r}` must be 1 at the first step.")
     if weight_decay and l2:

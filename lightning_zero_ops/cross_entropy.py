@@ -46,6 +46,7 @@ from torch import Tensor
 
 from lightning_zero_ops.registry import (
     cdiv,
+    check_devices,
     define,
     differentiable_gradients,
     jit,
@@ -459,6 +460,7 @@ def linear_cross_entropy(
         ValueError: Shapes that do not fit, options out of range, on CPUs labels outside of the vocabulary.
     """
     _check_options(reduction, label_smoothing, z_loss, softcap, chunk_tokens)
+    check_devices("linear_cross_entropy", x=x, weight=weight, target=target, bias=bias)
     refuse_duals("linear_cross_entropy", x, weight, bias)
     device = x.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_zero_ops.chunks import step_in_chunks
 from lightning_zero_ops.elementwise import launch
-from lightning_zero_ops.registry import check_flat, define, jit, tl
+from lightning_zero_ops.registry import check_factor, check_flat, define, jit, tl
 
 __all__ = ["lion_step_"]
 
@@ -122,4 +122,5 @@ def lion_step_(
     check_flat("lion_step_", _FP32, param=param)
     check_flat("lion_step_", _FLOATS, param=param, grad=grad, out=out)
     check_flat("lion_step_", _MOMENTS, param=param, exp_avg=exp_avg)
+    check_factor("lion_step_", factor, param)
     _lion_step(param, exp_avg, out, grad, factor, lr, betas[0], betas[1], weight_decay)

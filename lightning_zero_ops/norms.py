@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lightning_zero_ops.registry import (
     cdiv,
+    check_devices,
     define,
     differentiable_gradients,
     jit,
@@ -285,6 +286,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6, offset: float = 0.
         TypeError: Another dtype.
         ValueError: Shapes that do not fit; on a GPU, rows longer than 8,192.
     """
+    check_devices("rms_norm", x=x, weight=weight)
     refuse_duals("rms_norm", x, weight)
     y: Tensor = _op(x.contiguous(), weight.contiguous(), None, eps, offset, False)[0]
     return y
@@ -306,6 +308,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: fl
         TypeError: Another dtype.
         ValueError: Shapes that do not fit; on a GPU, rows longer than 8,192.
     """
+    check_devices("layer_norm", x=x, weight=weight, bias=bias)
     refuse_duals("layer_norm", x, weight, bias)
     y: Tensor = _op(x.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous(), eps, 0.0, True)[0]
     return y

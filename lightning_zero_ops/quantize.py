@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero_ops.elementwise import pieces
-from lightning_zero_ops.registry import cdiv, define, jit, on_device_of, refuse_duals, tl
+from lightning_zero_ops.registry import cdiv, check_devices, define, jit, on_device_of, refuse_duals, tl
 
 __all__ = ["dequantize_blockwise", "dequantize_reduce", "quantize_blockwise"]
 
@@ -313,6 +313,7 @@ def dequantize_blockwise(
         TypeError: Another dtype.
         ValueError: Codes or scales that do not fit the other arguments.
     """
+    check_devices("dequantize_blockwise", codes=codes, scales=scales)
     y: Tensor = _dequantize_reduce_op(codes.unsqueeze(0), scales.unsqueeze(0), numel, bits, block, 1.0, dtype)
     return y
 
@@ -345,5 +346,6 @@ def dequantize_reduce(
         TypeError: Another dtype.
         ValueError: Codes or scales that do not fit the other arguments.
     """
+    check_devices("dequantize_reduce", codes=codes, scales=scales)
     y: Tensor = _dequantize_reduce_op(codes, scales, numel, bits, block, factor, dtype)
     return y

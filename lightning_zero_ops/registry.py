@@ -31,6 +31,8 @@ except ImportError:
 __all__ = [
     "LIBRARY",
     "cdiv",
+    "check_devices",
+    "check_factor",
     "check_flat",
     "define",
     "differentiable_gradients",
@@ -154,6 +156,37 @@ def refuse_duals(op: str, *tensors: Tensor | None) -> None:
 def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Make the tensor's device current: Triton launches on the current one."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def check_devices(op: str, **tensors: Tensor | None) -> None:
+    """Refuse tensors on several devices: a kernel would read an address of one as an address of the other.
+
+    Raises:
+        ValueError: Names the op, the tensors and their devices.
+    """
+    devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
+    first = next(iter(devices))
+    for name, device in devices.items():
+        if device != devices[first]:
+            raise ValueError(
+                f"`{op}` takes tensors on one device, but `{name}` is on {device} and `{first}` on {devices[first]}."
+                " Move one of them; in the place of `nn.DataParallel`, which a patched model does not follow to other"
+                " GPUs, use a process per GPU."
+            )
+
+
+def check_factor(op: str, factor: Tensor | None, param: Tensor) -> None:
+    """Refuse a factor that is not one fp32 number on the device of ``param``: kernels read no more and nothing else.
+
+    Raises:
+        ValueError: Names the op and what it got.
+    """
+    if factor is None or (factor.shape, factor.dtype, factor.device) == ((), torch.float32, param.device):
+        return
+    raise ValueError(
+        f"`factor` of `{op}` must be 0-dim torch.float32 on {param.device}, got {factor.dtype} of shape"
+        f" {tuple(factor.shape)} on {factor.device}."
+    )
 
 
 def check_flat(op: str, dtypes: Sequence[torch.dtype], **tensors: Tensor | None) -> None:

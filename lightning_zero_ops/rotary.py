@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero_ops.registry import define, jit, next_power_of_2, on_device_of, refuse_duals, tl
+from lightning_zero_ops.registry import check_devices, define, jit, next_power_of_2, on_device_of, refuse_duals, tl
 
 __all__ = ["apply_rotary"]
 
@@ -183,6 +183,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         raise ValueError("`cos` and `sin` have no gradients here, but require them. Make them under `torch.no_grad()`.")
+    check_devices("apply_rotary", x=x, cos=cos, sin=sin)
     refuse_duals("apply_rotary", x, cos, sin)
     y: Tensor = _op(x, cos.contiguous(), sin.contiguous())
     return y

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_zero_ops.chunks import step_in_chunks
 from lightning_zero_ops.elementwise import launch
-from lightning_zero_ops.registry import check_flat, define, jit, tl
+from lightning_zero_ops.registry import check_factor, check_flat, define, jit, tl
 
 __all__ = ["sgd_step_", "pytorch_step_"]
 
@@ -143,6 +143,7 @@ def sgd_step_(
     """
     check_flat("sgd_step_", _FP32, param=param, momentum_buffer=momentum_buffer)
     check_flat("sgd_step_", _FLOATS, param=param, grad=grad, out=out)
+    check_factor("sgd_step_", factor, param)
     if step < 1:
         raise ValueError(f"`step={step!r}` must be 1 at the first step.")
     if (momentum_buffer is None) != (momentum == 0.0):

@@ -5,15 +5,31 @@ import importlib
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import lightning_zero_ops
 import tests.ops
+from lightning_zero_ops import (
+    accumulate_,
+    adamw_step_,
+    apply_rotary,
+    dequantize_blockwise,
+    dequantize_reduce,
+    geglu,
+    layer_norm,
+    linear_cross_entropy,
+    lion_step_,
+    rms_norm,
+    sgd_step_,
+    swiglu,
+)
 from lightning_zero_ops.registry import check_flat
 
 
@@ -44,6 +60,59 @@ def test_every_launcher_runs_in_the_interpreter() -> None:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("_launch"):
                 assert f"{path.stem}.{node.name}" in test.read_text(), f"{path.name}: {node.name}"
+
+
+META = torch.empty(8, device="meta")
+X = torch.randn(4, 8)
+ON_TWO_DEVICES: dict[str, Callable[[], Any]] = {
+    "rms_norm` takes .* `weight` is on meta and `x` on cpu": lambda: rms_norm(X, META),
+    "layer_norm` takes .* `bias` is on meta": lambda: layer_norm(X, X[0], META),
+    "swiglu` takes .* `up` is on meta": lambda: swiglu(X[0], META),
+    "geglu` takes .* `up` is on cpu and `gate` on meta": lambda: geglu(META, X[0]),
+    "apply_rotary` takes .* `cos` is on meta": lambda: apply_rotary(X.view(1, 1, 4, 8), META.expand(1, 4, 8), X[None]),
+    "linear_cross_entropy` takes .* `weight` is on meta": lambda: linear_cross_entropy(
+        X, META.expand(5, 8), torch.zeros(4, dtype=torch.int64)
+    ),
+    "linear_cross_entropy` takes .* `target` is on meta": lambda: linear_cross_entropy(
+        X, X, torch.zeros(4, dtype=torch.int64, device="meta")
+    ),
+    "dequantize_blockwise` takes .* `scales` is on meta": lambda: dequantize_blockwise(
+        torch.zeros(8, dtype=torch.int8), META[:1], numel=8
+    ),
+    "dequantize_reduce` takes .* `scales` is on meta": lambda: dequantize_reduce(
+        torch.zeros(1, 8, dtype=torch.int8), META[None, :1], numel=8
+    ),
+    "accumulate_` takes .* on meta": lambda: accumulate_(X[0], META),
+}
+
+
+@pytest.mark.parametrize("message", ON_TWO_DEVICES)
+def test_tensors_on_two_devices_are_refused(message: str) -> None:
+    """On a GPU a weight of another device was read at its address there."""
+    with pytest.raises(ValueError, match=message):
+        ON_TWO_DEVICES[message]()
+
+
+STEPS: dict[str, Callable[[Tensor], None]] = {
+    "adamw_step_": lambda factor: adamw_step_(*torch.zeros(4, 8), step=1, lr=0.1, factor=factor),
+    "lion_step_": lambda factor: lion_step_(*torch.zeros(3, 8), lr=0.1, factor=factor),
+    "sgd_step_": lambda factor: sgd_step_(torch.zeros(8), None, torch.zeros(8), step=1, lr=0.1, factor=factor),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(
+    ("factor", "found"),
+    [
+        (torch.ones(1), r"torch.float32 of shape \(1,\) on cpu"),
+        (torch.ones((), dtype=torch.float64), r"torch.float64 of shape \(\) on cpu"),
+        (META[0], r"torch.float32 of shape \(\) on meta"),
+    ],
+)
+def test_a_factor_that_is_not_one_fp32_number_is_refused(step: str, factor: Tensor, found: str) -> None:
+    with pytest.raises(ValueError, match=rf"`factor` of `{step}` must be 0-dim torch.float32 on cpu, got {found}"):
+        STEPS[step](factor)
+    STEPS[step](torch.ones(()))
 
 
 def test_ops_work_without_triton() -> None:
