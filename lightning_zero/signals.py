@@ -1,17 +1,21 @@
-"""Signals: noted where they arrive, and acted on by all ranks together, between two batches.
+"""Signals: noted where they arrive, and acted on by all ranks together, between two batches and at the end of a fit.
 
 Note [Between two batches]
     A handler runs wherever its rank happens to be, in the middle of a step too. A save there needs ranks that are in
     other places, or wait for this one. So a handler takes a note and returns. Lightning asks in front of every training
-    batch whether rank 0 has seen SIGTERM; in this place the ranks agree on what any of them has noted.
+    batch whether rank 0 has seen SIGTERM; in this place the ranks agree on what any of them has noted. No batch follows
+    the last one, its validation and `on_train_end`, so they agree in front of `on_train_end` and behind it as well. A
+    rank that has noted SIGTERM still later sends it to itself again when it has given the handlers back.
 """
 
 from __future__ import annotations
 
 import logging
 import signal
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -23,6 +27,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 __all__ = ["Signals"]
 
 log = logging.getLogger(__name__)
+
+_FRONT = "in front of a training batch"
 
 Agree = Callable[[torch.Tensor, str], torch.Tensor]
 
@@ -51,8 +57,14 @@ class Signals:
         connector: Any = self._trainer._signal_connector
         connector._slurm_sigusr_handler_fn = self._note_requeue
         connector._sigterm_notifier_fn = self._note_terminate
-        batches: Any = self._trainer.fit_loop.epoch_loop
-        batches._broadcast_sigterm_tensor = self._act
+        vars(connector)["teardown"] = partial(self._give_back, connector)
+        fit: Any = self._trainer.fit_loop
+        vars(fit)["on_run_end"] = partial(self._end_fit, fit)
+        batches = fit.epoch_loop
+        if self._trainer.world_size > 1:
+            batches._broadcast_sigterm_tensor = partial(self._act, _FRONT)
+        else:  # it is not asked
+            vars(batches)["advance"] = partial(self._advance, batches)
 
     def _note_requeue(self, signum: int, _: FrameType | None) -> None:
         self._requeue_signal = signum
@@ -65,14 +77,29 @@ class Signals:
         if self._trainer.state.fn != TrainerFn.FITTING:  # nothing is saved, so every rank may end on its own
             self._trainer._signal_connector.received_sigterm = True
 
-    def _act(self) -> None:
+    def _advance(self, batches: Any, data_fetcher: Any) -> None:
+        self._act(_FRONT)
+        type(batches).advance(batches, data_fetcher)
+
+    def _end_fit(self, fit: Any) -> None:
+        self._act("behind the last training batch")
+        type(fit).on_run_end(fit)
+        self._act("at the end of the fit")
+
+    def _give_back(self, connector: Any) -> None:
+        type(connector).teardown(connector)
+        is_on_its_way = self._terminate_signal and sys.exception() is None  # else the run ends with the exception
+        if is_on_its_way and signal.getsignal(self._terminate_signal) is signal.SIG_DFL:  # another one has seen it
+            signal.raise_signal(self._terminate_signal)
+
+    def _act(self, where: str) -> None:
         """Handle the signals that some rank has received: save, requeue, stop. Collective: all ranks.
 
         Raises:
             SIGTERMException: Some rank has got SIGTERM.
         """
         noted = torch.tensor([self._requeue_signal, self._terminate_signal])
-        requeue, terminate = self._agree(noted, "agreement on signals in front of a training batch").tolist()
+        requeue, terminate = self._agree(noted, f"agreement on signals {where}").tolist()
         connector = self._trainer._signal_connector
         if requeue and not self._is_requeued:
             self._is_requeued = True

@@ -260,8 +260,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             forget_averages(trainer)
         self.setup_precision_plugin()
         self.model_to_device()
-        if self.world_size > 1:
-            Signals(trainer, self.engine.everyone.agree, self._saves_wait).bind()
+        Signals(trainer, self.engine.everyone.agree, self._saves_wait).bind()
         self._is_running = True
         self._announce()
 

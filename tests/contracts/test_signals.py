@@ -1,4 +1,4 @@
-"""A signal, on one rank or on all, anywhere in a batch, becomes one save on all ranks between two batches."""
+"""A signal, on one rank or on all, anywhere in a fit, is one save on all ranks, between two batches or at its end."""
 
 from __future__ import annotations
 
@@ -51,7 +51,15 @@ class _Sends(Callback):
             os.kill(os.getpid(), self._number)
 
 
-_HOOKS = ("on_train_batch_start", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end")
+_HOOKS = (
+    "on_train_batch_start",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_validation_start",
+    "on_train_epoch_end",
+    "on_train_end",
+)
 for _hook in _HOOKS:
     setattr(_Sends, _hook, lambda self, trainer, *args, hook=_hook: self.visit(hook, trainer))
 
@@ -81,10 +89,10 @@ def _fit(
     )
     if number == signal.SIGTERM:
         with pytest.raises(SIGTERMException):
-            fitted.fit(seeded(Net), loader(rank, world))
+            fitted.fit(seeded(Net), loader(rank, world), loader(rank, world, size=8))
     else:
-        fitted.fit(seeded(Net), loader(rank, world))
-        assert fitted.global_step == 4
+        fitted.fit(seeded(Net), loader(rank, world), loader(rank, world, size=8))
+        assert fitted.global_step == 8 // world
     return calls
 
 
@@ -116,6 +124,16 @@ def test_a_signal_is_one_save_on_all_ranks(number: int, places: tuple[Place | No
     assert calls == (_called(name) if number == _SENT else [[], []])
 
 
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_start", "on_train_epoch_end", "on_train_end"])
+@pytest.mark.parametrize("number", [_SENT, signal.SIGTERM])
+def test_a_signal_behind_the_last_batch_is_not_lost(number: int, hook: str, tmp_path: Path) -> None:
+    calls = worlds.run(_fit, 2, number, (None, (hook, 3)), str(tmp_path))
+    name = "hpc_ckpt_1.ckpt" if number == _SENT else "on_exception.ckpt"
+    assert _checkpoints(tmp_path) == [name]
+    assert directory.load(None, tmp_path / name)["global_step"] == 4
+    assert calls == (_called(name) if number == _SENT else [[], []])
+
+
 def _fit_and_write_slowly(rank: int, world: int, *args: Any) -> list[Any]:
     write = directory.write
     with pytest.MonkeyPatch.context() as patch:
@@ -132,3 +150,30 @@ def test_a_job_is_requeued_when_its_asynchronous_checkpoint_is_on_the_disk(tmp_p
 def test_a_signal_that_reaches_ranks_on_two_sides_of_a_batch_requeues_once(tmp_path: Path) -> None:
     places = (("on_train_batch_end", 1), ("on_train_batch_end", 2))
     assert worlds.run(_fit, 2, _SENT, places, str(tmp_path)) == _called("hpc_ckpt_1.ckpt")
+
+
+@pytest.mark.parametrize("number", [_SENT, signal.SIGTERM])
+def test_a_signal_inside_a_step_of_the_only_rank_is_a_save_behind_it(number: int, tmp_path: Path) -> None:
+    calls = worlds.run(_fit, 1, number, (("on_before_optimizer_step", 1),), str(tmp_path), True)
+    name = "hpc_ckpt_1.ckpt" if number == _SENT else "on_exception.ckpt"
+    assert _checkpoints(tmp_path) == [name]
+    assert directory.load(None, tmp_path / name)["global_step"] == 2
+    assert calls == (_called(name)[:1] if number == _SENT else [[]])
+
+
+class _IsTerminatedAtTheEnd(ZeroStrategy):
+    def teardown(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        super().teardown()
+
+
+def _fit_and_end(rank: int, world: int) -> list[int]:
+    sent: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(signal, "raise_signal", sent.append)
+        make_trainer(rank, world, _IsTerminatedAtTheEnd(stage=2), max_epochs=1).fit(seeded(Net), loader(rank, world))
+    return sent
+
+
+def test_sigterm_while_the_last_save_is_waited_for_ends_the_process_behind_it() -> None:
+    assert worlds.run(_fit_and_end, 2) == [[signal.SIGTERM]] * 2
