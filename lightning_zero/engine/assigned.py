@@ -10,6 +10,7 @@ Note [Whole and local]
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -17,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.storage.references import num_tensors_in
 
-__all__ = ["Digest", "compare"]
+__all__ = ["Digest", "Source", "compare"]
 
 _TOLERANCE = 1e-4  # ranks that add in other orders differ in the last bits, gradients of other batches in the first
 
@@ -55,6 +57,45 @@ class Digest(NamedTuple):
         pairs = ((self.norm, other.norm), (self.ramp, other.ramp))
         return all(mine == theirs or abs(mine - theirs) <= tolerance or _both_nan(mine, theirs)
                    for mine, theirs in pairs)  # fmt: skip
+
+
+class Source(NamedTuple):
+    """A whole tensor that the program has assigned to ``grad``, and may change while it has it.
+
+    Attributes:
+        tensor: The tensor, strided.
+        version: Of its values when they were taken over.
+        digest: The same, for writes that versions do not show (``g.data``, NumPy).
+        read: A copy of the segment that the program has read of it since, and may change too; None if it has not.
+    """
+
+    tensor: torch.Tensor
+    version: int
+    digest: Digest | None
+    read: torch.Tensor | None = None
+
+    @staticmethod
+    def of(tensor: torch.Tensor, read: torch.Tensor | None = None) -> Source:
+        """Return the source that a tensor is with the values that it has."""
+        return Source(tensor, tensor._version, Digest.of(tensor), read)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the values were changed since they were taken over."""
+        return self.tensor._version != self.version or Digest.of(self.tensor) != self.digest
+
+    @property
+    def is_held(self) -> bool:
+        """Whether anything but this refers to the tensor, or to its memory."""
+        return sys.getrefcount(self.tensor) > _OWN_REFERENCES or num_tensors_in(self.tensor) > 1
+
+    @property
+    def own_references(self) -> int:
+        """The number of references that ``is_held`` finds if nothing else refers to the tensor."""
+        return sys.getrefcount(self.tensor)
+
+
+_OWN_REFERENCES = Source(torch.empty(0), 0, None).own_references
 
 
 def _both_nan(mine: float, theirs: float) -> bool:

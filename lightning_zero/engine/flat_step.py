@@ -114,7 +114,8 @@ class FlatStep:
         if self._rule is _ADAM and moments == "int8":
             self._rule = _ADAM_INT8
         self._flat: dict[tuple[int, str], Tensor] = {}  # states over an own range, by (buffer, key)
-        self._placed: dict[tuple[int, int], dict[str, Tensor]] = {}  # views of these in states, by (buffer, slot)
+        # Views of these in states, with their addresses, by (buffer, slot)
+        self._placed: dict[tuple[int, int], dict[str, tuple[Tensor, int]]] = {}
         self._calls: dict[int, list[Callable[[], None]]] = {}  # of the step that is being taken, by buffer
 
     @staticmethod
@@ -325,7 +326,7 @@ class FlatStep:
         if buffer.steps_on is not None:
             copies = buffer.store.copies
             step = partial(step_streamed, step, buffer.steps_on, copies, copies.mark())
-        for lo, hi, members in self._runs(group, buffer, indices, steps):
+        for lo, hi, members in self._runs(group, buffer, sorted(indices), steps):
             first = self._optimizer.state.get(buffer.params[members[0]], {})
             moments = [
                 first[key] if key.endswith("_scales") else _stretched(ordinary(first[key]), hi - lo)
@@ -408,7 +409,13 @@ class FlatStep:
     def _is_placed(self, state: Mapping[str, Any], keys: Collection[str], buffer: FlatBuffer, index: int) -> bool:
         """Say whether the moments of a parameter are the views that were put there in an earlier step."""
         placed = self._placed.get((id(buffer), index), {})
-        return all(key in placed and state.get(key) is placed[key] for key in keys)
+        for key in keys:
+            if key not in placed or state.get(key) is not placed[key][0]:
+                return False
+            present, address = placed[key]
+            if buffer.sleep is None and present.data_ptr() != address:  # `state["exp_avg"].data = ...`
+                return False
+        return True
 
     def _place_state(self, state: dict[str, Any], key: str, buffer: FlatBuffer, index: int, is_whole: bool) -> None:
         present, place = state.get(key), (id(buffer), key)
@@ -425,7 +432,7 @@ class FlatStep:
             state[key] = view if buffer.sleep is not None and buffer.sleep.is_zero(flat) else view.zero_()
         elif ordinary(present).data_ptr() != ordinary(view).data_ptr():
             state[key] = view.copy_(present)  # loaded, or made when other parameters had no gradient
-        self._placed.setdefault((id(buffer), index), {})[key] = state[key]
+        self._placed.setdefault((id(buffer), index), {})[key] = state[key], ordinary(view).data_ptr()
 
     def _flat_state(self, buffer: FlatBuffer, key: str) -> Tensor:
         place = (id(buffer), key)

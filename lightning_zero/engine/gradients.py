@@ -8,15 +8,16 @@ Note [Two dtypes]
 
 from __future__ import annotations
 
-import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.config import Sharding
+from lightning_zero.engine.assigned import Source
 from lightning_zero.engine.own_range import OwnRange
 from lightning_zero.engine.parameter import (
     ReducedParameter,
@@ -68,27 +69,6 @@ class Stepped(Protocol):
     def take_back(self) -> None:
         """Bring back what was put aside."""
         ...
-
-
-class Source(NamedTuple):
-    """A whole tensor that the program has assigned to ``grad``, and may change in place while it has it."""
-
-    tensor: torch.Tensor
-    version: int
-    read: torch.Tensor | None = None  # a copy of the segment that the program has read of it, which it may change too
-
-    @property
-    def is_held(self) -> bool:
-        """Whether anything but this refers to the tensor."""
-        return sys.getrefcount(self.tensor) > _OWN_REFERENCES
-
-    @property
-    def own_references(self) -> int:
-        """The number of references that ``is_held`` finds if nothing else refers to the tensor."""
-        return sys.getrefcount(self.tensor)
-
-
-_OWN_REFERENCES = Source(torch.empty(0), 0).own_references
 
 
 class BufferGradients:
@@ -448,16 +428,19 @@ class BufferGradients:
     def change_sources(self, indices: Iterable[int], change: Callable[[torch.Tensor], Any]) -> None:
         """Do to tensors that were assigned, and that the program still has, what is done to the gradients made of them.
 
-        In PyTorch they are one tensor.
+        In PyTorch they are one tensor. One that several parameters have is changed for each, and taken over again.
         """
-        for index in self.sources.keys() & set(indices):
-            source = self.sources.pop(index)
-            if source.is_held:
-                with torch.no_grad():
-                    change(source.tensor)
-                    if source.read is not None:
-                        change(source.read)
-                self.sources[index] = source._replace(version=source.tensor._version)
+        held = {index: self.sources.pop(index) for index in self.sources.keys() & set(indices)}
+        held = {index: source for index, source in held.items() if source.is_held}
+        memory = Counter(source.tensor.untyped_storage()._cdata for source in held.values())
+        with torch.no_grad():
+            for source in held.values():
+                change(source.tensor)
+                if source.read is not None:
+                    change(source.read)
+        for index, source in held.items():
+            is_alone = memory[source.tensor.untyped_storage()._cdata] == 1
+            self.sources[index] = Source.of(source.tensor, source.read) if is_alone else source
 
     def zero(self, indices: Iterable[int]) -> None:
         """Make the gradients of some parameters zero, reduced or not; they still have one."""

@@ -37,6 +37,11 @@ class RunningStep:
         """Note that a step begins; called by a hook in front of it."""
         self._frame = sys._getframe(2)
 
+    @property
+    def is_outermost(self) -> bool:
+        """Whether the hook that asks is called by the same call of ``step``, and not by one inside it (``super()``)."""
+        return sys._getframe(2) is self._frame
+
     def end(self) -> None:
         """Note that it has ended."""
         self._frame = None

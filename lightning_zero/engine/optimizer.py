@@ -171,6 +171,7 @@ class ShardedOptimizer:
         return not self._attached.keys().isdisjoint(other._attached)
 
     def _attach_params(self, params: Iterable[nn.Parameter]) -> None:
+        known: set[int] = set()
         for param in params:
             place = self._places.get(id(param))
             if place is None:
@@ -179,6 +180,12 @@ class ShardedOptimizer:
                     " the sharded module. Make the optimizer from the module's parameters after `engine.shard(module)`"
                     " (in Lightning: in `configure_optimizers`, from `self.parameters()`)."
                 )
+            if id(param) in known:
+                raise ValueError(
+                    f"`{self._original_class.__name__}` has `{place[0].layout.slots[place[1]].name}` twice in a group,"
+                    " so each step would step it twice. Give it each parameter once."
+                )
+            known.add(id(param))
             self._attached[id(param)] = place
             place[0].make_master()
             self._cut_state(param, place)
@@ -333,6 +340,8 @@ class ShardedOptimizer:
                 self._after_defer(buffer)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if self._running_step:  # `super().step()`
+            return args, kwargs
         self._refuse_unless_elementwise()
         self._refuse_params_past_add()
         self._refuse_in_backward()
@@ -388,6 +397,8 @@ class ShardedOptimizer:
         )
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._running_step.is_outermost:
+            return
         self._running_step.end()
         self._take_values()
         for buffer, index in self.places:
@@ -609,6 +620,11 @@ class ShardedOptimizer:
         self.close()
         if self._keeps_gradients():
             return
+        if not set_to_none and self._steps_early:
+            raise ValueError(
+                "`zero_grad(set_to_none=False)` keeps gradients of zero, with which a unit without a gradient would be"
+                " stepped; `step='backward'` has none to keep. Use `zero_grad()`, or `step='auto'`."
+            )
         for buffer, indices in _by_buffer(self.places):
             if set_to_none or buffer.gradients.is_spent:
                 buffer.window.drop(indices)

@@ -12,11 +12,19 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.parameter import ReducedParameter, has_class, name_of, operation_of
-from lightning_zero.engine.sharded_gradient import RANDOM, Cut, ShardedGradient, draw, is_elementwise
+from lightning_zero.engine.sharded_gradient import (
+    COUNTS,
+    RANDOM,
+    Cut,
+    ShardedGradient,
+    cut_all,
+    draw,
+    is_elementwise,
+)
 from lightning_zero.errors import ShardedGradientError
 from lightning_zero.storage.metadata import QUESTION_FUNCTIONS
 
@@ -66,6 +74,10 @@ class SegmentParameter(ReducedParameter):
         if any(not issubclass(one, SegmentParameter) for one in types):
             return NotImplemented
         name = getattr(func, "__name__", "")
+        if name in COUNTS and cls.values_class is not None and cls.values_class.cut is not None:
+            return COUNTS[name](cls.values_class.cut)
+        if cls.values_class is not None and not name.startswith("__"):
+            args, kwargs = _cut_beside(name, args, dict(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             if cls.values_class is None:
                 return func(*args, **(kwargs or {}))
@@ -87,6 +99,29 @@ def segment_parameter_class(communicator: Communicator, cut: Cut) -> type[Segmen
     """Return the class of one parameter in the step window."""
     values = type("ShardedValues", (ShardedValues,), {"communicator": communicator, "cut": cut})
     return type("SegmentParameter", (SegmentParameter,), {"values_class": values})
+
+
+def _cut_beside(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Cut whole tensors that an element-wise operation gets beside parameters."""
+    tensors = _tensors(args, kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        shapes = {leaf.shape for leaf in tensors if has_class(leaf, SegmentParameter)}
+    if all(type(leaf) is not torch.Tensor or leaf.dim() == 0 or leaf.shape in shapes for leaf in tensors):
+        return args, kwargs
+    params: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def as_values(leaf: torch.Tensor) -> torch.Tensor:
+        values = getattr(type(leaf), "values_class", None)
+        if values is None:
+            return leaf
+        with torch._C.DisableTorchFunctionSubclass():
+            shown: torch.Tensor = leaf.detach().as_subclass(values)
+        params[id(shown)] = shown, leaf
+        return shown
+
+    cut = cut_all(name, *tree_map_only(torch.Tensor, as_values, (args, kwargs)))
+    args, kwargs = tree_map_only(torch.Tensor, lambda leaf: params.get(id(leaf), (leaf, leaf))[1], cut)
+    return args, kwargs
 
 
 def _is_for_segments(func: Any, args: Sequence[Any]) -> bool:

@@ -23,13 +23,16 @@ from lightning_zero.errors import ShardedGradientError
 from lightning_zero.storage.sleeping import call_awake
 
 __all__ = [
+    "COUNTS",
     "RANDOM",
     "Cut",
     "ShardedGradient",
+    "cut_all",
     "draw",
     "is_elementwise",
     "norm_of_norms",
     "norm_over_ranks",
+    "require_same_part",
     "norm_in_double",
     "norms_of",
     "sharded_gradient_class",
@@ -41,7 +44,7 @@ _ELEMENTWISE = frozenset([
     "requires_grad_", "masked_fill", "masked_fill_", "type_as", "bernoulli_", "normal_", "uniform_", "numel",
     "nelement", "dim", "size", "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous",
     "get_device", "data_ptr", "__hash__", "__repr__", "is_inference", "untyped_storage", "record_stream", "clip",
-    "clip_", "nan_to_num", "nan_to_num_",
+    "clip_", "nan_to_num", "nan_to_num_", "__invert__", "__len__",
 ])  # fmt: skip
 _NORMS = frozenset(["vector_norm", "linalg_vector_norm", "linalg_norm", "norm", "_foreach_norm"])
 RANDOM = frozenset([
@@ -65,6 +68,14 @@ class Cut(NamedTuple):
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """Return them: (stop - start,)."""
         return whole.reshape(-1)[self.start : self.stop]
+
+
+COUNTS: dict[str, Callable[[Cut], int]] = {
+    "numel": lambda cut: cut.shape.numel(),
+    "nelement": lambda cut: cut.shape.numel(),
+    "__len__": lambda cut: cut.shape[0],
+}
+"""What is answered for the whole parameter."""
 
 
 class ShardedGradient(torch.Tensor):
@@ -91,6 +102,8 @@ class ShardedGradient(torch.Tensor):
         name = getattr(func, "__name__", str(func))
         if name in _NORMS:
             return cls._norm(name, args, kwargs)
+        if name in COUNTS and cls.cut is not None:
+            return COUNTS[name](cls.cut)
         if name == "_amp_foreach_non_finite_check_and_unscale_":  # torch.amp.GradScaler
             return cls._unscale(func, *args)
         if name == "__setitem__" and isinstance(args[0], ShardedGradient) and type(args[0]).cut is not None:
@@ -99,7 +112,7 @@ class ShardedGradient(torch.Tensor):
             return draw(func, args[0], *args[1:], **kwargs)
         if is_elementwise(name, args):
             if name not in _QUESTIONS and not name.startswith(("__get", "__set")):
-                args, kwargs = _cut_all(name, args, kwargs)
+                args, kwargs = cut_all(name, args, kwargs)
             if any(getattr(kind, "sleeps", False) for kind in types):
                 return tree_map_only(torch.Tensor, cls._own, call_awake(func, args, kwargs))
             result = super().__torch_function__(func, (cls,), args, kwargs)  # type: ignore[no-untyped-call]
@@ -135,6 +148,12 @@ class ShardedGradient(torch.Tensor):
             raise ShardedGradientError(
                 f"`{name}` over a dimension needs a whole {cls.noun}. Use `strategy.{cls.reader}(param)` on every rank."
             )
+        is_matrix = cls.cut is not None and len(cls.cut.shape) == 2
+        if order == "nuc" or (name == "linalg_norm" and is_matrix and order not in (None, "fro")):
+            raise ShardedGradientError(
+                f"`{name}` of order {order!r} is the norm of a matrix, which needs a whole {cls.noun}. Use"
+                f" `strategy.{cls.reader}(param)` on every rank, or `torch.linalg.vector_norm`."
+            )
         order = 2.0 if order in (None, "fro") else float(order)
         if name == "_foreach_norm":
             return [_finished(tensor, order, cls.communicator) for tensor in tensors]
@@ -146,7 +165,7 @@ def sharded_gradient_class(communicator: Communicator, cut: Cut | None = None) -
     return type("ShardedGradient", (ShardedGradient,), {"communicator": communicator, "cut": cut})
 
 
-def _cut_all(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def cut_all(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Cut whole tensors that an element-wise operation gets beside gradients."""
     names = [*range(len(args)), *kwargs]
     written = {0} if re.fullmatch(r"(?!__).*_|__i(?!nvert).*__", name) else {"out"}
@@ -176,9 +195,12 @@ def _cut_beside(grad: ShardedGradient | None, value: Any, name: str, is_written:
     Raises:
         ShardedGradientError: It has another shape, or is whole and written to.
     """
-    if grad is None or not isinstance(value, torch.Tensor) or isinstance(value, ShardedGradient):
+    if grad is None or not isinstance(value, torch.Tensor):
         return value
     cut = type(grad).cut
+    if isinstance(value, ShardedGradient):
+        require_same_part(cut, type(value).cut, name)
+        return value
     with torch._C.DisableTorchFunctionSubclass():
         shape = grad.shape
     if cut is None or value.shape == shape or (value.numel() == 1 and value.dim() < 2 and not is_written):
@@ -190,6 +212,26 @@ def _cut_beside(grad: ShardedGradient | None, value: Any, name: str, is_written:
         f" {'writes to' if is_written else 'and'} a tensor of shape {tuple(value.shape)}. Give it one of the whole"
         f" parameter's shape, {tuple(cut.shape)}, which is cut, or of the segment's, {tuple(shape)}, as its result has;"
         f" or take `strategy.{grad.reader}(param)` (`engine.{grad.reader}(param)`) on every rank."
+    )
+
+
+def require_same_part(mine: Cut | None, other: Cut | None, name: str) -> None:
+    """Refuse segments that are not of the same elements of their parameters.
+
+    Raises:
+        ShardedGradientError: They are not.
+    """
+    if (
+        mine is None
+        or other is None
+        or mine[1:] == other[1:]
+        or mine.start - mine.stop == other.start - other.stop == 0
+    ):
+        return
+    raise ShardedGradientError(
+        f"`{name}` got segments of `{mine.name}` and `{other.name}`, of which this rank holds elements {mine.start} to"
+        f" {mine.stop} of {tuple(mine.shape)} and {other.start} to {other.stop} of {tuple(other.shape)}: they are not"
+        " of the same elements. Use whole ones, `strategy.full_grad(param)` (`engine.full_grad(param)`) on every rank."
     )
 
 
@@ -281,7 +323,7 @@ def _finished(gradient: torch.Tensor, order: float, communicator: Communicator) 
 
 def is_elementwise(name: str, args: Sequence[Any]) -> bool:
     """Say whether a function works on each element alone, or is an attribute, so that it is right on a segment."""
-    is_reduction = name in _EXTREMA and not (len(args) > 1 and torch.is_tensor(args[1]))
+    is_reduction = name.removeprefix("_foreach_") in _EXTREMA and not (len(args) > 1 and torch.is_tensor(args[1]))
     return _is_elementwise(name) and not is_reduction
 
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Sharding
-from lightning_zero.engine.assigned import Digest, compare
-from lightning_zero.engine.gradients import BufferGradients, Source
+from lightning_zero.engine.assigned import Digest, Source, compare
+from lightning_zero.engine.gradients import BufferGradients
 from lightning_zero.engine.own_range import OwnRange
 from lightning_zero.engine.parameter import (
     ReducedParameter,
@@ -28,7 +28,7 @@ from lightning_zero.engine.parameter import (
     user_class,
 )
 from lightning_zero.engine.segment_parameter import SegmentParameter, ShardedValues, segment_parameter_class
-from lightning_zero.engine.sharded_gradient import Cut, ShardedGradient, sharded_gradient_class
+from lightning_zero.engine.sharded_gradient import Cut, ShardedGradient, require_same_part, sharded_gradient_class
 from lightning_zero.engine.sleep import BufferSleep
 from lightning_zero.layout import FlatLayout
 from lightning_zero.storage.sleeping import ordinary
@@ -223,18 +223,24 @@ class BufferWindow:
         param = self._buffer.params[index]
         if grad is None:
             self.drop([index])
-        elif index not in self._entered:
+            return
+        if grad is self._shown.get(index):  # `p.grad *= 2`
+            return
+        grad = _ordinary_memory(grad)
+        if index not in self._entered:
             set_raw_grad(param, _apart(grad))
             self._gradients.forget([index])
-        elif self._is_whole(index, grad):
-            set_raw_grad(param, None)
-            self._leave_to_program(index)
+            return
+        is_whole = self._is_whole(index, grad)
+        set_raw_grad(param, None if is_whole else self._segment_of(index, grad))
+        self._leave_to_program(index)  # it may be assigned to another one (`p.grad, q.grad = q.grad, p.grad`)
+        if is_whole:
             self._take_whole(index, grad)
             self.show(index)
-        else:
-            set_raw_grad(param, self._segment_of(index, grad))
 
     def _segment_of(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        if isinstance(grad, ShardedGradient):
+            require_same_part(self._cut_of(index), type(grad).cut, "grad = ...")
         if isinstance(grad, ShardedValues):  # made of parameters: `torch.full_like(param, 2.0)`
             return self._as_shown(index, grad.detach().as_subclass(torch.Tensor))
         if not self._buffer.sharding.optim or isinstance(grad, ShardedGradient):
@@ -326,25 +332,38 @@ class BufferWindow:
             self._gradients.assign(index, grad)
             return
         set_raw_grad(self._buffer.params[index], None)
-        self._take_whole(index, grad)
+        self._take_whole(index, _ordinary_memory(grad))
         self._gradients.mark_reduced()
 
     def _take_whole(self, index: int, grad: torch.Tensor, is_other: bool = False) -> None:
+        source = Source.of(grad)
         if index not in self._entered or not self._may_be_segment(index):
-            self.assigned[index] = Digest.of(grad)._replace(is_other=is_other)
+            assert source.digest is not None
+            self.assigned[index] = source.digest._replace(is_other=is_other)
         start, stop = self._buffer.own_range.elements(index)
-        self._gradients.assign(index, _dense(grad).reshape(-1)[start:stop])
-        self._gradients.sources[index] = Source(grad, grad._version)
+        self._gradients.assign(index, grad.reshape(-1)[start:stop])
+        self._gradients.sources[index] = source
 
     def _take_source(self, index: int) -> None:
         """Take over what was done since to the tensor that was assigned (``grads = [p.grad ...]``, then ``g.mul_``)."""
         source = self._gradients.sources.pop(index, None)
         if source is None:
             return
-        if source.tensor._version != source.version:
+        if source.is_changed:
             self._take_whole(index, source.tensor, is_other=self._is_changed(index, source))
         elif source.is_held:
             self._gradients.sources[index] = source
+
+    def _keep_source(self, index: int) -> None:
+        """Note the tensor that was assigned, if the program has it: at stage 0 the window shows that tensor itself."""
+        grad = raw_grad(self._buffer.params[index])
+        if grad is None or grad is self._shown.get(index) or self._buffer.sharding.optim:
+            return
+        set_raw_grad(self._buffer.params[index], None)
+        source = Source(grad, grad._version, None)
+        del grad
+        if source.is_held:
+            self._gradients.sources[index] = Source.of(source.tensor)
 
     def _note_read(self, index: int) -> None:
         source, shown = self._gradients.sources.get(index), self._shown.get(index)
@@ -422,6 +441,7 @@ class BufferWindow:
             end_writes(param)
         self._moved.discard(index)
         self.take_gradient(index)
+        self._keep_source(index)
         set_raw_grad(param, None)
         shown = self._shown.pop(index, None)
         if shown is not None and self._buffer.sharding.optim:  # whoever keeps it has a segment
@@ -458,8 +478,12 @@ def compare_assigned(buffers: Iterable[Windowed], communicator: Communicator) ->
         compare(assigned, communicator)
 
 
-def _dense(grad: torch.Tensor) -> torch.Tensor:
-    return grad.to_dense() if grad.is_sparse else grad
+def _ordinary_memory(grad: torch.Tensor) -> torch.Tensor:
+    """Return a gradient that is strided and can be changed in place, as the program has it if it is both."""
+    if grad.layout is not torch.strided:
+        return grad.to_dense()
+    with torch.inference_mode(False):
+        return grad.clone() if grad.is_inference() else grad
 
 
 def _apart(grad: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from lightning_zero.config import Communication, MixedPrecision
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.sharded_gradient import ShardedGradient
+from lightning_zero.errors import ShardedGradientError
 from tests import worlds
 from tests.references import Case, Sharded, TinyGPT, adamw, difference, token_loss, tokens, train_zero
 
@@ -347,6 +349,86 @@ def changed_behind_clipping(trainer: Any, optimizer: Any, step: int) -> None:
     _log(trainer, optimizer)
 
 
+def exchanged(trainer: Any, optimizer: Any, step: int) -> None:
+    """Parameters of one shape take each other's gradients, within a unit and between two; one as a chain."""
+    params = _params(trainer)
+    _backward(trainer, step)
+    _log(trainer, optimizer)
+    by_shape: dict[Any, list[nn.Parameter]] = {}
+    for param, whole in zip(params, _noise(0), strict=True):
+        if param.grad is not None:
+            by_shape.setdefault(whole.shape, []).append(param)
+    for number, same in enumerate(one for one in by_shape.values() if len(one) > 1):
+        if number % 2:
+            same[0].grad, same[1].grad = same[1].grad, same[0].grad
+        else:
+            first = same[0].grad
+            for mine, other in itertools.pairwise(same):
+                mine.grad = other.grad
+            same[-1].grad = first * 2
+    _log(trainer, optimizer)
+
+
+def views_of_one_buffer(trainer: Any, optimizer: Any, step: int) -> None:
+    """Gradients are views of a static buffer, which is filled again, clipped with them and changed."""
+    params, noise = _params(trainer), _noise(step)
+    if step == 0:
+        trainer.flat = torch.zeros(sum(one.numel() for one in noise))
+    start = 0
+    for param, one in zip(params, noise, strict=True):
+        param.grad = trainer.flat[start : start + one.numel()].view(one.shape)
+        start += one.numel()
+    trainer.flat.copy_(torch.cat([one.reshape(-1) for one in noise]))
+    _log(trainer, optimizer)
+    trainer.clip_grad_norm(optimizer, 0.5)
+    trainer.losses.append(trainer.flat.clone())
+    trainer.flat.mul_(0.5)
+    _log(trainer, optimizer)
+
+
+def written_without_a_trace(trainer: Any, optimizer: Any, step: int) -> None:
+    """Static gradients are written through ``data`` and NumPy, which no version counter shows."""
+    if step == 0:
+        trainer.static = _noise(step)
+    _assign(_params(trainer), trainer.static)
+    _log(trainer, optimizer)
+    for number, (static, noise) in enumerate(zip(trainer.static, _noise(step + 1), strict=True)):
+        if number % 2:
+            static.data.copy_(noise)
+        else:
+            static.numpy()[...] = noise.numpy()
+    _log(trainer, optimizer)
+
+
+def one_for_two(trainer: Any, optimizer: Any, step: int) -> None:
+    """One tensor is the gradient of two parameters, so clipping multiplies it twice."""
+    params, noise = _params(trainer), _noise(step)
+    _assign(params, noise)
+    shapes = [one.shape for one in noise]
+    first = next(index for index, shape in enumerate(shapes) if shapes.count(shape) > 1)
+    second = shapes.index(shapes[first], first + 1)
+    params[second].grad = noise[first]
+    trainer.clip_grad_value(optimizer, 0.5)
+    trainer.clip_grad_norm(optimizer, 0.1)
+    _log(trainer, optimizer)
+
+
+def made_in_inference_mode(trainer: Any, optimizer: Any, step: int) -> None:
+    with torch.inference_mode():
+        grads = _noise(step)
+    _assign(_params(trainer), grads)
+    _log(trainer, optimizer)
+
+
+def changed_behind_the_step(trainer: Any, optimizer: Any, step: int) -> None:
+    grads = _noise(step)
+    _backward(trainer, step)
+    trainer.clip_grad_norm(optimizer, 0.5)
+    _assign(_params(trainer), grads)
+    optimizer.step()
+    torch._foreach_mul_(grads, 0.5)
+
+
 PROGRAMS: dict[str, Callable[[Any, Any, int], None]] = {
     one.__name__.replace("_", "-"): one
     for one in (
@@ -354,7 +436,8 @@ PROGRAMS: dict[str, Callable[[Any, Any, int], None]] = {
         edited_in_place, backward_adds_to_what_was_assigned, read_before_the_backward, accumulated_after_an_edit,
         scaled_and_accumulated, zeroed_in_place, several_micro_batches,
         written_in_the_window, pointed_elsewhere, saved_and_given_back, masked, assigned_zeros,
-        assigned_behind_a_failed_backward, changed_behind_clipping,
+        assigned_behind_a_failed_backward, changed_behind_clipping, views_of_one_buffer,
+        written_without_a_trace, one_for_two, made_in_inference_mode, changed_behind_the_step,
     )
 }  # fmt: skip
 
@@ -363,6 +446,59 @@ OPTIMIZERS = {
     "rmsprop": lambda module: torch.optim.RMSprop(module.parameters(), lr=1e-2, eps=1e-3),
     "sgd": lambda module: torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9),
 }
+
+
+def _check_exchanged(rank: int, world: int, stages: list[int]) -> dict[str, str]:
+    program = _loop(exchanged, OPTIMIZERS["sgd"])
+    case = Case(build=lambda: Skipping(depth=DEPTH), program=program, tolerance=1e-5, stages=stages)
+    return case.check(rank, world)
+
+
+def test_gradients_that_parameters_exchange_are_those_that_are_stepped() -> None:
+    assert worlds.run(_check_exchanged, 2, [0]) == [{}, {}]
+    assert worlds.run(_check_exchanged, 1, [0, 1, 3]) == [{}]
+
+
+def _exchanged_segments(rank: int, world: int, how: str) -> str:
+    engine = ZeroEngine(3, units=["Block"])
+    module = engine.shard(TinyGPT(depth=DEPTH))
+    engine.attach(torch.optim.SGD(module.parameters(), lr=0.1))
+    token_loss(module, rank, 0).backward()
+    up, down = module.blocks[0].up.bias, module.blocks[1].norm.weight
+    first, second = module.blocks[0].norm.weight, module.blocks[0].down.bias
+    assert up.grad is not None
+    try:
+        if how == "assigned":
+            first.grad = second.grad
+            up.grad = down.grad
+        else:
+            torch._foreach_add_([first.grad, up.grad], [second.grad, up.grad])
+    except ShardedGradientError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("how", ["assigned", "added"])
+def test_segments_of_other_elements_are_refused(how: str) -> None:
+    found = worlds.run(_exchanged_segments, 2, how)
+    assert any("they are not of the same elements" in one for one in found)
+
+
+def _assigned_sparse(rank: int, world: int, stage: int) -> float:
+    engine = ZeroEngine(stage, units=["Block"])
+    module = engine.shard(TinyGPT(depth=1))
+    optimizer = engine.attach(torch.optim.SGD(module.parameters(), lr=1.0))
+    weight = module.embedding.weight
+    before = engine.full_param(weight).clone()
+    grad = torch.eye(*before.shape)
+    weight.grad = grad.to_sparse()
+    optimizer.step()
+    return float((engine.full_param(weight) - (before - grad)).abs().max())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_sparse_gradient_may_be_assigned(stage: int) -> None:
+    assert worlds.run(_assigned_sparse, 2, stage) == [0.0, 0.0]
 
 
 def _check(

@@ -135,6 +135,7 @@ def _settled_at(rank: int, world: int, stage: int) -> float:
     reducer.start(first)
     reducer.abandon()
     reducer.settle()
+    first.buffers[0].communicator.settle()
     return came_at if rank == 1 else time.monotonic()
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.errors import ShardedGradientError
 from tests import worlds
-from tests.references import TinyGPT, adamw, token_loss
+from tests.references import TinyGPT, adamw, token_loss, tokens
 
 WINDOWS = pytest.mark.parametrize("stage", [1, 2, 3])
 
@@ -139,3 +139,60 @@ def _writes(rank: int, world: int, stage: int) -> list[str]:
 @WINDOWS
 def test_rows_masks_and_noise_written_into_values_in_the_window_are_those_of_the_whole(stage: int) -> None:
     assert worlds.run(_writes, 2, stage) == [[], []]
+
+
+def _counted(rank: int, world: int, stage: int) -> list[str]:
+    engine, module, plain = _in_the_window(rank, stage)
+    found = []
+    for own, whole in zip(module.parameters(), plain.parameters(), strict=True):
+        mine = [(one.numel(), one.nelement(), len(one)) for one in (own, own.data, own.grad)]
+        if mine != [(whole.numel(), whole.numel(), len(whole))] * 3:
+            found.append(str(mine))
+    engine.close()
+    return found
+
+
+@WINDOWS
+def test_elements_are_those_of_the_whole(stage: int) -> None:
+    assert worlds.run(_counted, 2, stage) == [[], []]
+
+
+def _masked_itself(rank: int, world: int, stage: int) -> list[bool]:
+    engine, module, plain = _in_the_window(rank, stage)
+    with torch.no_grad():
+        for own, whole in zip(module.parameters(), plain.parameters(), strict=True):
+            mask = (torch.arange(whole.numel()).view(whole.shape) % 2).float()
+            own.mul_(mask)
+            torch._foreach_add_([own], [mask])
+            whole.mul_(mask).add_(mask)
+    module(tokens(rank, 0))
+    same = [torch.equal(engine.full_param(own), whole)
+            for own, whole in zip(module.parameters(), plain.parameters(), strict=True)]  # fmt: skip
+    engine.close()
+    return same
+
+
+@WINDOWS
+def test_masks_of_the_whole_are_cut_beside_parameters(stage: int) -> None:
+    assert all(all(same) for same in worlds.run(_masked_itself, 2, stage))
+
+
+def _matrix_norms(rank: int, world: int, stage: int) -> list[str]:
+    engine, module, _ = _in_the_window(rank, stage)
+    weight = module.blocks[0].up.weight
+    found = []
+    for order in (1, 2, float("inf"), "nuc"):
+        for values in (weight.grad, weight.data):
+            with pytest.raises(ShardedGradientError) as error:
+                torch.linalg.norm(values, order)
+            found.append(str(error.value))
+    with pytest.raises(ShardedGradientError):
+        weight.grad.norm(p="nuc")
+    engine.close()
+    return found
+
+
+@WINDOWS
+def test_norms_of_matrices_are_refused_by_name(stage: int) -> None:
+    for found in worlds.run(_matrix_norms, 2, stage):
+        assert all("is the norm of a matrix" in one for one in found)

@@ -183,7 +183,6 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "numpy": lambda g: g.numpy(),
     "bool": lambda g: bool(g),
     "svd": lambda g: torch.linalg.svdvals(g),
-    "len": lambda g: len(g),
     "parameters_to_vector": lambda g: torch.nn.utils.parameters_to_vector([g]),
     "norm-over-dimension": lambda g: g.norm(dim=0),
     "norm-that-keeps-dimensions": lambda g: torch.linalg.vector_norm(g, 2.0, keepdim=True),

@@ -1,0 +1,119 @@
+"""Optimizers that users subclass, order and reach into step as PyTorch's do, or an error says why not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero.engine.engine import ZeroEngine
+from tests import worlds
+from tests.references import TinyGPT, token_loss
+
+
+class Decayed(torch.optim.SGD):
+    """Writes parameters behind the step of the class that it extends."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.mul_(0.9)
+        return loss
+
+
+def _interleaved(module: nn.Module) -> list[nn.Parameter]:
+    params = list(module.parameters())
+    return params[1::2] + params[::2]
+
+
+Program = Callable[[nn.Module, torch.optim.Optimizer, int], None]
+
+
+def _pointed(module: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    if step == 1:
+        state = optimizer.state[list(module.parameters())[4]]
+        state["exp_avg"].data = state["exp_avg"].data * -20
+
+
+CASES: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], Program | None]] = {
+    "writes-behind-super": (lambda module: Decayed(module.parameters(), lr=0.01), None),
+    "interleaved": (lambda module: torch.optim.AdamW(_interleaved(module), lr=0.01, fused=True), None),
+    "state-pointed": (lambda module: torch.optim.AdamW(module.parameters(), lr=0.01, fused=True), _pointed),
+}
+
+
+def _trained(rank: int, world: int, case: str, options: dict[str, Any]) -> float:
+    make, program = CASES[case]
+    worlds.seed()
+    plain = TinyGPT(depth=2)
+    module = copy.deepcopy(plain)
+    engine = ZeroEngine(units=["Block"], **options)
+    engine.shard(module)
+    pairs: Sequence[tuple[nn.Module, torch.optim.Optimizer]] = [(plain, make(plain)), (module, make(module))]
+    engine.attach(pairs[1][1])
+    for model, optimizer in pairs:
+        for step in range(3):
+            token_loss(model, 0, step).backward()  # the same on all ranks
+            optimizer.step()
+            if program is not None:
+                program(model, optimizer, step)
+            optimizer.zero_grad()
+    largest = max(
+        float((engine.full_param(mine) - theirs).detach().abs().max())
+        for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True)
+    )
+    engine.close()
+    return largest
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "stage0": {"stage": 0},
+    "stage1": {"stage": 1},
+    "stage1-cpu": {"stage": 1, "offload": "cpu"},
+    "stage2-cpu-now": {"stage": 2, "offload": "cpu", "step": "now"},
+    "stage3": {"stage": 3},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_step_that_writes_behind_that_of_its_base_class_counts(options: str) -> None:
+    assert max(worlds.run(_trained, 2, "writes-behind-super", OPTIONS[options])) < 1e-6
+
+
+def test_a_state_that_is_pointed_to_other_memory_counts() -> None:
+    assert max(worlds.run(_trained, 2, "state-pointed", {"stage": 0})) < 1e-6
+    assert max(worlds.run(_trained, 1, "state-pointed", {"stage": 3})) < 1e-6
+
+
+def test_steps_in_the_backward_take_parameters_in_any_order() -> None:
+    assert max(worlds.run(_trained, 2, "interleaved", {"stage": 2, "step": "backward"})) < 1e-6
+
+
+def _refusals(rank: int, world: int) -> list[str]:
+    found = []
+    engine = ZeroEngine(2, units=["Block"], step="backward")
+    module = engine.shard(TinyGPT(depth=1))
+    params = list(module.parameters())
+    optimizer = engine.attach(torch.optim.AdamW(params))
+    for call in (
+        lambda: optimizer.zero_grad(set_to_none=False),
+        lambda: engine.attach(torch.optim.SGD([*params, params[0]], lr=0.1)),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_what_the_engine_would_step_otherwise_is_refused() -> None:
+    for zeroed, twice in worlds.run(_refusals, 2):
+        assert "`step='backward'` has none to keep" in zeroed
+        assert "twice in a group" in twice
