@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, Optional, Union
+from typing import Any, Literal, Optional, TypeVar, Union
 
 import lightning.pytorch as pl
 import torch
@@ -49,6 +49,7 @@ from lightning_zero.uneven import UnevenEvaluation
 
 __all__ = ["ZeroStrategy", "register_strategies"]
 
+T = TypeVar("T")
 
 _USE = {
     "units": "Use classes or names of classes, for example `units=['Block']`, or None.",
@@ -482,25 +483,19 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         """Run ``LightningModule.validation_step`` with the parameters it needs."""
         if self._steps is not None:
             return self._evaluate(self._steps, "validation_step", args, self.precision_plugin.val_step_context)
-        self._announce_batch()
-        with self.engine.scope("validation_step"):
-            return super().validation_step(*args, **kwargs)
+        return self._evaluate_batch("validation_step", super().validation_step, *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run ``LightningModule.test_step`` with the parameters it needs."""
         if self._steps is not None:
             return self._evaluate(self._steps, "test_step", args, self.precision_plugin.test_step_context)
-        self._announce_batch()
-        with self.engine.scope("test_step"):
-            return super().test_step(*args, **kwargs)
+        return self._evaluate_batch("test_step", super().test_step, *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``LightningModule.predict_step`` with the parameters it needs."""
         if self._steps is not None:
             return self._steps.predict_step(args, context=self.precision_plugin.predict_step_context)
-        self._announce_batch()
-        with self.engine.scope("predict_step"):
-            return super().predict_step(*args, **kwargs)
+        return self._evaluate_batch("predict_step", super().predict_step, *args, **kwargs)
 
     def pipeline_timings(self, steps: int) -> dict[str, float]:
         """Return seconds of work per step and stage, and the bubble's share, since the last call; empty without stages.
@@ -544,12 +539,18 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
     def _begin_evaluation(self, step: str) -> None:
         self._evaluation = None
         if self._steps is None and self.world_size > 1:
-            self._evaluation = UnevenEvaluation(self.engine)
-            self._evaluation.begin(self._sharded_module.trainer, step)
+            self._evaluation = UnevenEvaluation(self.engine, self._sharded_module.trainer, step)
+            self._evaluation.begin()
 
-    def _announce_batch(self) -> None:
+    def _evaluate_batch(self, name: str, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         if self._evaluation is not None:
             self._evaluation.announce()
+        with self.engine.scope(name):
+            try:
+                return step(*args, **kwargs)
+            except StopIteration as error:  # of `dataloader_iter`: the others may have a batch, and need this step
+                end = error
+        raise end
 
     def on_validation_end(self) -> None:
         """Show parameters in their own dtype when ``Trainer.validate`` ends. Collective: all ranks."""

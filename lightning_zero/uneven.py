@@ -3,8 +3,12 @@
 Note [Who has no batch serves]
     At stage 3 a forward needs all ranks. So where the numbers of batches may differ, each rank tells the others before
     every batch that it has one. A rank that has come to the end of a loader takes part in the steps of the others, with
-    empty steps of its own, until nobody has a batch. Then they reduce what was logged. Loaders of one known length need
-    none of this.
+    empty steps of its own, until nobody has a batch. Then they reduce what was logged. All ranks end all loaders, one
+    after the other: a rank for which a loader is empty ends it like the others, though Lightning shows it nothing of
+    it. Loaders of one known length need none of this.
+
+    A step that fetches its batches itself (`dataloader_iter`) may find none, behind having told that it has one: then
+    it is an empty step.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -24,51 +28,112 @@ from lightning_zero.engine.engine import ZeroEngine
 
 __all__ = ["UnevenEvaluation"]
 
+T = TypeVar("T")
+
 
 class UnevenEvaluation:
     """Evaluation with different numbers of batches per rank: ranks without a batch serve the parameters of the others.
 
     Args:
         engine: Whose ranks.
+        trainer: That evaluates.
+        step: Name of the method of the module that evaluates a batch.
     """
 
-    def __init__(self, engine: ZeroEngine) -> None:
-        self._engine = engine
-        self._step: str | None = None  # of the running loop, if the ranks may have different numbers of batches
-
-    def begin(self, trainer: pl.Trainer, step: str) -> None:
-        """Ask whether the ranks may have different numbers of batches in the loop that starts. Collective: all ranks.
-
-        Args:
-            trainer: That evaluates.
-            step: Name of the method of the module that evaluates a batch.
-        """
+    def __init__(self, engine: ZeroEngine, trainer: pl.Trainer, step: str) -> None:
         predicts = trainer.state.fn == TrainerFn.PREDICTING
-        loop: Any = trainer.predict_loop if predicts else trainer._evaluation_loop
-        last = "on_run_end" if predicts else "_store_dataloader_outputs"  # called behind the batches of a loader
-        vars(loop)[last] = partial(self._end_loader, partial(getattr(type(loop), last), loop))
-        self._step = step if self._may_differ(loop) else None
+        self._engine = engine
+        self._step = step
+        self._loop: Any = trainer.predict_loop if predicts else trainer._evaluation_loop
+        self._may_differ = False
+        self._used: set[int] = set()  # loaders of which this rank had a batch
+        self._last = 0  # loader of its last batch
+        self._num_ended = 0  # loaders of which no rank has a batch any more
 
-    def _may_differ(self, loop: Any) -> bool:
+    def begin(self) -> None:
+        """Ask whether ranks may have different numbers of batches in the loop that starts. Collective: all ranks."""
+        loop = self._loop
+        for name, around in (
+            ("_evaluation_step", self._around_batch),
+            ("_predict_step", self._around_batch),
+            ("_store_dataloader_outputs", self._around_store),
+            ("on_run_end", self._around_end),
+        ):
+            if hasattr(loop, name):
+                vars(loop)[name] = partial(around, partial(getattr(type(loop), name), loop))
         is_unknown = any(map(math.isinf, loop.max_batches)) or any(
             isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loop._combined_loader.flattened
         )
         digest = digest_of({"batches": str(loop.max_batches)})
         most, least, unknown = self._agree([digest, ~digest, is_unknown], "comparison of lengths")
-        return bool(unknown) or most != ~least
+        self._may_differ = bool(unknown) or most != ~least
 
     def announce(self) -> None:
         """Tell that this rank has a batch. Collective: all ranks."""
-        if self._step is not None:
-            self._agree([1], "agreement on batches")
+        if self._may_differ:
+            self._agree([1, 0, 0], "agreement on batches")
 
-    def _end_loader(self, go_on: Callable[[], Any]) -> Any:
-        while self._step is not None and self._agree([0], "agreement on batches (this rank has none left)")[0]:
+    # -- Around the methods of the loop ----------------------------------------------------------------------------
+
+    def _around_batch(self, go_on: Callable[..., None], batch: Any, batch_idx: int, loader: int, *args: Any) -> None:
+        self._end_loaders(loader)
+        self._used.add(loader)
+        self._last = loader
+        go_on(batch, batch_idx, loader, *args)
+
+    def _around_store(self, go_on: Callable[[], None]) -> None:
+        self._end_loaders(1 + self._last)
+        go_on()
+
+    def _around_end(self, go_on: Callable[[], T]) -> T:
+        self._end_loaders(self._loop.num_dataloaders)
+        return go_on()
+
+    # -- The end of a loader ---------------------------------------------------------------------------------------
+
+    def _end_loaders(self, count: int) -> None:
+        """Serve the others until nobody has a batch of the first ``count`` loaders. Collective: all ranks."""
+        while self._may_differ and self._num_ended < count:
+            self._end_loader(self._num_ended)
+            self._num_ended += 1
+
+    def _end_loader(self, loader: int) -> None:
+        logged = self._reduced_values() if loader in self._used else []
+        own = [0, loader not in self._used, bool(logged)]
+        while True:
+            is_used, misses_it, logs = self._agree(own, "agreement on batches (this rank has none left)")
+            if not is_used:
+                break
             with self._engine.scope(self._step):
                 pass
-        return go_on()
+        if misses_it and logs:
+            self._refuse(loader, logged)
+
+    def _reduced_values(self) -> list[str]:
+        """Return the names of what was logged for the last loader and is reduced over the ranks behind it."""
+        results: Any = getattr(self._loop, "_results", None)  # a prediction has none
+        return [metric.meta.name for _, metric in results.valid_items() if _is_reduced(metric)] if results else []
+
+    def _refuse(self, loader: int, logged: list[str]) -> None:
+        names = self._engine.everyone.gather_objects(logged, f"names of what is logged for loader {loader}")
+        missing = [rank for rank, of_rank in enumerate(names) if not of_rank]
+        some = ", ".join(f"`{name}`" for name in sorted({name for of_rank in names for name in of_rank}))
+        raise ValueError(
+            f"{some} cannot be reduced over the ranks: ranks {missing} have no batch of loader {loader} of"
+            f" `{self._step}`, and so no value. Give every rank a batch of every loader, or log without"
+            " `sync_dist=True` (a metric with `sync_on_compute=False`)."
+        )
 
     def _agree(self, values: list[int], what: str) -> list[int]:
         with torch.inference_mode(False):
             agreed: list[int] = self._engine.everyone.agree(torch.tensor(values, dtype=torch.int64), what).tolist()
         return agreed
+
+
+def _is_reduced(metric: Any) -> bool:
+    """Whether a logged value takes part in a collective at the end of its loader."""
+    if not metric.meta.on_epoch:
+        return False
+    if metric.is_tensor:
+        return bool(metric.meta.sync.should and not metric.meta.sync.rank_zero_only)
+    return bool(getattr(metric.value, "sync_on_compute", True))

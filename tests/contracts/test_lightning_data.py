@@ -198,6 +198,85 @@ def test_ranks_with_different_numbers_of_batches_evaluate_as_under_ddp() -> None
     run(uneven, WORLD)
 
 
+class Counts(Net):
+    """Counts its batches; logs them if it is told to."""
+
+    def __init__(self, logs: bool = False) -> None:
+        super().__init__()
+        self.logs = logs
+        self.seen = 0
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.seen += 1
+        loss = self.loss(batch)
+        if self.logs:
+            self.log("val", loss, sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.seen += 1
+        return super().predict_step(batch, batch_idx)
+
+
+def _with_empty_loaders(rank: int, world: int, sizes: tuple[tuple[int, ...], ...]) -> None:
+    def run(strategy: Any) -> list[Any]:
+        fitted, module = trainer(rank, world, strategy, max_epochs=1), seeded(Counts)
+        loaders = [DataLoader(Uneven(size), batch_size=1) for size in sizes[rank]]
+        fitted.fit(module, loader(rank, world, size=16), loaders)
+        made = fitted.predict(module, loaders)
+        return [module.seen, [len(of_loader) for of_loader in made]]
+
+    expected = run("ddp")
+    assert expected == [2 * sum(sizes[rank]), list(sizes[rank])]
+    for stage in (1, 3):
+        assert run(stage) == expected, stage
+
+
+@pytest.mark.parametrize("sizes", [((2, 2, 2), (2, 0, 2)), ((0, 3), (3, 0)), ((2, 0, 0), (2, 0, 2))], ids=str)
+def test_a_loader_that_is_empty_on_one_rank_only_does_not_hang(sizes: tuple[tuple[int, ...], ...]) -> None:
+    run(_with_empty_loaders, WORLD, sizes)
+
+
+def _log_of_empty_loader(rank: int, world: int) -> None:
+    loaders = [DataLoader(Uneven(size), batch_size=1) for size in ((2, 1), (2, 0))[rank]]
+    with pytest.raises(ValueError, match=r"`val` cannot be reduced.*ranks \[1\] have no batch of loader 1"):
+        trainer(rank, world, 3).validate(Counts(logs=True), loaders, verbose=False)
+
+
+def test_values_of_a_loader_that_is_empty_on_one_rank_are_not_reduced_with_others() -> None:
+    run(_log_of_empty_loader, WORLD)
+
+
+class Fetches(Net):
+    """Takes batches by itself, in steps of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def validation_step(self, dataloader_iter: Any) -> Any:
+        for _ in range(2):
+            batch, _, index = next(dataloader_iter)
+            self.loss(batch)
+            self.seen.append(index)
+
+
+def _fetched_by_the_step(rank: int, world: int) -> None:
+    def run(strategy: Any) -> list[int]:
+        module = seeded(Fetches)
+        loaders = [DataLoader(Uneven(size), batch_size=1) for size in ((3, 2), (4, 4))[rank]]
+        trainer(rank, world, strategy, max_epochs=2).fit(module, loader(rank, world, size=16), loaders)
+        return module.seen
+
+    expected = run("ddp")
+    assert len(expected) == 2 * (5, 8)[rank]
+    for stage in (1, 3):
+        assert run(stage) == expected, stage
+
+
+def test_steps_that_fetch_different_numbers_of_batches_evaluate_as_under_ddp() -> None:
+    run(_fetched_by_the_step, WORLD)
+
+
 # -- Monitors of Lightning ---------------------------------------------------------------------------------------------
 
 
