@@ -2,13 +2,13 @@
 
 Note [What a patch is]
     A module's ``forward`` is replaced on the instance; its class, parameters, names and hooks stay, so units,
-    checkpoints and optimizers notice nothing. A replacement is an object of this file that holds the module: it pickles
-    and copies with the model. Classes are matched exactly, because a subclass, or a class of that name from elsewhere,
-    may compute something else.
+    checkpoints and optimizers notice nothing. A replacement is an object of this file that holds the module: it
+    pickles and copies with the model. A class of Hugging Face's is matched by the code of its ``forward``, which must
+    be that of Llama's, Gemma's, OLMo 2's, Phi 3's, T5's or GPT-2's: most families have copies of these. A subclass, or
+    a class of that name from elsewhere, may compute something else.
 
-    * ``rms_norm``, ``layer_norm``: the norm's ``forward``.
-    * ``swiglu``, ``geglu``: the ``forward`` of an MLP with ``gate_proj``, ``up_proj``, ``down_proj`` and such an
-      activation.
+    * ``rms_norm``, ``layer_norm``: the norm's ``forward``; results have the dtype that the module's own would have.
+    * ``swiglu``, ``geglu``: the ``forward`` of a gated MLP with such an activation.
     * ``rotary``: attention runs its own ``forward`` with another function in the place of ``apply_rotary_pos_emb``.
     * ``cross_entropy``: where the model gets ``labels`` in training, its head computes the loss inside of its own
       ``forward`` (so that hooks of the engine, which may gather its weight, run as before) and ``logits`` of the output
@@ -23,10 +23,13 @@ Note [Decided per call]
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,24 +44,39 @@ from lightning_zero_ops.rotary import apply_rotary
 
 __all__ = ["Change", "Patch", "patch_model", "unpatch_model"]
 
-_FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3")
-_GEMMAS = ("Gemma", "Gemma2")
-_HEADED = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "GemmaForCausalLM",
-    "GPT2LMHeadModel",
-)
 _ROTARY = "apply_rotary_pos_emb"
 # Of `nn.RMSNorm(eps=None)`: PyTorch takes the epsilon of the dtype it computes in, which is fp32 for 16 bits too.
 _FP32_EPS = torch.finfo(torch.float32).eps
 
 
-def _is_of_transformers(module: nn.Module, names: Sequence[str]) -> bool:
+def _is_like(module: nn.Module, family: str, *names: str) -> bool:
+    """Whether ``module`` is of Hugging Face's models and has the forward of one of these classes of ``family``."""
     kind = type(module)
-    return kind.__name__ in names and kind.__module__.startswith("transformers.models.")
+    is_theirs = kind.__module__.startswith("transformers.models.")
+    return is_theirs and any(_same_code(kind.forward, _template(family, name)) for name in names)
+
+
+@cache
+def _template(family: str, name: str) -> Any:
+    """Return a function of a class, or one of the module, or None where this version of transformers has none."""
+    try:
+        found = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name, None)
+    except ImportError:
+        return None
+    return getattr(found, "forward", found)
+
+
+def _same_code(function: Any, template: Any) -> bool:
+    if template is None or not hasattr(inspect.unwrap(function), "__code__"):
+        return False
+    return _essence(function) == _essence(template)
+
+
+def _essence(function: Any) -> tuple[Any, ...]:
+    """Return what a function computes: its code but for docstrings, and the names it reads."""
+    code = inspect.unwrap(function).__code__
+    constants = [None if isinstance(one, str) and "\n" in one else one for one in code.co_consts]
+    return code.co_code, code.co_names, tuple(constants)
 
 
 def _is_watched(module: nn.Module) -> bool:
@@ -145,13 +163,42 @@ class _RMSNorm(_Forward):
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        return _is_of_transformers(module, [f"{family}RMSNorm" for family in _FAMILIES])
+        return _is_like(module, "llama", "LlamaRMSNorm")
+
+
+class _InputRMSNorm(_RMSNorm):
+    """OLMo 2's: the result has the dtype of the input."""
+
+    def fused(self, hidden_states: Tensor) -> Tensor:
+        return super().fused(hidden_states).type_as(hidden_states)
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        return _is_like(module, "olmo2", "Olmo2RMSNorm")
+
+
+class _WeightRMSNorm(_RMSNorm):
+    """T5's: the result has the dtype of the weight."""
+
+    def fused(self, hidden_states: Tensor) -> Tensor:
+        norm: Any = self.module
+        return super().fused(hidden_states).type_as(norm.weight)
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        return _is_like(module, "t5", "T5LayerNorm")
+
+
+def _dtype_of_torch_norms(x: Tensor) -> torch.dtype:
+    """Return the dtype of results of PyTorch's norms, at any dtype of the weight; autocast of GPUs makes it fp32."""
+    return torch.float32 if x.is_cuda and torch.is_autocast_enabled("cuda") else x.dtype
 
 
 class _TorchRMSNorm(_Forward):
     def fused(self, x: Tensor) -> Tensor:
         norm: Any = self.module
-        return rms_norm(x, norm.weight, eps=_FP32_EPS if norm.eps is None else norm.eps)
+        y = rms_norm(x, norm.weight, eps=_FP32_EPS if norm.eps is None else norm.eps)
+        return y.to(_dtype_of_torch_norms(x))
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
@@ -165,13 +212,13 @@ class _GemmaRMSNorm(_Forward):
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        return _is_of_transformers(module, [f"{family}RMSNorm" for family in _GEMMAS])
+        return _is_like(module, "gemma", "GemmaRMSNorm")
 
 
 class _LayerNorm(_Forward):
     def fused(self, input: Tensor) -> Tensor:
         norm: Any = self.module
-        return layer_norm(input, norm.weight, norm.bias, eps=norm.eps)
+        return layer_norm(input, norm.weight, norm.bias, eps=norm.eps).to(_dtype_of_torch_norms(input))
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
@@ -182,22 +229,31 @@ class _LayerNorm(_Forward):
 
 
 class _GatedMLP(_Forward):
+    """Llama's MLP. That of Phi 3, which has gate and up in one product, would need copies of both: it stays."""
+
     activations: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
+    template, attribute = ("llama", "LlamaMLP"), "act_fn"
 
     def fused(self, x: Tensor) -> Tensor:
         mlp: Any = self.module
-        gated = self.activations[type(mlp.act_fn).__name__]
-        down: Tensor = mlp.down_proj(gated(mlp.gate_proj(x), mlp.up_proj(x)))
+        down: Tensor = mlp.down_proj(self.gated(mlp.gate_proj(x), mlp.up_proj(x)))
         return down
 
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return the activation of ``gate``, times ``up``; adapters may give them two dtypes."""
+        activation: Any = getattr(self.module, self.attribute)
+        result: Tensor = (
+            self.activations[type(activation).__name__](gate, up) if gate.dtype == up.dtype else activation(gate) * up
+        )
+        return result
+
     def suits(self) -> bool:
-        activation: Any = self.module.act_fn
+        activation = getattr(self.module, self.attribute)
         return type(activation).__name__ in self.activations and not _is_watched(activation)
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        is_known = _is_of_transformers(module, [f"{family}MLP" for family in (*_FAMILIES, *_GEMMAS)])
-        return is_known and type(module.act_fn).__name__ in cls.activations
+        return _is_like(module, *cls.template) and type(getattr(module, cls.attribute)).__name__ in cls.activations
 
 
 class _SwiGLU(_GatedMLP):
@@ -217,16 +273,44 @@ class _GeGLU(_GatedMLP):
     }
 
 
+class _T5GeGLU(_GeGLU):
+    template, attribute = ("t5", "T5DenseGatedActDense"), "act"
+
+    def fused(self, hidden_states: Tensor) -> Tensor:
+        mlp: Any = self.module
+        hidden = mlp.dropout(self.gated(mlp.wi_0(hidden_states), mlp.wi_1(hidden_states)))
+        weight = mlp.wo.weight
+        if isinstance(weight, Tensor) and weight.dtype not in (hidden.dtype, torch.int8):
+            hidden = hidden.to(weight.dtype)
+        result: Tensor = mlp.wo(hidden)
+        return result
+
+
 # -- Attention ---------------------------------------------------------------------------------------------------------
 
 
 def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """Stand in for ``apply_rotary_pos_emb``."""
     if unsqueeze_dim == 1:
-        return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
-    return apply_rotary(q.transpose(1, 2), cos, sin).transpose(1, 2), apply_rotary(
-        k.transpose(1, 2), cos, sin
-    ).transpose(1, 2)
+        return _turned(q, cos, sin), _turned(k, cos, sin)
+    q, k = _turned(q.transpose(1, 2), cos, sin), _turned(k.transpose(1, 2), cos, sin)
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the first part of a head, as long as ``cos``; Phi 3 leaves the rest."""
+    width = cos.shape[-1]
+    if width == x.shape[-1]:
+        return apply_rotary(x, cos, sin)
+    return torch.cat((apply_rotary(x[..., :width], cos, sin), x[..., width:]), -1)
+
+
+def _is_known_rotation(names: dict[str, Any]) -> bool:
+    """Whether the functions of a family's module turn halves, as Llama's."""
+    function, halves = names.get(_ROTARY), names.get("rotate_half")
+    if function is None or halves is None or not _same_code(halves, _template("llama", "rotate_half")):
+        return False
+    return any(_same_code(function, _template(family, _ROTARY)) for family in ("llama", "phi3", "olmo2"))
 
 
 class _Attention(_Forward):
@@ -265,10 +349,11 @@ class _Attention(_Forward):
     def matches(cls, module: nn.Module) -> bool:
         function = type(module).forward
         return (
-            _is_of_transformers(module, [f"{family}Attention" for family in (*_FAMILIES, *_GEMMAS)])
+            type(module).__module__.startswith("transformers.models.")
             and isinstance(function, types.FunctionType)
             and not hasattr(function, "__wrapped__")
             and _ROTARY in function.__code__.co_names
+            and _is_known_rotation(function.__globals__)
         )
 
 
@@ -294,9 +379,14 @@ def _loss_head(model: nn.Module) -> nn.Linear | None:
     return head if forward is None or (type(forward) is _Head and forward.module is head) else None
 
 
+_LLAMA_HEAD = ("llama", "LlamaForCausalLM")
+_CAPPED_HEAD = ("gemma3", "Gemma3ForCausalLM")
+
+
 class _CausalLM(_Forward):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
+        self._is_capped = _is_like(module, *_CAPPED_HEAD)
         # Names of the arguments that may come by position.
         self._names = tuple(self.__signature__.parameters)
 
@@ -328,7 +418,11 @@ class _CausalLM(_Forward):
         hidden = outputs.last_hidden_state
         reduction = "mean" if num_items_in_batch is None else "sum"
         loss = model.lm_head(
-            hidden, target=shift_labels.to(hidden.device), ignore_index=ignore_index, reduction=reduction
+            hidden,
+            target=shift_labels.to(hidden.device),
+            ignore_index=ignore_index,
+            reduction=reduction,
+            softcap=model.config.final_logit_softcapping if self._is_capped else None,
         )
         if isinstance(num_items_in_batch, Tensor):
             num_items_in_batch = num_items_in_batch.to(loss.device)
@@ -345,10 +439,10 @@ class _CausalLM(_Forward):
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
         return (
-            _is_of_transformers(module, _HEADED)
-            and type(getattr(module, "lm_head", None)) is nn.Linear
-            and _has_causal_loss(module)
-        )
+            _is_like(module, *_LLAMA_HEAD)
+            or _is_like(module, *_CAPPED_HEAD)
+            or _is_like(module, "gpt2", "GPT2LMHeadModel")
+        ) and (type(getattr(module, "lm_head", None)) is nn.Linear and _has_causal_loss(module))
 
 
 def _has_causal_loss(model: nn.Module) -> bool:
@@ -364,10 +458,10 @@ def _has_causal_loss(model: nn.Module) -> bool:
 # -- Patching ----------------------------------------------------------------------------------------------------------
 
 _OPS: dict[str, tuple[type[_Forward], ...]] = {
-    "rms_norm": (_RMSNorm, _TorchRMSNorm, _GemmaRMSNorm),
+    "rms_norm": (_RMSNorm, _InputRMSNorm, _WeightRMSNorm, _TorchRMSNorm, _GemmaRMSNorm),
     "layer_norm": (_LayerNorm,),
     "swiglu": (_SwiGLU,),
-    "geglu": (_GeGLU,),
+    "geglu": (_GeGLU, _T5GeGLU),
     "rotary": (_Attention,),
     "cross_entropy": (_CausalLM,),
 }
@@ -441,7 +535,7 @@ def _is_covered(module: nn.Module, kinds: tuple[type[_Forward], ...]) -> bool:
 
 
 def patch_model(model: nn.Module, ops: Sequence[str] | None = None) -> Patch:
-    """Let a Llama- or GPT-2-like model of Hugging Face's compute with the ops of this package.
+    """Let a model of Hugging Face's compute with the ops of this package: Note [What a patch is]. Warns if none fits.
 
     Call it on every rank, before or after ``shard``. Results and gradients are those of the model up to rounding;
     16-bit ones are rounded less often.
@@ -477,6 +571,12 @@ def patch_model(model: nn.Module, ops: Sequence[str] | None = None) -> Patch:
         raise ValueError(
             f"These modules already have a forward of their own on the instance: {taken}."
             " Call `unpatch_model(model)` first, or `undo` of the earlier patch."
+        )
+    if not found:
+        warnings.warn(
+            f"`patch_model` knows no module of {type(model).__name__}, and changed nothing: it knows norms of PyTorch"
+            " and models of Hugging Face's that compute as Llama, Gemma, OLMo 2, Phi 3, T5 or GPT-2 do.",
+            stacklevel=2,
         )
     for _, module, forward in found:
         vars(module)["forward"] = forward(module)
