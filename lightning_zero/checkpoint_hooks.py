@@ -23,14 +23,21 @@ from lightning_zero.checkpoint import directory, paths, state
 from lightning_zero.checkpoint.asynchronous import AsyncSaver
 from lightning_zero.checkpoint.flat import PARAMETER_NAMES
 from lightning_zero.checkpoint.random_state import RANDOM_STATES, gather_random_states, restore_random_state
-from lightning_zero.checkpoint.ranks import CheckpointError, Ranks
+from lightning_zero.checkpoint.ranks import COPIES, CheckpointError, Ranks, describe_layouts
 from lightning_zero.comm.peers import Peers, PeersError
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.errors import CollectiveError
 from lightning_zero.metrics import METRIC_STATES, metric_states, with_own_metric_states
 from lightning_zero.pipelined import PipelinedSteps
 from lightning_zero.progress import place_of, why_not_to_save
-from lightning_zero.rank_states import RANK_STATES, describe_states, kept_states, own_states, take_own_states
+from lightning_zero.rank_states import (
+    RANK_STATES,
+    describe_states,
+    differing_in_copies,
+    kept_states,
+    own_states,
+    take_own_states,
+)
 
 __all__ = ["CheckpointFollower", "CheckpointHooks", "raw"]
 
@@ -72,7 +79,7 @@ class CheckpointHooks(ParallelStrategy):
     _saver: AsyncSaver | None  # from the first asynchronous save to teardown
     _is_running: bool  # from setup to teardown: somebody will wait for asynchronous saves
     _steps: PipelinedSteps | None  # with a pipeline
-    _random_states: list[dict[str, Any]] | None  # what a checkpoint leaves for the start of training
+    _random_states: tuple[list[dict[str, Any]], int] | None  # by rank, and of how many copies, for the start
     _has_barrier_to_skip: bool = False  # behind a checkpoint that is not written
     _is_alone: bool  # see `ProcessHooks`
     _have_met: bool = False  # all ranks, for the checkpoint whose content was made last
@@ -162,6 +169,7 @@ class CheckpointHooks(ParallelStrategy):
         random_states = gather_random_states(engine, of_chunks)
         devices = engine.step_devices
         return {
+            COPIES: engine.world_size,
             RANDOM_STATES: random_states,
             **({METRIC_STATES: metrics} if any(metrics) else {}),
             **({RANK_STATES: rank_states} if rank_states else {}),
@@ -288,15 +296,22 @@ class CheckpointHooks(ParallelStrategy):
         saved = checkpoint.pop(RANK_STATES, [])
         if self._engine is None or not saved:
             return
-        everyone = self._engine.everyone
-        if len(saved) == everyone.world_size:
+        everyone, copies = self._engine.everyone, self._engine.world_size
+        then, now = (len(saved), checkpoint.get(COPIES, len(saved))), (everyone.world_size, copies)
+        message = ""
+        if then == now:
             take_own_states(checkpoint, saved, everyone.rank)
-        elif self._sharded_module.trainer.state.fn == TrainerFn.FITTING:
-            rank_zero_warn(
-                f"The checkpoint was saved on {len(saved)} ranks and is resumed on {everyone.world_size}: every rank"
-                f" takes rank 0's state of {describe_states(saved)}. States of dataloaders cannot be divided among"
-                " another number of ranks, so data of the current epoch may be seen twice or left out."
+        elif then[1] == copies:  # in other stages: the data are those of a copy
+            take_own_states(checkpoint, saved, self._engine.rank)
+            if lost := differing_in_copies(saved, copies):
+                message = f"the first stage's state of {describe_states(lost)}."
+        else:
+            message = (
+                f"rank 0's state of {describe_states(saved)}. States of dataloaders cannot be divided otherwise, so"
+                " data of the current epoch may be seen twice or left out."
             )
+        if message and self._sharded_module.trainer.state.fn == TrainerFn.FITTING:
+            rank_zero_warn(f"{describe_layouts(then, now)}: every rank takes {message}")
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load ``checkpoint["state_dict"]`` as it is now. Collective: all ranks."""
@@ -313,7 +328,8 @@ class CheckpointHooks(ParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of all optimizers. Collective: all ranks."""
-        self._random_states = checkpoint.get(RANDOM_STATES)
+        states = checkpoint.get(RANDOM_STATES)
+        self._random_states = None if states is None else (states, checkpoint.get(COPIES, len(states)))
         self.engine.use_step_devices(checkpoint.get(STEP_DEVICES, {}))
         with ExitStack() as stack:
             for optimizer in self.optimizers:
@@ -336,11 +352,11 @@ class CheckpointHooks(ParallelStrategy):
         states, self._random_states = self._random_states, None
         if states is None:
             return
-        message = restore_random_state(self.engine, states)
+        message = restore_random_state(self.engine, *states)
         if message is None:
             _begin_epoch_as_uninterrupted(self._sharded_module.trainer)
             if self._steps is not None:
-                message = self._steps.take_random_states(states[self.engine.everyone.rank])
+                message = self._steps.take_random_states(states[0][self.engine.everyone.rank])
         if message is not None:
             rank_zero_warn(message)
 

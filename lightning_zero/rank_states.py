@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from lightning_zero.checkpoint.planner import Segment
 
-__all__ = ["RANK_STATES", "describe_states", "kept_states", "own_states", "take_own_states"]
+__all__ = ["RANK_STATES", "describe_states", "differing_in_copies", "kept_states", "own_states", "take_own_states"]
 
 RANK_STATES = "rank_states"  # key of a checkpoint: by rank, by path in the checkpoint
 
@@ -61,6 +61,15 @@ def take_own_states(checkpoint: dict[str, Any], saved: Sequence[Mapping[Path, An
             place[name] = saved[rank][path]
         else:
             place.pop(name, None)
+
+
+def differing_in_copies(saved: Sequence[Mapping[Path, Any]], copies: int) -> list[dict[Path, Any]]:
+    """Return the states that the pipeline stages of a copy of the model have otherwise than its first stage."""
+    return [
+        {path: state for path, state in states.items() if not _is_same(state, saved[rank % copies].get(path))}
+        for rank, states in enumerate(saved)
+        if not _is_same(states, saved[rank % copies])
+    ]
 
 
 def describe_states(saved: Sequence[Mapping[Path, Any]]) -> str:

@@ -182,7 +182,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self._evaluation: UnevenEvaluation | None = None  # the last that has begun
         self._warned_of_none = False
         # - What a checkpoint leaves for the start of training
-        self._random_states: list[dict[str, Any]] | None = None
+        self._random_states: tuple[list[dict[str, Any]], int] | None = None
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
 
     # -- The engine ------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy  # noqa: F401 (its generator is saved where the module is imported)
 
-from lightning_zero.checkpoint.ranks import Ranks
+from lightning_zero.checkpoint.ranks import Ranks, describe_layouts
 from lightning_zero.parallel.streams import RandomState
 
 if TYPE_CHECKING:
@@ -30,17 +30,20 @@ def gather_random_states(engine: ZeroEngine, more: Mapping[str, Any] | None = No
     return Ranks(engine).gather({**RandomState(engine.communicator.device).plain(), **(more or {})})
 
 
-def restore_random_state(engine: ZeroEngine, states: Sequence[dict[str, Any]]) -> str | None:
+def restore_random_state(engine: ZeroEngine, states: Sequence[dict[str, Any]], copies: int) -> str | None:
     """Set this rank's generators, as far as a checkpoint has them, and return what could not carry over.
 
     Args:
         engine: Whose rank and device it is.
         states: What ``gather_random_states`` returned.
+        copies: Copies of the model that there were.
     """
-    if len(states) != engine.everyone.world_size:
+    saved = len(states), copies
+    here = engine.everyone.world_size, engine.world_size
+    if saved != here:
         return (
-            f"The checkpoint was saved on {len(states)} ranks and is resumed on {engine.everyone.world_size}: the state"
-            " of the random number generators (dropout, shuffling), which is that of a rank, is not restored."
+            f"{describe_layouts(saved, here)}: the state of the random number generators (dropout, shuffling), which is"
+            " that of a rank, is not restored."
         )
     state = states[engine.everyone.rank]
     device = engine.communicator.device

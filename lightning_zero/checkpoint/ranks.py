@@ -12,7 +12,9 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from lightning_zero.engine.engine import ZeroEngine
 
-__all__ = ["CheckpointError", "Ranks", "describe"]
+__all__ = ["COPIES", "CheckpointError", "Ranks", "describe", "describe_layouts"]
+
+COPIES = "copies"  # key of a checkpoint: copies of the model, on each of which one part of the data is trained
 
 
 class CheckpointError(RuntimeError):
@@ -122,3 +124,15 @@ class Ranks:
 def describe(error: BaseException) -> str:
     """Return an error as another rank shows it."""
     return f"{type(error).__name__}: {error}"
+
+
+def describe_layouts(saved: tuple[int, int], here: tuple[int, int]) -> str:
+    """Say where a checkpoint was saved and is resumed, each as the number of ranks and that of the model's copies."""
+    return (
+        f"The checkpoint was saved on {saved[0]} ranks{_in_stages(*saved)} and is resumed on"
+        f" {here[0]}{_in_stages(*here)}"
+    )
+
+
+def _in_stages(world_size: int, copies: int) -> str:
+    return f" ({world_size // copies} pipeline stages)" if world_size != copies else ""

@@ -29,13 +29,13 @@ def _go_back(rank: int, world: int) -> Any:
     torch.save(states, file)
     file.seek(0)
     states = torch.load(file, weights_only=True)
-    assert restore_random_state(engine, states) is None
+    assert restore_random_state(engine, states, world) is None
     assert [_draw() for _ in range(3)] == expected
-    message = restore_random_state(engine, states[1:])
+    message = restore_random_state(engine, states[1:], world - 1)
     assert message is not None
     assert message.startswith(f"The checkpoint was saved on {world - 1} ranks and is resumed on {world}")
     states[rank]["device"] = {"cuda": torch.get_rng_state()}
-    assert "another kind of device than cpu" in str(restore_random_state(engine, states))
+    assert "another kind of device than cpu" in str(restore_random_state(engine, states, world))
     return expected
 
 

@@ -14,6 +14,8 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
+from lightning_zero.config import Pipeline
+from lightning_zero.strategy import ZeroStrategy
 from tests.lightning_programs import WORLD, Net, seeded, trainer
 from tests.worlds import run
 
@@ -212,3 +214,39 @@ def test_another_number_of_ranks_is_told_whose_states_it_takes(tmp_path: Path) -
     assert "saved on 2 ranks and is resumed on 1: every rank takes rank 0's state of the train dataloaders" in said[0]
     assert "`_Data`" in said[0]
     assert "`_Sees`" in said[0]
+
+
+# -- Pipeline stages have the data of their copy -----------------------------------------------------------------------
+
+
+def _fit_stages(rank: int, world: int, stages: int, path: str, resume: bool) -> tuple[list[float], list[str]]:
+    pipeline = Pipeline(stages=stages, microbatches=2) if stages > 1 else None
+    sees = _Sees(0)
+    callbacks = [sees] if resume else [sees, _Saves(3, path)]
+    made = trainer(rank, world, ZeroStrategy(stage=1, pipeline=pipeline), max_epochs=1, callbacks=callbacks)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made.fit(seeded(Net), _Loader(rank % (world // stages)), ckpt_path=path if resume else None)
+    return sees.seen, [str(warning.message) for warning in caught if "was saved on" in str(warning.message)]
+
+
+LAYOUTS = [  # ranks and stages that save and that resume, and what is said
+    ((2, 1), (2, 2), "saved on 2 ranks and is resumed on 2 (2 pipeline stages)"),
+    ((2, 2), (2, 1), "saved on 2 ranks (2 pipeline stages) and is resumed on 2"),
+    ((2, 2), (1, 1), None),
+    pytest.param((4, 2), (2, 1), None, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("saved", "resumed", "said"), LAYOUTS)
+def test_states_of_data_are_those_of_a_copy_of_the_model(saved: Any, resumed: Any, said: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "saved.ckpt")
+    whole = run(_fit_stages, saved[0], saved[1], path, False)
+    copies = resumed[0] // resumed[1]
+    for rank, (seen, warned) in enumerate(run(_fit_stages, resumed[0], resumed[1], path, True)):
+        of = 0 if said else rank % copies  # whose data it goes on with
+        assert seen == whole[of][0][3:]
+        about_loaders = [text for text in warned if "the train dataloaders" in text]
+        assert len(about_loaders) == (rank == 0 and said is not None)
+        assert all(said in text and "every rank takes rank 0's state" in text for text in about_loaders)
+        assert len([text for text in warned if "random number" in text]) == (rank == 0)
