@@ -79,8 +79,10 @@ def _backward_reference(
 # -- Tuning space ------------------------------------------------------------------------------------------------------
 
 # A row is one tile, so that it is read once. Not measured on a GPU; chosen from the ahead-of-time reports: at most 16
-# elements of every operand in a thread, which spills at no size up to the limit.
+# elements of every operand in a thread, which spills at no size up to the limit. Wider rows are read piece by piece,
+# two or three times.
 _MAX_HIDDEN = 8192
+_WIDE_BLOCK = 4096
 _PROGRAMS_PER_PROCESSOR = 2
 
 
@@ -145,6 +147,83 @@ def _norm_backward_kernel(  # type: ignore[no-untyped-def]
         tl.store(partial_bias + program * hidden + column, sum_bias, mask=inside)
 
 
+@jit
+def _wide_norm_kernel(  # type: ignore[no-untyped-def]
+    x, weight, bias, y, mean, rstd, hidden, eps, offset, CENTRED: tl.constexpr, BIASED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    x += row * hidden
+    y += row * hidden
+    centre = tl.full([], 0.0, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    if CENTRED:
+        for start in range(0, hidden, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            total += tl.load(x + column, mask=column < hidden, other=0.0).to(tl.float32)
+        centre = tl.sum(total, 0) / hidden
+        tl.store(mean + row, centre)
+    squares = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, hidden, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        value = tl.load(x + column, mask=column < hidden, other=0.0).to(tl.float32) - centre
+        squares += tl.where(column < hidden, value * value, 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / hidden + tl.cast(eps, tl.float32))
+    tl.store(rstd + row, scale)
+    for start in range(0, hidden, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < hidden
+        gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32) + tl.cast(offset, tl.float32)
+        result = (tl.load(x + column, mask=inside, other=0.0).to(tl.float32) - centre) * scale * gain
+        if BIASED:
+            result += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(y + column, result.to(y.dtype.element_ty), mask=inside)
+
+
+@jit
+def _wide_norm_backward_kernel(  # type: ignore[no-untyped-def]
+    grad, x, weight, mean, rstd, grad_x, partial_weight, partial_bias, num_rows, hidden, offset, rows_per_program,
+    CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    partial_weight += program * hidden
+    partial_bias += program * hidden
+    first = program * rows_per_program
+    for row in range(first, tl.minimum(first + rows_per_program, num_rows)):
+        scale = tl.load(rstd + row)
+        centre = tl.full([], 0.0, tl.float32)
+        if CENTRED:
+            centre = tl.load(mean + row)
+        along = tl.zeros([BLOCK], tl.float32)
+        total = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, hidden, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            inside = column < hidden
+            at = row * hidden + column
+            gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32) + tl.cast(offset, tl.float32)
+            scaled = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * gain
+            normed = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - centre) * scale
+            along += tl.where(inside, scaled * normed, 0.0)
+            total += tl.where(inside, scaled, 0.0)
+        mean_along = tl.sum(along, 0) / hidden
+        mean_total = tl.sum(total, 0) / hidden
+        for start in range(0, hidden, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            inside = column < hidden
+            at = row * hidden + column
+            gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32) + tl.cast(offset, tl.float32)
+            slope = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+            normed = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - centre) * scale
+            result = slope * gain - normed * mean_along
+            if CENTRED:
+                result -= mean_total
+                bias_so_far = tl.load(partial_bias + column, mask=inside, other=0.0)
+                tl.store(partial_bias + column, bias_so_far + slope, mask=inside)
+            tl.store(grad_x + at, (result * scale).to(grad_x.dtype.element_ty), mask=inside)
+            so_far = tl.load(partial_weight + column, mask=inside, other=0.0)
+            tl.store(partial_weight + column, so_far + slope * normed, mask=inside)
+
+
 # -- Launchers ---------------------------------------------------------------------------------------------------------
 
 
@@ -163,25 +242,21 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             )
 
 
-def _check_launch(x: Tensor) -> None:
-    if x.shape[-1] > _MAX_HIDDEN:
-        raise ValueError(
-            f"A norm on a GPU takes rows of at most {_MAX_HIDDEN} elements, got {x.shape[-1]}."
-            " Use `torch.nn.functional` for longer ones."
-        )
+def _kernel_and_block(hidden: int, tiled: Any, wide: Any) -> tuple[Any, int]:
+    """Return the kernel for rows of this length, and how many elements of a row it holds at a time."""
+    return (tiled, next_power_of_2(hidden)) if hidden <= _MAX_HIDDEN else (wide, _WIDE_BLOCK)
 
 
 def _launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float, is_centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check(x, weight, bias)
-    _check_launch(x)
     y, mean, rstd = _fake(x, weight, bias, eps, offset, is_centred)
     if x.numel() == 0:
         return y, mean.zero_(), rstd.zero_()
-    block = next_power_of_2(x.shape[-1])
+    kernel, block = _kernel_and_block(x.shape[-1], _norm_kernel, _wide_norm_kernel)
     with on_device_of(x):
-        _norm_kernel[(rstd.numel(),)](
+        kernel[(rstd.numel(),)](
             x, weight, weight if bias is None else bias, y, mean, rstd, x.shape[-1], eps, offset, CENTRED=is_centred,
             BIASED=bias is not None, BLOCK=block, num_warps=_num_warps(block),
         )  # fmt: skip
@@ -198,11 +273,14 @@ def _launch_backward(
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
     rows_per_program = cdiv(num_rows, processors * _PROGRAMS_PER_PROCESSOR)
     num_programs = cdiv(num_rows, rows_per_program)
+    kernel, block = _kernel_and_block(hidden, _norm_backward_kernel, _wide_norm_backward_kernel)
     partial_weight = grad_weight.new_empty(num_programs, hidden)
     partial_bias = grad_weight.new_empty(num_programs, hidden if is_centred else 0)
-    block = next_power_of_2(hidden)
+    if hidden > _MAX_HIDDEN:  # that kernel adds to them
+        partial_weight.zero_()
+        partial_bias.zero_()
     with on_device_of(x):
-        _norm_backward_kernel[(num_programs,)](
+        kernel[(num_programs,)](
             grad, x, weight, mean, rstd, grad_x, partial_weight, partial_bias, num_rows, hidden, offset,
             rows_per_program, CENTRED=is_centred, BLOCK=block, num_warps=_num_warps(block),
         )  # fmt: skip
@@ -284,7 +362,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6, offset: float = 0.
 
     Raises:
         TypeError: Another dtype.
-        ValueError: Shapes that do not fit; on a GPU, rows longer than 8,192.
+        ValueError: Shapes that do not fit, tensors on several devices.
     """
     check_devices("rms_norm", x=x, weight=weight)
     refuse_duals("rms_norm", x, weight)
@@ -306,7 +384,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: fl
 
     Raises:
         TypeError: Another dtype.
-        ValueError: Shapes that do not fit; on a GPU, rows longer than 8,192.
+        ValueError: Shapes that do not fit, tensors on several devices.
     """
     check_devices("layer_norm", x=x, weight=weight, bias=bias)
     refuse_duals("layer_norm", x, weight, bias)

@@ -53,7 +53,7 @@ def _with_gradients(function: Any, kind: str, x: Tensor, weight: Tensor, grad: T
 
 def _interpret(kind: str, dtype: str) -> None:
     """Compare the launchers with the references; the interpreter truncates, so 16 bits may be one unit apart."""
-    for shape in ((1, 1), (5, 63), (2, 3, 125), (2, 4097)):
+    for shape in ((1, 1), (5, 63), (2, 3, 125), (2, 4097), (5, 9001)):
         x, weight, grad, *bias = _inputs(kind, shape, DTYPES[dtype], torch.Generator().manual_seed(1))
         settings = (bias[0] if bias else None, EPS, 1.0 if kind == "gemma" else 0.0, kind.startswith("layer"))
         y, mean, rstd = norms._launch(x, weight, *settings)
@@ -72,14 +72,8 @@ def _assert_near(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Non
         torch.testing.assert_close(one, other, rtol=rtol, atol=rtol * other.abs().max().item() if other.numel() else 0)
 
 
-def _refuse_long_rows() -> None:
-    with pytest.raises(ValueError, match="rows of at most 8192 elements, got 8193"):
-        norms._launch(torch.ones(1, 8193), torch.ones(8193), None, EPS, 0.0, False)
-
-
 INTERPRETED = {
     **{f"{kind}-{dtype}": partial(_interpret, kind, dtype) for kind in KINDS for dtype in DTYPES},
-    "long-rows": _refuse_long_rows,
 }
 
 
@@ -91,19 +85,24 @@ def test_kernel_is_its_reference_in_the_interpreter(case: str) -> None:
 # -- Ahead of time -----------------------------------------------------------------------------------------------------
 
 
+WIDE = 16384
+
+
 def _forward_case(dtype: str, hidden: int, is_centred: bool) -> Compilation:
     types = dict.fromkeys(("x", "weight", "bias", "y"), f"*{dtype}")
     types |= {"mean": "*fp32", "rstd": "*fp32", "hidden": "i32", "eps": "fp32", "offset": "fp32"}
-    constants = {"CENTRED": is_centred, "BIASED": is_centred, "BLOCK": hidden}
-    return Compilation(norms._norm_kernel, types, constants, norms._num_warps(hidden))
+    kernel, block = norms._kernel_and_block(hidden, norms._norm_kernel, norms._wide_norm_kernel)
+    constants = {"CENTRED": is_centred, "BIASED": is_centred, "BLOCK": block}
+    return Compilation(kernel, types, constants, norms._num_warps(block))
 
 
 def _backward_case(dtype: str, hidden: int, is_centred: bool) -> Compilation:
     types = dict.fromkeys(("grad", "x", "weight", "grad_x"), f"*{dtype}")
     types |= dict.fromkeys(("mean", "rstd", "partial_weight", "partial_bias"), "*fp32")
     types |= {"num_rows": "i32", "hidden": "i32", "offset": "fp32", "rows_per_program": "i32"}
-    constants = {"CENTRED": is_centred, "BLOCK": hidden}
-    return Compilation(norms._norm_backward_kernel, types, constants, norms._num_warps(hidden))
+    kernel, block = norms._kernel_and_block(hidden, norms._norm_backward_kernel, norms._wide_norm_backward_kernel)
+    constants = {"CENTRED": is_centred, "BLOCK": block}
+    return Compilation(kernel, types, constants, norms._num_warps(block))
 
 
 COMPILED = {
@@ -115,12 +114,14 @@ COMPILED = {
         "layer-backward": _backward_case,
     }.items()
     for dtype in DTYPES
-    for hidden in (1024, 4096, norms._MAX_HIDDEN)
+    for hidden in (1024, 4096, norms._MAX_HIDDEN, WIDE)
 }
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("case", sample(COMPILED, "rms-bf16-4096", "layer-backward-fp32-8192"))
+@pytest.mark.parametrize(
+    "case", sample(COMPILED, "rms-bf16-4096", "layer-backward-fp32-8192", "layer-backward-bf16-16384")
+)
 def test_kernel_compiles_without_spills_and_loads_128_bits(case: str, capability: int) -> None:
     # Backward reads the two numbers of a row.
     assert_lean(compiled(__name__, case, capability), scalar_loads=2)

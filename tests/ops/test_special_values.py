@@ -5,6 +5,7 @@ Those of the cross-entropy, whose rows and labels have cases of their own, are i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,13 +25,13 @@ INF, NAN = float("inf"), float("nan")
 
 def _norm(is_centred: bool) -> None:
     """Rows with one special value each, of zeros, of a constant; epsilon of zero; special gains and gradients."""
-    for dtype, eps in ((DTYPES[name], eps) for name in DTYPES for eps in (1e-5, 0.0)):
-        x, grad = torch.randn(2, 9, 63)
+    for dtype, eps, hidden in itertools.product(DTYPES.values(), (1e-5, 0.0), (63, 8193)):
+        x, grad = torch.randn(2, 9, hidden)
         for row, value in enumerate((0.0, INF, -INF, NAN)):
             x[row, 7] = value
             grad[4 + row % 2, row] = value
         x[6], x[7] = 0.0, 3.0
-        for weight in (torch.ones(63), specials(63 + 126)[63:126]):
+        for weight in (torch.ones(hidden), specials(hidden + 126)[63:-63]):
             args = (x.to(dtype), weight.to(dtype))
             expected = norms._reference(*args, None, eps, 0.0, is_centred)
             saved = (grad.to(dtype), *args, *expected[1:], 0.0, is_centred)
