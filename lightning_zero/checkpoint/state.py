@@ -397,6 +397,13 @@ def _slots_by_name(
         raise ValueError(
             f"The checkpoint has the state of `{unknown}`, which {label} does not step.{nearest(unknown, names)}"
         )
+    by_parameter = {names[key]: key for key in saved_keys}
+    twice = next((key for key in saved_keys if by_parameter[names[key]] != key), None)
+    if twice is not None:
+        raise ValueError(
+            f"`{twice}` and `{by_parameter[names[twice]]}` are two parameters in the checkpoint and one here, so the"
+            f" state of one would be lost. Tie them in the run that saves, or leave them untied here ({label})."
+        )
     slots = {names[key]: state["state"].get(key) for key in saved_keys}
     missing = next((record.name for group in groups for record in group if record.name not in slots), None)
     if missing is not None:

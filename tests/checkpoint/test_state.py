@@ -299,6 +299,34 @@ def test_renamed_parameters_resume_from_a_file_by_their_place(tmp_path: Path) ->
     worlds.run(_resume_blocks, 2, True, "groups", "renamed", "", str(tmp_path / "saved"))
 
 
+def _resume_tied(rank: int, world: int, full: bool, stage: int, path: str) -> None:
+    def untie(model: programs.Model) -> None:
+        model.head.weight = nn.Parameter(model.head.weight.detach() + 1)
+
+    runs = []
+    for change in (untie, lambda model: None):
+        worlds.seed(0)
+        model, engine = programs.Model(), ZeroEngine(stage)
+        change(model)
+        engine.shard(model)
+        trained = [param for param in model.parameters() if param.requires_grad]
+        runs.append((engine, model, engine.attach(torch.optim.AdamW(trained))))
+    engine, model, optimizer = runs[0]
+    programs.step(engine, model, optimizer, 0)
+    directory.save(engine, programs.snapshot(engine, model, optimizer), path, full=full)
+    message = "`embedding.weight` and `head.weight` are two parameters in the checkpoint and one here"
+    with pytest.raises(ValueError, match=message):
+        programs.restore(*runs[1], path)
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["directory", "file"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_saved_untied_and_resumed_tied_do_not_lose_one_of_two_states(
+    stage: int, full: bool, tmp_path: Path
+) -> None:
+    worlds.run(_resume_tied, 2, full, stage, str(tmp_path / "saved"))
+
+
 def _copied(rank: int, world: int) -> None:
     engine, model, optimizer = programs.make(2, 0)
     programs.step(engine, model, optimizer, 0)
