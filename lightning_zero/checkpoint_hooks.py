@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 import lightning.pytorch as pl
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -373,17 +374,37 @@ class CheckpointHooks(ParallelStrategy):
         for follower in self.followers:
             follower.checkpoint_removed(filepath)
 
+    def _begin_saving(self, trainer: pl.Trainer) -> None:
+        """Let callbacks that look for a free name wait for the save that is running: its file is not there yet."""
+        self._is_running = True
+        for callback in _savers_of(trainer) if self.async_save else ():
+            looks = partial(type(callback).file_exists, callback)
+            vars(callback)["file_exists"] = partial(self._exists_after_save, looks)
+
+    def _exists_after_save(self, looks: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+        self.wait_for_save()
+        return looks(*args, **kwargs)
+
     def _finish_saving(self) -> None:
-        saver, self._saver, self._is_running = self._saver, None, False
-        if saver is None:
-            return
+        self._is_running = False
         trainer = self._sharded_module._trainer
+        for callback in _savers_of(trainer):
+            vars(callback).pop("file_exists", None)
+        if self._saver is None:
+            return
         try:
-            saver.close()
+            self._saver.close()
         except Exception as error:
             if trainer is None or not trainer.interrupted or _leaves_with_success():
                 raise
             warnings.warn(f"The last checkpoint is not complete: {error}", stacklevel=2)
+        finally:
+            self._saver = None
+
+
+def _savers_of(trainer: pl.Trainer | None) -> list[ModelCheckpoint]:
+    callbacks = [] if trainer is None else trainer.checkpoint_callbacks
+    return [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
 
 
 def _refuse_values_of_groups(scheduler: Any, saved: Any, num_groups: int) -> None:

@@ -262,7 +262,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self.setup_precision_plugin()
         self.model_to_device()
         Signals(trainer, self.engine.everyone.agree, self._saves_wait).bind()
-        self._is_running = True
+        self._begin_saving(trainer)
         self._announce()
 
     @contextmanager

@@ -80,8 +80,8 @@ class AsyncSaver:
         Raises:
             CheckpointError, OSError: The last save failed. It is raised once.
         """
-        running, self._running = self._running, None
         self._thread.submit(_nothing).result()
+        running, self._running = self._running, None
         if running is not None:
             running.result()
 

@@ -241,7 +241,7 @@ class Peers:
         assert self._store is not None
         store, end = self._store, f"{meeting}/end"
         keys = [f"{meeting}/{rank}" for rank in range(self.world_size)]
-        began, pause_s, silence = time.monotonic(), 1e-3, _Silence(self)
+        began, pause_s, silence, warned_at = time.monotonic(), 1e-3, _Silence(self), _SILENCE_S
         while not store.check([end]):
             waited = time.monotonic() - began
             if self.rank == 0 and store.check(keys):
@@ -256,6 +256,14 @@ class Peers:
                 raise PeersError(
                     f"{what} was given up on rank {self.rank}: {_names(silent)} gave no sign of life for"
                     f" {_SILENCE_S:g} s: the process was ended from outside (killed, out of memory), or hangs."
+                )
+            if waited > warned_at:
+                warned_at *= 4
+                print(
+                    f"rank {self.rank} of {self.world_size} has waited {waited:.0f} s for"
+                    f" {_names(self._missing(keys) or [0])}: {what}. It gives up after {timeout_s:g} s.",
+                    file=sys.stderr,
+                    flush=True,
                 )
             if waited > timeout_s:
                 missing = self._missing(keys)
@@ -329,8 +337,9 @@ class _Watcher(threading.Thread):
                 return
             if peers.first is None or peers.has_told:
                 continue
-            heard_at = heard_at or now
-            if now - heard_at > _STUCK_S and not self._may_stay():
+            if not heard_at or self._may_stay():
+                heard_at = now
+            if now - heard_at > _STUCK_S:
                 self._end_process()
 
     def stop(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import time
 
 import pytest
@@ -75,3 +77,22 @@ def _end_without_a_word(rank: int, world: int) -> str:
 
 def test_a_rank_that_was_killed_is_named_long_before_the_timeout() -> None:
     assert "rank 1 gave no sign of life" in worlds.run(_end_without_a_word, 2)[0]
+
+
+def _wait_long(rank: int, world: int) -> str:
+    before, peers_module._SILENCE_S = peers_module._SILENCE_S, 0.5
+    said = io.StringIO()
+    try:
+        if rank == 1:
+            time.sleep(1.5)
+        with contextlib.redirect_stderr(said):
+            Peers.of_world().meet("A test", {}, lambda facts: "", timeout_s=30)
+    finally:
+        peers_module._SILENCE_S = before
+    return said.getvalue()
+
+
+def test_a_rank_that_waits_long_says_for_whom() -> None:
+    first, second = worlds.run(_wait_long, 2)
+    assert "for rank 1: A test. It gives up after 30 s." in first
+    assert not second

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.distributed.checkpoint import default_planner
 
@@ -220,3 +223,54 @@ def _leave_the_fit(rank: int, world: int, path: str) -> None:
 def test_a_failed_save_is_an_error_of_a_program_that_leaves_the_fit_with_status_0(tmp_path: Path) -> None:
     worlds.run(_leave_the_fit, 2, str(tmp_path / "saved.ckpt"))
     assert os.listdir(tmp_path) == []
+
+
+# -- Names and watchers ------------------------------------------------------------------------------------------------
+
+
+class _Worse(Net):
+    """Is validated as worse each time."""
+
+    loss_of_validation = 0.0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", torch.tensor(self.loss_of_validation), sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.loss_of_validation += 1.0
+
+
+def _named_alike(rank: int, world: int, stage: Any, async_save: bool, path: str) -> tuple[list[str], float, bool]:
+    saver = ModelCheckpoint(dirpath=path, filename="best", monitor="val_loss", save_top_k=2)
+    strategy = ZeroStrategy(stage=stage, async_save=async_save)
+    options = {"max_epochs": 1, "val_check_interval": 2, "enable_checkpointing": True, "callbacks": [saver]}
+    with pytest.MonkeyPatch.context() as patch:
+        if async_save:
+            _slow_writes(patch)
+        one = trainer(rank, world, strategy, **options)
+        one.fit(seeded(_Worse), loader(rank, world), loader(rank, world))
+    assert saver.best_model_score is not None
+    return sorted(os.listdir(path)), float(saver.best_model_score), "file_exists" in vars(saver)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_background_saves_of_one_name_keep_the_best_as_others_do(stage: int, tmp_path: Path) -> None:
+    expected = worlds.run(_named_alike, 2, stage, False, str(tmp_path / "now"))
+    assert expected[0] == (["best-v1.ckpt", "best.ckpt"], 0.0, False)
+    assert worlds.run(_named_alike, 2, stage, True, str(tmp_path / "later")) == expected
+
+
+def _waiting(rank: int, world: int, path: str) -> bool:
+    """Say whether the saver counts as running for the thread that ends ranks, while the rank waits for it."""
+    one = _fitted(rank, world)
+    saver, is_held, seen = AsyncSaver(one.strategy.engine), threading.Event(), []
+    saver._running = saver._thread.submit(is_held.wait)
+    watcher = threading.Thread(target=lambda: (time.sleep(0.2), seen.append(saver.is_running), is_held.set()))
+    watcher.start()
+    saver.close()
+    watcher.join()
+    return seen[0]
+
+
+def test_a_rank_that_waits_for_its_background_save_counts_as_saving(tmp_path: Path) -> None:
+    assert worlds.run(_waiting, 2, str(tmp_path)) == [True, True]
