@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -98,6 +99,13 @@ class StoredTensors:
         self, key: str, entry: TensorStorageMetadata, parts: Sequence[tuple[Box, Any]], items: Sequence[ReadItem]
     ) -> None:
         """Refuse to leave elements of a target as they are, because no file has them."""
+        for chunk in entry.chunks:
+            ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+            if any(offset < 0 for offset in chunk.offsets) or any(map(operator.gt, ends, entry.size)):
+                raise ValueError(
+                    f"`{self.directory}` is damaged: its index has a chunk of `{key}` from {tuple(chunk.offsets)} to"
+                    f" {tuple(ends)}, outside of its shape {tuple(entry.size)}. {EARLIER}"
+                )
         found: dict[Sequence[int], list[Box]] = {torch.Size(offsets): [] for (offsets, _), _ in parts}
         for item in items:
             found[item.dest_index.offset or torch.Size()].append((tuple(item.dest_offsets), tuple(item.lengths)))
@@ -109,11 +117,31 @@ class StoredTensors:
 
     def _chunk(self, index: MetadataIndex) -> _Chunk:
         if index not in self._chunks:
-            self._chunks[index] = _Chunk(self.reader, *self._range(index))
+            chunk = _Chunk(self.reader, *self._range(index))
+            self._check_chunk(index, chunk)
+            self._chunks[index] = chunk
         return self._chunks[index]
 
+    def _check_chunk(self, index: MetadataIndex, chunk: _Chunk) -> None:
+        """Refuse a stored tensor that is another one than the index says."""
+        entry = self.metadata.state_dict_metadata[index.fqn]
+        assert isinstance(entry, TensorStorageMetadata)
+        sizes = next(tuple(one.sizes) for one in entry.chunks if one.offsets == index.offset)
+        if (chunk.shape, chunk.dtype) != (sizes, entry.properties.dtype):
+            raise ValueError(
+                f"`{self.directory}` is damaged: its index says that `{self._range(index)[0]}` has a tensor of shape"
+                f" {sizes} and dtype {entry.properties.dtype}, and there is one of shape {chunk.shape} and dtype"
+                f" {chunk.dtype}. {EARLIER}"
+            )
+
     def _range(self, index: MetadataIndex) -> tuple[str, int, int]:
-        place = self._places[index]
+        place = self._places.get(index)
+        if place is None:
+            raise ValueError(
+                f"`{self.directory / METADATA}` is damaged: it does not say where `{index.fqn}` is stored."
+            )
+        if Path(place.relative_path).is_absolute() or ".." in Path(place.relative_path).parts:
+            raise ValueError(f"`{self.directory / METADATA}` names `{place.relative_path}`, which is outside of it.")
         if getattr(place, "transform_descriptors", None):
             raise ValueError(
                 f"`{self.directory}` was written with the stream transforms {place.transform_descriptors}, which are"
@@ -153,14 +181,16 @@ class _Chunk:
         is_plain = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
         if not is_plain or order.decode() != sys.byteorder:
             raise ValueError(f"`{reader.directory / name}` has something else than a tensor at {offset}.")
+        self.shape = tuple(tensor.shape)
         self.dtype = tensor.dtype
         self._reader = reader
         self._name = name
         self._stride = tensor.stride()
-        self._start = offset  # of the first element in the file; without elements there is nothing to read
+        self._start = self._stop = offset  # of the elements in the file; without elements there is nothing to read
         if tensor.numel():
-            self._start += archive.get_record_offset("data/0") + tensor.storage_offset() * self.dtype.itemsize
-        self._stop = offset + length
+            begin = offset + archive.get_record_offset("data/0")
+            self._start = begin + tensor.storage_offset() * self.dtype.itemsize
+            self._stop = begin + archive.get_record_size("data/0")
 
     def copy(self, offsets: Sequence[int], sizes: Sequence[int], target: torch.Tensor) -> None:
         """Copy a box of the chunk into a tensor of its sizes."""

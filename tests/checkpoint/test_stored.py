@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.tensor import Shard, init_device_mesh, zeros
 
 from lightning_zero.checkpoint import stored as stored_module
@@ -153,5 +154,70 @@ def test_a_chunk_that_is_shorter_than_its_shape_is_refused(saved: Path) -> None:
     stored = StoredTensors(saved)
     entry: Any = stored.metadata.state_dict_metadata["model.bias"]
     entry.size = entry.chunks[0].sizes = torch.Size((300_000,))
-    with pytest.raises(ValueError, match="a tensor is shorter than its shape"):
+    with pytest.raises(ValueError, match=r"a tensor of shape \(300000,\) .* and there is one of shape \(3,\)"):
         stored.read([("model.bias", Segment(torch.zeros(300_000), 0, entry.size))])
+
+
+# -- An index that does not fit to the files ---------------------------------------------------------------------------
+
+
+def _other_shape(index: Metadata) -> None:
+    entry: Any = index.state_dict_metadata["w"]
+    entry.size = torch.Size((4, 3))
+    entry.chunks = [ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((4, 3)))]
+
+
+def _smaller(index: Metadata) -> None:
+    entry: Any = index.state_dict_metadata["w"]
+    entry.size = torch.Size((2, 2))
+    entry.chunks = [ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((2, 2)))]
+
+
+def _other_dtype(index: Metadata) -> None:
+    entry: Any = index.state_dict_metadata["w"]
+    entry.properties.dtype = torch.int64
+
+
+def _below_zero(index: Metadata) -> None:
+    entry: Any = index.state_dict_metadata["w"]
+    entry.chunks = [ChunkStorageMetadata(torch.Size((-1, 0)), torch.Size((4, 4)))]
+    index.storage_data = {MetadataIndex("w", torch.Size((-1, 0)), 0): next(iter(index.storage_data.values()))}
+
+
+def _too_large(index: Metadata) -> None:
+    entry: Any = index.state_dict_metadata["w"]
+    entry.chunks = [ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((5, 4)))]
+
+
+def _without_places(index: Metadata) -> None:
+    index.storage_data.clear()
+
+
+def _outside(index: Metadata) -> None:
+    next(iter(index.storage_data.values())).relative_path = "../elsewhere.distcp"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_other_shape, r"a tensor of shape \(4, 3\) and dtype torch.float32, and there is one of shape \(3, 4\)"),
+        (_smaller, r"a tensor of shape \(2, 2\) .* one of shape \(3, 4\)"),
+        (_other_dtype, "dtype torch.int64, and there is one of .* torch.float32"),
+        (_below_zero, r"a chunk of `w` from \(-1, 0\) to \(3, 4\), outside of its shape \(3, 4\)"),
+        (_too_large, r"a chunk of `w` from \(0, 0\) to \(5, 4\), outside"),
+        (_without_places, "does not say where `w` is stored"),
+        (_outside, "names `../elsewhere.distcp`, which is outside of it"),
+    ],
+)
+def test_an_index_of_other_tensors_than_those_in_the_files_reads_no_wrong_bytes(
+    change: Any, said: str, tmp_path: Path
+) -> None:
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save({"w": torch.arange(12.0).view(3, 4)}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    path = tmp_path / "saved" / ".metadata"
+    index = pickle.loads(path.read_bytes())
+    change(index)
+    path.write_bytes(pickle.dumps(index))
+    with pytest.raises(ValueError, match=said) as caught:
+        StoredTensors(tmp_path / "saved").open("w", weights_only=True).read()
+    assert str(tmp_path / "saved") in str(caught.value)
