@@ -261,10 +261,8 @@ class FlatBuffer:
 
     def make_master(self) -> None:
         """Make a master if one is needed and not there: an optimizer is going to step the buffer."""
-        sleeps_at_home = self.sharding.params and self.params_home is self.home
-        is_needed = self.kind.master != self.kind.compute or (
-            not sleeps_at_home and (self.is_offloaded or is_asleep(self.shard))
-        )
+        is_elsewhere = self.params_home is not self.home if self.sharding.params else self.is_offloaded
+        is_needed = is_elsewhere or self.kind.master != self.kind.compute
         self._is_stepped, self._is_widened = True, False
         if self.master_home is not self.home:  # it was frozen
             self.move_master(self.home)

@@ -29,6 +29,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "stage3-cpu": {"stage": 3, "offload": Offload(optimizer="cpu", step_device="cpu")},
     "stage3-cpu-now": {"stage": 3, "offload": Offload(optimizer="cpu", step_device="cpu"), "step": "now"},
     "stage3-streamed": {"stage": 3, "offload": Offload(optimizer="cpu", step_device="cuda")},
+    "stage3-params": {"stage": 3, "offload": Offload(optimizer=None, params="cpu")},
     "stage3-cpu-params": {"stage": 3, "offload": Offload(optimizer="cpu", params="cpu", step_device="cpu")},
 }
 PRECISIONS = {"fp32": None, "bf16": BF16}
@@ -146,7 +147,9 @@ CASES = [
     for precision in PRECISIONS
     if _runs(program, placement, precision)
 ]
-_FAST = ("clipped-stage3-bf16", "validated-stage3-cpu-params-bf16", "accumulated-stage2-cpu-fp32")
+_FAST = (
+    "clipped-stage3-bf16", "validated-stage3-cpu-params-bf16", "accumulated-stage2-cpu-fp32", "plain-stage3-params-fp32",
+)  # fmt: skip
 
 
 def _split(case: str) -> tuple[str, str, str]:
