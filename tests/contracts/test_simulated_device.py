@@ -148,8 +148,11 @@ CASES = [
     if _runs(program, placement, precision)
 ]
 _FAST = (
-    "clipped-stage3-bf16", "validated-stage3-cpu-params-bf16", "accumulated-stage2-cpu-fp32", "plain-stage3-params-fp32",
-)  # fmt: skip
+    "clipped-stage3-bf16",
+    "validated-stage3-cpu-params-bf16",
+    "accumulated-stage2-cpu-fp32",
+    "plain-stage3-params-fp32",
+)
 
 
 def _split(case: str) -> tuple[str, str, str]:
