@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import tests.ops
-from lightning_zero_ops import adamw, adamw_int8, flat
+from lightning_zero_ops import adamw, adamw_int8, flat, linear_cross_entropy
 from tests.ops.accuracy import ulp
 from tests.ops.optimizers import tensors
 
@@ -94,3 +94,33 @@ def test_norm_of_many_elements_is_its_reference(dtype: torch.dtype) -> None:
     assert finite
     grad[LARGE - 1] = float("nan")
     assert not flat._launch_sq_norm_and_finite(grad)[1]
+
+
+# -- Times -------------------------------------------------------------------------------------------------------------
+
+
+def _milliseconds(function: Callable[[], Any]) -> float:
+    """Return the shortest of five runs, after two others."""
+    times = []
+    for _ in range(7):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        function()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return min(times[2:])
+
+
+def test_loss_of_a_large_vocabulary_is_not_held_up_by_sums_over_chunks() -> None:
+    """Chunks of 128 MiB, 256 tokens here, spend more time on sums than on products, by arithmetic."""
+    x = torch.randn(32768, 4096, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    weight = (torch.randn(262144, 4096, device="cuda") / 64).bfloat16().requires_grad_()
+    target = torch.randint(262144, (32768,), device="cuda")
+
+    def step(tokens: int | None) -> None:
+        linear_cross_entropy(x, weight, target, chunk_tokens=tokens).backward()
+
+    long, short = _milliseconds(partial(step, None)), _milliseconds(partial(step, 256))
+    print(f"{long:.0f} ms, chunks of 256 tokens {short:.0f}")
+    assert long < 0.8 * short

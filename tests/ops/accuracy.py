@@ -85,8 +85,8 @@ def assert_same_specials(found: Sequence[Tensor | None], expected: Sequence[Tens
         rtol = 2 * torch.finfo(one.dtype).eps if is_short else 2e-5
         assert one.dtype == other.dtype, index
         torch.testing.assert_close(
-            one.double(),
-            other.double(),
+            one.double().cpu(),
+            other.double().cpu(),
             rtol=rtol,
             atol=rtol,
             equal_nan=True,

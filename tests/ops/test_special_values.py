@@ -103,11 +103,13 @@ def _sgd() -> None:
 
 
 def _in_place(launch: Callable[..., Any], reference: Callable[..., Any], *args: Any) -> None:
-    """Compare what the two leave in copies of the tensors."""
-    copies = [[arg.clone() if isinstance(arg, Tensor) else arg for arg in args] for _ in range(2)]
-    launch(*copies[0])
-    reference(*copies[1])
-    assert_same_specials(*([arg for arg in mine if isinstance(arg, Tensor)] for mine in copies))
+    """Compare what the two leave in copies of the tensors; the twin's are on a CPU, also where kernels run on a GPU."""
+    mine = [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
+    theirs = [arg.cpu().clone() if isinstance(arg, Tensor) else arg for arg in args]
+    launch(*mine)
+    with torch.device("cpu"):
+        reference(*theirs)
+    assert_same_specials(*([arg for arg in copies if isinstance(arg, Tensor)] for copies in (mine, theirs)))
 
 
 INTERPRETED: dict[str, Callable[[], None]] = {
