@@ -11,9 +11,17 @@ from typing import Any, Literal
 import torch
 
 from lightning_zero.checkpoint import directory, torchfile
-from lightning_zero.checkpoint.export import DtypeName, choose, dtype_named, plan_files
+from lightning_zero.checkpoint.export import EXPORTED, DtypeName, choose, dtype_named, plan_files
 from lightning_zero.checkpoint.flat import number_parameters
-from lightning_zero.checkpoint.paths import beside, delete, local_path, make_folder, new_token, put_in_place
+from lightning_zero.checkpoint.paths import (
+    beside,
+    check_replaceable,
+    delete,
+    local_path,
+    make_folder,
+    new_token,
+    put_in_place,
+)
 
 __all__ = ["consolidate"]
 
@@ -44,16 +52,19 @@ def consolidate(
         include: Name of the weights to write, with ``*`` and ``?`` as wildcards, such as ``*.weight``, or a list of
             them: ``[*.weight,*.bias]``. The default is all.
         prefix: Write only weights whose name starts so, without it, such as ``model.``. Applies after ``include``.
-        overwrite: Replace what is at ``out``.
+        overwrite: Replace what is at ``out``: a file, or a folder of safetensors files and nothing else.
         weights_only: Refuse to run code that the checkpoint contains. ``false`` is for checkpoints you trust.
 
     Raises:
-        FileExistsError: There is something at ``out``, and not ``overwrite``.
-        ValueError: The checkpoint is damaged, no weight is included, or a value does not fit into ``dtype``.
+        FileExistsError: There is something at ``out``, and not ``overwrite``, or a folder with other files.
+        ValueError: ``out`` is, has or lies in the checkpoint; that is damaged; no weight is included; or a value does
+            not fit into ``dtype``.
     """
     target = local_path(out)
     if os.path.lexists(target) and not overwrite:
         raise FileExistsError(f"`{out}` exists. Remove it, choose another name, or use `--overwrite`.")
+    _refuse_source(Path(checkpoint), target)
+    check_replaceable(target, EXPORTED)
     content = _read(checkpoint, weights_only)
     weights = choose(content["state_dict"], [include] if isinstance(include, str) else include, prefix)
     make_folder(target.parent)
@@ -67,6 +78,17 @@ def consolidate(
         put_in_place(temporary, target)
     finally:
         delete(temporary)
+
+
+def _refuse_source(checkpoint: Path, target: Path) -> None:
+    """Refuse to write over the checkpoint, around it or into it.
+
+    Raises:
+        ValueError: That is where ``target`` is.
+    """
+    source, out = checkpoint.resolve(), target.resolve()
+    if source == out or source in out.parents or out in source.parents:
+        raise ValueError(f"`{target}` is, has or lies in the checkpoint `{checkpoint}`. Choose another name for `out`.")
 
 
 def _read(checkpoint: str, weights_only: bool) -> dict[str, Any]:

@@ -34,7 +34,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from lightning_zero.checkpoint import torchfile
 from lightning_zero.checkpoint.checksums import CHECKSUMS, EARLIER, BlockReader, block_sums, check_archive, write_sums
 from lightning_zero.checkpoint.flat import FlatCheckpoint, number_parameters, rebuild
-from lightning_zero.checkpoint.paths import beside, delete, local_path, make_folder, new_token, put_in_place
+from lightning_zero.checkpoint.paths import (
+    beside,
+    check_replaceable,
+    delete,
+    local_path,
+    make_folder,
+    new_token,
+    put_in_place,
+)
 from lightning_zero.checkpoint.planner import (
     METADATA,
     SAME_ENTRIES,
@@ -109,6 +117,9 @@ def prepare(
         target = local_path(os.fspath(path))
     target, token = ranks.from_first((target, new_token()))
     stage = None if engine is None else engine.stage
+    with ranks.agree(f"Saving `{target}`"):
+        if ranks.rank == 0 and not (target / METADATA).is_file():
+            check_replaceable(target, ())
     if full:
         assert engine is not None
         return Prepared(target, beside(target, token), stage, None, gather_full(engine, checkpoint))

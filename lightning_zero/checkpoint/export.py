@@ -14,17 +14,27 @@ import torch
 from torch import nn
 
 from lightning_zero.checkpoint import state
-from lightning_zero.checkpoint.paths import beside, delete, local_path, make_folder, new_token, put_in_place
+from lightning_zero.checkpoint.paths import (
+    beside,
+    check_replaceable,
+    delete,
+    local_path,
+    make_folder,
+    new_token,
+    put_in_place,
+)
 from lightning_zero.checkpoint.planner import Segment
 from lightning_zero.checkpoint.ranks import Ranks
 from lightning_zero.checkpoint.safetensors import SafetensorsPlan, parse_size
 from lightning_zero.engine.engine import ZeroEngine, engine_of
 from lightning_zero.errors import nearest
 
-__all__ = ["DTYPES", "DtypeName", "Include", "choose", "dtype_named", "export_safetensors", "plan_files"]
+__all__ = ["DTYPES", "EXPORTED", "DtypeName", "Include", "choose", "dtype_named", "export_safetensors", "plan_files"]
 
 DtypeName = Literal["fp64", "fp32", "bf16", "fp16"]
 Include = Literal["trained"] | Sequence[str] | Callable[[str], bool]
+
+EXPORTED = ("*.safetensors", "model.safetensors.index.json")  # what a folder holds
 
 DTYPES: dict[str, torch.dtype] = {
     "fp64": torch.float64,
@@ -58,10 +68,10 @@ def export_safetensors(
         include: ``"trained"``: parameters that require gradients; or patterns of names with ``*`` and ``?``; or a
             function of the name. The default is all, buffers too.
         prefix: Write only weights whose name starts so, without it. Applies after ``include``.
-        overwrite: Replace what is at the path.
+        overwrite: Replace what is at the path: a file, or a folder of safetensors files and nothing else.
 
     Raises:
-        FileExistsError: There is something at the path, and not ``overwrite``.
+        FileExistsError: There is something at the path, and not ``overwrite``, or a folder with other files.
         ValueError: An option is not known, no weight is included, or a value does not fit into ``dtype``.
         CheckpointError: Writing failed on another rank.
     """
@@ -76,6 +86,8 @@ def export_safetensors(
         with ranks.agree(what):
             if ranks.rank == 0 and os.path.lexists(target) and not overwrite:
                 raise FileExistsError(f"`{target}` exists. Remove it, choose another name, or pass `overwrite=True`.")
+            if ranks.rank == 0:
+                check_replaceable(target, EXPORTED)
             weights = _weights(engine, module, include, prefix)
             plan = plan_files(
                 weights, dtype_named(dtype), max_shard_size, file_name=temporary.name if is_file else None

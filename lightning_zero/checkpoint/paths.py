@@ -18,9 +18,19 @@ import os
 import secrets
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["beside", "delete", "local_path", "make_folder", "new_token", "put_in_place", "remove"]
+__all__ = [
+    "beside",
+    "check_replaceable",
+    "delete",
+    "local_path",
+    "make_folder",
+    "new_token",
+    "put_in_place",
+    "remove",
+]
 
 
 def local_path(path: str) -> Path:
@@ -63,6 +73,25 @@ def delete(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def check_replaceable(target: Path, names: Sequence[str]) -> None:
+    """Refuse to replace a folder, and so to delete all that is in it, if it has something else than these names.
+
+    Args:
+        target: What will be replaced; a file, a link, or nothing may be.
+        names: What the folder may hold, with ``*`` as a wildcard.
+
+    Raises:
+        FileExistsError: It holds something else.
+    """
+    if not _is_real_directory(target):
+        return
+    others = sorted(path.name for path in target.iterdir() if not any(path.match(name) for name in names))
+    if others:
+        raise FileExistsError(
+            f"`{target}` is a folder with `{others[0]}`, which would be deleted. Choose another name, or move it away."
+        )
 
 
 def make_folder(folder: Path) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ from torch import nn
 from lightning_zero.__main__ import main
 from lightning_zero.checkpoint import directory
 from lightning_zero.checkpoint.consolidate import consolidate
+from lightning_zero.checkpoint.export import export_safetensors
+from lightning_zero.checkpoint.ranks import CheckpointError
 from lightning_zero.engine.engine import ZeroEngine
 from tests import worlds
 from tests.checkpoint import programs
@@ -221,3 +224,51 @@ def test_consolidation_needs_memory_for_the_largest_tensor_at_most(format: str, 
 
 def print_peak() -> None:
     print(peak_bytes(lambda: main(["consolidate", *sys.argv[1:]])))
+
+
+# -- What is not deleted -----------------------------------------------------------------------------------------------
+
+
+def _tree(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("out", [".", "saved.ckpt", "saved.ckpt/out"], ids=["around", "itself", "inside"])
+@pytest.mark.parametrize("format", ["safetensors", "ckpt"])
+def test_overwriting_never_deletes_the_checkpoint_that_is_read(
+    checkpoint: Saved, out: str, format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(checkpoint[0], tmp_path / "saved.ckpt")
+    (tmp_path / "notes.txt").write_text("mine")
+    before = _tree(tmp_path)
+    target = tmp_path / out
+    args = ["consolidate", str(tmp_path / "saved.ckpt"), str(target), "--overwrite=true", f"--format={format}"]
+    assert main(args) == 1
+    assert f"`{target}` is, has or lies in the checkpoint" in capsys.readouterr().err
+    assert _tree(tmp_path) == before
+
+
+def test_overwriting_deletes_no_folder_with_files_of_something_else(checkpoint: Saved, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    consolidate(str(checkpoint[0]), str(out))
+    consolidate(str(checkpoint[0]), str(out), overwrite=True)
+    (out / "config.json").write_text("{}")
+    with pytest.raises(FileExistsError, match="is a folder with `config.json`, which would be deleted"):
+        consolidate(str(checkpoint[0]), str(out), overwrite=True)
+    with pytest.raises(FileExistsError, match="is a folder with `config.json`, which would be deleted"):
+        export_safetensors(nn.Linear(2, 2), out, overwrite=True)
+    assert (out / "config.json").is_file()
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["directory", "file"])
+def test_saving_deletes_no_folder_that_is_no_checkpoint(full: bool, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "notes.txt").write_text("mine")
+    worlds.run(_save_over, 2, str(tmp_path / "runs"), full)
+    assert _tree(tmp_path) == ["runs", "runs/notes.txt"]
+
+
+def _save_over(rank: int, world: int, path: str, full: bool) -> None:
+    engine, model, optimizer = programs.make(1, 0)
+    with pytest.raises((FileExistsError, CheckpointError), match="is a folder with `notes.txt`, which would be"):
+        directory.save(engine, programs.snapshot(engine, model, optimizer), path, full=full)
