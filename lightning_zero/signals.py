@@ -13,14 +13,13 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -30,7 +29,7 @@ log = logging.getLogger(__name__)
 
 _FRONT = "in front of a training batch"
 
-Agree = Callable[[torch.Tensor, str], torch.Tensor]
+Agree = Callable[[Sequence[int], str], list[int]]
 
 
 class Signals:
@@ -38,7 +37,7 @@ class Signals:
 
     Args:
         trainer: Whose handlers take notes.
-        agree: Returns the largest values of all ranks. Collective.
+        agree: Returns the largest numbers of all ranks. Collective.
         saves_wait: Returns a context in which saves return when they are on the disk.
     """
 
@@ -98,8 +97,8 @@ class Signals:
         Raises:
             SIGTERMException: Some rank has got SIGTERM.
         """
-        noted = torch.tensor([self._requeue_signal, self._terminate_signal])
-        requeue, terminate = self._agree(noted, f"agreement on signals {where}").tolist()
+        noted = [self._requeue_signal, self._terminate_signal]
+        requeue, terminate = self._agree(noted, f"agreement on signals {where}")
         connector = self._trainer._signal_connector
         if requeue and not self._is_requeued:
             self._is_requeued = True

@@ -261,7 +261,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             forget_averages(trainer)
         self.setup_precision_plugin()
         self.model_to_device()
-        Signals(trainer, self.engine.everyone.agree, self._saves_wait).bind()
+        Signals(trainer, self.engine.everyone.agree_on, self._saves_wait).bind()
         self._begin_saving(trainer)
         self._announce()
 

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import IterableDataset
 
@@ -65,13 +64,13 @@ class UnevenEvaluation:
             isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loop._combined_loader.flattened
         )
         digest = digest_of({"batches": str(loop.max_batches)})
-        most, least, unknown = self._agree([digest, ~digest, is_unknown], "comparison of lengths")
+        most, least, unknown = self._engine.everyone.agree_on([digest, ~digest, is_unknown], "comparison of lengths")
         self._may_differ = bool(unknown) or most != ~least
 
     def announce(self) -> None:
         """Tell that this rank has a batch. Collective: all ranks."""
         if self._may_differ:
-            self._agree([1, 0, 0], "agreement on batches")
+            self._engine.everyone.agree_on([1, 0, 0], "agreement on batches")
 
     # -- Around the methods of the loop ----------------------------------------------------------------------------
 
@@ -101,7 +100,9 @@ class UnevenEvaluation:
         logged = self._reduced_values() if loader in self._used else []
         own = [0, loader not in self._used, bool(logged)]
         while True:
-            is_used, misses_it, logs = self._agree(own, "agreement on batches (this rank has none left)")
+            is_used, misses_it, logs = self._engine.everyone.agree_on(
+                own, "agreement on batches (this rank has none left)"
+            )
             if not is_used:
                 break
             with self._engine.scope(self._step):
@@ -123,11 +124,6 @@ class UnevenEvaluation:
             f" `{self._step}`, and so no value. Give every rank a batch of every loader, or log without"
             " `sync_dist=True` (a metric with `sync_on_compute=False`)."
         )
-
-    def _agree(self, values: list[int], what: str) -> list[int]:
-        with torch.inference_mode(False):
-            agreed: list[int] = self._engine.everyone.agree(torch.tensor(values, dtype=torch.int64), what).tolist()
-        return agreed
 
 
 def _is_reduced(metric: Any) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 import warnings
+import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,6 +32,7 @@ __all__ = ["Communicator", "Pending"]
 _all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_MESSAGE_NUMEL = 8  # of one size, so that agreements on different things can meet: two numbers say what it is for
 _PATIENCE_S = 10.0  # before a rank says that it waits
 _SENT_AS_THEY_ARE = frozenset(
     [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int32, torch.int64]
@@ -347,6 +349,31 @@ class Communicator:
         except (RuntimeError, ValueError) as error:
             raise self.failure(what, error) from error
         return values
+
+    def agree_on(self, numbers: Sequence[int], what: str) -> list[int]:
+        """Return the largest numbers of all ranks, at most six. Collective: all ranks, over gloo.
+
+        Raises:
+            CollectiveError: A peer did not come in time, or came for something else than ``what``, of which an end in
+                brackets is this rank's own.
+        """
+        if self.world_size == 1:
+            return list(numbers)
+        address = zlib.crc32(what.partition(" (")[0].encode())
+        padding = [0] * (_MESSAGE_NUMEL - 2 - len(numbers))
+        with torch.inference_mode(False):
+            message = torch.tensor([address, -address, *numbers, *padding], dtype=torch.int64, device="cpu")
+        first, last, *agreed = self.agree(message, what).tolist()
+        if first != -last:
+            self._refuse_others(what)
+        return agreed[: len(numbers)]
+
+    def _refuse_others(self, what: str) -> None:
+        others = enumerate(self.gather_objects(what, what))
+        came = ", ".join(f"rank {rank} came for the {other}" for rank, other in others if rank != self.rank)
+        raise self.failure(
+            what, RuntimeError(f"{came}. Ranks with different numbers of training batches meet like this")
+        )
 
     def agree_later(self, values: torch.Tensor, what: str, op: Any = dist.ReduceOp.MAX) -> Pending:
         """Start reducing host values over the ranks, in place. Collective: all ranks, in one order of these calls."""

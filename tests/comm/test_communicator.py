@@ -145,6 +145,20 @@ def test_agreements_and_broadcasts_reach_every_rank(world: int) -> None:
     worlds.run(_others, world)
 
 
+def _different_agreements(rank: int, world: int) -> str:
+    with _communicator() as communicator:
+        values, what = (([3, 1, 4], "comparison of lengths"), ([1, 5], "agreement on signals (here)"))[rank]
+        with pytest.raises(CollectiveError) as raised:
+            communicator.agree_on(values, what)
+        return str(raised.value)
+
+
+def test_agreements_on_different_things_that_meet_are_errors_with_both_names() -> None:
+    first, second = worlds.run(_different_agreements, 2, timeout_s=20)
+    assert "the comparison of lengths failed: rank 1 came for the agreement on signals" in first
+    assert "rank 0 came for the comparison of lengths" in second
+
+
 def _subgroup(rank: int, world: int) -> list[float]:
     """Work in pairs, the second pair twice, one after the other."""
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
+from lightning_zero.errors import CollectiveError
 from tests.lightning_programs import WORLD, Net, data, loader, seeded, trainer
 from tests.worlds import run
 
@@ -275,6 +276,18 @@ def _fetched_by_the_step(rank: int, world: int) -> None:
 
 def test_steps_that_fetch_different_numbers_of_batches_evaluate_as_under_ddp() -> None:
     run(_fetched_by_the_step, WORLD)
+
+
+def _uneven_training(rank: int, world: int) -> str:
+    fitted = trainer(rank, world, 2, max_epochs=1)
+    with pytest.raises(CollectiveError) as raised:
+        fitted.fit(Net(), DataLoader(Uneven((3, 5)[rank]), batch_size=1), loader(rank, world, size=8))
+    return str(raised.value)
+
+
+def test_ranks_with_different_numbers_of_training_batches_say_so() -> None:
+    for text in run(_uneven_training, WORLD, timeout_s=20):
+        assert "Ranks with different numbers of training batches meet like this" in text
 
 
 # -- Monitors of Lightning ---------------------------------------------------------------------------------------------
