@@ -79,15 +79,22 @@ def _backward_reference(
 # -- Tuning space ------------------------------------------------------------------------------------------------------
 
 # A row is one tile, so that it is read once. Not measured on a GPU; chosen from the ahead-of-time reports: at most 16
-# elements of every operand in a thread, which spills at no size up to the limit. Wider rows are read piece by piece,
-# two or three times.
+# elements of every operand in a thread, which spills at no size up to the limit (but for up to 24 bytes of two
+# backwards on capability 120). Of narrow rows, such as those of norms of queries and keys, a tile has several, so that
+# loads of as many are in flight. Wider rows than the limit are read piece by piece, two or three times.
 _MAX_HIDDEN = 8192
 _WIDE_BLOCK = 4096
+_TILE = 1024
 _PROGRAMS_PER_PROCESSOR = 2
 
 
+def _num_rows(block: int) -> int:
+    """Return how many rows of this length a tile has."""
+    return max(_TILE // block, 1)
+
+
 def _num_warps(block: int) -> int:
-    return max(block // 512, 1)
+    return max(_num_rows(block) * block // 512, 1)
 
 
 # -- Kernels -----------------------------------------------------------------------------------------------------------
@@ -95,62 +102,70 @@ def _num_warps(block: int) -> int:
 
 @jit
 def _norm_kernel(  # type: ignore[no-untyped-def]
-    x, weight, bias, y, mean, rstd, hidden, eps, offset, CENTRED: tl.constexpr, BIASED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, weight, bias, y, mean, rstd, num_rows, hidden, eps, offset, CENTRED: tl.constexpr, BIASED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < hidden
-    value = tl.load(x + row * hidden + column, mask=inside, other=0.0).to(tl.float32)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    is_row, is_column = row < num_rows, column < hidden
+    inside = is_row[:, None] & is_column
+    at = row[:, None] * hidden + column
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if CENTRED:
-        centre = tl.sum(value, 0) / hidden
-        value = tl.where(inside, value - centre, 0.0)
-        tl.store(mean + row, centre)
-    scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / hidden + tl.cast(eps, tl.float32))
-    tl.store(rstd + row, scale)
-    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32) + tl.cast(offset, tl.float32)
-    result = value * scale * gain
+        centre = tl.sum(value, 1) / hidden
+        value = tl.where(inside, value - centre[:, None], 0.0)
+        tl.store(mean + row, centre, mask=is_row)
+    scale = 1.0 / tl.sqrt(tl.sum(value * value, 1) / hidden + tl.cast(eps, tl.float32))
+    tl.store(rstd + row, scale, mask=is_row)
+    gain = tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32) + tl.cast(offset, tl.float32)
+    result = value * scale[:, None] * gain
     if BIASED:
-        result += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + row * hidden + column, result.to(y.dtype.element_ty), mask=inside)
+        result += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(y + at, result.to(y.dtype.element_ty), mask=inside)
 
 
 @jit
 def _norm_backward_kernel(  # type: ignore[no-untyped-def]
     grad, x, weight, mean, rstd, grad_x, partial_weight, partial_bias, num_rows, hidden, offset, rows_per_program,
-    CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+    CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < hidden
-    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32) + tl.cast(offset, tl.float32)
-    sum_weight = tl.zeros([BLOCK], tl.float32)
-    sum_bias = tl.zeros([BLOCK], tl.float32)
+    column = tl.arange(0, BLOCK)[None, :]
+    is_column = column < hidden
+    gain = tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32) + tl.cast(offset, tl.float32)
+    sum_weight = tl.zeros([ROWS, BLOCK], tl.float32)
+    sum_bias = tl.zeros([ROWS, BLOCK], tl.float32)
     first = program * rows_per_program
-    for row in range(first, tl.minimum(first + rows_per_program, num_rows)):
-        at = row * hidden + column
+    last = tl.minimum(first + rows_per_program, num_rows)
+    for start in range(first, last, ROWS):
+        row = start + tl.arange(0, ROWS)
+        is_row = row < last
+        inside = is_row[:, None] & is_column
+        at = row[:, None] * hidden + column
         slope = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
         normed = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        scale = tl.load(rstd + row)
+        scale = tl.load(rstd + row, mask=is_row, other=0.0)[:, None]
         if CENTRED:
-            normed = tl.where(inside, normed - tl.load(mean + row), 0.0)
+            normed = tl.where(inside, normed - tl.load(mean + row, mask=is_row, other=0.0)[:, None], 0.0)
             sum_bias += slope
         normed *= scale
         sum_weight += slope * normed
         scaled = slope * gain
-        result = scaled - normed * (tl.sum(scaled * normed, 0) / hidden)
+        result = scaled - normed * (tl.sum(scaled * normed, 1) / hidden)[:, None]
         if CENTRED:
-            result -= tl.sum(scaled, 0) / hidden
+            result -= (tl.sum(scaled, 1) / hidden)[:, None]
         tl.store(grad_x + at, (result * scale).to(grad_x.dtype.element_ty), mask=inside)
-    tl.store(partial_weight + program * hidden + column, sum_weight, mask=inside)
+    at = program * hidden + tl.arange(0, BLOCK)
+    is_column = tl.arange(0, BLOCK) < hidden
+    tl.store(partial_weight + at, tl.sum(sum_weight, 0), mask=is_column)
     if CENTRED:
-        tl.store(partial_bias + program * hidden + column, sum_bias, mask=inside)
+        tl.store(partial_bias + at, tl.sum(sum_bias, 0), mask=is_column)
 
 
 @jit
 def _wide_norm_kernel(  # type: ignore[no-untyped-def]
-    x, weight, bias, y, mean, rstd, hidden, eps, offset, CENTRED: tl.constexpr, BIASED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, weight, bias, y, mean, rstd, num_rows, hidden, eps, offset, CENTRED: tl.constexpr, BIASED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     x += row * hidden
@@ -183,7 +198,7 @@ def _wide_norm_kernel(  # type: ignore[no-untyped-def]
 @jit
 def _wide_norm_backward_kernel(  # type: ignore[no-untyped-def]
     grad, x, weight, mean, rstd, grad_x, partial_weight, partial_bias, num_rows, hidden, offset, rows_per_program,
-    CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+    CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     partial_weight += program * hidden
@@ -256,9 +271,10 @@ def _launch(
         return y, mean.zero_(), rstd.zero_()
     kernel, block = _kernel_and_block(x.shape[-1], _norm_kernel, _wide_norm_kernel)
     with on_device_of(x):
-        kernel[(rstd.numel(),)](
-            x, weight, weight if bias is None else bias, y, mean, rstd, x.shape[-1], eps, offset, CENTRED=is_centred,
-            BIASED=bias is not None, BLOCK=block, num_warps=_num_warps(block),
+        kernel[(cdiv(rstd.numel(), _num_rows(block)),)](
+            x, weight, weight if bias is None else bias, y, mean, rstd, rstd.numel(), x.shape[-1], eps, offset,
+            CENTRED=is_centred, BIASED=bias is not None, ROWS=_num_rows(block), BLOCK=block,
+            num_warps=_num_warps(block),
         )  # fmt: skip
     return y, mean, rstd
 
@@ -271,9 +287,10 @@ def _launch_backward(
     if x.numel() == 0:
         return grad_x, grad_weight.zero_(), grad_bias.zero_()
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
-    rows_per_program = cdiv(num_rows, processors * _PROGRAMS_PER_PROCESSOR)
-    num_programs = cdiv(num_rows, rows_per_program)
     kernel, block = _kernel_and_block(hidden, _norm_backward_kernel, _wide_norm_backward_kernel)
+    num_tiles = cdiv(num_rows, _num_rows(block))
+    rows_per_program = cdiv(num_tiles, processors * _PROGRAMS_PER_PROCESSOR) * _num_rows(block)
+    num_programs = cdiv(num_rows, rows_per_program)
     partial_weight = grad_weight.new_empty(num_programs, hidden)
     partial_bias = grad_weight.new_empty(num_programs, hidden if is_centred else 0)
     if hidden > _MAX_HIDDEN:  # that kernel adds to them
@@ -282,7 +299,7 @@ def _launch_backward(
     with on_device_of(x):
         kernel[(num_programs,)](
             grad, x, weight, mean, rstd, grad_x, partial_weight, partial_bias, num_rows, hidden, offset,
-            rows_per_program, CENTRED=is_centred, BLOCK=block, num_warps=_num_warps(block),
+            rows_per_program, CENTRED=is_centred, ROWS=_num_rows(block), BLOCK=block, num_warps=_num_warps(block),
         )  # fmt: skip
     return grad_x, partial_weight.sum(0), partial_bias.sum(0)
 

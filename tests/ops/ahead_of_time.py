@@ -42,7 +42,7 @@ class Report:
     """What the assembler says of a kernel.
 
     Args:
-        capability: 80 or 90.
+        capability: 80, 90, 100 or 120.
         registers: Registers per thread.
         spilled_bytes: Bytes of stack and local memory per thread.
         loads: Loads from global memory by width in bits.
