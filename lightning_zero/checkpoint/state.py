@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -71,10 +71,31 @@ def load_model_state(engine: ZeroEngine, module: nn.Module, state_dict: Mapping[
         records = engine.records()
         wanted = _stand_ins(records)
         with stand_ins(module, wanted):
-            module.load_state_dict(state_dict, strict=strict)
+            names = {alias for record in records for alias in record.aliases}
+            module.load_state_dict(_with_own_values(module, state_dict, names), strict=strict)
         sources = [(record, wanted[id(record.parameter)].sources) for record in records]
         copy_ranges([(record.name, found[-1], _master_segment(record)) for record, found in sources if found])
     engine.publish()
+
+
+def _with_own_values(
+    module: nn.Module, state_dict: Mapping[str, Any], parameters: Collection[str]
+) -> Mapping[str, Any]:
+    """Read what is no parameter of submodules with a ``_load_from_state_dict`` of their own: they may keep it."""
+    own = [
+        f"{prefix}." if prefix else ""
+        for prefix, child in module.named_modules(remove_duplicate=False)
+        if type(child)._load_from_state_dict is not nn.Module._load_from_state_dict
+    ]
+    kept = [
+        name
+        for name, value in state_dict.items()
+        if isinstance(value, StoredTensor) and name not in parameters and name.startswith(tuple(own))
+    ]
+    values: Any = copy.copy(state_dict)
+    for name in kept:
+        values[name] = values[name].read()
+    return cast(Mapping[str, Any], values)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zero.checkpoint.checksums import EARLIER, BlockReader
@@ -54,11 +55,14 @@ class StoredTensors:
         return paths.get(key, (key,))
 
     def open(self, key: str, *, weights_only: bool | None) -> Any:
-        """Return a tensor as a ``StoredTensor``; read an object or a 0-dim tensor."""
+        """Return a tensor as a ``StoredTensor``; read an object, a 0-dim tensor or the extra state of a module.
+
+        A module keeps its extra state as it is given, and in-place operations must work on it.
+        """
         entry = self.metadata.state_dict_metadata[key]
         if isinstance(entry, TensorStorageMetadata):
             tensor = StoredTensor(self, key, entry.size, entry.properties.dtype)
-            return tensor if entry.size else tensor.read()
+            return tensor if entry.size and not key.endswith(_EXTRA_STATE_KEY_SUFFIX) else tensor.read()
         return self._load(MetadataIndex(key), weights_only=weights_only)
 
     def identity(self, key: str) -> Any:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from lightning_zero.checkpoint import directory, state
 from lightning_zero.checkpoint.flat import PARAMETER_NAMES
 from lightning_zero.checkpoint.planner import Segment
+from lightning_zero.checkpoint.ranks import Ranks
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.errors import ReleasedParameterError
 from tests import worlds
@@ -108,6 +110,46 @@ def _halve(rank: int, world: int) -> None:
 
 def test_state_dict_code_that_computes_is_refused_by_name() -> None:
     worlds.run(_halve, 2)
+
+
+class _Keeps(nn.Linear):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.extra, self.scale = torch.ones(3), torch.ones(3)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.extra
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.extra = state
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}scale"] = self.scale
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        self.scale = state_dict.pop(f"{prefix}scale")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _keep(rank: int, world: int, path: str) -> None:
+    engine, model = ZeroEngine(3), nn.Sequential(nn.Linear(3, 3), _Keeps())
+    engine.shard(model)
+    directory.save(engine, {"state_dict": state.model_state(engine, model)}, path, full=False)
+    model[1].extra, model[1].scale = torch.zeros(3), torch.zeros(3)
+    state.load_model_state(engine, model, directory.load(engine, path)["state_dict"])
+    Ranks(engine).meet("Removing")
+    if rank == 0:
+        shutil.rmtree(path)
+    Ranks(engine).meet("Removing")
+    assert torch.equal(model[1].extra.mul_(2), torch.full((3,), 2.0))
+    assert torch.equal(model[1].scale.mul_(2), torch.full((3,), 2.0))
+
+
+def test_what_a_module_keeps_of_a_checkpoint_outlives_it_and_may_be_written(tmp_path: Path) -> None:
+    worlds.run(_keep, 2, str(tmp_path / "saved"))
 
 
 # -- Optimizers --------------------------------------------------------------------------------------------------------
