@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.core import saving
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
@@ -19,7 +19,7 @@ from lightning_zero.checkpoint.flat import number_parameters
 
 __all__ = ["ZeroCheckpointIO", "load_from_checkpoint", "name_the_reader_of_directories"]
 
-M = TypeVar("M", bound=LightningModule)
+M = TypeVar("M", bound=LightningModule | LightningDataModule)
 
 
 class ZeroCheckpointIO(TorchCheckpointIO):
@@ -57,18 +57,20 @@ def load_from_checkpoint(
     path: str | Path,
     *,
     map_location: torch.device | str | None = None,
+    hparams_file: str | Path | None = None,
     strict: bool | None = None,
     weights_only: bool | None = None,
     **kwargs: Any,
 ) -> M:
-    """Make a module from a checkpoint, as ``LightningModule.load_from_checkpoint`` does, also from a directory.
+    """Make a module, or a data module, of a checkpoint, as its ``load_from_checkpoint`` does, also of a directory.
 
     The tensors of a directory are read one by one, straight into the module.
 
     Args:
-        module_class: The module's class, called with the saved hyper-parameters.
+        module_class: The class, called with the saved hyper-parameters.
         path: A checkpoint directory or file, also of Lightning's strategies for FSDP.
         map_location: Device of the module; by default where its class puts it.
+        hparams_file: A ``.yaml`` or ``.csv`` file of hyper-parameters, in place of the saved ones.
         strict: Whether names must match; by default ``strict_loading`` of the module.
         weights_only: As for ``torch.load``.
         kwargs: Replace saved hyper-parameters.
@@ -77,18 +79,40 @@ def load_from_checkpoint(
         FileNotFoundError: There is no checkpoint at the path.
         ValueError: It is damaged, or of a newer format.
         RuntimeError: Names or shapes differ.
+        TypeError: ``module_class`` is no such class, or ``map_location`` no device.
     """
+    if not (isinstance(module_class, type) and issubclass(module_class, LightningModule | LightningDataModule)):
+        raise TypeError(
+            f"`module_class={module_class!r}` is not a class of a `LightningModule` or `LightningDataModule`. Call"
+            " `load_from_checkpoint(MyModule, path)`."
+        )
+    strictness = {"strict": strict} if issubclass(module_class, LightningModule) else {}
     if not Path(path).is_dir():
         if "://" not in str(path) and "state_dict" not in torchfile.load(Path(path), weights_only):
             raise ValueError(f"`{path}` is no checkpoint of a Trainer: it has no `state_dict`. {torchfile.EXPECTED}")
-        return module_class.load_from_checkpoint(
-            path, map_location=map_location, strict=strict, weights_only=weights_only, **kwargs
+        read: Callable[..., M] = cast(Any, module_class).load_from_checkpoint
+        return read(path, map_location, hparams_file, weights_only=weights_only, **strictness, **kwargs)
+    if not isinstance(map_location, torch.device | str | int | None):
+        raise TypeError(
+            f"`map_location={map_location!r}` is not a device. The tensors of a directory are read into host memory, so"
+            " give the module's device, such as 'cuda:0', or leave it out."
         )
     checkpoint, _ = migrate_checkpoint(directory.load(None, path, weights_only))
-    saved = checkpoint.get(module_class.CHECKPOINT_HYPER_PARAMS_KEY, {})
-    checkpoint[module_class.CHECKPOINT_HYPER_PARAMS_KEY] = {**saved, **kwargs}
-    module = cast(M, saving._load_state(module_class, checkpoint, strict=strict, **kwargs))
-    return module if map_location is None else module.to(map_location)
+    key = module_class.CHECKPOINT_HYPER_PARAMS_KEY
+    saved = checkpoint.get(key, {}) if hparams_file is None else _read_hparams(Path(hparams_file))
+    checkpoint[key] = {**saved, **kwargs}
+    made = cast(M, saving._load_state(cast(Any, module_class), checkpoint, **strictness, **kwargs))
+    if map_location is not None and isinstance(made, LightningModule):
+        made.to(map_location)
+    return made
+
+
+def _read_hparams(path: Path) -> dict[str, Any]:
+    if path.suffix == ".csv":
+        return dict(saving.load_hparams_from_tags_csv(path))
+    if path.suffix in (".yaml", ".yml"):
+        return dict(saving.load_hparams_from_yaml(path))
+    raise ValueError(f"`hparams_file='{path}'` is neither a `.yaml` nor a `.csv` file.")
 
 
 def name_the_reader_of_directories() -> None:

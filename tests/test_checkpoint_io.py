@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
 import lightning_zero
@@ -32,9 +33,25 @@ def _make() -> Wide:
     return Wide(width=5)
 
 
+class Data(LightningDataModule):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.size, self.place = size, 7
+
+    def train_dataloader(self) -> Any:
+        return loader(self.trainer.global_rank, self.trainer.world_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place + 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.place = state_dict["place"]
+
+
 def _save(rank: int, world: int, folder: str) -> dict[str, Tensor]:
     fitted = trainer(rank, world, ZeroStrategy(stage=3), max_epochs=1)
-    fitted.fit(seeded(_make), loader(rank, world))
+    fitted.fit(seeded(_make), datamodule=Data(3))
     fitted.save_checkpoint(f"{folder}/directory.ckpt")
     assert isinstance(fitted.strategy, ZeroStrategy)
     fitted.strategy.state_dict_type = "full"
@@ -53,6 +70,29 @@ def test_a_module_is_made_from_a_directory_as_from_a_file(tmp_path: Path) -> Non
             lightning_zero.load_from_checkpoint(Wide, tmp_path / name, width=6)
     with pytest.raises(FileNotFoundError):
         lightning_zero.load_from_checkpoint(Wide, tmp_path / "nothing")
+
+
+def test_every_argument_counts_with_a_directory_as_with_a_file_or_is_refused(tmp_path: Path) -> None:
+    worlds.run(_save, 2, str(tmp_path))
+    load = lightning_zero.load_from_checkpoint
+    (tmp_path / "parameters.yaml").write_text("width: 5\nname: third\n")
+    (tmp_path / "parameters.csv").write_text("key,value\nwidth,5\nname,third\n")
+    for path in (tmp_path / "directory.ckpt", tmp_path / "file.ckpt"):
+        for file in ("parameters.yaml", "parameters.csv"):
+            assert load(Wide, path, hparams_file=tmp_path / file).hparams["name"] == "third"
+        assert load(Wide, path, hparams_file=tmp_path / file, name="fourth").hparams["name"] == "fourth"
+        data = load(Data, path)
+        assert (data.size, data.place) == (3, 8)
+        assert load(Data, path, size=4).size == 4
+        for wrong in ("Wide", Wide(), dict):
+            with pytest.raises(TypeError, match="is not a class of a `LightningModule` or `LightningDataModule`"):
+                load(wrong, path)
+    for location in ({"cpu": "cpu"}, lambda storage, _: storage):
+        with pytest.raises(TypeError, match="`map_location=.* is not a device"):
+            load(Wide, tmp_path / "directory.ckpt", map_location=location)
+        assert load(Wide, tmp_path / "file.ckpt", map_location=location).hparams["width"] == 5
+    with pytest.raises(ValueError, match="parameters.json'` is neither a `.yaml` nor a `.csv` file"):
+        load(Wide, tmp_path / "directory.ckpt", hparams_file=tmp_path / "parameters.json")
 
 
 def test_the_classmethod_of_lightning_says_who_reads_a_directory(tmp_path: Path) -> None:
