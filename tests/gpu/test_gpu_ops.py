@@ -77,6 +77,8 @@ def test_adamw_of_many_int8_moments_is_its_reference() -> None:
         if one is None or other is None:
             continue
         if one.dtype == torch.int8:  # a rounding in fp32 may meet the bits of chance
+            if index == 3:  # codes of roots have no sign: 127 and 128 are neighbours
+                one, other = one.view(torch.uint8), other.view(torch.uint8)
             apart = (one.int() - other.int()).abs()
             assert apart.max() <= 1
             assert apart.sum() <= LARGE // 1000
