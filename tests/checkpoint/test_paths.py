@@ -43,6 +43,7 @@ class _Disk:
     def _rename(self, which: int, path: Path, target: Any) -> Any:
         if ".tmp-" in str(path) and ".tmp-" not in str(target):
             self._names(path, Path(target))
+        self.synced.discard(str(path.parent))
         return self._originals[which](path, target)
 
     def _names(self, path: Path, target: Path) -> None:

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import Shard, init_device_mesh, zeros
 
-from lightning_zero.checkpoint.planner import Segment, boxes, covers
+from lightning_zero.checkpoint.planner import Segment, SegmentSavePlanner, SegmentWriter, boxes, covers
 from lightning_zero.checkpoint.stored import StoredTensors
 from tests import worlds
-from tests.checkpoint.segments import SHAPES, expected, save
+from tests.checkpoint.segments import SHAPES, expected, save, segments
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4), (1, 1, 5), (3, 1, 2), (4, 1, 2, 3), (0, 3)], ids=str)
@@ -63,6 +64,14 @@ def test_a_tied_tensor_is_written_once(saved: Path) -> None:
         for key in ("model.w", "model.tied")
     }
     assert ranges["model.w"] == ranges["model.tied"] != []
+
+
+def test_a_save_without_the_part_of_a_rank_is_refused(tmp_path: Path) -> None:
+    first = {"w": segments(0, 2, filled=True)["model.w"]}
+    writer = SegmentWriter(tmp_path / "saved", aliases={}, order=["w"], world_size=1)
+    with pytest.raises(CheckpointException, match=r"No rank has all of `w`, which has the shape \(32, 64\)"):
+        dcp.save(first, storage_writer=writer, planner=SegmentSavePlanner({"w": ("w",)}), no_dist=True)
+    assert not (tmp_path / "saved" / ".metadata").exists()
 
 
 def _read_dtensor(rank: int, world: int, path: str) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_zero.config import Pipeline
+from lightning_zero.rank_states import kept_states
 from lightning_zero.strategy import ZeroStrategy
 from tests.lightning_programs import WORLD, Net, seeded, trainer
 from tests.worlds import run
@@ -214,6 +215,14 @@ def test_another_number_of_ranks_is_told_whose_states_it_takes(tmp_path: Path) -
     assert "saved on 2 ranks and is resumed on 1: every rank takes rank 0's state of the train dataloaders" in said[0]
     assert "`_Data`" in said[0]
     assert "`_Sees`" in said[0]
+
+
+@pytest.mark.parametrize("other", [torch.ones(2), torch.zeros(3), torch.zeros(2, dtype=torch.float64)])
+def test_states_of_callbacks_that_differ_in_a_tensor_alone_are_kept(other: Tensor) -> None:
+    path = ("callbacks", "mine")
+    states = [{path: {"sum": torch.zeros(2), "step": 3}}, {path: {"sum": other, "step": 3}}]
+    assert kept_states(states) == states
+    assert kept_states([states[0], states[0]]) == []
 
 
 # -- Pipeline stages have the data of their copy -----------------------------------------------------------------------
