@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_zero.__main__ import COMMANDS, main
+from lightning_zero.checkpoint import directory
 from lightning_zero.checkpoint.safetensors import SafetensorsFile
 
 
@@ -52,6 +53,42 @@ def test_what_is_no_checkpoint_is_an_error_that_names_it(
     shown = capsys.readouterr().err
     assert message.format(path=path) in shown
     assert "ZeroStrategy" not in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("meta.pt", b""),
+        ("meta.pt", b"hello"),
+        ("meta.pt", [1]),
+        ("format.json", b""),
+        ("format.json", b"[]"),
+        ("format.json", b"{}"),
+        ("format.json", b'{"version": null}'),
+        ("format.json", b'{"version": "x"}'),
+        ("format.json", b"\xff"),
+    ],
+)
+def test_a_damaged_file_of_a_directory_without_sums_is_named(
+    name: str, content: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "saved"
+    directory.save(None, {"state_dict": {"w": torch.ones(2)}}, path, full=False)
+    (path / "checksums").unlink()
+    if name == "meta.pt":
+        (path / "format.json").unlink()
+    (path / name).write_bytes(content) if isinstance(content, bytes) else torch.save(content, path / name)
+    assert main(["consolidate", str(path), str(tmp_path / "out")]) == 1
+    assert str(path / name) in capsys.readouterr().err
+
+
+def test_groups_without_parameters_are_an_error_that_names_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "file")
+    torch.save({"state_dict": {}, "optimizer_states": [{"state": {}, "param_groups": [{"lr": 1}]}]}, path)
+    assert main(["consolidate", path, str(tmp_path / "out"), "--format=ckpt"]) == 1
+    assert f"`{path}` is not a checkpoint: its `optimizer_states`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -63,9 +63,9 @@ def consolidate(
     target = local_path(out)
     if os.path.lexists(target) and not overwrite:
         raise FileExistsError(f"`{out}` exists. Remove it, choose another name, or use `--overwrite`.")
+    content = _read(checkpoint, weights_only)
     _refuse_source(Path(checkpoint), target)
     check_replaceable(target, EXPORTED)
-    content = _read(checkpoint, weights_only)
     weights = choose(content["state_dict"], [include] if isinstance(include, str) else include, prefix)
     make_folder(target.parent)
     temporary = beside(target, new_token())
@@ -101,7 +101,11 @@ def _read(checkpoint: str, weights_only: bool) -> dict[str, Any]:
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         raise ValueError(f"`{checkpoint}` is not a checkpoint: it has no `state_dict` of values by name.")
     if not isinstance(optimizers, list) or not all(
-        isinstance(state, Mapping) and "state" in state and "param_groups" in state for state in optimizers
+        isinstance(state, Mapping)
+        and isinstance(state.get("state"), Mapping)
+        and isinstance(state.get("param_groups"), list)
+        and all(isinstance(group, Mapping) and "params" in group for group in state["param_groups"])
+        for state in optimizers
     ):
         raise ValueError(f"`{checkpoint}` is not a checkpoint: its `optimizer_states` are not those of optimizers.")
     return content

@@ -366,11 +366,29 @@ def _read_directory(path: Path, weights_only: bool | None) -> dict[str, Any]:
     stored = StoredTensors(path, reader, weights_only)
     meta: dict[str, Any] = {}
     if (path / META).is_file():
-        content = io.BytesIO(reader.read(META))
-        meta = torch.load(content, map_location="cpu", weights_only=weights_only)
+        meta = _read_meta(path / META, reader, weights_only)
     keys = list(stored.keys())
     values = {key: stored.open(key, weights_only=weights_only) for key in keys}
-    return rebuild(meta, {key: stored.path(key) for key in keys}, values)
+    try:
+        return rebuild(meta, {key: stored.path(key) for key in keys}, values)
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"`{path / METADATA}` is damaged: the places of its values contradict each other or `{META}`"
+            f" ({type(error).__name__}: {error}). {EARLIER}"
+        ) from error
+
+
+def _read_meta(path: Path, reader: BlockReader, weights_only: bool | None) -> dict[str, Any]:
+    content = io.BytesIO(reader.read(META))
+    try:
+        meta = torch.load(content, map_location="cpu", weights_only=weights_only)
+    except (pickle.UnpicklingError, MemoryError):
+        raise
+    except Exception as error:  # a damaged pickle raises anything
+        raise ValueError(f"`{path}` is damaged: {type(error).__name__}: {error} {EARLIER}") from error
+    if not isinstance(meta, dict):
+        raise ValueError(f"`{path}` is damaged: it holds a `{type(meta).__name__}`. {EARLIER}")
+    return meta
 
 
 def _open(path: Path) -> BlockReader:
@@ -378,7 +396,10 @@ def _open(path: Path) -> BlockReader:
     reader = BlockReader(path)
     if not (path / FORMAT).is_file():
         return reader  # another tool's
-    version = json.loads(reader.read(FORMAT))["version"]
+    try:
+        version = int(json.loads(reader.read(FORMAT))["version"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"`{path / FORMAT}` is damaged: it has no version of the format. {EARLIER}") from error
     if version > FORMAT_VERSION:
         raise ValueError(
             f"`{path}` has the format version {version}, and this release reads versions up to {FORMAT_VERSION}."
