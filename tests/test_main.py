@@ -82,6 +82,30 @@ def test_a_damaged_file_of_a_directory_without_sums_is_named(
     assert str(path / name) in capsys.readouterr().err
 
 
+def test_a_cut_index_is_damaged_and_not_to_be_trusted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "saved"
+    directory.save(None, {"state_dict": {"w": torch.ones(2)}}, path, full=False)
+    (path / "checksums").unlink()
+    (path / "format.json").unlink()
+    (path / ".metadata").write_bytes((path / ".metadata").read_bytes()[:100])
+    for command in ("consolidate", "convert"):
+        assert main([command, str(path), str(tmp_path / "out")]) == 1
+        shown = capsys.readouterr().err
+        assert f"`{path / '.metadata'}` is damaged" in shown
+        assert "weights_only" not in shown
+
+
+def test_convert_does_not_advise_options_of_the_strategy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "saved"
+    directory.save(None, {"state_dict": {"w": torch.ones(2)}, "o": Path("x")}, path, full=False)
+    (path / "checksums").unlink()
+    (path / "format.json").unlink()
+    assert main(["convert", str(path), str(tmp_path / "out")]) == 1
+    shown = capsys.readouterr().err
+    assert f"`convert` runs no code of `{path}`" in shown
+    assert "ZeroStrategy" not in shown
+
+
 def test_groups_without_parameters_are_an_error_that_names_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

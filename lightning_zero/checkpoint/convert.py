@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,11 @@ def read_foreign(path: Path) -> dict[str, Any]:
 def _read_lightning(path: Path) -> dict[str, Any]:
     if (path / directory.FORMAT).is_file():
         raise ValueError(f"`{path}` is a checkpoint of this package: it needs no conversion.")
-    content = directory.load(None, path)
+    try:
+        content = directory.load(None, path)
+    except pickle.UnpicklingError as error:
+        error.__notes__ = [f"`convert` runs no code of `{path}`. Save it again without what is named."]
+        raise
     if not content["state_dict"]:
         raise ValueError(
             f"`{path}` has no entry `model` or `state_dict`: it is not a checkpoint of Lightning's strategies for FSDP."

@@ -41,7 +41,7 @@ def local_path(path: str) -> Path:
     """
     if "://" in path:
         raise ValueError(
-            f"`{path}` has a protocol, and a directory is written to a file system that all ranks see. Use a path"
+            f"`{path}` has a protocol, and directories lie in a file system that all ranks see. Use a path"
             " without one, or single files: `ZeroStrategy(state_dict_type='full')` without `async_save`."
         )
     return Path(path)

@@ -17,6 +17,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 __all__ = ["load_deepspeed", "read_index"]
 
 
+class _RefusedName(pickle.UnpicklingError):
+    """An index names something that could run code; other errors of this class are those of a damaged file."""
+
+
 def read_index(content: bytes | bytearray, path: Path, weights_only: bool | None) -> Metadata:
     """Return the index of a ``torch.distributed.checkpoint`` directory.
 
@@ -32,7 +36,7 @@ def read_index(content: bytes | bytearray, path: Path, weights_only: bool | None
     try:
         unpickler = pickle.Unpickler if weights_only is False else _IndexUnpickler
         index = unpickler(io.BytesIO(content)).load()
-    except pickle.UnpicklingError as error:
+    except _RefusedName as error:
         raise pickle.UnpicklingError(f"`{path}`: {error}") from error
     except Exception as error:  # a damaged pickle raises anything
         raise ValueError(f"`{path}` is damaged or no index: {type(error).__name__}: {error}") from error
@@ -44,7 +48,7 @@ def read_index(content: bytes | bytearray, path: Path, weights_only: bool | None
 def _memory_format(enum: Any, name: str) -> Any:
     """Stands for ``getattr``, by which Python 3.11.0 to 3.11.3 pickle the members of an enum."""
     if enum is not metadata._MEM_FORMAT_ENCODING or name not in enum.__members__:
-        raise pickle.UnpicklingError(f"the index names `getattr(..., {name!r})`, which could run code when it is read.")
+        raise _RefusedName(f"the index names `getattr(..., {name!r})`, which could run code when it is read.")
     return enum[name]
 
 
@@ -71,7 +75,7 @@ class _IndexUnpickler(pickle.Unpickler):
             return _INDEX_NAMES[module, name]
         if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype):
             return value
-        raise pickle.UnpicklingError(f"the index names `{module}.{name}`, which could run code when it is read.")
+        raise _RefusedName(f"the index names `{module}.{name}`, which could run code when it is read.")
 
 
 # -- DeepSpeed ---------------------------------------------------------------------------------------------------------
