@@ -892,9 +892,10 @@ class ZeroEngine:
     def _show_gradient(self, param: nn.Parameter) -> None:
         buffer, index = self._places.of(param)
         self._recover()
+        if index in buffer.gradients.waiting and is_called_by(nn.Module.zero_grad):
+            buffer.window.drop([index])
+            return
         if index not in buffer.gradients.has_grad:
-            if index in buffer.gradients.waiting and is_called_by(nn.Module.zero_grad):
-                buffer.window.drop([index])
             return
         self._refuse_in_backward(buffer, index)
         if buffer.gradients.is_spent:

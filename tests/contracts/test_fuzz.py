@@ -155,6 +155,18 @@ ONCE = {  # what differed once, made smaller
         SGD,
         [("backward", {"look": False}), ("edit", {"how": "decay", "look": False}), ("step", {})],
     ),
+    "modules-drop-what-waits-behind-an-average": Program(
+        {"blocks": [("b", {"kind": "linear"})]},
+        {"stage": 0},
+        [{"class": "SGD", "groups": [["head.weight"]]}],
+        [
+            ("backward", {"look": False}),
+            ("backward", {"last": False, "look": False}),
+            ("fail", {"module": "blocks.b", "look": False}),
+            ("backward", {"use": [], "look": False}),
+            ("zero_grad", {"opt": 0}),
+        ],
+    ),
 }
 
 
