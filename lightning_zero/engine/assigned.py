@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.storage.references import num_tensors_in
 
-__all__ = ["Digest", "Source", "compare"]
+__all__ = ["Digest", "Source", "compare", "refuse_two_changes"]
 
 _TOLERANCE = 1e-4  # ranks that add in other orders differ in the last bits, gradients of other batches in the first
 
@@ -65,7 +65,7 @@ class Source(NamedTuple):
     Attributes:
         tensor: The tensor, strided.
         version: Of its values when they were taken over.
-        digest: The same, for writes that versions do not show (``g.data``, NumPy).
+        digest: Of its values then: a version does not show writes through ``g.data`` and NumPy.
         read: A copy of the segment that the program has read of it since, and may change too; None if it has not.
     """
 
@@ -82,7 +82,9 @@ class Source(NamedTuple):
     @property
     def is_changed(self) -> bool:
         """Whether the values were changed since they were taken over."""
-        return self.tensor._version != self.version or Digest.of(self.tensor) != self.digest
+        now, before = Digest.of(self.tensor), self.digest
+        is_same = before is not None and all(a == b or _both_nan(a, b) for a, b in zip(now, before, strict=True))
+        return self.tensor._version != self.version or not is_same
 
     @property
     def is_held(self) -> bool:
@@ -110,7 +112,7 @@ def compare(assigned: Mapping[str, Digest], communicator: Communicator) -> None:
     """
     if communicator.world_size == 1:
         for name, digest in assigned.items():
-            _refuse_two_changes(name, [digest])
+            refuse_two_changes(name, [digest])
         return
     found: list[dict[str, Digest]] = [{} for _ in range(communicator.world_size)]
     first = next(iter(assigned))
@@ -134,7 +136,7 @@ def _compare_one(name: str, digests: list[Digest | None]) -> None:
         raise RuntimeError(
             f"The gradient of `{name}` was assigned by hand on rank(s) {ranks} and not on rank(s) {without}. {_REMEDY}"
         )
-    _refuse_two_changes(name, digests)
+    refuse_two_changes(name, digests)
     first = digests[0]
     assert first is not None
     others = [rank for rank, digest in enumerate(digests) if digest is not None and not first.is_that_of(digest)]
@@ -146,7 +148,12 @@ def _compare_one(name: str, digests: list[Digest | None]) -> None:
         )
 
 
-def _refuse_two_changes(name: str, digests: Sequence[Digest | None]) -> None:
+def refuse_two_changes(name: str, digests: Sequence[Digest | None]) -> None:
+    """Refuse a gradient that was changed in two places.
+
+    Raises:
+        RuntimeError: One of the digests says so.
+    """
     if any(digest is not None and digest.is_other for digest in digests):
         raise RuntimeError(
             f"The gradient of `{name}` was assigned by hand, and then changed both in the tensor that was assigned and"

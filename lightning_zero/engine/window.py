@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Sharding
-from lightning_zero.engine.assigned import Digest, Source, compare
+from lightning_zero.engine.assigned import Digest, Source, compare, refuse_two_changes
 from lightning_zero.engine.gradients import BufferGradients
 from lightning_zero.engine.own_range import OwnRange
 from lightning_zero.engine.parameter import (
@@ -337,9 +337,12 @@ class BufferWindow:
 
     def _take_whole(self, index: int, grad: torch.Tensor, is_other: bool = False) -> None:
         source = Source.of(grad)
+        assert source.digest is not None
+        digest = source.digest._replace(is_other=is_other)
         if index not in self._entered or not self._may_be_segment(index):
-            assert source.digest is not None
-            self.assigned[index] = source.digest._replace(is_other=is_other)
+            self.assigned[index] = digest
+        else:  # the other ranks may not come to compare
+            refuse_two_changes(self._buffer.layout.slots[index].name, [digest])
         start, stop = self._buffer.own_range.elements(index)
         self._gradients.assign(index, grad.reshape(-1)[start:stop])
         self._gradients.sources[index] = source
@@ -373,11 +376,11 @@ class BufferWindow:
 
     def _is_changed(self, index: int, source: Source) -> bool:
         """Say whether the segment that was read of a tensor that was assigned was changed too."""
-        values = self._gradients.for_writing()
-        if source.read is None or values is None:
+        values, kept = self._gradients.for_writing(), self._gradients.reduced
+        if source.read is None or values is None or kept is None:
             return False
-        segment = self._buffer.own_range.segment(index, values)
-        return not torch.allclose(segment, source.read, rtol=0.0, atol=0.0, equal_nan=True)
+        segment = self._buffer.own_range.segment(index, values).to(kept.dtype)  # it may have been rounded to that
+        return not torch.allclose(segment, source.read.to(kept.dtype), rtol=0.0, atol=0.0, equal_nan=True)
 
     # -- The end ---------------------------------------------------------------------------------------------------
 

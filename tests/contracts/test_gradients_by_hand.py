@@ -965,6 +965,44 @@ def test_a_gradient_that_a_program_keeps_stays_as_it_was_wherever(
     assert worlds.run(_kept_gradients, 2, stage, drop, optimizer, PLACES[place]) == [[], []]
 
 
+def _assigned_in_the_window(rank: int, world: int, how: str) -> list[str]:
+    """Change what was assigned behind a read of it; return errors."""
+    plain = TinyGPT(depth=1).blocks[0].up
+    communication = Communication(timeout_s=2.0, reduce_dtype="bf16" if how == "rounded" else None)
+    engine = ZeroEngine(1, units=["Block"], communication=communication)
+    module = engine.shard(TinyGPT(depth=1))
+    optimizer = engine.attach(torch.optim.SGD(module.parameters(), lr=0.1))
+    token_loss(module, rank, 0).backward()
+    name = "bias" if how == "of-one-dimension" else "weight"
+    param = module.blocks[0].up.get_parameter(name)
+    assert param.grad is not None
+    assigned = torch.full(plain.get_parameter(name).shape, 1 / 3)
+    if how == "not-a-number":
+        assigned.view(-1)[0] = float("nan")
+    param.grad = assigned
+    if how == "not-a-number":
+        torch.nan_to_num_(param.grad, nan=0.0)
+    elif how == "of-one-dimension":
+        param.grad.mul_(0.5)
+        assigned.add_(1.0)
+    else:
+        assert param.grad is not None
+        engine.close_window(optimizer)
+        assigned.add_(1.0)
+    try:
+        engine.full_grad(param)
+    except RuntimeError as error:
+        return [str(error)]
+    return []
+
+
+def test_what_was_assigned_is_refused_where_it_was_changed_twice_and_only_there() -> None:
+    found = worlds.run(_assigned_in_the_window, 2, "of-one-dimension")
+    assert any("changed both" in one for errors in found for one in errors)
+    assert worlds.run(_assigned_in_the_window, 2, "not-a-number") == [[], []]
+    assert worlds.run(_assigned_in_the_window, 2, "rounded") == [[], []]
+
+
 def _changed_behind_a_forward(rank: int, world: int, stage: int, options: dict[str, Any]) -> list[float]:
     engine = ZeroEngine(stage, units=["Block"], **options)
     module = engine.shard(TinyGPT(depth=1))
