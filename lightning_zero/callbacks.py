@@ -15,8 +15,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.export import DtypeName, Include, dtype_named, export_safetensors
-from lightning_zero.checkpoint.paths import remove
+from lightning_zero.checkpoint.export import EXPORTED, DtypeName, Include, dtype_named, export_safetensors
+from lightning_zero.checkpoint.paths import remove_path
 from lightning_zero.checkpoint.safetensors import parse_size
 from lightning_zero.monitor import Meter, samples_in, tokens_in
 from lightning_zero.option_checks import checked_arguments
@@ -115,7 +115,8 @@ class ExportSafetensors(Callback):
     """Write safetensors files beside every checkpoint, in the manner of Hugging Face; see ``export_safetensors``.
 
     The folder has the name of the checkpoint: beside ``epoch=3.ckpt`` it is ``epoch=3-safetensors``. It is removed with
-    the checkpoint, so ``ModelCheckpoint`` decides which ones are made and kept. Every rank writes its own bytes.
+    the checkpoint, so ``ModelCheckpoint`` decides which ones are made and kept. Files that others put into it stay.
+    Every rank writes its own bytes.
 
     Args:
         dtype: In which floating-point weights are written; by default that of the values that are stepped.
@@ -166,7 +167,7 @@ class ExportSafetensors(Callback):
     def checkpoint_removed(self, filepath: _PATH) -> None:
         """Remove the export."""
         if _folder_of(filepath).exists():
-            remove(_folder_of(filepath))
+            remove_path(_folder_of(filepath), EXPORTED)
 
 
 def _folder_of(filepath: _PATH) -> Path:

@@ -20,7 +20,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint import directory, paths, state
+from lightning_zero.checkpoint import directory, state
 from lightning_zero.checkpoint.asynchronous import AsyncSaver
 from lightning_zero.checkpoint.flat import PARAMETER_NAMES
 from lightning_zero.checkpoint.random_state import RANDOM_STATES, gather_random_states, restore_random_state
@@ -368,7 +368,7 @@ class CheckpointHooks(ParallelStrategy):
         if self._saver is not None:
             self._saver.remove(filepath)
         elif (self.has_plain_checkpoint_io and not _has_protocol(filepath)) or Path(filepath).is_dir():
-            paths.remove(filepath)
+            directory.remove(filepath)
         else:
             self.checkpoint_io.remove_checkpoint(filepath)
         for follower in self.followers:

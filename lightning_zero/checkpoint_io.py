@@ -14,7 +14,7 @@ from lightning.pytorch.core import saving
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 
-from lightning_zero.checkpoint import directory, paths, torchfile
+from lightning_zero.checkpoint import directory, torchfile
 from lightning_zero.checkpoint.flat import number_parameters
 
 __all__ = ["ZeroCheckpointIO", "load_from_checkpoint", "name_the_reader_of_directories"]
@@ -49,7 +49,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: _PATH) -> None:
         """Remove a directory, a file or a link."""
-        paths.remove(path)
+        directory.remove(path)
 
 
 def load_from_checkpoint(

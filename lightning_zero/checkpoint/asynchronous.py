@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_zero.checkpoint import directory
-from lightning_zero.checkpoint.paths import remove
 from lightning_zero.checkpoint.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -65,12 +64,12 @@ class AsyncSaver:
         """Remove a checkpoint when the running save has succeeded."""
         running = self._running
         if running is None:
-            remove(path)
+            directory.remove(path)
             return
 
         def remove_after() -> None:
             if running.exception() is None:
-                remove(path)
+                directory.remove(path)
 
         self._thread.submit(remove_after)
 

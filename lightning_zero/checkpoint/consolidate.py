@@ -75,6 +75,7 @@ def consolidate(
         else:
             is_file = target.suffix == ".safetensors"
             _write_safetensors(temporary, weights, dtype_named(dtype), max_shard_size, is_file=is_file)
+        check_replaceable(target, EXPORTED)  # again: what was put there meanwhile
         put_in_place(temporary, target)
     finally:
         delete(temporary)

@@ -42,6 +42,7 @@ from lightning_zero.checkpoint.paths import (
     make_folder,
     new_token,
     put_in_place,
+    remove_path,
 )
 from lightning_zero.checkpoint.planner import (
     METADATA,
@@ -58,11 +59,12 @@ from lightning_zero.checkpoint.stored import StoredTensor, StoredTensors
 if TYPE_CHECKING:
     from lightning_zero.engine.engine import ZeroEngine
 
-__all__ = ["FORMAT_VERSION", "Prepared", "gather_full", "load", "prepare", "save", "write", "write_file"]
+__all__ = ["FORMAT_VERSION", "Prepared", "gather_full", "load", "prepare", "remove", "save", "write", "write_file"]
 
 FORMAT_VERSION = 1
 FORMAT = "format.json"
 META = "meta.pt"
+FILES = (METADATA, META, FORMAT, CHECKSUMS, "*.distcp")  # of a directory; without the first it is none
 
 
 def save(engine: ZeroEngine | None, checkpoint: Mapping[str, Any], path: str | os.PathLike[str], full: bool) -> None:
@@ -118,8 +120,8 @@ def prepare(
     target, token = ranks.from_first((target, new_token()))
     stage = None if engine is None else engine.stage
     with ranks.agree(f"Saving `{target}`"):
-        if ranks.rank == 0 and not (target / METADATA).is_file():
-            check_replaceable(target, ())
+        if ranks.rank == 0:
+            _check_target(target)
     if full:
         assert engine is not None
         return Prepared(target, beside(target, token), stage, None, gather_full(engine, checkpoint))
@@ -141,10 +143,26 @@ def write(prepared: Prepared, ranks: Ranks) -> None:
             _write_directory(ranks, prepared.flat, target, temporary, prepared.stage)
         with ranks.agree(f"Saving `{target}`"):
             if ranks.rank == 0:
+                _check_target(target)  # again: what was put there meanwhile
                 put_in_place(temporary, target)
     finally:
         if ranks.rank == 0:
             delete(temporary)
+
+
+def _check_target(target: Path) -> None:
+    """Refuse to replace a folder that is no checkpoint, or has something beside the checkpoint.
+
+    Raises:
+        FileExistsError: It has.
+    """
+    check_replaceable(target, FILES if (target / METADATA).is_file() else ())
+
+
+def remove(path: str | os.PathLike[str]) -> None:
+    """Remove a checkpoint. What else lies in the folder of one stays there, which a warning says."""
+    is_ours = (local_path(os.fspath(path)) / METADATA).is_file()
+    remove_path(path, FILES if is_ours else None)
 
 
 # -- A directory -------------------------------------------------------------------------------------------------------

@@ -103,6 +103,7 @@ def export_safetensors(
             _write(ranks, plan, folder, weights)
         with ranks.agree(what):
             if ranks.rank == 0:
+                check_replaceable(target, EXPORTED)  # again: what was put there meanwhile
                 put_in_place(temporary, target)
     finally:
         if ranks.rank == 0:

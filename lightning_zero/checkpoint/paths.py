@@ -18,6 +18,7 @@ import os
 import secrets
 import shutil
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,7 +30,7 @@ __all__ = [
     "make_folder",
     "new_token",
     "put_in_place",
-    "remove",
+    "remove_path",
 ]
 
 
@@ -57,10 +58,24 @@ def beside(target: Path, token: str) -> Path:
     return target.with_name(f".tmp-{token}")
 
 
-def remove(path: str | os.PathLike[str]) -> None:
-    """Remove a checkpoint: a file, a directory or a link. A directory loses its name first: none is read half gone."""
+def remove_path(path: str | os.PathLike[str], names: Sequence[str] | None = None) -> None:
+    """Remove a checkpoint: a file, a directory or a link. A directory loses its name first: none is read half gone.
+
+    Args:
+        path: The checkpoint.
+        names: What is removed of a directory, with ``*`` as a wildcard, first to last; by default all that is in it.
+            If there is something else, it stays in the directory, which a warning says.
+    """
     target = local_path(os.fspath(path))
-    if target.is_dir() and not target.is_symlink():
+    others = [] if names is None else _others(target, names)
+    if names is not None and others:
+        for own in (own for name in names for own in sorted(target.glob(name)) if own not in others):
+            own.unlink(missing_ok=True)
+        warnings.warn(
+            f"`{target}` was removed, except for `{others[0].name}`, which is not of the checkpoint.", stacklevel=2
+        )
+        return
+    if _is_real_directory(target):
         doomed = beside(target, new_token())
         target.rename(doomed)
         target = doomed
@@ -80,18 +95,24 @@ def check_replaceable(target: Path, names: Sequence[str]) -> None:
 
     Args:
         target: What will be replaced; a file, a link, or nothing may be.
-        names: What the folder may hold, with ``*`` as a wildcard.
+        names: Of the files that the folder may hold, with ``*`` as a wildcard.
 
     Raises:
         FileExistsError: It holds something else.
     """
-    if not _is_real_directory(target):
-        return
-    others = sorted(path.name for path in target.iterdir() if not any(path.match(name) for name in names))
+    others = _others(target, names)
     if others:
         raise FileExistsError(
-            f"`{target}` is a folder with `{others[0]}`, which would be deleted. Choose another name, or move it away."
+            f"`{target}` is a folder with `{others[0].name}`, which would be deleted. Choose another name, or move it"
+            " away."
         )
+
+
+def _others(target: Path, names: Sequence[str]) -> list[Path]:
+    """Return what a folder has besides files with these names; nothing of a file or a link."""
+    if not _is_real_directory(target):
+        return []
+    return sorted(path for path in target.iterdir() if not (path.is_file() and any(path.match(name) for name in names)))
 
 
 def make_folder(folder: Path) -> None:

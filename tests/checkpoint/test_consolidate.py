@@ -248,16 +248,19 @@ def test_overwriting_never_deletes_the_checkpoint_that_is_read(
     assert _tree(tmp_path) == before
 
 
-def test_overwriting_deletes_no_folder_with_files_of_something_else(checkpoint: Saved, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["config.json", "more.safetensors/mine"])
+def test_overwriting_deletes_no_folder_with_something_else(name: str, checkpoint: Saved, tmp_path: Path) -> None:
     out = tmp_path / "out"
     consolidate(str(checkpoint[0]), str(out))
     consolidate(str(checkpoint[0]), str(out), overwrite=True)
-    (out / "config.json").write_text("{}")
-    with pytest.raises(FileExistsError, match="is a folder with `config.json`, which would be deleted"):
+    (out / name).parent.mkdir(exist_ok=True)
+    (out / name).write_text("{}")
+    refused = f"is a folder with `{name.split('/')[0]}`, which would be deleted"
+    with pytest.raises(FileExistsError, match=refused):
         consolidate(str(checkpoint[0]), str(out), overwrite=True)
-    with pytest.raises(FileExistsError, match="is a folder with `config.json`, which would be deleted"):
+    with pytest.raises(FileExistsError, match=refused):
         export_safetensors(nn.Linear(2, 2), out, overwrite=True)
-    assert (out / "config.json").is_file()
+    assert (out / name).is_file()
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["directory", "file"])

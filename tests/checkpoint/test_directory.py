@@ -179,6 +179,38 @@ def _save_without_exchange(rank: int, world: int, path: str, full: bool) -> prog
         return _save(rank, world, path, full)
 
 
+@pytest.mark.parametrize("full", [False, True], ids=["directory", "file"])
+@pytest.mark.parametrize("name", ["notes.txt", "epoch=1.ckpt/meta.pt", "logs.distcp/events"])
+def test_what_lies_beside_a_checkpoint_in_its_folder_is_not_deleted(name: str, full: bool, tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    directory.save(None, {"state_dict": {"w": torch.ones(3)}}, path, full=False)
+    (path / name).parent.mkdir(exist_ok=True)
+    (path / name).write_text("mine")
+    with pytest.raises(FileExistsError, match=f"is a folder with `{name.split('/')[0]}`, which would be deleted"):
+        worlds.run(_save, 1, str(path), full)
+    assert torch.equal(_read(path)["state_dict"]["w"], torch.ones(3))
+    with pytest.warns(UserWarning, match=f"was removed, except for `{name.split('/')[0]}`"):
+        directory.remove(path)
+    assert [file for file in path.rglob("*") if file.is_file()] == [path / name]
+
+
+def test_what_is_put_beside_a_checkpoint_during_a_save_is_not_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = {"state_dict": {"w": torch.ones(3)}}
+    directory.save(None, content, tmp_path / "saved", full=False)
+    write = directory.write_sums
+
+    def write_sums(*args: Any) -> None:
+        write(*args)
+        (tmp_path / "saved" / "notes.txt").write_text("mine")
+
+    monkeypatch.setattr(directory, "write_sums", write_sums)
+    with pytest.raises(FileExistsError, match=r"is a folder with `notes.txt`, which would be deleted"):
+        directory.save(None, content, tmp_path / "saved", full=False)
+    assert os.listdir(tmp_path) == ["saved"]
+
+
 def _fail(rank: int, world: int, path: str, full: bool, where: str) -> None:
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise OSError(28, "No space left on device")
@@ -249,7 +281,7 @@ def test_remove_takes_the_checkpoint_and_nothing_else(kind: str, tmp_path: Path)
         path.write_bytes(b"")
     else:
         _occupy_with_link(path)
-    paths.remove(path)
+    directory.remove(path)
     assert os.listdir(tmp_path) == (["best"] if kind == "link" else [])
 
 
