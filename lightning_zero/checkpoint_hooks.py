@@ -42,6 +42,7 @@ from lightning_zero.rank_states import (
 
 __all__ = ["CheckpointFollower", "CheckpointHooks", "raw"]
 
+MODEL_NAMES = "model_names"  # key of a file that is loaded: names in its `state_dict`, before hooks change them
 STEP_DEVICES = "step_devices"  # key of a checkpoint: on which processor each offloaded unit is stepped
 PEERS_TIMEOUT_S = 10.0  # how long a rank that saves after an error waits for the others
 
@@ -289,6 +290,8 @@ class CheckpointHooks(ParallelStrategy):
                 f"`{checkpoint_path}` is no checkpoint of a Trainer: it has the keys {_some(checkpoint)}, and no"
                 " `pytorch-lightning_version`. `lightning_zero.load_pretrained(module, path)` loads weights alone."
             )
+        if PARAMETER_NAMES in checkpoint:
+            checkpoint[MODEL_NAMES] = list(checkpoint["state_dict"])
         self._take_own_states(checkpoint)
         return checkpoint
 
@@ -336,7 +339,11 @@ class CheckpointHooks(ParallelStrategy):
             for optimizer in self.optimizers:
                 stack.enter_context(self.engine.whole_groups(optimizer))
             permuted = state.load_optimizer_state(
-                self.engine, self.optimizers, checkpoint["optimizer_states"], checkpoint.get(PARAMETER_NAMES, ())
+                self.engine,
+                self.optimizers,
+                checkpoint["optimizer_states"],
+                checkpoint.get(PARAMETER_NAMES, ()),
+                checkpoint.get(MODEL_NAMES, ()),
             )
         for config, saved in zip(self.lr_scheduler_configs, checkpoint.get("lr_schedulers", ()), strict=False):
             optimizer = raw(config.scheduler.optimizer)

@@ -219,6 +219,7 @@ def load_optimizer_state(
     optimizers: Sequence[Optimizer],
     states: Sequence[Mapping[str, Any]],
     names: Sequence[Sequence[Sequence[str]]] = (),
+    model_names: Collection[str] = (),
 ) -> list[Optimizer]:
     """Load the states of all optimizers, by parameter name or, as torch saves them, by index.
 
@@ -229,6 +230,7 @@ def load_optimizer_state(
         optimizers: The optimizers.
         states: What ``optimizer_state`` or ``Optimizer.state_dict`` returned of each.
         names: Of states by index: names of the parameters by optimizer and group, where the checkpoint has them.
+        model_names: Of states by index: the names in the checkpoint's model, as they were saved.
 
     Returns:
         Optimizers whose groups the checkpoint has in another order.
@@ -238,7 +240,7 @@ def load_optimizer_state(
         CheckpointError: Another rank had an error.
     """
     with Ranks(engine).agree("Loading the optimizers"):
-        return _load_optimizers(engine, optimizers, states, names)
+        return _load_optimizers(engine, optimizers, states, names, frozenset(model_names))
 
 
 def _load_optimizers(
@@ -246,6 +248,7 @@ def _load_optimizers(
     optimizers: Sequence[Optimizer],
     states: Sequence[Mapping[str, Any]],
     names: Sequence[Sequence[Sequence[str]]],
+    model_names: frozenset[str],
 ) -> list[Optimizer]:
     if len(optimizers) != len(states):
         raise ValueError(
@@ -256,7 +259,7 @@ def _load_optimizers(
     places = _places(engine, optimizers)
     for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
         saved_names = names[number] if len(names) == len(states) else []
-        state = _named(state, saved_names, places, number)
+        state = _named(state, saved_names, places, number, model_names)
         _refuse_of_others(state, places, number)
         if not _load_optimizer(engine, optimizer, state, f"optimizer {number}"):
             permuted.append(optimizer)
@@ -299,20 +302,24 @@ def _names_of(groups: Sequence[Sequence[ParameterRecord]]) -> dict[str, str]:
     return {alias: record.name for group in groups for record in group for alias in (record.name, *record.aliases)}
 
 
-def _places(engine: ZeroEngine, optimizers: Sequence[Optimizer]) -> dict[str, Place]:
-    """Return where every parameter is stepped, by all of its names."""
-    records = {id(record.parameter): record for record in engine.records()}
-    return {
-        name: (number, group_number, index)
+def _places(engine: ZeroEngine, optimizers: Sequence[Optimizer]) -> dict[str, Place | None]:
+    """Return where every parameter is stepped, by all of its names; None where no optimizer steps it."""
+    places = {
+        id(param): (number, group_number, index)
         for number, optimizer in enumerate(optimizers)
         for group_number, group in enumerate(optimizer.param_groups)
         for index, param in enumerate(group["params"])
-        for name in (records[id(param)].name, *records[id(param)].aliases)
     }
+    records = engine.records()
+    return {name: places.get(id(record.parameter)) for record in records for name in (record.name, *record.aliases)}
 
 
 def _named(
-    state: Mapping[str, Any], saved_names: Sequence[Sequence[str]], places: Mapping[str, Place], number: int
+    state: Mapping[str, Any],
+    saved_names: Sequence[Sequence[str]],
+    places: Mapping[str, Place | None],
+    number: int,
+    model_names: frozenset[str],
 ) -> Mapping[str, Any]:
     """Return a state by name, where names were saved beside.
 
@@ -325,21 +332,35 @@ def _named(
         for group_number, group in enumerate(saved_names)
         for index, name in enumerate(group)
     }
-    is_in_place = all(places.get(name, place) == place for name, place in saved.items())
-    return state if is_in_place else by_name(state, saved_names)
+    return state if _are_in_place(saved, places, model_names) else by_name(state, saved_names)
 
 
-def _refuse_of_others(state: Mapping[str, Any], places: Mapping[str, Place], number: int) -> None:
+def _are_in_place(saved: Mapping[str, Place], places: Mapping[str, Place | None], model_names: frozenset[str]) -> bool:
+    """Say whether saved parameters may be those that are at their places now.
+
+    They are not if one of them is at another place or frozen now, or was in the checkpoint what is at a place now.
+    """
+    here: dict[Place | None, set[str]] = {}
+    for name, place in places.items():
+        here.setdefault(place, set()).add(name)
+    return all(
+        places[name] == place if name in places else place not in here or not here[place] <= model_names
+        for name, place in saved.items()
+    )
+
+
+def _refuse_of_others(state: Mapping[str, Any], places: Mapping[str, Place | None], number: int) -> None:
     """Refuse the state of a parameter that another optimizer steps now.
 
     Raises:
         ValueError: There is one.
     """
-    for name in (name for group in state["param_groups"] for name in group["params"] if name in places):
-        if places[name][0] != number:
+    for name in (name for group in state["param_groups"] for name in group["params"]):
+        place = places.get(name)
+        if place is not None and place[0] != number:
             raise ValueError(
-                f"The checkpoint has the state of `{name}` in optimizer {number}, and optimizer {places[name][0]} steps"
-                " it now. `configure_optimizers` must return the optimizers in the order of the checkpoint."
+                f"The checkpoint has the state of `{name}` in optimizer {number}, and optimizer {place[0]} steps it"
+                " now. `configure_optimizers` must return the optimizers in the order of the checkpoint."
             )
 
 
@@ -399,6 +420,12 @@ def _counted(
     }
 
 
+_OTHER = (
+    " `configure_optimizers` must give an optimizer the parameters that it had in the checkpoint. To train others, load"
+    " the weights alone: `lightning_zero.load_pretrained(module, path)`."
+)
+
+
 def _slots_by_name(
     groups: Sequence[Sequence[ParameterRecord]], state: Mapping[str, Any], label: str
 ) -> Mapping[str, Any]:
@@ -416,7 +443,8 @@ def _slots_by_name(
     unknown = next((key for key in saved_keys if key not in names), None)
     if unknown is not None:
         raise ValueError(
-            f"The checkpoint has the state of `{unknown}`, which {label} does not step.{nearest(unknown, names)}"
+            f"The checkpoint has the state of `{unknown}`, which {label} does not step."
+            f"{nearest(unknown, names)}{_OTHER}"
         )
     by_parameter = {names[key]: key for key in saved_keys}
     twice = next((key for key in saved_keys if by_parameter[names[key]] != key), None)
@@ -429,7 +457,7 @@ def _slots_by_name(
     missing = next((record.name for group in groups for record in group if record.name not in slots), None)
     if missing is not None:
         raise ValueError(
-            f"{label} steps `{missing}`, of which the checkpoint has no state.{nearest(missing, saved_keys)}"
+            f"{label} steps `{missing}`, of which the checkpoint has no state.{nearest(missing, saved_keys)}{_OTHER}"
         )
     return slots
 

@@ -307,6 +307,9 @@ def _of_blocks(seed: int, kind: str) -> tuple[ZeroEngine, programs.Model, list[t
         {"params": list(second.parameters()), "lr": 0.01},
     ]
     groups = groups[::-1] if "swapped" in kind else groups
+    if "only" in kind:
+        trained = kind.split()[-1]
+        groups = [{"params": [param for name, param in model.named_parameters() if name.startswith(trained)]}]
     of_optimizers = [[group] for group in groups] if "optimizers" in kind else [groups]
     optimizers = [torch.optim.AdamW(own) for own in of_optimizers]
     engine.attach(*optimizers)
@@ -320,8 +323,8 @@ def _resume_blocks(rank: int, world: int, full: bool, saved: str, kind: str, mes
     other, _, resumed = _of_blocks(1, kind)
     checkpoint = directory.load(other, path)
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
-        names = checkpoint.get(PARAMETER_NAMES, ())
-        state.load_optimizer_state(other, resumed, checkpoint["optimizer_states"], names)
+        names, model_names = checkpoint.get(PARAMETER_NAMES, ()), list(checkpoint["state_dict"])
+        state.load_optimizer_state(other, resumed, checkpoint["optimizer_states"], names, model_names)
         assert [group["lr"] for one in resumed for group in one.param_groups] == [0.1, 0.01]
 
 
@@ -339,6 +342,22 @@ def test_swapped_groups_do_not_take_the_options_of_each_other_where_a_name_is_ne
 
 def test_renamed_parameters_resume_from_a_file_by_their_place(tmp_path: Path) -> None:
     worlds.run(_resume_blocks, 2, True, "groups", "renamed", "", str(tmp_path / "saved"))
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["directory", "file"])
+@pytest.mark.parametrize(
+    ("saved", "kind", "first"),
+    [
+        ("only blocks.0", "only blocks.1", "blocks.0.norm"),
+        ("renamed only blocks.1.layer", "only blocks.0.linear", "blocks.1.layer"),
+    ],
+    ids=["frozen now", "frozen then"],
+)
+def test_states_do_not_go_to_parameters_that_were_not_trained(
+    saved: str, kind: str, first: str, full: bool, tmp_path: Path
+) -> None:
+    message = f"the state of `{first}.weight`, which optimizer 0 does not step.*load the weights alone: .*load_pre"
+    worlds.run(_resume_blocks, 2, full, saved, kind, message, str(tmp_path / "saved"))
 
 
 def _resume_tied(rank: int, world: int, full: bool, stage: int, path: str) -> None:

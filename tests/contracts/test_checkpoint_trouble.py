@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 import signal
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
 
 from lightning_zero.checkpoint import directory
 from lightning_zero.checkpoint.ranks import CheckpointError
@@ -187,3 +189,38 @@ def _edit(rank: int, world: int, kind: Any, folder: str) -> None:
 @KINDS
 def test_edits_of_the_state_dict_in_hooks_work_as_under_ddp(kind: str, tmp_path: Path) -> None:
     worlds.run(_edit, 2, kind, str(tmp_path))
+
+
+class _TrainsALayer(Net):
+    """Trains one layer, and takes a layer of a checkpoint that has another name now."""
+
+    def __init__(self, trained: str, name: str = "linear") -> None:
+        super().__init__()
+        self.blocks[1] = nn.Sequential(OrderedDict([("norm", nn.LayerNorm(6)), (name, nn.Linear(6, 6))]))
+        self.trained = trained
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([param for name, param in self.named_parameters() if name.startswith(self.trained)])
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        values = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {name.replace("layer", "linear"): value for name, value in values.items()}
+
+
+def _resume_layers(rank: int, world: int, path: str) -> None:
+    def fit(module: Net, epochs: int, **options: Any) -> Any:
+        fitted = trainer(rank, world, ZeroStrategy(stage=2, state_dict_type="full"), max_epochs=epochs)
+        fitted.fit(module, loader(rank, world), **options)
+        return fitted
+
+    fit(_TrainsALayer("blocks.1.layer", "layer"), 1).save_checkpoint(path)
+    with pytest.raises(ValueError, match=r"state of `blocks.1.layer.weight`, which optimizer 0 does not step"):
+        fit(_TrainsALayer("blocks.0.linear"), 2, ckpt_path=path)
+    again = fit(_TrainsALayer("blocks.1.linear"), 2, ckpt_path=path)
+    assert [int(state["step"]) for state in again.optimizers[0].state.values()] == [8, 8]
+
+
+def test_a_renamed_layer_resumes_from_a_file_and_a_layer_that_was_frozen_does_not_take_its_states(
+    tmp_path: Path,
+) -> None:
+    worlds.run(_resume_layers, 2, str(tmp_path / "saved.ckpt"))
