@@ -17,10 +17,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.parameter import ReducedParameter, has_class, name_of, operation_of
 from lightning_zero.engine.sharded_gradient import (
-    COUNTS,
     RANDOM,
     Cut,
     ShardedGradient,
+    answer_for_whole,
+    asks_for_shape,
     cut_all,
     draw,
     is_elementwise,
@@ -59,6 +60,7 @@ class SegmentParameter(ReducedParameter):
     """
 
     values_class: ClassVar[type[ShardedValues] | None] = None
+    whole: ClassVar[Cut | None] = None
 
     @classmethod
     def __torch_function__(
@@ -73,9 +75,9 @@ class SegmentParameter(ReducedParameter):
             _refuse(next(leaf for leaf in _tensors(args, kwargs) if has_class(leaf, SegmentParameter)), func)
         if any(not issubclass(one, SegmentParameter) for one in types):
             return NotImplemented
+        if asks_for_shape(func):
+            return answer_for_whole(func, args, kwargs)
         name = getattr(func, "__name__", "")
-        if name in COUNTS and cls.values_class is not None and cls.values_class.cut is not None:
-            return COUNTS[name](cls.values_class.cut)
         if cls.values_class is not None and not name.startswith("__"):
             args, kwargs = _cut_beside(name, args, dict(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
@@ -85,6 +87,22 @@ class SegmentParameter(ReducedParameter):
                 drawn = draw(func, args[0].detach().as_subclass(cls.values_class), *args[1:], **(kwargs or {}))
                 return args[0] if name.endswith("_") else drawn
             return _as_values(cls.values_class, args, func(*args, **(kwargs or {})))
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient; in methods of the optimizer its shape is the segment's, as that of the parameter."""
+        grad: torch.Tensor | None = super().grad
+        if self.values_class is None and isinstance(grad, ShardedGradient):
+            grad.__class__ = type(grad).in_methods
+        return grad
+
+    @grad.setter
+    def grad(self, grad: torch.Tensor | None) -> None:
+        super(SegmentParameter, type(self)).grad.__set__(self, grad)
+
+    @grad.deleter
+    def grad(self) -> None:
+        super(SegmentParameter, type(self)).grad.__delete__(self)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         """Refuse a copy, which would have this rank's segment only."""
@@ -97,8 +115,8 @@ class SegmentParameter(ReducedParameter):
 
 def segment_parameter_class(communicator: Communicator, cut: Cut) -> type[SegmentParameter]:
     """Return the class of one parameter in the step window."""
-    values = type("ShardedValues", (ShardedValues,), {"communicator": communicator, "cut": cut})
-    return type("SegmentParameter", (SegmentParameter,), {"values_class": values})
+    values = type("ShardedValues", (ShardedValues,), {"communicator": communicator, "cut": cut, "whole": cut})
+    return type("SegmentParameter", (SegmentParameter,), {"values_class": values, "whole": cut})
 
 
 def _cut_beside(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -19,14 +19,16 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.engine.parameter import operation_of
 from lightning_zero.errors import ShardedGradientError
 from lightning_zero.storage.sleeping import call_awake
 
 __all__ = [
-    "COUNTS",
     "RANDOM",
     "Cut",
     "ShardedGradient",
+    "answer_for_whole",
+    "asks_for_shape",
     "cut_all",
     "draw",
     "is_elementwise",
@@ -70,12 +72,26 @@ class Cut(NamedTuple):
         return whole.reshape(-1)[self.start : self.stop]
 
 
-COUNTS: dict[str, Callable[[Cut], int]] = {
-    "numel": lambda cut: cut.shape.numel(),
-    "nelement": lambda cut: cut.shape.numel(),
-    "__len__": lambda cut: cut.shape[0],
-}
-"""What is answered for the whole parameter."""
+_SHAPE_QUESTIONS = frozenset([
+    "numel", "nelement", "__len__", "dim", "ndimension", "size", "stride", "is_same_size", ".shape", ".ndim", ".nbytes",
+])  # fmt: skip
+
+
+def asks_for_shape(func: Callable[..., Any]) -> bool:
+    """Say whether a function's answer follows from a tensor's shape."""
+    return operation_of(func) in _SHAPE_QUESTIONS
+
+
+def answer_for_whole(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Answer a question about shapes for the whole parameters that tensors are segments of."""
+    with torch._C.DisableTorchFunctionSubclass():
+        args, kwargs = tree_map_only(torch.Tensor, _outline, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _outline(tensor: torch.Tensor) -> torch.Tensor:
+    cut = getattr(type(tensor), "whole", None)
+    return torch.empty(cut.shape, dtype=tensor.dtype, device="meta") if isinstance(cut, Cut) else tensor
 
 
 class ShardedGradient(torch.Tensor):
@@ -83,6 +99,8 @@ class ShardedGradient(torch.Tensor):
 
     communicator: ClassVar[Communicator]
     cut: ClassVar[Cut | None] = None
+    whole: ClassVar[Cut | None] = None  # the same, unless the shape is asked for in a method of an optimizer
+    in_methods: ClassVar[type[ShardedGradient]]  # the class that answers with the segment's shape
     noun: ClassVar[str] = "gradient"
     reader: ClassVar[str] = "full_grad"
 
@@ -102,8 +120,8 @@ class ShardedGradient(torch.Tensor):
         name = getattr(func, "__name__", str(func))
         if name in _NORMS:
             return cls._norm(name, args, kwargs)
-        if name in COUNTS and cls.cut is not None:
-            return COUNTS[name](cls.cut)
+        if asks_for_shape(func):
+            return answer_for_whole(func, args, kwargs)
         if name == "_amp_foreach_non_finite_check_and_unscale_":  # torch.amp.GradScaler
             return cls._unscale(func, *args)
         if name == "__setitem__" and isinstance(args[0], ShardedGradient) and type(args[0]).cut is not None:
@@ -162,7 +180,10 @@ class ShardedGradient(torch.Tensor):
 
 def sharded_gradient_class(communicator: Communicator, cut: Cut | None = None) -> type[ShardedGradient]:
     """Return a class of gradients of one parameter whose norms are finished over ``communicator``."""
-    return type("ShardedGradient", (ShardedGradient,), {"communicator": communicator, "cut": cut})
+    body = {"communicator": communicator, "cut": cut, "whole": cut}
+    made: type[ShardedGradient] = type("ShardedGradient", (ShardedGradient,), body)
+    made.in_methods = type("ShardedGradient", (made,), {"whole": None})
+    return made
 
 
 def cut_all(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -202,14 +223,14 @@ def _cut_beside(grad: ShardedGradient | None, value: Any, name: str, is_written:
         require_same_part(cut, type(value).cut, name)
         return value
     with torch._C.DisableTorchFunctionSubclass():
-        shape = grad.shape
-    if cut is None or value.shape == shape or (value.numel() == 1 and value.dim() < 2 and not is_written):
+        shape, other = grad.shape, value.shape
+    if cut is None or other == shape or (other.numel() == 1 and len(other) < 2 and not is_written):
         return value
-    if value.shape == cut.shape and not is_written:
+    if other == cut.shape and not is_written:
         return cut.of(value)
     raise ShardedGradientError(
         f"`{name}` got the {grad.noun} of `{cut.name}`, of which this rank holds elements {cut.start} to {cut.stop},"
-        f" {'writes to' if is_written else 'and'} a tensor of shape {tuple(value.shape)}. Give it one of the whole"
+        f" {'writes to' if is_written else 'and'} a tensor of shape {tuple(other)}. Give it one of the whole"
         f" parameter's shape, {tuple(cut.shape)}, which is cut, or of the segment's, {tuple(shape)}, as its result has;"
         f" or take `strategy.{grad.reader}(param)` (`engine.{grad.reader}(param)`) on every rank."
     )

@@ -245,7 +245,7 @@ class BufferWindow:
             return self._as_shown(index, grad.detach().as_subclass(torch.Tensor))
         if not self._buffer.sharding.optim or isinstance(grad, ShardedGradient):
             return grad
-        return self._as_shown(index, grad.detach()) if grad.shape == self._buffer.params[index].shape else grad
+        return self._as_shown(index, grad.detach()) if grad.shape == self._buffer.segment(index).shape else grad
 
     def _is_whole(self, index: int, grad: torch.Tensor) -> bool:
         """Say whether what is assigned to an entered parameter is a whole gradient, or a segment of all elements."""

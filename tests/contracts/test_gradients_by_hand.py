@@ -300,6 +300,21 @@ def masked(trainer: Any, optimizer: Any, step: int) -> None:
     _log(trainer, optimizer)
 
 
+def ruled_by_shapes(trainer: Any, optimizer: Any, step: int) -> None:
+    """Matrices are decayed, scaled by their fan, and get noise of their shape."""
+    _backward(trainer, step)
+    for number, param in enumerate(_params(trainer)):
+        if param.grad is None:
+            continue
+        shape = (param, param.grad, param.data, param.detach())[number % 4].shape
+        if param.ndim > 1 and param.grad.dim() > 1:
+            param.grad.add_(param.data, alpha=0.1).mul_(2.0 / param.size(0))
+        if len(param.grad.size()) == 1:
+            param.grad.mul_(param.grad.shape[0] / param.stride()[0])
+        param.grad.add_(torch.randn(shape, generator=torch.Generator().manual_seed(step)), alpha=0.1)
+    _log(trainer, optimizer)
+
+
 def assigned_zeros(trainer: Any, optimizer: Any, step: int) -> None:
     params = _params(trainer)
     if step == 1:
@@ -435,8 +450,8 @@ PROGRAMS: dict[str, Callable[[Any, Any, int], None]] = {
         autograd_grad, evolution, assigned_and_clipped, some_are_assigned, assigned_in_the_window, halved,
         edited_in_place, backward_adds_to_what_was_assigned, read_before_the_backward, accumulated_after_an_edit,
         scaled_and_accumulated, zeroed_in_place, several_micro_batches,
-        written_in_the_window, pointed_elsewhere, saved_and_given_back, masked, assigned_zeros,
-        assigned_behind_a_failed_backward, changed_behind_clipping, views_of_one_buffer,
+        written_in_the_window, pointed_elsewhere, saved_and_given_back, masked, ruled_by_shapes,
+        assigned_zeros, assigned_behind_a_failed_backward, changed_behind_clipping, views_of_one_buffer,
         written_without_a_trace, one_for_two, made_in_inference_mode, changed_behind_the_step,
     )
 }  # fmt: skip

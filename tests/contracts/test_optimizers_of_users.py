@@ -27,6 +27,18 @@ class Decayed(torch.optim.SGD):
         return loss
 
 
+class Perturbed(torch.optim.SGD):
+    """Keeps states of the shape that parameters and gradients have in a method of its own."""
+
+    def perturb(self) -> None:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    noise = torch.full(param.shape, 0.5)
+                    noise += torch.full(param.grad.shape, 0.25)
+                    param.add_(noise * param.grad.sign())
+
+
 def _interleaved(module: nn.Module) -> list[nn.Parameter]:
     params = list(module.parameters())
     return params[1::2] + params[::2]
@@ -41,8 +53,14 @@ def _pointed(module: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> 
         state["exp_avg"].data = state["exp_avg"].data * -20
 
 
+def _perturbed(module: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    assert isinstance(optimizer, Perturbed)
+    optimizer.perturb()
+
+
 CASES: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], Program | None]] = {
     "writes-behind-super": (lambda module: Decayed(module.parameters(), lr=0.01), None),
+    "method": (lambda module: Perturbed(module.parameters(), lr=0.01), _perturbed),
     "interleaved": (lambda module: torch.optim.AdamW(_interleaved(module), lr=0.01, fused=True), None),
     "state-pointed": (lambda module: torch.optim.AdamW(module.parameters(), lr=0.01, fused=True), _pointed),
 }
@@ -84,6 +102,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_step_that_writes_behind_that_of_its_base_class_counts(options: str) -> None:
     assert max(worlds.run(_trained, 2, "writes-behind-super", OPTIONS[options])) < 1e-6
+
+
+@pytest.mark.parametrize("options", ["stage1", "stage3"])
+def test_shapes_in_a_method_are_those_of_the_segments_that_it_changes(options: str) -> None:
+    assert max(worlds.run(_trained, 2, "method", OPTIONS[options])) < 1e-6
 
 
 def test_a_state_that_is_pointed_to_other_memory_counts() -> None:

@@ -145,15 +145,30 @@ def _counted(rank: int, world: int, stage: int) -> list[str]:
     engine, module, plain = _in_the_window(rank, stage)
     found = []
     for own, whole in zip(module.parameters(), plain.parameters(), strict=True):
-        mine = [(one.numel(), one.nelement(), len(one)) for one in (own, own.data, own.grad)]
-        if mine != [(whole.numel(), whole.numel(), len(whole))] * 3:
-            found.append(str(mine))
+        expected = [ask(whole) for ask in SHAPES]
+        for name, one in (("param", own), ("data", own.data), ("detach", own.detach()), ("grad", own.grad)):
+            found += [f"{name}: {ask(one)}" for ask, answer in zip(SHAPES, expected, strict=True) if ask(one) != answer]
     engine.close()
     return found
 
 
+SHAPES: list[Callable[[torch.Tensor], Any]] = [
+    lambda p: p.shape,
+    lambda p: p.ndim,
+    lambda p: p.dim(),
+    lambda p: p.ndimension(),
+    lambda p: p.size(),
+    lambda p: (p.size(0), p.size(dim=-1)),
+    lambda p: p.stride(),
+    lambda p: p.nbytes,
+    lambda p: (p.numel(), torch.numel(p), p.nelement(), len(p)),
+    lambda p: p.is_same_size(torch.empty(96, 32)),
+    lambda p: torch.is_same_size(p, p.clone()),
+]
+
+
 @WINDOWS
-def test_elements_are_those_of_the_whole(stage: int) -> None:
+def test_shapes_in_the_window_are_those_of_the_whole(stage: int) -> None:
     assert worlds.run(_counted, 2, stage) == [[], []]
 
 

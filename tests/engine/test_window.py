@@ -39,8 +39,9 @@ def _window(rank: int, world: int, stage: int) -> None:
         buffer.window.show(index)
         start, stop = buffer.own_range.elements(index)
         assert (isinstance(param, ReducedParameter), param.dtype) == (True, torch.float32)
-        assert param.shape == ((stop - start,) if stage else SHAPES[index])
         shown = param.detach().as_subclass(torch.Tensor)
+        assert shown.shape == ((stop - start,) if stage else SHAPES[index])
+        assert param.shape == SHAPES[index]
         assert torch.equal(shown.reshape(-1), values_of(index, 0.25).reshape(-1)[start:stop])
         grad = param.grad
         assert (grad is not None) == (index in (0, 1))
