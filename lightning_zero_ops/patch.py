@@ -3,9 +3,10 @@
 Note [What a patch is]
     A module's ``forward`` is replaced on the instance; its class, parameters, names and hooks stay, so units,
     checkpoints and optimizers notice nothing. A replacement is an object of this file that holds the module: it
-    pickles and copies with the model. A class of Hugging Face's is matched by the code of its ``forward``, which must
-    be that of Llama's, Gemma's, OLMo 2's, Phi 3's, T5's or GPT-2's: most families have copies of these. A subclass, or
-    a class of that name from elsewhere, may compute something else.
+    pickles and copies with the model. A class of Hugging Face's is matched by the code of its ``forward`` and of its
+    methods that this calls, which must be that of Llama's, Gemma's, OLMo 2's, Phi 3's, T5's or GPT-2's: most families
+    have copies of these. A subclass, a class of that name from elsewhere, or a function that somebody has put into a
+    class or a module of Hugging Face's may compute something else.
 
     * ``rms_norm``, ``layer_norm``: the norm's ``forward``; results have the dtype that the module's own would have.
     * ``swiglu``, ``geglu``: the ``forward`` of a gated MLP with such an activation.
@@ -16,18 +17,20 @@ Note [What a patch is]
 
 Note [Decided per call]
     A model is edited after it was patched: its embeddings are resized, its head is replaced or wrapped, hooks are
-    added, a loss is set. So every call asks whether the module is still what was matched; where it is not, and under
-    forward-mode differentiation and transforms of ``torch.func``, the forward of the class runs. Hooks that are not the
-    engine's would see a loss in the place of logits, so with them it runs too.
+    added, a loss is set, a method is replaced. So every call asks whether the module is still what was matched; where
+    it is not, and under forward-mode differentiation and transforms of ``torch.func``, the forward of the class runs.
+    Hooks that are not the engine's would see a loss in the place of logits, so with them it runs too. A compiler asks
+    while it traces, and guards what it read of classes and functions.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -45,38 +48,82 @@ from lightning_zero_ops.rotary import apply_rotary
 __all__ = ["Change", "Patch", "patch_model", "unpatch_model"]
 
 _ROTARY = "apply_rotary_pos_emb"
+_HALVES = "rotate_half"
 # Of `nn.RMSNorm(eps=None)`: PyTorch takes the epsilon of the dtype it computes in, which is fp32 for 16 bits too.
 _FP32_EPS = torch.finfo(torch.float32).eps
 
 
 def _is_like(module: nn.Module, family: str, *names: str) -> bool:
-    """Whether ``module`` is of Hugging Face's models and has the forward of one of these classes of ``family``."""
+    """Whether ``module`` is of Hugging Face's models and computes as one of these classes of ``family`` does."""
     kind = type(module)
-    is_theirs = kind.__module__.startswith("transformers.models.")
-    return is_theirs and any(_same_code(kind.forward, _template(family, name)) for name in names)
+    if not kind.__module__.startswith("transformers.models.") or _has_own(module, _methods(kind)):
+        return False
+    return any(_same_methods(kind, _template(family, name)) for name in names)
 
 
 @cache
 def _template(family: str, name: str) -> Any:
-    """Return a function of a class, or one of the module, or None where this version of transformers has none."""
+    """Return a class or a function of a family, or None where this version of transformers has none."""
     try:
-        found = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name, None)
+        return getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name, None)
     except ImportError:
         return None
-    return getattr(found, "forward", found)
+
+
+def _methods(kind: type) -> dict[str, Any]:
+    """Return the forward of a class and the methods that it calls on its module, by name."""
+    found: dict[str, Any] = {}
+    names = ["forward"]
+    while names:
+        name = names.pop()
+        method = getattr(kind, name, None)
+        if name in found or not isinstance(method, types.FunctionType) or method is vars(nn.Module).get(name):
+            continue
+        found[name] = method
+        names += inspect.unwrap(method).__code__.co_names
+    return found
+
+
+def _has_own(module: nn.Module, methods: Iterable[str]) -> bool:
+    """Whether somebody has put one of these methods, but for ``forward``, on the instance."""
+    return any(name != "forward" and name in module.__dict__ for name in methods)
+
+
+def _same_methods(kind: type, template: Any) -> bool:
+    if template is None:
+        return False
+    found, expected = _methods(kind), _methods(template)
+    return found.keys() == expected.keys() and all(_same_code(found[name], expected[name]) for name in expected)
 
 
 def _same_code(function: Any, template: Any) -> bool:
-    if template is None or not hasattr(inspect.unwrap(function), "__code__"):
-        return False
-    return _essence(function) == _essence(template)
+    return (
+        _is_of(function, "transformers.")
+        and _is_of(template, "transformers.")
+        and (function is template or _essence(function) == _essence(template))
+    )
+
+
+def _is_of(function: Any, package: str) -> bool:
+    """Whether a function and all that wrap it were written in modules whose names start with ``package``.
+
+    Asks for their globals: a function that somebody puts in the place of one often has the other names of that.
+    """
+    while isinstance(function, types.FunctionType):
+        if not function.__globals__.get("__name__", "").startswith(package):
+            return False
+        if not hasattr(function, "__wrapped__"):
+            return True
+        function = function.__wrapped__
+    return False
 
 
 def _essence(function: Any) -> tuple[Any, ...]:
-    """Return what a function computes: its code but for docstrings, and the names it reads."""
-    code = inspect.unwrap(function).__code__
+    """Return what a function computes: its code but for docstrings, the names it reads, its defaults."""
+    function = inspect.unwrap(function)
+    code = function.__code__
     constants = [None if isinstance(one, str) and "\n" in one else one for one in code.co_consts]
-    return code.co_code, code.co_names, tuple(constants)
+    return code.co_code, code.co_names, tuple(constants), function.__defaults__, function.__kwdefaults__
 
 
 def _is_watched(module: nn.Module) -> bool:
@@ -99,12 +146,17 @@ def _is_of_engine(hook: Any) -> bool:
     return str(getattr(origin, "__module__", "")).startswith("lightning_zero.")
 
 
+def _is_transformed() -> bool:
+    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
 class _Forward:
     """A forward that stands in for the one of a module's class, where it can: Note [Decided per call]."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._replaced = type(module).forward
+        # Of the class, as they were matched.
+        self._methods = _methods(type(module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_plain() and self.suits():
@@ -124,11 +176,14 @@ class _Forward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def _is_plain(self) -> bool:
-        """Whether the class has the forward that was matched, and no transform differentiates or batches the call."""
-        if torch.compiler.is_compiling():
-            return True
-        is_transformed = forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
-        return type(self.module).forward is self._replaced and not is_transformed
+        """Whether the class has the methods that were matched, and no transform differentiates or batches the call."""
+        kind = type(self.module)
+        for name, method in self._methods.items():
+            if getattr(kind, name, None) is not method:
+                return False
+        if len(self._methods) > 1 and _has_own(self.module, self._methods):
+            return False
+        return torch.compiler.is_compiling() or not _is_transformed()
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -194,15 +249,23 @@ def _dtype_of_torch_norms(x: Tensor) -> torch.dtype:
     return torch.float32 if x.is_cuda and torch.is_autocast_enabled("cuda") else x.dtype
 
 
+def _has_rows(norm: Any) -> bool:
+    """Whether a norm of PyTorch's is one over the last dimension, with a weight."""
+    return len(norm.normalized_shape) == 1 and norm.weight is not None
+
+
 class _TorchRMSNorm(_Forward):
     def fused(self, x: Tensor) -> Tensor:
         norm: Any = self.module
         y = rms_norm(x, norm.weight, eps=_FP32_EPS if norm.eps is None else norm.eps)
         return y.to(_dtype_of_torch_norms(x))
 
+    def suits(self) -> bool:
+        return _has_rows(self.module)
+
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        return type(module) is nn.RMSNorm and len(module.normalized_shape) == 1 and module.weight is not None
+        return type(module) is nn.RMSNorm and _is_of(nn.RMSNorm.forward, "torch.") and _has_rows(module)
 
 
 class _GemmaRMSNorm(_Forward):
@@ -220,9 +283,12 @@ class _LayerNorm(_Forward):
         norm: Any = self.module
         return layer_norm(input, norm.weight, norm.bias, eps=norm.eps).to(_dtype_of_torch_norms(input))
 
+    def suits(self) -> bool:
+        return _has_rows(self.module)
+
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        return type(module) is nn.LayerNorm and len(module.normalized_shape) == 1 and module.weight is not None
+        return type(module) is nn.LayerNorm and _is_of(nn.LayerNorm.forward, "torch.") and _has_rows(module)
 
 
 # -- MLPs --------------------------------------------------------------------------------------------------------------
@@ -242,22 +308,44 @@ class _GatedMLP(_Forward):
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
         """Return the activation of ``gate``, times ``up``; adapters may give them two dtypes."""
         activation: Any = getattr(self.module, self.attribute)
-        result: Tensor = (
-            self.activations[type(activation).__name__](gate, up) if gate.dtype == up.dtype else activation(gate) * up
-        )
-        return result
+        if gate.dtype != up.dtype:
+            return activation(gate) * up  # type: ignore[no-any-return]
+        return self.activations[_class_name(activation)](gate, up)
 
     def suits(self) -> bool:
-        activation = getattr(self.module, self.attribute)
-        return type(activation).__name__ in self.activations and not _is_watched(activation)
+        return self._knows(getattr(self.module, self.attribute))
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        return _is_like(module, *cls.template) and type(getattr(module, cls.attribute)).__name__ in cls.activations
+        return _is_like(module, *cls.template) and cls._knows(getattr(module, cls.attribute))
+
+    @classmethod
+    def _knows(cls, activation: Any) -> bool:
+        """Whether the op computes what the activation does: it is of a known class, and nobody has replaced it."""
+        op = cls.activations.get(_class_name(activation))
+        if op is None or "forward" in activation.__dict__ or _is_watched(activation):
+            return False
+        kind = type(activation)
+        is_own = kind.forward.__globals__["__name__"] == kind.__module__
+        return is_own and _has_own_gelu(activation, "none" if op is _geglu_erf else "tanh")
+
+
+def _class_name(module: Any) -> str:
+    """Return where the class of a module is from: a user's class may have the name of another."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _has_own_gelu(activation: Any, approximate: str) -> bool:
+    """Whether an activation still calls the function that its class has given it, where it keeps one."""
+    function = activation.__dict__.get("act")
+    origin = getattr(function, "func", getattr(function, "__func__", function))
+    if origin is nn.functional.gelu:
+        return bool(getattr(function, "keywords", {}).get("approximate", "none") == approximate)
+    return function is None or any(origin is method for method in vars(type(activation)).values())
 
 
 class _SwiGLU(_GatedMLP):
-    activations = {"SiLUActivation": swiglu, "SiLU": swiglu}
+    activations = {"torch.nn.modules.activation.SiLU": swiglu, "transformers.activations.SiLUActivation": swiglu}
 
 
 def _geglu_erf(gate: Tensor, up: Tensor) -> Tensor:
@@ -266,10 +354,10 @@ def _geglu_erf(gate: Tensor, up: Tensor) -> Tensor:
 
 class _GeGLU(_GatedMLP):
     activations = {
-        "GELUActivation": _geglu_erf,
-        "GELUTanh": geglu,
-        "PytorchGELUTanh": geglu,
-        "NewGELUActivation": geglu,
+        "transformers.activations.GELUActivation": _geglu_erf,
+        "transformers.activations.GELUTanh": geglu,
+        "transformers.activations.PytorchGELUTanh": geglu,
+        "transformers.activations.NewGELUActivation": geglu,
     }
 
 
@@ -291,10 +379,22 @@ class _T5GeGLU(_GeGLU):
 
 def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """Stand in for ``apply_rotary_pos_emb``."""
+    if not _fits(q, cos, sin, unsqueeze_dim) or not _fits(k, cos, sin, unsqueeze_dim):
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        return _plainly_turned(q, cos, sin), _plainly_turned(k, cos, sin)
     if unsqueeze_dim == 1:
         return _turned(q, cos, sin), _turned(k, cos, sin)
     q, k = _turned(q.transpose(1, 2), cos, sin), _turned(k.transpose(1, 2), cos, sin)
     return q.transpose(1, 2), k.transpose(1, 2)
+
+
+def _fits(x: Tensor, cos: Tensor, sin: Tensor, heads_at: int) -> bool:
+    """Whether the op turns ``x``, whose heads are along the dimension ``heads_at``."""
+    if heads_at not in (1, 2) or x.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape:
+        return False
+    if cos.shape[1] != x.shape[3 - heads_at] or cos.shape[0] not in (1, x.shape[0]) or cos.shape[2] % 2:
+        return False
+    return not (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad))
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -305,10 +405,21 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((apply_rotary(x[..., :width], cos, sin), x[..., width:]), -1)
 
 
+def _plainly_turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Do so in plain PyTorch, with angles of any shape that can be broadcast to that of ``x``."""
+    width = cos.shape[-1]
+    part, rest = x[..., :width], x[..., width:]
+    halves = torch.cat((-part[..., width // 2 :], part[..., : width // 2]), -1)
+    turned = (part * cos + halves * sin).to(x.dtype)
+    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
+
+
 def _is_known_rotation(names: dict[str, Any]) -> bool:
-    """Whether the functions of a family's module turn halves, as Llama's."""
-    function, halves = names.get(_ROTARY), names.get("rotate_half")
-    if function is None or halves is None or not _same_code(halves, _template("llama", "rotate_half")):
+    """Whether the functions of a family's module turn halves, as Llama's, and take what ``_rotate`` takes."""
+    function, halves = names.get(_ROTARY), names.get(_HALVES)
+    if function is None or halves is None or not _same_code(halves, _template("llama", _HALVES)):
+        return False
+    if inspect.getfullargspec(function)[:4] != inspect.getfullargspec(_rotate)[:4]:
         return False
     return any(_same_code(function, _template(family, _ROTARY)) for family in ("llama", "phi3", "olmo2"))
 
@@ -316,28 +427,38 @@ def _is_known_rotation(names: dict[str, Any]) -> bool:
 class _Attention(_Forward):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self._rotary = self._replaced.__globals__[_ROTARY]
+        names = self._methods["forward"].__globals__
+        # Of the family's module, as they were matched.
+        self._rotation = {name: names[name] for name in (_ROTARY, _HALVES)}
         self._function = self._with_rotary()
 
     def fused(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(self.module, *args, **kwargs)
 
     def suits(self) -> bool:
-        if torch.compiler.is_compiling():
+        current = self._methods["forward"].__globals__
+        for name, function in self._rotation.items():
+            if current.get(name) is not function:
+                return False
+        if self._is_current():
             return True
-        names, current = self._function.__globals__, self._replaced.__globals__
-        if current[_ROTARY] is not self._rotary:
+        if torch.compiler.is_compiling():  # which makes no functions
             return False
-        if any(
-            names.get(name) is not current.get(name) for name in self._replaced.__code__.co_names if name != _ROTARY
-        ):
-            self._function = self._with_rotary()
+        self._function = self._with_rotary()
+        return True
+
+    def _is_current(self) -> bool:
+        """Whether the copy of the forward has the names of the family's module as they are now."""
+        forward = self._methods["forward"]
+        names, current = self._function.__globals__, forward.__globals__
+        for name in forward.__code__.co_names:
+            if name != _ROTARY and names.get(name) is not current.get(name):
+                return False
         return True
 
     def _with_rotary(self) -> types.FunctionType:
         """Return the class's forward with another function under the name ``apply_rotary_pos_emb``."""
-        function = self._replaced
-        assert isinstance(function, types.FunctionType)
+        function = self._methods["forward"]
         names = {**function.__globals__, _ROTARY: _rotate}
         copy = types.FunctionType(
             function.__code__, names, function.__name__, function.__defaults__, function.__closure__
@@ -446,13 +567,17 @@ class _CausalLM(_Forward):
 
 
 def _has_causal_loss(model: nn.Module) -> bool:
-    """Whether the model's loss is that of Hugging Face's for causal models."""
+    """Whether the model's loss is that of Hugging Face's for causal models, and nobody has replaced a part of it."""
+    losses: Any = sys.modules["transformers.loss.loss_utils"]
     if torch.compiler.is_compiling() and not hasattr(model, "_loss_function"):
         # The property writes to a log, which a compiler refuses.
-        return getattr(model, "loss_type", None) in (None, "ForCausalLM")
-    function: Any = getattr(model, "loss_function", None)
-    origin = (getattr(function, "__module__", None), getattr(function, "__name__", None))
-    return origin == ("transformers.loss.loss_utils", "ForCausalLMLoss")
+        function = losses.LOSS_MAPPING.get(getattr(model, "loss_type", None) or "ForCausalLM")
+    else:
+        function = getattr(model, "loss_function", None)
+    return all(
+        isinstance(one, types.FunctionType) and one.__globals__ is vars(losses) and one.__code__.co_name == name
+        for name, one in {"ForCausalLMLoss": function, "fixed_cross_entropy": losses.fixed_cross_entropy}.items()
+    )
 
 
 # -- Patching ----------------------------------------------------------------------------------------------------------

@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+import contextlib
 import copy
+import importlib
+import inspect
 import io
 import pickle
-from functools import partial
+import pkgutil
+from collections.abc import Iterator
+from functools import partial, wraps
 from typing import Any
 
 import pytest
 import torch
+import transformers.models
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
@@ -28,11 +34,15 @@ from transformers import (
     Olmo2ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    PixtralVisionConfig,
+    PixtralVisionModel,
     Qwen3Config,
     Qwen3ForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    activations,
 )
+from transformers.loss import loss_utils
 from transformers.models.gemma import modeling_gemma
 from transformers.models.llama import modeling_llama
 from transformers.models.olmo2 import modeling_olmo2
@@ -40,6 +50,7 @@ from transformers.models.t5 import modeling_t5
 
 from lightning_zero import ZeroEngine
 from lightning_zero_ops import patch_model, unpatch_model
+from lightning_zero_ops.patch import _essence
 from tests import worlds
 from tests.sampling import sample
 
@@ -274,6 +285,47 @@ def test_output_has_what_the_model_returns_but_no_logits(name: str) -> None:
     torch.testing.assert_close(positional.loss, found.loss)
 
 
+def test_a_vision_tower_without_a_batch_of_angles_runs() -> None:
+    """Pixtral's has one row of angles per patch and its heads before them: the first forward crashed."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = PixtralVisionModel(PixtralVisionConfig(**sizes, image_size=32, patch_size=8)).eval()
+    images = {"pixel_values": torch.randn(1, 3, 16, 16), "image_sizes": torch.tensor([[16, 16]])}
+    expected = model(**images).last_hidden_state
+    patch_model(model)
+    torch.testing.assert_close(model(**images).last_hidden_state, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["no batch of angles", "angles that learn", "queries without heads", "heads last"])
+def test_rotations_that_the_op_does_not_take_are_those_of_the_family(case: str) -> None:
+    model = _model("llama")
+    patch_model(model, ["rotary"])
+    attention = vars(model.model.layers[0].self_attn)["forward"]
+    rotate = attention._function.__globals__["apply_rotary_pos_emb"]
+    q, k, cos, sin = torch.randn(2, 3, 5, 8), torch.randn(2, 1, 5, 8), torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    options = {}
+    if case == "no batch of angles":
+        cos, sin, options = cos[0], sin[0], {"unsqueeze_dim": 0}
+    elif case == "angles that learn":
+        cos.requires_grad_()
+    elif case == "queries without heads":
+        q, k, cos, sin = q[:, 0], k[:, 0], cos[:1], sin[:1]
+    else:
+        q, k, options = q.transpose(1, 2), k.transpose(1, 2), {"unsqueeze_dim": 2}
+    expected = modeling_llama.apply_rotary_pos_emb(q, k, cos, sin, **options)
+    torch.testing.assert_close(rotate(q, k, cos, sin, **options), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_logits_that_are_asked_for_are_returned(name: str) -> None:
+    model, batch = _model(name), _batch()
+    batch["labels"] = batch["labels"][:, -3:]
+    expected = model(**batch, logits_to_keep=3)
+    patch_model(model)
+    found = model(**batch, logits_to_keep=3)
+    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.loss, expected.loss)
+
+
 def test_bf16_model_keeps_its_dtypes() -> None:
     model = _model("llama").bfloat16()
     expected = _losses(model)
@@ -367,6 +419,137 @@ def test_a_loss_function_that_is_set_after_the_patch_is_used() -> None:
     model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.square().mean()
     outputs = model(**_batch())
     torch.testing.assert_close(outputs.loss, outputs.logits.square().mean())
+
+
+class SiLU(nn.Module):
+    """A user's own, which learns its slope."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = nn.Parameter(torch.tensor(5.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.beta * x)
+
+
+def _edit_activations(model: Any, edit: str) -> None:
+    for layer in model.model.layers:
+        if edit == "class of that name":
+            layer.mlp.act_fn = SiLU()
+        elif edit == "forward on the instance":
+            layer.mlp.act_fn.forward = torch.relu
+        else:
+            layer.mlp.act_fn.act = torch.relu
+
+
+@pytest.mark.parametrize("first", ["patch", "edit"])
+@pytest.mark.parametrize(
+    ("name", "edit"),
+    [("llama", "class of that name"), ("llama", "forward on the instance"), ("gemma", "function of the activation")],
+)
+def test_a_users_activation_is_that_of_the_model(name: str, edit: str, first: str) -> None:
+    """A class `SiLU` of a user's was computed as PyTorch's, and its parameters had no gradients."""
+    model, other = _model(name), _model(name)
+    _edit_activations(other, edit)
+    if first == "edit":
+        _edit_activations(model, edit)
+    patch_model(model)
+    if first == "patch":
+        _edit_activations(model, edit)
+    _assert_same(_losses(model), _losses(other))
+
+
+def _double(function: Any) -> Any:
+    @wraps(function)
+    def doubled(*args: Any, **kwargs: Any) -> Any:
+        results = function(*args, **kwargs)
+        return (2 * results[0], *results[1:]) if isinstance(results, tuple) else 2 * results
+
+    return doubled
+
+
+REPLACED: dict[str, tuple[str, Any, str]] = {
+    "forward of a norm": ("llama", modeling_llama.LlamaRMSNorm, "forward"),
+    "method of a norm": ("gemma", modeling_gemma.GemmaRMSNorm, "_norm"),
+    "forward of PyTorch's norm": ("gpt2", nn.LayerNorm, "forward"),
+    "forward of an MLP": ("llama", modeling_llama.LlamaMLP, "forward"),
+    "forward of an activation": ("llama", activations.SiLUActivation, "forward"),
+    "rotation": ("llama", modeling_llama, "apply_rotary_pos_emb"),
+    "rotation of halves": ("llama", modeling_llama, "rotate_half"),
+    "attention": ("llama", modeling_llama, "eager_attention_forward"),
+    "cross-entropy": ("llama", loss_utils, "fixed_cross_entropy"),
+    "loss": ("llama", loss_utils.LOSS_MAPPING, "ForCausalLM"),
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "first"),
+    [
+        pytest.param(what, first, marks=[pytest.mark.slow] if first == "compile" and what != "loss" else [])
+        for what in REPLACED
+        for first in ("patch", "edit", "compile")
+    ],
+)
+def test_a_function_that_is_replaced_is_used(what: str, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was used only where the patch came later, or not at all."""
+    name, owner, key = REPLACED[what]
+    model, other = _model(name), _model(name)
+    for one in (model, other):
+        one.set_attn_implementation("eager")
+        one.config.use_cache = False
+    function = owner[key] if isinstance(owner, dict) else getattr(owner, key)
+    if first != "edit":
+        patch_model(model)
+    if isinstance(owner, dict):
+        monkeypatch.setitem(owner, key, _double(function))
+    else:
+        monkeypatch.setattr(owner, key, _double(function))
+    if first == "edit":
+        patch_model(model)
+    expected = _losses(other)
+    if first == "compile":
+        model.forward = torch.compile(model.forward, backend="eager")
+    _assert_same(_losses(model), expected)
+
+
+@pytest.mark.parametrize("first", ["patch", "edit"])
+def test_a_method_on_the_instance_is_used(first: str) -> None:
+    norm, x = modeling_gemma.GemmaRMSNorm(32), torch.randn(3, 32)
+    if first == "patch":
+        patch_model(norm)
+    norm._norm = lambda hidden: 3 * hidden
+    if first == "edit":
+        with pytest.warns(UserWarning, match="changed nothing"):
+            patch_model(norm)
+    assert torch.equal(norm(x), 3 * x)
+
+
+def test_a_norm_of_groups_is_left_alone() -> None:
+    """Its forward is Gemma's, and the groups are in the method that this calls: it was computed over whole rows."""
+    family = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
+    norm = family.Qwen4ExpTextRMSNorm(32, group_size=8)
+    x = torch.randn(4, 32) * torch.tensor([1.0, 10.0, 100.0, 1000.0]).repeat_interleave(8)
+    expected = norm(x)
+    with pytest.warns(UserWarning, match="changed nothing"):
+        patch_model(norm)
+    assert torch.equal(norm(x), expected)
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("edit", ["weight", "shape"])
+def test_a_norm_of_pytorchs_that_is_edited_computes_as_pytorch_does(kind: Any, edit: str) -> None:
+    """Without a weight, or over two dimensions, its forward crashed."""
+    x, results = torch.randn(3, 2, 8), []
+    for patched in (False, True):
+        norm = kind(8)
+        if patched:
+            patch_model(norm)
+        if edit == "weight":
+            norm.weight = None
+        else:
+            norm.normalized_shape, norm.weight, norm.bias = (2, 8), nn.Parameter(torch.ones(2, 8)), None
+        results.append(norm(x))
+    assert torch.equal(results[0], results[1])
 
 
 def test_hooks_and_another_activation_of_an_mlp_are_honoured() -> None:
@@ -545,6 +728,53 @@ def test_an_rms_norm_without_eps_keeps_small_activations(eps: float | None, dtyp
     expected = norm(x)
     patch_model(norm)
     torch.testing.assert_close(norm(x), expected, rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+def _norms(kind: type[nn.Module]) -> Iterator[nn.Module]:
+    """Make norms of a class, also with every other integer of its arguments."""
+    options = [{name: 8} for name, one in inspect.signature(kind).parameters.items() if "int" in str(one.annotation)]
+    for given in ({}, *options):
+        with contextlib.suppress(Exception):  # needs other arguments
+            yield kind(32, **given)
+
+
+def _classes_of_transformers() -> Iterator[type[nn.Module]]:
+    for family in pkgutil.iter_modules(transformers.models.__path__):
+        try:
+            module = importlib.import_module(f"transformers.models.{family.name}.modeling_{family.name}")
+        except (ImportError, RuntimeError):  # needs what is not installed
+            continue
+        for kind in vars(module).values():
+            if inspect.isclass(kind) and issubclass(kind, nn.Module) and kind.__module__ == module.__name__:
+                yield kind
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_every_norm_of_transformers_that_is_patched_computes_as_before() -> None:
+    num_patched = 0
+    for kind in _classes_of_transformers():
+        if "Norm" not in kind.__name__:
+            continue
+        for norm in _norms(kind):
+            changes = patch_model(norm).changes
+            if not changes:
+                continue
+            unpatch_model(norm)
+            num_patched += 1
+            with torch.no_grad():
+                for parameter in norm.parameters():
+                    parameter.normal_()
+            x = torch.randn(4, 32) * torch.tensor([1.0, 10.0, 100.0, 1000.0]).repeat_interleave(8)
+            expected = norm(x)
+            patch_model(norm)
+            torch.testing.assert_close(norm(x), expected, msg=lambda text, kind=kind: f"{kind}: {text}")
+    assert num_patched > 100
+
+
+def test_functions_that_differ_by_a_name_or_a_default_are_two() -> None:
+    functions = [lambda x, by=1: x.sin() * by, lambda x, by=1: x.cos() * by, lambda x, by=2: x.sin() * by]
+    assert len({_essence(function)[:4] for function in functions}) == 3
 
 
 def test_what_computes_something_else_is_left_alone() -> None:
