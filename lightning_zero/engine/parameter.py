@@ -582,8 +582,9 @@ def name_of(param: torch.Tensor) -> str:
 def operation_of(func: Callable[..., Any]) -> str:
     """Return what the user wrote: an attribute is read and set by functions of the same two names for all."""
     name: str = getattr(func, "__name__", str(func))
-    attribute = getattr(getattr(func, "__self__", None), "__name__", None)
-    return {"__get__": f".{attribute}", "__set__": f".{attribute} = ..."}.get(name, name)
+    owner = getattr(func, "__self__", None)
+    attribute = getattr(getattr(owner, "fget", owner), "__name__", None)  # properties have no name of their own
+    return {"__get__": f".{attribute}", "__set__": f".{attribute} = ...", "__delete__": f".{attribute}"}.get(name, name)
 
 
 def _is_in_state_dict() -> bool:

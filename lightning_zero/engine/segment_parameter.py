@@ -31,9 +31,7 @@ from lightning_zero.storage.metadata import QUESTION_FUNCTIONS
 
 __all__ = ["SegmentParameter", "ShardedValues", "segment_parameter_class"]
 
-_Tensor: Any = torch.Tensor
 _FILLS = {nn.init.constant_, nn.init.ones_, nn.init.zeros_}
-_OF_WHOLE = {getattr(_Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}
 
 
 class ShardedValues(ShardedGradient):
@@ -71,7 +69,7 @@ class SegmentParameter(ReducedParameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run what works on each element, refuse the rest by name, or leave it to the gradient beside it."""
-        if func not in QUESTION_FUNCTIONS and (func in _OF_WHOLE or not _is_for_segments(func, args)):
+        if func not in QUESTION_FUNCTIONS and func not in _FILLS and not is_elementwise(func, args):
             _refuse(next(leaf for leaf in _tensors(args, kwargs) if has_class(leaf, SegmentParameter)), func)
         if any(not issubclass(one, SegmentParameter) for one in types):
             return NotImplemented
@@ -140,10 +138,6 @@ def _cut_beside(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     cut = cut_all(name, *tree_map_only(torch.Tensor, as_values, (args, kwargs)))
     args, kwargs = tree_map_only(torch.Tensor, lambda leaf: params.get(id(leaf), (leaf, leaf))[1], cut)
     return args, kwargs
-
-
-def _is_for_segments(func: Any, args: Sequence[Any]) -> bool:
-    return func in _FILLS or is_elementwise(getattr(func, "__name__", ""), args)
 
 
 def _as_values(values: type[ShardedValues], args: Sequence[Any], result: Any) -> Any:

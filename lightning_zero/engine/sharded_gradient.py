@@ -54,7 +54,7 @@ RANDOM = frozenset([
     "cauchy_", "geometric_", "log_normal_", "bernoulli",
 ])  # fmt: skip
 _QUESTIONS = frozenset(["to", "type", "type_as"])  # what else they get is asked for its dtype only
-_ATTRIBUTES = frozenset(["__get__", "__set__", "__delete__"])
+_OF_WHOLE = frozenset([".T", ".mT", ".H", ".mH", ".__cuda_array_interface__"])  # attributes
 _EXTREMA = frozenset(["max", "min"])  # element-wise with a second tensor only
 _OPERATORS = {"truediv": "div", "floordiv": "div", "or": "bitwise_or", "and": "bitwise_and"}
 
@@ -117,7 +117,7 @@ class ShardedGradient(torch.Tensor):
         Gradients of several units have a class each; lists of them (``_foreach_mul_``) are no conflict.
         """
         kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", str(func))
+        name = operation_of(func)
         if name in _NORMS:
             return cls._norm(name, args, kwargs)
         if asks_for_shape(func):
@@ -128,8 +128,8 @@ class ShardedGradient(torch.Tensor):
             return _set_items(args[0], *args[1:])
         if name in RANDOM and isinstance(args[0], ShardedGradient) and type(args[0]).cut is not None:
             return draw(func, args[0], *args[1:], **kwargs)
-        if is_elementwise(name, args):
-            if name not in _QUESTIONS and not name.startswith(("__get", "__set")):
+        if is_elementwise(func, args):
+            if name not in _QUESTIONS and not name.startswith("."):
                 args, kwargs = cut_all(name, args, kwargs)
             if any(getattr(kind, "sleeps", False) for kind in types):
                 return tree_map_only(torch.Tensor, cls._own, call_awake(func, args, kwargs))
@@ -342,16 +342,17 @@ def _finished(gradient: torch.Tensor, order: float, communicator: Communicator) 
     return norm_over_ranks([values], order, over).to(gradient.dtype)
 
 
-def is_elementwise(name: str, args: Sequence[Any]) -> bool:
+def is_elementwise(func: Callable[..., Any], args: Sequence[Any]) -> bool:
     """Say whether a function works on each element alone, or is an attribute, so that it is right on a segment."""
+    name = operation_of(func)
     is_reduction = name.removeprefix("_foreach_") in _EXTREMA and not (len(args) > 1 and torch.is_tensor(args[1]))
     return _is_elementwise(name) and not is_reduction
 
 
 @cache
 def _is_elementwise(name: str) -> bool:
-    if name in _ELEMENTWISE or name in _ATTRIBUTES:
-        return True
+    if name.startswith(".") or name in _ELEMENTWISE:
+        return name not in _OF_WHOLE
     operator = re.fullmatch(r"__(i|r)?(\w+?)__", name)
     if operator is not None:
         base = _OPERATORS.get(operator[2], operator[2])

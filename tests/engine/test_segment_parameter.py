@@ -81,6 +81,8 @@ REFUSED: dict[str, Callable[[nn.Parameter], Any]] = {
     "save": lambda p: torch.save(p, io.BytesIO()),
     "save of detached": lambda p: torch.save(p.detach(), io.BytesIO()),
     "transposed": lambda p: p.T,
+    "transposed data": lambda p: p.data.T,
+    "transposed, detached": lambda p: p.detach().mT,
 }
 
 
