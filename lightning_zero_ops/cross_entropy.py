@@ -56,10 +56,11 @@ from lightning_zero_ops.registry import (
     check_devices,
     define,
     differentiable_gradients,
+    is_transformed,
     jit,
     next_power_of_2,
     on_device_of,
-    refuse_duals,
+    refuse_transforms,
     tl,
 )
 
@@ -107,7 +108,9 @@ def _few_rows_reference(logits: Tensor, target: Tensor, losses: Tensor, factor: 
     grad = value.sub_(largest.unsqueeze(1)).exp_()
     total = grad.sum(1)
     lse = largest + torch.log(total)
-    loss = lse - (1.0 - smoothing) * of_label + terms.z_loss * lse.square()
+    loss = lse - (1.0 - smoothing) * of_label
+    if terms.z_loss:  # the square overflows, and 0 times that is NaN
+        loss = loss + terms.z_loss * lse.square()
     if smoothing:
         loss = loss - smoothing * mean
     loss = torch.where(is_known, loss, torch.nan)
@@ -184,7 +187,9 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
     lse = largest + tl.log(exponentials)
     # Not smoothing times the mean, which is NaN where there is no smoothing and a logit is -inf.
     smoothed = tl.where(smoothing > 0.0, smoothing * (total / vocabulary), 0.0)
-    loss = lse - (1.0 - smoothing) * of_label - smoothed + tl.cast(z_loss, tl.float32) * lse * lse
+    # The square overflows, and 0 times that is NaN.
+    squared = tl.where(z_loss > 0.0, tl.cast(z_loss, tl.float32) * lse * lse, 0.0)
+    loss = lse - (1.0 - smoothing) * of_label - smoothed + squared
     tl.store(losses + row, tl.where(is_counted, loss, 0.0))
     scale = tl.where(is_known, tl.load(factor), float("nan"))
     # Not exp(value - lse), which has the rounding of lse in all of a row.
@@ -402,10 +407,17 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor 
 def _times(grad: Tensor, factor: Tensor) -> Tensor:
     """Multiply a saved gradient, in place where nobody reads it again.
 
-    Its graph may be kept for another backward, or be only traced: compilers reuse memory themselves.
+    Its graph may be kept for another backward, or be only traced: compilers reuse memory themselves. A batch of
+    factors makes one gradient several.
     """
     is_kept = torch._C._autograd._get_current_graph_task_keep_graph()
-    return grad * factor if is_kept or type(grad) is not Tensor else grad.mul_(factor)
+    return grad * factor if is_kept or type(grad) is not Tensor or _is_batched(factor) else grad.mul_(factor)
+
+
+def _is_batched(tensor: Tensor) -> bool:
+    """Whether a ``vmap``, of ``torch.func`` or of ``is_grads_batched``, runs over the tensor."""
+    functorch: Any = torch._C._functorch
+    return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
 
 
 def _whole(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, terms: _Terms, is_mean: bool) -> Tensor:
@@ -416,7 +428,8 @@ def _whole(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, terms
     loss = torch.nn.functional.cross_entropy(
         logits, target, ignore_index=terms.ignore_index, label_smoothing=terms.label_smoothing, reduction="sum"
     )
-    loss = loss + terms.z_loss * (torch.logsumexp(logits, 1).square() * counted).sum()
+    if terms.z_loss:
+        loss = loss + terms.z_loss * (torch.logsumexp(logits, 1).square() * counted).sum()
     return loss / counted.sum() if is_mean else loss
 
 
@@ -475,14 +488,18 @@ def linear_cross_entropy(
     """
     _check_options(reduction, label_smoothing, z_loss, softcap, chunk_tokens)
     check_devices("linear_cross_entropy", x=x, weight=weight, target=target, bias=bias)
-    refuse_duals("linear_cross_entropy", x, weight, bias)
+    refuse_transforms("linear_cross_entropy", x, weight, bias)
     device = x.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     x = x.reshape(-1, x.shape[-1]).contiguous()
     inputs = (x, weight.contiguous(), None if bias is None else bias.contiguous())
-    needs = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in inputs]
+    # Inside of a transform a tensor does not say whether one outside requires a gradient.
+    is_needed = is_transformed()
+    needs = [
+        torch.is_grad_enabled() and tensor is not None and (tensor.requires_grad or is_needed) for tensor in inputs
+    ]
     loss: Tensor = _op(
         inputs[0],
         inputs[1],

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero_ops.elementwise import launch, pieces
-from lightning_zero_ops.registry import check_devices, define, differentiable_gradients, jit, refuse_duals, tl
+from lightning_zero_ops.registry import check_devices, define, differentiable_gradients, jit, refuse_transforms, tl
 
 __all__ = ["geglu", "swiglu"]
 
@@ -207,7 +207,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         ValueError: Two shapes.
     """
     check_devices("swiglu", gate=gate, up=up)
-    refuse_duals("swiglu", gate, up)
+    refuse_transforms("swiglu", gate, up)
     y: Tensor = _op(gate.contiguous(), up.contiguous(), "silu")
     return y
 
@@ -230,6 +230,6 @@ def geglu(gate: Tensor, up: Tensor, *, approximate: Literal["none", "tanh"] = "t
     if approximate not in ("none", "tanh"):
         raise ValueError(f"`approximate={approximate!r}` is not known. Use 'none' or 'tanh'.")
     check_devices("geglu", gate=gate, up=up)
-    refuse_duals("geglu", gate, up)
+    refuse_transforms("geglu", gate, up)
     y: Tensor = _op(gate.contiguous(), up.contiguous(), "gelu_tanh" if approximate == "tanh" else "gelu")
     return y

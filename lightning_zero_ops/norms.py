@@ -30,7 +30,7 @@ from lightning_zero_ops.registry import (
     jit,
     next_power_of_2,
     on_device_of,
-    refuse_duals,
+    refuse_transforms,
     tl,
 )
 
@@ -382,7 +382,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6, offset: float = 0.
         ValueError: Shapes that do not fit, tensors on several devices.
     """
     check_devices("rms_norm", x=x, weight=weight)
-    refuse_duals("rms_norm", x, weight)
+    refuse_transforms("rms_norm", x, weight)
     y: Tensor = _op(x.contiguous(), weight.contiguous(), None, eps, offset, False)[0]
     return y
 
@@ -404,6 +404,6 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: fl
         ValueError: Shapes that do not fit, tensors on several devices.
     """
     check_devices("layer_norm", x=x, weight=weight, bias=bias)
-    refuse_duals("layer_norm", x, weight, bias)
+    refuse_transforms("layer_norm", x, weight, bias)
     y: Tensor = _op(x.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous(), eps, 0.0, True)[0]
     return y

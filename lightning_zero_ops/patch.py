@@ -43,6 +43,7 @@ from torch.nn.modules import module as global_hooks
 from lightning_zero_ops.cross_entropy import linear_cross_entropy
 from lightning_zero_ops.gated import geglu, swiglu
 from lightning_zero_ops.norms import layer_norm, rms_norm
+from lightning_zero_ops.registry import is_transformed
 from lightning_zero_ops.rotary import apply_rotary
 
 __all__ = ["Change", "Patch", "patch_model", "unpatch_model"]
@@ -146,10 +147,6 @@ def _is_of_engine(hook: Any) -> bool:
     return str(getattr(origin, "__module__", "")).startswith("lightning_zero.")
 
 
-def _is_transformed() -> bool:
-    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
-
-
 class _Forward:
     """A forward that stands in for the one of a module's class, where it can: Note [Decided per call]."""
 
@@ -183,7 +180,7 @@ class _Forward:
                 return False
         if len(self._methods) > 1 and _has_own(self.module, self._methods):
             return False
-        return torch.compiler.is_compiling() or not _is_transformed()
+        return forward_ad._current_level < 0 and not is_transformed()
 
     @property
     def __signature__(self) -> inspect.Signature:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero_ops.elementwise import pieces
-from lightning_zero_ops.registry import cdiv, check_devices, define, jit, on_device_of, refuse_duals, tl
+from lightning_zero_ops.registry import cdiv, check_devices, define, jit, on_device_of, refuse_transforms, tl
 
 __all__ = ["dequantize_blockwise", "dequantize_reduce", "quantize_blockwise"]
 
@@ -285,7 +285,7 @@ def quantize_blockwise(x: Tensor, *, bits: Literal[4, 8] = 8, block: int = 256) 
     """
     if torch.is_grad_enabled() and x.requires_grad:
         raise ValueError("`x` requires a gradient, but quantization has none. Call it under `torch.no_grad()`.")
-    refuse_duals("quantize_blockwise", x)
+    refuse_transforms("quantize_blockwise", x)
     codes, scales = _quantize_op(x, bits, block)
     return codes, scales
 

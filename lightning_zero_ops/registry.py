@@ -36,10 +36,11 @@ __all__ = [
     "check_flat",
     "define",
     "differentiable_gradients",
+    "is_transformed",
     "jit",
     "next_power_of_2",
     "on_device_of",
-    "refuse_duals",
+    "refuse_transforms",
     "tl",
 ]
 
@@ -137,12 +138,25 @@ def differentiable_gradients(
     return tuple(next(found) if tensor is not None and tensor.requires_grad else None for tensor in own)
 
 
-def refuse_duals(op: str, *tensors: Tensor | None) -> None:
-    """Refuse tensors with a tangent: PyTorch would drop it, and the derivative would be 0.
+def is_transformed() -> bool:
+    """Whether a transform of ``torch.func`` runs, such as ``vmap``; compilers trace those in their own way."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def refuse_transforms(op: str, *tensors: Tensor | None) -> None:
+    """Refuse tensors that ``torch.func.grad`` or its like differentiates by, and those with a tangent.
+
+    PyTorch knows no derivative of the op in the first case, and would drop the tangent in the second.
 
     Raises:
         NotImplementedError: Names the op and what to use.
     """
+    if is_transformed() and any(tensor is not None and _is_tracked(tensor) for tensor in tensors):
+        raise NotImplementedError(
+            f"`{op}` does not run under `torch.func.grad` and what is built on it (`vjp`, `jacrev`, `hessian`). Use"
+            " plain PyTorch there, or `backward` and `torch.autograd.grad`, which may have a batch of gradients"
+            " (`is_grads_batched=True`)."
+        )
     if forward_ad._current_level < 0:
         return
     unpack: Any = forward_ad.unpack_dual
@@ -151,6 +165,16 @@ def refuse_duals(op: str, *tensors: Tensor | None) -> None:
             f"`{op}` has no forward-mode derivative (`torch.func.jvp`, `jacfwd`, dual tensors). Use plain PyTorch"
             " there, or reverse mode."
         )
+
+
+def _is_tracked(tensor: Tensor) -> bool:
+    """Whether a transform differentiates by the tensor, or by what it was computed from."""
+    functorch: Any = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_gradtrackingtensor(tensor) and tensor.requires_grad:
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
 
 
 def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:

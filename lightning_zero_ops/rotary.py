@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero_ops.registry import check_devices, define, jit, next_power_of_2, on_device_of, refuse_duals, tl
+from lightning_zero_ops.registry import check_devices, define, jit, next_power_of_2, on_device_of, refuse_transforms, tl
 
 __all__ = ["apply_rotary"]
 
@@ -149,9 +149,8 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tens
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     cos, sin = ctx.saved_tensors
-    first, second = sin.chunk(2, -1)
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-    return _op(grad, cos, torch.cat((-second, -first), -1)), None, None
+    return _op(grad, cos, -sin.unflatten(-1, (2, -1)).flip(-2).flatten(-2)), None, None
 
 
 _op = define(
@@ -184,6 +183,6 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         raise ValueError("`cos` and `sin` have no gradients here, but require them. Make them under `torch.no_grad()`.")
     check_devices("apply_rotary", x=x, cos=cos, sin=sin)
-    refuse_duals("apply_rotary", x, cos, sin)
+    refuse_transforms("apply_rotary", x, cos, sin)
     y: Tensor = _op(x, cos.contiguous(), sin.contiguous())
     return y

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero_ops.elementwise import launch
-from lightning_zero_ops.registry import define, jit, refuse_duals, tl
+from lightning_zero_ops.registry import define, jit, refuse_transforms, tl
 
 __all__ = ["hash_bits", "keys_of", "mix", "round_stochastic", "wrapped"]
 
@@ -130,6 +130,6 @@ def round_stochastic(x: Tensor, seed: int) -> Tensor:
         raise ValueError(f"`seed={seed}` must not be negative.")
     if torch.is_grad_enabled() and x.requires_grad:
         raise ValueError("`x` requires a gradient, but rounding has none. Call it under `torch.no_grad()`.")
-    refuse_duals("round_stochastic", x)
+    refuse_transforms("round_stochastic", x)
     y: Tensor = _op(x, seed)
     return y

@@ -96,6 +96,8 @@ SPECIAL_ROWS: dict[str, tuple[list[tuple[Any, float]], int]] = {
     "label negative": ([], -1),
     "ignored nan": ([(5, NAN)], -100),
     "ignored -inf": ([(slice(None), -INF)], -100),
+    "huge": ([(5, 1e25)], 3),
+    "label huge": ([(3, 1e25)], 3),
     "plain": ([], 3),
 }
 
@@ -236,6 +238,27 @@ def test_retained_graph_gives_the_same_gradients_again() -> None:
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
+def test_batched_gradients_of_the_loss_reach_all_gradients() -> None:
+    """They were multiplied in place by several numbers at once, which PyTorch refused by a name of its own."""
+    x, weight, target, _ = _inputs(20, 8, 30, torch.float32, torch.Generator().manual_seed(0))
+    leaves, factors = (x.requires_grad_(), weight.requires_grad_()), torch.tensor([1.0, -3.0])
+    single = torch.autograd.grad(linear_cross_entropy(x, weight, target), leaves)
+    batched = torch.autograd.grad(linear_cross_entropy(x, weight, target), leaves, factors, is_grads_batched=True)
+    for one, other in zip(batched, single, strict=True):
+        assert torch.equal(one, torch.stack([other, -3.0 * other]))
+
+
+def test_a_batch_of_losses_has_gradients() -> None:
+    """Inside of `vmap` a tensor does not say that it requires a gradient: there was none, without a word."""
+    x, weight, target, _ = _inputs(20, 8, 30, torch.float32, torch.Generator().manual_seed(0))
+    weights = torch.stack([weight, 2 * weight]).requires_grad_()
+    losses = torch.vmap(lambda weight: linear_cross_entropy(x, weight, target))(weights)
+    expected = torch.stack([_plain(x, weight, target) for weight in weights])
+    torch.testing.assert_close(losses, expected)
+    found, plain = (torch.autograd.grad(one.sum(), weights)[0] for one in (losses, expected))
+    torch.testing.assert_close(found, plain)
+
+
 def test_gradients_of_half_precision_survive_many_tokens_and_a_loss_scale() -> None:
     """Probabilities over the number of tokens are below what fp16 can hold; see Note [Headroom]."""
     x, weight, target, bias = _inputs(4096, 4, 512, torch.float16, torch.Generator().manual_seed(0))
@@ -305,6 +328,18 @@ def test_tokens_that_are_all_ignored_give_what_pytorch_gives() -> None:
     assert linear_cross_entropy(x, weight, target, reduction="sum").item() == 0.0
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_huge_logits_have_the_loss_of_pytorch(dtype: str) -> None:
+    """Its square overflows above 1.8e19: without a z-loss, 0 times that made the loss NaN."""
+    x = torch.tensor([[2e19, 1.0], [1.0, 1.0]], dtype=DTYPES[dtype])
+    weight, target = torch.tensor([[1.0, 0.0], [0.5, 0.0], [-1.0, 0.0]], dtype=DTYPES[dtype]), torch.tensor([1, 0])
+    expected = F.cross_entropy(F.linear(x, weight).float(), target)
+    torch.testing.assert_close(linear_cross_entropy(x, weight, target), expected)
+    torch.testing.assert_close(
+        cross_entropy._whole(x, weight, target, None, cross_entropy._Terms(-100, 0.0, 0.0, 0.0), True), expected
+    )
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_rows_that_are_not_finite_are_those_of_pytorch(smoothing: float) -> None:
     """The loss of -inf logits was NaN on a GPU, and labels outside had finite gradients, of another word."""
@@ -322,11 +357,11 @@ def test_rows_that_are_not_finite_are_those_of_pytorch(smoothing: float) -> None
             assert losses[index] == 0
             assert not grads[index].any()
             continue
-        row = row.clone().requires_grad_()
+        row = row.double().requires_grad_()
         loss = F.cross_entropy(row, torch.tensor(label), label_smoothing=smoothing)
-        torch.testing.assert_close(losses[index], loss.detach(), equal_nan=True)
+        torch.testing.assert_close(losses[index], loss.detach().float(), equal_nan=True)
         (grad,) = torch.autograd.grad(0.25 * loss, row)
-        torch.testing.assert_close(grads[index], grad, equal_nan=True, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(grads[index], grad.float(), equal_nan=True, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

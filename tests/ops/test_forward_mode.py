@@ -1,4 +1,4 @@
-"""Ops without a forward-mode derivative refuse tensors that have a tangent: PyTorch would drop it without a word."""
+"""Ops refuse tensors that have a tangent, which PyTorch would drop without a word, and transforms it cannot make."""
 
 from __future__ import annotations
 
@@ -42,3 +42,31 @@ def test_tangents_are_refused(op: str) -> None:
         assert OPS[op](X).numel()
     with pytest.raises(NotImplementedError, match=f"`{op}` has no forward-mode derivative"):
         torch.func.jvp(OPS[op], (X,), (torch.ones_like(X),))
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], object]]] = {
+    "grad": torch.func.grad,
+    "jacrev": torch.func.jacrev,
+    "hessian": lambda function: torch.func.jacrev(torch.func.jacrev(function)),
+    "vmap of grad": lambda function: lambda x: torch.vmap(torch.func.grad(function))(x[None]),
+    "grad of vmap": lambda function: torch.func.grad(lambda x: torch.vmap(function)(x[None]).sum()),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("op", list(OPS)[:6])
+def test_functional_gradients_are_refused(op: str, transform: str) -> None:
+    """PyTorch's error spoke of `setup_context`."""
+    with pytest.raises(NotImplementedError, match=f"`{op}` does not run under `torch.func.grad`"):
+        TRANSFORMS[transform](lambda x: OPS[op](x).sum())(X)
+    assert OPS[op](X).numel()
+    assert torch.func.grad(lambda x: (x * OPS[op](X).sum()).sum())(X).shape == X.shape
+
+
+@pytest.mark.parametrize("op", list(OPS)[:6])
+def test_batches_have_the_gradients_of_their_parts(op: str) -> None:
+    parts = torch.stack([X, 2 * X]).requires_grad_()
+    batch, single = torch.vmap(OPS[op])(parts), torch.stack([OPS[op](x) for x in parts])
+    torch.testing.assert_close(batch, single)
+    found, expected = (torch.autograd.grad(one.square().sum(), parts)[0] for one in (batch, single))
+    torch.testing.assert_close(found, expected)

@@ -159,3 +159,13 @@ def test_rotary_compiles_into_one_graph() -> None:
 
     compiled_step = torch.compile(step, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(torch.autograd.grad(compiled_step(x), x), torch.autograd.grad(step(x), x))
+
+
+def test_backward_runs_under_an_autocast_of_another_dtype() -> None:
+    """PyTorch's `cat` takes no bf16 under an autocast to fp16 of CPUs."""
+    x = torch.randn(1, 2, 3, 8, dtype=torch.bfloat16, requires_grad=True)
+    cos, sin = torch.randn(2, 1, 3, 8, dtype=torch.bfloat16)
+    (expected,) = torch.autograd.grad(apply_rotary(x, cos, sin).float().sum(), x)
+    with torch.autocast("cpu", dtype=torch.float16):
+        (found,) = torch.autograd.grad(apply_rotary(x, cos, sin).float().sum(), x)
+    assert torch.equal(found, expected)
