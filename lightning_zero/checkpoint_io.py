@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 
 from lightning_zero.checkpoint import directory, torchfile
 from lightning_zero.checkpoint.flat import number_parameters
+from lightning_zero.checkpoint.stored import Lent
 
 __all__ = ["ZeroCheckpointIO", "load_from_checkpoint", "name_the_reader_of_directories"]
 
@@ -101,7 +102,9 @@ def load_from_checkpoint(
     key = module_class.CHECKPOINT_HYPER_PARAMS_KEY
     saved = checkpoint.get(key, {}) if hparams_file is None else _read_hparams(Path(hparams_file))
     checkpoint[key] = {**saved, **kwargs}
-    made = cast(M, saving._load_state(cast(Any, module_class), checkpoint, **strictness, **kwargs))
+    kept = Lent()
+    made = cast(M, saving._load_state(cast(Any, module_class), kept.lend(checkpoint), **strictness, **kwargs))
+    kept.take_back()
     if map_location is not None and isinstance(made, LightningModule):
         made.to(map_location)
     return made

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,43 @@ def test_every_argument_counts_with_a_directory_as_with_a_file_or_is_refused(tmp
         assert load(Wide, tmp_path / "file.ckpt", map_location=location).hparams["width"] == 5
     with pytest.raises(ValueError, match="parameters.json'` is neither a `.yaml` nor a `.csv` file"):
         load(Wide, tmp_path / "directory.ckpt", hparams_file=tmp_path / "parameters.json")
+
+
+class Keeps(Wide):
+    """Keeps state of its own by a hook and an override, and something that it reads in `on_load_checkpoint`."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.anchor, self.scale, self.seen = torch.ones(3), torch.ones(3), torch.ones(3)
+        self.register_load_state_dict_pre_hook(self._take_scale)
+
+    def _take_scale(self, module: Any, state_dict: Any, prefix: str, *args: Any) -> None:
+        self.scale = state_dict.pop(f"{prefix}scale")
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        return {**super().state_dict(*args, **options), "anchor": self.anchor, "scale": self.scale}
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **options: Any) -> Any:
+        self.anchor = state_dict.pop("anchor")
+        return super().load_state_dict(state_dict, *args, **options)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen = checkpoint["state_dict"]["first.bias"]
+
+
+def _save_kept(rank: int, world: int, path: str) -> None:
+    fitted = trainer(rank, world, ZeroStrategy(stage=3), max_epochs=1)
+    fitted.fit(seeded(Keeps), loader(rank, world))
+    fitted.save_checkpoint(path)
+
+
+def test_what_a_module_keeps_of_a_directory_outlives_it(tmp_path: Path) -> None:
+    worlds.run(_save_kept, 2, str(tmp_path / "saved"))
+    module = lightning_zero.load_from_checkpoint(Keeps, tmp_path / "saved")
+    shutil.rmtree(tmp_path / "saved")
+    assert torch.equal(module.anchor.mul_(2), torch.full((3,), 2.0))
+    assert torch.equal(module.scale.mul_(2), torch.full((3,), 2.0))
+    assert torch.equal(module.seen, module.first.bias)
 
 
 def test_the_classmethod_of_lightning_says_who_reads_a_directory(tmp_path: Path) -> None:

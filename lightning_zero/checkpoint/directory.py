@@ -311,6 +311,8 @@ def _check_pieces(key: str, pieces: Sequence[_Piece]) -> None:
 
 def _on_host(value: Any) -> Any:
     """Return a copy; of a tensor in host memory, with a storage of its own."""
+    if isinstance(value, StoredTensor):
+        return value.read()
     return value.detach().to("cpu", copy=True).contiguous() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 

@@ -113,6 +113,8 @@ _REFERENCE = "lightning_zero.tensor"  # the key of a dictionary in ``meta.pt`` t
 
 
 def _copy(value: Any) -> Any:
+    if isinstance(value, StoredTensor):
+        return value.read()
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 

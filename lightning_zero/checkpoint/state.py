@@ -11,7 +11,7 @@ import copy
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from lightning_zero.checkpoint.own_state import after_loading, before_loading, o
 from lightning_zero.checkpoint.planner import Segment
 from lightning_zero.checkpoint.ranks import Ranks
 from lightning_zero.checkpoint.standins import StandIn, replaced, stand_ins
-from lightning_zero.checkpoint.stored import StoredTensor, fill
+from lightning_zero.checkpoint.stored import Lent, StoredTensor, fill
 from lightning_zero.errors import nearest
 
 if TYPE_CHECKING:
@@ -68,34 +68,19 @@ def load_model_state(engine: ZeroEngine, module: nn.Module, state_dict: Mapping[
     """
     with Ranks(engine).agree("Loading the model"), _names_the_file(state_dict):
         engine.prepare_load()
-        records = engine.records()
-        wanted = _stand_ins(records)
-        with stand_ins(module, wanted):
-            names = {alias for record in records for alias in record.aliases}
-            module.load_state_dict(_with_own_values(module, state_dict, names), strict=strict)
-        sources = [(record, wanted[id(record.parameter)].sources) for record in records]
-        copy_ranges([(record.name, found[-1], _master_segment(record)) for record, found in sources if found])
+        kept = Lent()
+        _load_model(engine, module, kept.lend(state_dict), strict)
+        kept.take_back()
     engine.publish()
 
 
-def _with_own_values(
-    module: nn.Module, state_dict: Mapping[str, Any], parameters: Collection[str]
-) -> Mapping[str, Any]:
-    """Read what is no parameter of submodules with a ``_load_from_state_dict`` of their own: they may keep it."""
-    own = [
-        f"{prefix}." if prefix else ""
-        for prefix, child in module.named_modules(remove_duplicate=False)
-        if type(child)._load_from_state_dict is not nn.Module._load_from_state_dict
-    ]
-    kept = [
-        name
-        for name, value in state_dict.items()
-        if isinstance(value, StoredTensor) and name not in parameters and name.startswith(tuple(own))
-    ]
-    values: Any = copy.copy(state_dict)
-    for name in kept:
-        values[name] = values[name].read()
-    return cast(Mapping[str, Any], values)
+def _load_model(engine: ZeroEngine, module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
+    records = engine.records()
+    wanted = _stand_ins(records)
+    with stand_ins(module, wanted):
+        module.load_state_dict(state_dict, strict=strict)
+    sources = [(record, wanted[id(record.parameter)].sources) for record in records]
+    copy_ranges([(record.name, found[-1], _master_segment(record)) for record, found in sources if found])
 
 
 @contextlib.contextmanager
@@ -261,8 +246,10 @@ def _load_optimizers(
         saved_names = names[number] if len(names) == len(states) else []
         state = _named(state, saved_names, places, number, model_names)
         _refuse_of_others(state, places, number)
-        if not _load_optimizer(engine, optimizer, state, f"optimizer {number}"):
+        kept = Lent()
+        if not _load_optimizer(engine, optimizer, kept.lend(state), f"optimizer {number}"):
             permuted.append(optimizer)
+        kept.take_back()
     return permuted
 
 

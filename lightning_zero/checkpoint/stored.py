@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import io
 import operator
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +24,7 @@ from lightning_zero.checkpoint.checksums import EARLIER, BlockReader
 from lightning_zero.checkpoint.planner import METADATA, Box, KeyPath, Segment, covers
 from lightning_zero.checkpoint.unpickling import read_index
 
-__all__ = ["METADATA_FUNCTIONS", "StoredTensor", "StoredTensors", "TensorSource", "fill"]
+__all__ = ["METADATA_FUNCTIONS", "Lent", "StoredTensor", "StoredTensors", "TensorSource", "fill"]
 
 PIECE_BYTES = 8 << 20  # how much of a tensor is read at once
 SMALL_BYTES = 1 << 18  # chunks up to this size are read in one go to learn what is in them
@@ -278,11 +280,41 @@ class TensorSource(Protocol):
         ...
 
 
+class Lent:
+    """Lends stored tensors to code that may keep some of them: those are plain tensors afterwards.
+
+    Such code may be a hook, or a ``load_state_dict`` of a user's. What it keeps is needed when the files have gone.
+    """
+
+    def __init__(self) -> None:
+        self._lent: list[weakref.ref[StoredTensor]] = []
+
+    def lend(self, values: Any) -> Any:
+        """Return a nested dictionary with copies of the stored tensors in it; nothing is read."""
+        if isinstance(values, StoredTensor):
+            stored = StoredTensor(values.source, values.key, values.shape, values.dtype)
+            self._lent.append(weakref.ref(stored))
+            return stored
+        if not isinstance(values, dict):
+            return values
+        lent = copy.copy(values)
+        lent.update({key: self.lend(value) for key, value in values.items()})
+        return lent
+
+    def take_back(self) -> None:
+        """Make plain what is still referred to. Whoever was to give it back has done so."""
+        for reference in self._lent:
+            stored = reference()
+            if isinstance(stored, StoredTensor):  # not plain already
+                stored.make_plain()
+        self._lent.clear()
+
+
 class StoredTensor(torch.Tensor):
     """A tensor in a file that is read when its values are used.
 
-    Any operation works on it and reads the whole tensor each time, except those that would write into it; shape and
-    dtype are known without reading. What loads a part of it calls ``fill``.
+    Any operation works on it and reads the whole tensor each time; shape and dtype are known without reading. What
+    loads a part of it calls ``fill``. An operation that writes into it, or returns a view of it, makes it plain.
     """
 
     source: TensorSource
@@ -302,9 +334,18 @@ class StoredTensor(torch.Tensor):
         """Return the whole tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             shape, dtype = self.shape, self.dtype
-        whole = torch.empty(shape, dtype=dtype)
-        self.source.read([(self.key, Segment(whole.view(-1), 0, shape))])
+        with torch.inference_mode(False):
+            whole = torch.empty(shape, dtype=dtype)
+            self.source.read([(self.key, Segment(whole.view(-1), 0, shape))])
         return whole
+
+    def make_plain(self) -> None:
+        """Read the whole tensor, and become it: this object is an ordinary tensor then, whoever refers to it."""
+        plain = self.read()
+        with torch._C.DisableTorchFunctionSubclass():
+            self.__class__ = torch.Tensor  # type: ignore[assignment]
+            vars(self).clear()
+            torch._C._swap_tensor_impl(self, plain)  # what `torch.utils.swap_tensors` does; weak references may be
 
     @classmethod
     def __torch_function__(
@@ -315,19 +356,35 @@ class StoredTensor(torch.Tensor):
         if func in METADATA_FUNCTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if _writes(func) and any(isinstance(leaf, StoredTensor) for leaf in tree_leaves(args[:1])):
-            # not TypeError: Python would take it as a hint to compute `a = a + b` for `a += b`
-            raise RuntimeError(
-                f"`{func.__name__}` would write into a tensor of a checkpoint. Write into a `.clone()` of it."
-            )
-        args, kwargs = tree_map_only(StoredTensor, StoredTensor.read, (args, kwargs))
+        for stored in _written(func, args, kwargs):
+            stored.make_plain()
+        copies: list[tuple[StoredTensor, torch.Tensor]] = []
+
+        def read(stored: StoredTensor) -> torch.Tensor:
+            copies.append((stored, stored.read()))
+            return copies[-1][1]
+
+        result = func(*tree_map_only(StoredTensor, read, args), **tree_map_only(StoredTensor, read, kwargs))
+        shared = [stored for stored, values in copies if _shares(result, values)]
+        if not shared:
+            return result
+        for stored in shared:  # what is written into the result is written into the tensor
+            if isinstance(stored, StoredTensor):  # one may be given twice
+                stored.make_plain()
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Read the tensors among the arguments."""
+        """Read the tensors among the arguments.
+
+        Raises:
+            RuntimeError: It would write into one.
+        """
+        schema: Any = func._schema  # type: ignore[attr-defined]
+        if schema.is_mutable and any(isinstance(leaf, StoredTensor) for leaf in tree_leaves(args[:1])):
+            raise RuntimeError(f"`{func}` would write into a tensor of a checkpoint. Write into a `.clone()` of it.")
         args, kwargs = tree_map_only(StoredTensor, StoredTensor.read, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -359,9 +416,26 @@ METADATA_FUNCTIONS: set[Any] = {
 }
 
 
-def _writes(func: Callable[..., Any]) -> bool:
+_NO_MEMORY = (bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device, torch.layout)
+
+
+def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[StoredTensor]:
+    """Return the stored tensors that a function writes into, as its name and arguments tell."""
     name = getattr(func, "__name__", "")
-    return name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
+    is_in_place = name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
+    targets = [kwargs.get("out"), args[:1] if is_in_place else ()]
+    return [leaf for leaf in tree_leaves(targets) if isinstance(leaf, StoredTensor)]
+
+
+def _shares(result: Any, values: torch.Tensor) -> bool:
+    """Say whether a result may have the memory of a tensor; what is neither tensor nor number may."""
+    memory = values.untyped_storage().data_ptr()
+    return any(
+        leaf.untyped_storage().data_ptr() == memory
+        if isinstance(leaf, torch.Tensor)
+        else not isinstance(leaf, _NO_MEMORY)
+        for leaf in tree_leaves(result)
+    )
 
 
 def fill(pairs: Sequence[tuple[StoredTensor, Segment]]) -> None:

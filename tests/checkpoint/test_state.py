@@ -14,6 +14,7 @@ from lightning_zero.checkpoint import directory, state
 from lightning_zero.checkpoint.flat import PARAMETER_NAMES
 from lightning_zero.checkpoint.planner import Segment
 from lightning_zero.checkpoint.ranks import Ranks
+from lightning_zero.checkpoint.stored import StoredTensor
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.errors import ReleasedParameterError
 from tests import worlds
@@ -134,18 +135,77 @@ class _Keeps(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
+class _KeepsByHooks(_Keeps):
+    """Keeps it in hooks, the values of a parameter too."""
+
+    _load_from_state_dict = nn.Linear._load_from_state_dict
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = torch.zeros(3)
+        self.register_load_state_dict_pre_hook(self._take)
+
+    def _take(self, module: nn.Module, state_dict: Any, prefix: str, *args: Any) -> None:
+        self.scale, self.start = state_dict.pop(f"{prefix}scale"), state_dict[f"{prefix}bias"]
+        self.scale.add_(1)
+
+
+class _KeepsAll(nn.Sequential):
+    """Keeps something for itself, and something for another module."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(3, 3), _Keeps(), _KeepsByHooks())
+        self.anchor, self.old = torch.ones(3), {}
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        return {**super().state_dict(*args, **options), "anchor": self.anchor}
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **options: Any) -> Any:
+        self.old = {name: value for name, value in state_dict.items() if name.startswith("0.")}
+        self.anchor = state_dict.pop("anchor")
+        return super().load_state_dict(state_dict, *args, **options)
+
+
+class _KeepsSlots(torch.optim.AdamW):
+    """Takes a moment out of what it loads."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.slots: list[Any] = []
+        self.register_load_state_dict_pre_hook(
+            lambda _, loaded: self.slots.extend(slots.pop("exp_avg_sq") for slots in loaded["state"].values())
+        )
+
+
 def _keep(rank: int, world: int, path: str) -> None:
-    engine, model = ZeroEngine(3), nn.Sequential(nn.Linear(3, 3), _Keeps())
+    engine, model = ZeroEngine(3), _KeepsAll()
     engine.shard(model)
-    directory.save(engine, {"state_dict": state.model_state(engine, model)}, path, full=False)
-    model[1].extra, model[1].scale = torch.zeros(3), torch.zeros(3)
-    state.load_model_state(engine, model, directory.load(engine, path)["state_dict"])
+    optimizer = engine.attach(_KeepsSlots(model.parameters()))
+    with engine.scope("training_step"):
+        loss = model(torch.ones(2, 3)).sum()
+    with engine.backward_scope():
+        loss.backward()
+    optimizer.step()
+    whole = engine.full_param(model[2].bias), engine.full_param(model[0].weight)
+    directory.save(engine, programs.snapshot(engine, model, optimizer), path, full=False)
+    for keeps in (model[1], model[2]):
+        keeps.extra, keeps.scale = torch.zeros(3), torch.zeros(3)
+    checkpoint = programs.restore(engine, model, optimizer, path)
+    assert isinstance(checkpoint["state_dict"]["anchor"], StoredTensor)  # the caller's are left as they are
     Ranks(engine).meet("Removing")
     if rank == 0:
         shutil.rmtree(path)
     Ranks(engine).meet("Removing")
-    assert torch.equal(model[1].extra.mul_(2), torch.full((3,), 2.0))
+    for keeps in (model[1], model[2]):
+        assert torch.equal(keeps.extra.mul_(2), torch.full((3,), 2.0))
     assert torch.equal(model[1].scale.mul_(2), torch.full((3,), 2.0))
+    assert torch.equal(model[2].scale.mul_(2), torch.full((3,), 4.0))
+    assert torch.equal(model.anchor.mul_(2), torch.full((3,), 2.0))
+    assert torch.equal(model[2].start.add_(0), whole[0])
+    assert torch.equal(model.old["0.weight"].add_(0), whole[1])
+    kept = [model.anchor, model[2].start, *model.old.values(), *optimizer.slots]
+    assert {type(value) for value in kept} == {torch.Tensor}
+    assert [tuple(slot.shape) for slot in optimizer.slots] == [(3, 3), (3,)] * 3
 
 
 def test_what_a_module_keeps_of_a_checkpoint_outlives_it_and_may_be_written(tmp_path: Path) -> None:
