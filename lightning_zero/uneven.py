@@ -29,6 +29,9 @@ __all__ = ["UnevenEvaluation"]
 
 T = TypeVar("T")
 
+_LARGEST = 2**32 - 1  # number in an agreement
+_HAD_ONE, _HAD_NONE, _HAS_ONE = range(3)  # batches of a loader; the highest of all ranks counts
+
 
 class UnevenEvaluation:
     """Evaluation with different numbers of batches per rank: ranks without a batch serve the parameters of the others.
@@ -63,14 +66,15 @@ class UnevenEvaluation:
         is_unknown = any(map(math.isinf, loop.max_batches)) or any(
             isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loop._combined_loader.flattened
         )
-        digest = digest_of({"batches": str(loop.max_batches)})
-        most, least, unknown = self._engine.everyone.agree_on([digest, ~digest, is_unknown], "comparison of lengths")
-        self._may_differ = bool(unknown) or most != ~least
+        digest = digest_of({"batches": str(loop.max_batches)}) & _LARGEST
+        numbers = [_LARGEST, _LARGEST] if is_unknown else [digest, _LARGEST - digest]
+        most, rest = self._engine.everyone.agree_on(numbers, "comparison of lengths")
+        self._may_differ = most != _LARGEST - rest
 
     def announce(self) -> None:
         """Tell that this rank has a batch. Collective: all ranks."""
         if self._may_differ:
-            self._engine.everyone.agree_on([1, 0, 0], "agreement on batches")
+            self._engine.everyone.agree_on([_HAS_ONE, 0], "agreement on batches")
 
     # -- Around the methods of the loop ----------------------------------------------------------------------------
 
@@ -98,16 +102,14 @@ class UnevenEvaluation:
 
     def _end_loader(self, loader: int) -> None:
         logged = self._reduced_values() if loader in self._used else []
-        own = [0, loader not in self._used, bool(logged)]
+        own = [_HAD_ONE if loader in self._used else _HAD_NONE, bool(logged)]
         while True:
-            is_used, misses_it, logs = self._engine.everyone.agree_on(
-                own, "agreement on batches (this rank has none left)"
-            )
-            if not is_used:
+            most, logs = self._engine.everyone.agree_on(own, "agreement on batches (at the end of a loader)")
+            if most != _HAS_ONE:
                 break
             with self._engine.scope(self._step):
                 pass
-        if misses_it and logs:
+        if most == _HAD_NONE and logs:
             self._refuse(loader, logged)
 
     def _reduced_values(self) -> list[str]:

@@ -94,12 +94,7 @@ class Ranks:
         if self._communicator is None or self.world_size == 1:
             return [value]
         self.check_group()
-        values: list[Any] = [None] * self.world_size
-        try:
-            dist.all_gather_object(values, value, group=self.group)
-        except RuntimeError as error:
-            raise self._communicator.failure("exchange about a checkpoint", error) from error
-        return values
+        return self._communicator.gather_objects(value, "exchange about a checkpoint", self.group)
 
     def from_first(self, value: Any) -> Any:
         """Return the value of rank 0."""

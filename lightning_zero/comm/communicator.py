@@ -8,6 +8,15 @@ Note [One order of sums]
 Note [Own groups]
     The engine never communicates on the default group: Lightning broadcasts on it in every batch. Gathers and
     reductions have a group each, so their order relative to one another is free; host-side agreements travel over gloo.
+
+Note [Agreements say what they are for]
+    Ranks that run different code meet in agreements on different things, and gloo ends the process where one rank sends
+    more than another one receives. So on the control group there is one message for everything: two int64, whose upper
+    halves say what the agreement is on, and whose lower halves are a number each. In the largest of all ranks the upper
+    half of the first is another rank's for the ranks with a smaller one, and that of the second for those with a larger
+    one: all see that they differ, and tell one another what they came for. The flags of a backward, one per parameter,
+    have a group to themselves. An exchange of tensors has a tag made of its name, its size and its number, so different
+    ones never meet: they wait for the timeout.
 """
 
 from __future__ import annotations
@@ -32,7 +41,12 @@ __all__ = ["Communicator", "Pending"]
 _all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_MESSAGE_NUMEL = 8  # of one size, so that agreements on different things can meet: two numbers say what it is for
+_LARGEST = 2**32 - 1  # number in an agreement
+_LARGEST_ADDRESS = 2**31 - 1
+_HOW_RANKS_DIFFER = (
+    "Ranks with different numbers of training batches meet like this, and ranks of which only some run a forward"
+    " between two steps"
+)
 _PATIENCE_S = 10.0  # before a rank says that it waits
 _SENT_AS_THEY_ARE = frozenset(
     [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int32, torch.int64]
@@ -125,7 +139,8 @@ class Communicator:
 
     1. ``all_gather`` on the gather group, ``reduce_scatter`` on the reduce group; each returns a ``Pending``.
     2. ``broadcast``, ``all_reduce`` (blocking): set-up, buffers, norms; ``send`` and ``receive`` between two ranks.
-    3. ``agree`` (blocking, host values, gloo): order of gathers, used parameters, overflow.
+    3. ``agree_on``, ``any_is``, ``agree_on_flags`` (blocking, host values, gloo): order of gathers, overflow, used
+       parameters.
 
     Args:
         config: Backend and timeout.
@@ -172,6 +187,10 @@ class Communicator:
     @property
     def _reduce_group(self) -> Any:
         return None if self._groups is None else self._groups.reduce
+
+    @property
+    def _flags_group(self) -> Any:
+        return None if self._groups is None else self._groups.flags
 
     # -- Flat tensors ----------------------------------------------------------------------------------------------
 
@@ -273,7 +292,8 @@ class Communicator:
         """Send a tensor to every peer and receive one from each (gloo)."""
         assert self._groups is not None
         self._groups.tags[id(group)] += 1  # ranks agree on the order within a group only
-        tag = self._loan % 2**15 * 2**15 + self._groups.tags[id(group)] % 2**15
+        nbytes = next(iter(sent.values())).nbytes
+        tag = zlib.crc32(f"{self._loan} {self._groups.tags[id(group)]} {nbytes} {what}".encode()) & _LARGEST_ADDRESS
         staged = self.device.type != "cpu"  # gloo's point-to-point calls take host memory only
         outgoing = {tensor.data_ptr(): tensor.cpu() for tensor in sent.values()} if staged else {}
         incoming = {peer: torch.empty(received[peer].shape, dtype=received[peer].dtype) for peer in sent if staged}
@@ -339,41 +359,64 @@ class Communicator:
         if staged is not tensor:
             tensor.copy_(staged)
 
-    def agree(self, values: torch.Tensor, what: str, op: Any = dist.ReduceOp.MAX) -> torch.Tensor:
-        """Reduce host values over the ranks, in place. Collective: all ranks, over gloo whatever the backend."""
-        if self.world_size == 1:
-            return values
-        self._count("control", values.nbytes)
-        try:
-            dist.all_reduce(values, op=op, group=self.control_group)
-        except (RuntimeError, ValueError) as error:
-            raise self.failure(what, error) from error
-        return values
-
     def agree_on(self, numbers: Sequence[int], what: str) -> list[int]:
-        """Return the largest numbers of all ranks, at most six. Collective: all ranks, over gloo.
+        """Return the largest numbers of all ranks. Collective: all ranks, over gloo whatever the backend.
+
+        Args:
+            numbers: From 0 to 2**32 - 1, as many on every rank; two at a time are sent in one message.
+            what: Named in errors, the same on every rank up to an end in brackets.
 
         Raises:
-            CollectiveError: A peer did not come in time, or came for something else than ``what``, of which an end in
-                brackets is this rank's own.
+            CollectiveError: A peer did not come in time, or came for something else than ``what``.
         """
         if self.world_size == 1:
             return list(numbers)
-        address = zlib.crc32(what.partition(" (")[0].encode())
-        padding = [0] * (_MESSAGE_NUMEL - 2 - len(numbers))
-        with torch.inference_mode(False):
-            message = torch.tensor([address, -address, *numbers, *padding], dtype=torch.int64, device="cpu")
-        first, last, *agreed = self.agree(message, what).tolist()
-        if first != -last:
-            self._refuse_others(what)
+        agreed: list[int] = []
+        for place in range(0, len(numbers), 2):
+            agreed += self._agree_on_pair(numbers[place], *numbers[place + 1 : place + 2], what=what)
         return agreed[: len(numbers)]
 
+    def any_is(self, flag: bool, what: str) -> bool:
+        """Say whether a flag is set on some rank; see ``agree_on``. Collective: all ranks."""
+        return bool(self.agree_on([flag], what)[0])
+
+    def _agree_on_pair(self, first: int, second: int = 0, *, what: str) -> tuple[int, int]:
+        address = zlib.crc32(_topic(what).encode(), self._loan) & _LARGEST_ADDRESS
+        opposite = _LARGEST_ADDRESS - address
+        with torch.inference_mode(False):
+            message = torch.tensor([address << 32 | first, opposite << 32 | second], dtype=torch.int64, device="cpu")
+        self._count("control", message.nbytes)
+        try:
+            dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.control_group)
+        except (RuntimeError, ValueError) as error:
+            raise self.failure(what, error) from error
+        first, second = message.tolist()
+        if (first >> 32, second >> 32) != (address, opposite):
+            self._refuse_others(what)
+        return first & _LARGEST, second & _LARGEST
+
     def _refuse_others(self, what: str) -> None:
-        others = enumerate(self.gather_objects(what, what))
-        came = ", ".join(f"rank {rank} came for the {other}" for rank, other in others if rank != self.rank)
-        raise self.failure(
-            what, RuntimeError(f"{came}. Ranks with different numbers of training batches meet like this")
-        )
+        """Raise an error that names what the other ranks came for. Collective: all ranks."""
+        self.gather_objects(None, what)
+        raise self.failure(what, RuntimeError("another rank came for something else"))
+
+    def agree_on_flags(self, flags: torch.Tensor, what: str) -> torch.Tensor:
+        """Set each flag that is set on some rank, in place. Collective: all ranks, over gloo whatever the backend.
+
+        For one agreement only, because other flags on the same group could be more: see the note.
+
+        Args:
+            flags: (num_flags,) uint8, as many on every rank.
+            what: Named in errors.
+        """
+        if self.world_size == 1:
+            return flags
+        self._count("control", flags.nbytes)
+        try:
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._flags_group)
+        except (RuntimeError, ValueError) as error:
+            raise self.failure(what, error) from error
+        return flags
 
     def agree_later(self, values: torch.Tensor, what: str, op: Any = dist.ReduceOp.MAX) -> Pending:
         """Start reducing host values over the ranks, in place. Collective: all ranks, in one order of these calls."""
@@ -425,15 +468,29 @@ class Communicator:
                 )
         self.wait_s += time.perf_counter() - started
 
-    def gather_objects(self, value: Any, what: str) -> list[Any]:
-        """Return the objects of all ranks, in rank order. Collective: all ranks, over gloo whatever the backend."""
-        values = [value] * self.world_size
-        if self.world_size > 1:
-            try:
-                dist.all_gather_object(values, value, group=self.object_group)
-            except (RuntimeError, ValueError) as error:
-                raise self.failure(what, error) from error
-        return values
+    def gather_objects(self, value: Any, what: str, group: Any = None) -> list[Any]:
+        """Return the objects of all ranks, in rank order. Collective: all ranks, over gloo whatever the backend.
+
+        Args:
+            value: Of this rank.
+            what: Named in errors, the same on every rank up to an end in brackets.
+            group: By default the one for objects.
+
+        Raises:
+            CollectiveError: A peer did not come in time, or came for something else than ``what``.
+        """
+        if self.world_size == 1:
+            return [value]
+        found: list[Any] = [None] * self.world_size
+        try:
+            dist.all_gather_object(found, (what, value), group=self.object_group if group is None else group)
+        except (RuntimeError, ValueError) as error:
+            raise self.failure(what, error) from error
+        others = {rank: other for rank, (other, _) in enumerate(found) if _topic(other) != _topic(what)}
+        if others:
+            came = ", ".join(f"rank {rank} came for the {other}" for rank, other in others.items())
+            raise self.failure(what, RuntimeError(f"{came}. {_HOW_RANKS_DIFFER}"))
+        return [other for _, other in found]
 
     # -- Bookkeeping -----------------------------------------------------------------------------------------------
 
@@ -529,6 +586,11 @@ class Communicator:
 
     def _peers(self) -> list[int]:
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+
+def _topic(what: str) -> str:
+    """Return what all ranks must have come for, without what is this rank's own."""
+    return what.partition(" (")[0]
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

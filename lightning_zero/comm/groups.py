@@ -82,6 +82,7 @@ class GroupSet(Lent):
         self.gather = device_group()
         self.reduce = device_group()
         self.control = host_group()
+        self.flags = host_group()
         self.objects = host_group()
         self.tags: Counter[int] = Counter()  # of a group: tells apart its point-to-point exchanges in flight
         self._host_group = host_group
@@ -106,8 +107,11 @@ class GroupSet(Lent):
     def destroy(self) -> None:
         """Give the groups back to the system where a rank may do so on its own. No collective."""
         super().destroy()
-        groups = [self.gather, self.reduce, self.control, self.objects, self._background, self._promises]
-        self.gather = self.reduce = self.control = self.objects = self._background = self._promises = None
+        groups = [
+            self.gather, self.reduce, self.control, self.flags, self.objects, self._background, self._promises
+        ]  # fmt: skip
+        self.gather = self.reduce = self.control = self.flags = self.objects = None
+        self._background = self._promises = None
         if self._is_local and dist.is_initialized():
             for group in groups:
                 if group is not None and group in dist.distributed_c10d._world.pg_map:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 
-import torch
-
 from lightning_zero.comm.communicator import Communicator
 
 __all__ = ["digest_of", "first_difference", "require_same"]
 
 Facts = Mapping[str, str]
 
+_HALF = 2**32 - 1  # of a digest
+
 
 def require_same(communicator: Communicator, facts: Facts, what: str, remedy: str) -> None:
     """Raise the same error on every rank if the ranks' facts, or their order, differ. Collective: all ranks.
 
-    Sixteen bytes are exchanged; the facts themselves only if they differ.
+    A digest is exchanged; the facts themselves only if they differ.
 
     Args:
         communicator: The ranks.
@@ -29,8 +29,9 @@ def require_same(communicator: Communicator, facts: Facts, what: str, remedy: st
         ValueError: They differ; names the first difference, the values and the ranks.
     """
     digest = digest_of(facts)
-    bounds = communicator.agree(torch.tensor([digest, ~digest]), f"comparison of {what}").tolist()
-    if bounds[0] == ~bounds[1]:
+    halves = [digest >> 32 & _HALF, digest & _HALF]
+    most = communicator.agree_on([*halves, *(_HALF - half for half in halves)], f"comparison of {what}")
+    if most[:2] == [_HALF - half for half in most[2:]]:
         return
     gathered: list[Facts] = communicator.gather_objects(dict(facts), f"comparison of {what}")
     difference = first_difference(dict(enumerate(gathered)))

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.storage.references import num_tensors_in
@@ -114,10 +113,9 @@ def compare(assigned: Mapping[str, Digest], communicator: Communicator) -> None:
         for name, digest in assigned.items():
             refuse_two_changes(name, [digest])
         return
-    found: list[dict[str, Digest]] = [{} for _ in range(communicator.world_size)]
     first = next(iter(assigned))
     try:
-        dist.all_gather_object(found, dict(assigned), group=communicator.object_group)
+        found = communicator.gather_objects(dict(assigned), "comparison of gradients that were assigned by hand")
     except RuntimeError as error:
         raise RuntimeError(
             f"rank {communicator.rank} of {communicator.world_size}: the gradients of {len(assigned)} parameter(s),"

@@ -111,6 +111,7 @@ class Elsewhere:
                     values = torch.empty(param.shape, dtype=away.placeholder.dtype, device=away.master.device)
                     borrowed.append((away, values))
                 what = f"parameter `{self.param_name(param)}`"
+                self.parts.communicator.any_is(False, f"borrowing of {what}")  # all parts have come for the same
                 self.parts.communicator.broadcast(values, what, self.parts.first_holder(param))
         for away, values in borrowed:
             restore_class(away.param)

@@ -709,9 +709,9 @@ class ZeroEngine:
             buffer.published()
         widened = [buffer for buffer in self._buffers if buffer.is_widened]
         if widened:
-            flags = torch.tensor([buffer.needs_master() for buffer in widened], dtype=torch.uint8)
-            flags = self.communicator.agree(flags, "agreement on masters of frozen parameters")
-            for buffer, flag in zip(widened, flags.tolist(), strict=True):
+            needed = [buffer.needs_master() for buffer in widened]
+            flags = self.communicator.agree_on(needed, "agreement on masters of frozen parameters")
+            for buffer, flag in zip(widened, flags, strict=True):
                 buffer.narrow(needs_master=bool(flag))
 
     # -- What is going on ------------------------------------------------------------------------------------------

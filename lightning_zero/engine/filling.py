@@ -79,6 +79,6 @@ def homes_of_units(
     largest = sum(sorted((numel for numel, _ in numels), reverse=True)[:2])
     fixed += largest * (itemsize + 4) if sharding.grads else sum(trained for _, trained in numels) * 4
     device, host = (int(_USED * nbytes) for nbytes in free_bytes(communicator.device))
-    agreed = torch.tensor([device - fixed, host], dtype=torch.int64)
-    communicator.agree(agreed, "agreement on free memory", torch.distributed.ReduceOp.MIN)
-    return fill(needs, int(agreed[0]), int(agreed[1]), "nvme" if offload.uses_disks else "cpu")
+    found = communicator.gather_objects((device - fixed, host), "agreement on free memory")
+    device, host = (min(of_ranks) for of_ranks in zip(*found, strict=True))
+    return fill(needs, device, host, "nvme" if offload.uses_disks else "cpu")

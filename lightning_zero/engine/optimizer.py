@@ -284,8 +284,7 @@ class ShardedOptimizer:
         if self._trial is None or not self._trial.is_due:
             return
         obstacle = self._trial.find_obstacle()
-        flag = torch.tensor([obstacle is not None], dtype=torch.uint8)
-        is_refused = bool(self._communicator.agree(flag, "agreement on the optimizer").item())
+        is_refused = self._communicator.any_is(obstacle is not None, "agreement on the optimizer")
         if self._parts is not None:
             is_refused = self._parts.any_is(is_refused)
         if is_refused:
@@ -670,8 +669,7 @@ class ShardedOptimizer:
             grad.mul_(factor)
 
         self._change_gradients(multiply)
-        flag = torch.tensor([not all(finite)], dtype=torch.uint8)
-        overflows = bool(self._communicator.agree(flag, "agreement on overflow").item())
+        overflows = self._communicator.any_is(not all(finite), "agreement on overflow")
         return overflows if self._parts is None else self._parts.any_is(overflows)
 
     def _change_gradients(self, change: Callable[[torch.Tensor], Any]) -> None:

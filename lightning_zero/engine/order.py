@@ -29,9 +29,6 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-import torch.distributed as dist
-
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.reduction import Reducer
 from lightning_zero.engine.unit import Unit, UnitState
@@ -247,14 +244,13 @@ class PassOrder:
             unit.reshard()
 
     def _agree(self, wanted: int, current: _Pass) -> int:
-        value = torch.tensor([wanted], dtype=torch.int64)
-        what = "agreement on the next collective"
         if wanted == _DONE:
-            what += f" (this rank is at the end of the pass {current.kind})"
+            own = f"the pass {current.kind} has ended"
         else:
-            verb = "reduces" if wanted < len(self._units) else "needs"
-            what += f" (this rank {verb} unit `{self._units[wanted % len(self._units)].name}`)"
-        return int(self._communicator.agree(value, what, dist.ReduceOp.MIN))
+            verb = "reduced" if wanted < len(self._units) else "needed"
+            own = f"unit `{self._units[wanted % len(self._units)].name}` is {verb}"
+        what = f"agreement on the next collective ({own})"
+        return _DONE - self._communicator.agree_on([_DONE - wanted], what)[0]
 
     def _learn(self, current: _Pass) -> None:
         kind = current.kind

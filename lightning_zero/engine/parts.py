@@ -62,8 +62,7 @@ class Parts:
 
     def any_is(self, flag: bool) -> bool:
         """Say whether a flag is set on some part. Collective: all parts."""
-        value = torch.tensor([flag], dtype=torch.uint8)
-        return bool(self.communicator.agree(value, "agreement of the pipeline stages").item())
+        return self.communicator.any_is(flag, "agreement of the pipeline stages")
 
     def start_equal(self, buffers: Iterable[FlatBuffer]) -> None:
         """Give shared parameters the values of their first holder. Collective: the holders, all copies."""
@@ -91,8 +90,8 @@ class Parts:
             return
         shared = {buffer.kind.shared: buffer for buffer in _shared_of(buffers)}
         used = [name in shared and bool(shared[name].gradients.has_grad) for name in self._shared]
-        flags = self.communicator.agree(torch.tensor(used, dtype=torch.uint8), "agreement on used shared parameters")
-        for name, flag in zip(self._shared, flags.tolist(), strict=True):
+        flags = self.communicator.agree_on(used, "agreement on used shared parameters")
+        for name, flag in zip(self._shared, flags, strict=True):
             if flag and name in shared:
                 self._sum(shared[name])
 

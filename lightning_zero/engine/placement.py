@@ -75,13 +75,11 @@ class Placement:
     def agree(self, error: Exception | None) -> None:
         """Raise an error of this rank, and on the others one that names this rank. Collective: all ranks."""
         rank, world_size = self._communicator.rank, self._communicator.world_size
-        failed = torch.zeros(world_size, dtype=torch.uint8)
-        failed[rank] = error is not None
-        self._communicator.agree(failed, "agreement on the disks of `Offload(path=...)`")
+        errors = self._communicator.gather_objects(error is not None, "agreement on the disks of `Offload(path=...)`")
         if error is not None:
             raise error
-        if failed.any():
-            ranks = ", ".join(map(str, failed.nonzero().flatten().tolist()))
+        if any(errors):
+            ranks = ", ".join(str(rank) for rank, has_failed in enumerate(errors) if has_failed)
             raise StorageError(
                 f"rank {rank} of {world_size}: `Offload(path={self._offload.path!r})` cannot be used on rank(s)"  # type: ignore[union-attr]
                 f" {ranks}; the error there says why."

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.engine.buffer import FlatBuffer
@@ -129,8 +128,8 @@ class Reducer:
         flags = [unit in self._late for unit in self._units]
         for buffer in buffers:
             flags += [index in buffer.gradients.used for index in range(len(buffer.params))]
-        agreed = self._communicator.agree(
-            torch.tensor(flags, dtype=torch.uint8), "agreement on used parameters", dist.ReduceOp.MAX
+        agreed = self._communicator.agree_on_flags(
+            torch.tensor(flags, dtype=torch.uint8), "agreement on used parameters"
         ).tolist()
         late = [unit for unit, flag in zip(self._units, agreed[: len(self._units)], strict=True) if flag]
         if self._early is not None:

@@ -153,7 +153,7 @@ class ShardedGradient(torch.Tensor):
         """Multiply gradients; all ranks learn whether one of them is not finite on some rank. Collective: all ranks."""
         func([grad.detach().as_subclass(torch.Tensor) for grad in grads], found, factor)
         on_some_rank = cls.communicator.all_reduce(
-            found.to(cls.communicator.device, copy=True), "agreement on overflow", dist.ReduceOp.MAX
+            found.to(cls.communicator.device, torch.float64, copy=True), "agreement on overflow", dist.ReduceOp.MAX
         )
         found.copy_(on_some_rank)
 

@@ -117,12 +117,8 @@ class StepDevices:
             self.use({unit.name: fixed for unit in self._units})
 
     def _choose_by_rates(self, communicator: Communicator, measure: Callable[[torch.device], Rates]) -> None:
-        numbers = torch.zeros(3, dtype=torch.float64)
-        if communicator.rank == 0:
-            rates = measure(self._device)
-            numbers = torch.tensor([rates.host_step, rates.up, rates.down], dtype=torch.float64)
-        communicator.agree(numbers, "rates of rank 0")
-        self.rates = rates = Rates(host_step=float(numbers[0]), up=float(numbers[1]), down=float(numbers[2]))
+        measured = measure(self._device) if communicator.rank == 0 else None
+        self.rates = rates = communicator.gather_objects(measured, "rates of rank 0")[0]
         chosen: dict[str, StepDevice] = {}
         for unit in self._units:
             numel, up_bytes, down_bytes = self._costs(unit)

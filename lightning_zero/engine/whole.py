@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lightning_zero.comm.communicator import Communicator
@@ -114,16 +113,18 @@ class Whole:
 
         A rank that left without the others would meet their broadcasts with its next collective.
         """
-        has_failed = torch.zeros(self._communicator.world_size, dtype=torch.uint8)
-        has_failed[self._communicator.rank] = error is not None
+        names = ", ".join(f"`{unit.name}`" for unit in units)
+        what = f"agreement on the end of `gathered(write='rank0')` for {names}"
+        failed: list[int] = []
         try:
-            self._communicator.agree(has_failed, "agreement on the end of `gathered(write='rank0')`")
+            if self._communicator.any_is(error is not None, what):
+                errors = enumerate(self._communicator.gather_objects(error is not None, what))
+                failed = [rank for rank, has_failed in errors if has_failed]
             self._accept(units, "rank0")
         except CollectiveError as failure:
             raise error or failure from None
         if error is not None:
             raise error
-        failed = has_failed.nonzero().flatten().tolist()
         if failed:
             raise RuntimeError(
                 f"Rank(s) {failed} left `gathered(..., write='rank0')` with an error, which is printed or caught there."
@@ -206,16 +207,16 @@ class Whole:
         if device.type != "cuda" or not needed:
             return True
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        fits = torch.tensor([torch.cuda.mem_get_info(device)[0] + cached > needed], dtype=torch.uint8)
+        fits = torch.cuda.mem_get_info(device)[0] + cached > needed
         if together:
-            fits = self._communicator.agree(fits, "agreement on room for parameters", dist.ReduceOp.MIN)
-        if not fits.item():
+            fits = not self._communicator.any_is(not fits, "agreement on room for parameters")
+        if not fits:
             warnings.warn(
                 f"The GPU has no room for the parameters in their own dtype ({needed / 2**30:.1f} GiB): the module"
                 " stays as it computes. Checkpoints, `full_param` and `gathered` have the masters.",
                 stacklevel=2,
             )
-        return bool(fits.item())
+        return fits
 
     def values(self, buffer: FlatBuffer, index: int) -> torch.Tensor:
         """Return a copy of a parameter's values as they are stepped. Collective: all ranks of its part."""
@@ -227,8 +228,8 @@ class Whole:
         """Return a parameter's values, given those of the part that holds it. Collective: all parts."""
         parts, what = elsewhere.parts, f"parameter `{elsewhere.param_name(param)}`"
         # A frozen parameter has a master where an optimizer of its part holds it, which other parts cannot know.
-        code = torch.tensor([0 if here is None else 1 + _DTYPES.index(here.dtype)])
-        dtype = _DTYPES[int(parts.communicator.agree(code, f"agreement on the dtype of {what}").item()) - 1]
+        code = 0 if here is None else 1 + _DTYPES.index(here.dtype)
+        dtype = _DTYPES[parts.communicator.agree_on([code], f"agreement on the dtype of {what}")[0] - 1]
         if here is None:
             here = torch.empty(param.shape, dtype=dtype, device=elsewhere.master(param).device)
         parts.communicator.broadcast(here, what, parts.first_holder(param))
@@ -251,6 +252,7 @@ class Whole:
             whole[start:stop] = piece
             # One rank has each byte, the others zero: their sum is exact, and few transports add every dtype.
             summed = whole if piece.dtype in _SUMMED else whole.view(torch.uint8)
+            self._communicator.any_is(False, f"reading of parameter `{slot.name}`")  # all ranks have come for the same
             self._communicator.all_reduce(summed, f"parameter `{slot.name}`", kind="reads")
             return whole.view(slot.shape)
 

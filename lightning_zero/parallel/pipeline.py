@@ -77,7 +77,7 @@ class PipelineStage:
 
     def any_copy(self, flag: bool, what: str) -> bool:
         """Say whether a flag is set on some rank of this stage. Collective: all of them."""
-        return bool(self.engine.communicator.agree(torch.tensor([flag], dtype=torch.uint8), what).item())
+        return self.engine.communicator.any_is(flag, what)
 
 
 class Route(Protocol[Step]):

@@ -130,7 +130,7 @@ def _fail_then_save(rank: int, world: int, full: bool, folder: str) -> list[str]
     if rank == 0:
         saver.remove(f"{folder}/first")
     saver.close()
-    engine.communicator.agree(torch.zeros(1), "end")
+    engine.communicator.agree_on([0], "end")
     return [*after_failure, "then", *sorted(os.listdir(folder))]
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning_zero.comm.communicator import Communicator, Pending, _average_in_
 from lightning_zero.config import Communication
 from lightning_zero.errors import CollectiveError
 from tests import worlds
+from tests.sampling import sample
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -133,8 +135,9 @@ def _others(rank: int, world: int) -> None:
         assert communicator.all_reduce(value, "x") is value
         assert value.tolist() == [sum(range(world)), world]
         assert communicator.all_reduce(torch.tensor(rank), "x", dist.ReduceOp.MIN).item() == 0
-        assert communicator.agree(torch.tensor([rank, 0]), "x").tolist() == [world - 1, 0]
-        assert communicator.agree(torch.tensor([rank + 3]), "x", dist.ReduceOp.MIN).tolist() == [3]
+        assert communicator.agree_on([rank, 0, 2**32 - 1 - rank], "x") == [world - 1, 0, 2**32 - 1]
+        assert [communicator.any_is(rank == one, "x") for one in (0, world - 1, world)] == [True, True, False]
+        assert communicator.agree_on_flags(torch.tensor([rank, 0], dtype=torch.uint8), "x").tolist() == [world - 1, 0]
         value = torch.tensor([float(rank)])
         communicator.broadcast(value, "x", source=world - 1)
         assert value.item() == world - 1
@@ -157,6 +160,48 @@ def test_agreements_on_different_things_that_meet_are_errors_with_both_names() -
     first, second = worlds.run(_different_agreements, 2, timeout_s=20)
     assert "the comparison of lengths failed: rank 1 came for the agreement on signals" in first
     assert "rank 0 came for the comparison of lengths" in second
+
+
+CALLS: dict[str, Callable[[Communicator], object]] = {
+    "next collective": lambda one: one.agree_on([5], "agreement on the next collective (unit `0` is needed)"),
+    "lengths": lambda one: one.agree_on([1, 2, 3, 4, 5], "comparison of lengths"),
+    "overflow": lambda one: one.any_is(True, "agreement on overflow"),
+    "used": lambda one: one.agree_on_flags(torch.ones(100, dtype=torch.uint8), "agreement on used parameters"),
+    "objects": lambda one: one.gather_objects("a" * 1000, "exchange about a checkpoint"),
+    "names": lambda one: one.gather_objects({"a": 1}, "names of what is logged"),
+    "reading": lambda one: one.meet(3, "reading of a parameter"),
+    "promise": lambda one: one.agree_later(torch.ones(1, dtype=torch.uint8), "agreement on gradients").wait(),
+}
+AT_ONCE = [{"next collective", "lengths", "overflow"}, {"objects", "names"}]  # on one group: all see what others want
+
+
+def _two_calls(rank: int, world: int, names: tuple[str, str]) -> tuple[str, float]:
+    with _communicator(timeout_s=1.5) as communicator:
+        assert communicator.promise_group is not None  # made at its first use, by all ranks
+        started = time.monotonic()
+        with pytest.raises(CollectiveError) as raised:
+            CALLS[names[rank]](communicator)
+        return str(raised.value), time.monotonic() - started
+
+
+@pytest.mark.parametrize(
+    "names",
+    sample(
+        itertools.combinations(CALLS, 2), ("next collective", "lengths"), ("overflow", "used"), ("objects", "names")
+    ),
+    ids="-".join,
+)
+def test_any_two_calls_on_host_values_that_meet_are_errors_and_no_crash(names: tuple[str, str]) -> None:
+    (first, _), (second, _) = worlds.run(_two_calls, 2, names, timeout_s=20)
+    assert "rank 0 of 2: the" in first
+    assert "rank 1 of 2: the" in second
+    if any(set(names) <= group for group in AT_ONCE):
+        assert f"failed: rank 1 came for the {_topic_of(second)}" in first
+        assert f"failed: rank 0 came for the {_topic_of(first)}" in second
+
+
+def _topic_of(text: str) -> str:
+    return text.partition("the ")[2].partition(" failed")[0].partition(" (")[0]
 
 
 def _subgroup(rank: int, world: int) -> list[float]:
@@ -245,7 +290,7 @@ def _count(rank: int, world: int) -> tuple[dict[str, int], dict[str, int], bool]
         communicator.all_gather(full.bfloat16(), shard.bfloat16(), "x").wait()
         communicator.reduce_scatter(shard, full, "x").wait()
         communicator.broadcast(torch.zeros(5), "x")
-        communicator.agree(torch.zeros(3, dtype=torch.uint8), "x")
+        communicator.agree_on_flags(torch.zeros(3, dtype=torch.uint8), "x")
         communicator.all_reduce(torch.zeros(2, dtype=torch.float64), "x", kind="reads")
         counts = dict(communicator.sent_bytes), dict(communicator.calls)
         sent = sum(communicator.sent_bytes[kind] for kind in ("all_gather", "reduce_scatter"))
@@ -274,6 +319,6 @@ def test_one_rank_needs_no_process_group_and_sends_nothing() -> None:
     communicator.all_gather(full, shard + 1, "x").wait()
     assert torch.equal(full, shard + 1)
     communicator.broadcast(full, "x")
-    assert communicator.agree(torch.tensor([3]), "x").item() == 3
+    assert communicator.agree_on([3], "x") == [3]
     assert (communicator.world_size, communicator.control_group, communicator.sent_bytes.total()) == (1, None, 0)
     communicator.close()

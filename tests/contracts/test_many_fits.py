@@ -236,9 +236,9 @@ def _after_an_error(rank: int, world: int) -> bool:
         engine.communicator.interrupt()
     engine.close()
     second = _engine()
-    value = second.communicator.agree(torch.tensor([rank]), "a number")
+    (value,) = second.communicator.agree_on([rank], "a number")
     second.close()
-    return second.communicator.control_group is not held and int(value) == 1
+    return second.communicator.control_group is not held and value == 1
 
 
 def test_groups_of_an_interrupted_step_are_not_lent_again() -> None:

@@ -1,4 +1,4 @@
-"""Ranks with different models, options or optimizers get one error each, the same, that names the first difference."""
+"""Ranks with different models, options, optimizers or calls get an error each that names the first difference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from torch import nn
 
 from lightning_zero.config import Communication, MixedPrecision, Offload
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.errors import CollectiveError
+from lightning_zero.strategy import ZeroStrategy
 from tests import worlds
+from tests.lightning_programs import WORLD, Net, loader, trainer
 from tests.sampling import sample
 
 Make = Callable[[int], tuple[nn.Module, dict[str, Any]]]
@@ -106,3 +109,56 @@ def test_ranks_with_different_optimizers_say_so(name: str) -> None:
     said = worlds.run(_attach, 2, name)
     assert len(set(said)) == 1
     assert re.search(OPTIMIZERS[name][1], said[0]), said[0]
+
+
+# -- Calls of one rank -------------------------------------------------------------------------------------------------
+
+
+class Alone(Net):
+    """Runs a forward, or reads a parameter, in one hook of rank 0."""
+
+    def __init__(self, hook: str, reads: bool) -> None:
+        super().__init__()
+        setattr(self, hook, self._go)
+        self._reads = reads
+
+    def _go(self, *_: Any) -> None:
+        if self.global_rank == 0 and self._reads:
+            self.trainer.strategy.full_param(next(self.parameters()))
+        elif self.global_rank == 0:
+            self(torch.randn(2, 4))
+
+
+def _alone(rank: int, world: int, hook: str, reads: bool, precision: str) -> str:
+    fitted = trainer(
+        rank, world, ZeroStrategy(stage=3, timeout=8), max_epochs=1, precision=precision, gradient_clip_val=1.0
+    )
+    module = Alone(hook, reads)
+    with pytest.raises(CollectiveError) as raised:
+        fitted.fit(module, loader(rank, world), loader(rank, world))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("reads", sample([False, True], False), ids=["forward", "full_param"])
+@pytest.mark.parametrize(
+    "hook",
+    sample(
+        ["on_train_start", "on_train_batch_end", "on_train_epoch_end", "on_validation_epoch_end"], "on_train_batch_end"
+    ),
+)
+def test_what_one_rank_does_alone_in_a_hook_is_an_error_on_both_that_names_it(hook: str, reads: bool) -> None:
+    first, second = worlds.run(_alone, WORLD, hook, reads, "32-true", timeout_s=40)
+    own = "reading of parameter `" if reads else "agreement on the next collective (unit `"
+    assert f"the {own}" in first
+    assert "rank 1 came for the agreement on signals" in first
+    assert f"rank 0 came for the {own}" in second
+    assert "inside `lightning_zero.gathered(module)`" in second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reads", [False, True], ids=["forward", "full_param"])
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+@pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"])
+def test_what_one_rank_does_alone_inside_a_step_crashes_no_interpreter(hook: str, precision: str, reads: bool) -> None:
+    for text in worlds.run(_alone, WORLD, hook, reads, precision, timeout_s=60):
+        assert "Every rank must make the same calls" in text

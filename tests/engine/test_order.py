@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from lightning_zero.engine.order import _DONE, PassOrder
 from lightning_zero.engine.unit import UnitState
@@ -77,14 +75,13 @@ class _Ranks:
     def settle(self) -> None:
         """Nothing is lent here."""
 
-    def agree(self, values: torch.Tensor, what: str, op: Any = None) -> torch.Tensor:
-        assert op == dist.ReduceOp.MIN
-        mine, theirs = int(values), self.others[0] if self.others else _DONE
+    def agree_on(self, numbers: Sequence[int], what: str) -> list[int]:
+        mine, theirs = _DONE - numbers[0], self.others[0] if self.others else _DONE
         agreed = min(mine, theirs)
         self.agreements.append(agreed)
         if self.others and theirs == agreed:
             self.others.popleft()
-        return torch.tensor([agreed])
+        return [_DONE - agreed]
 
 
 class _World:
