@@ -336,16 +336,14 @@ class BufferWindow:
         self._gradients.mark_reduced()
 
     def _take_whole(self, index: int, grad: torch.Tensor, is_other: bool = False) -> None:
-        source = Source.of(grad)
-        assert source.digest is not None
-        digest = source.digest._replace(is_other=is_other)
+        digest = Digest.of(grad)._replace(is_other=is_other)
         if index not in self._entered or not self._may_be_segment(index):
             self.assigned[index] = digest
         else:  # the other ranks may not come to compare
             refuse_two_changes(self._buffer.layout.slots[index].name, [digest])
         start, stop = self._buffer.own_range.elements(index)
         self._gradients.assign(index, grad.reshape(-1)[start:stop])
-        self._gradients.sources[index] = source
+        self._gradients.sources[index] = Source.of(grad)
 
     def _take_source(self, index: int) -> None:
         """Take over what was done since to the tensor that was assigned (``grads = [p.grad ...]``, then ``g.mul_``)."""
