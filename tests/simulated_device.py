@@ -15,8 +15,8 @@ Note [Schedules]
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
-import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -27,6 +27,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tests.simulated_transport import Transports
 
 __all__ = ["SimulatedDevice"]
 
@@ -45,7 +47,9 @@ _SHARES = {
     _aten.set_.source_Storage_storage_offset,
     _aten.lift_fresh.default,
 }
+_PASSED_ON = ("storage/copies.py", "comm/communicator.py")
 _tensor_class: Any = Tensor
+_PLAIN = (_tensor_class.__torch_function__, torch.nn.Parameter.__torch_function__)
 _DEVICE_OF = _tensor_class.device.__get__
 _IS_CUDA = _tensor_class.is_cuda.__get__
 _IS_CPU = _tensor_class.is_cpu.__get__
@@ -60,7 +64,10 @@ class _Stream:
         self._simulation = simulation
         self._is_eager = is_eager
         self._queue: deque[Callable[[], None]] = deque()
+        self._is_idle = threading.Condition()
+        self._runner: int | None = None
         self.num_asked = 0
+        self.num_started = 0
         self.num_done = 0
 
     def push(self, operation: Callable[[], None]) -> None:
@@ -71,12 +78,21 @@ class _Stream:
             self.run_to(self.num_asked)
 
     def run_to(self, number: int) -> None:
-        with self._simulation.lock:
-            while self.num_done < number:
+        me = threading.get_ident()
+        while self.num_done < number:
+            with self._is_idle:
+                self._is_idle.wait_for(lambda: self._runner in (None, me) or self.num_done >= number)
+                if self._runner == me and self.num_started >= number or self.num_done >= number:
+                    return
                 operation = self._queue.popleft()
-                self.num_done += 1
-                with self._simulation.bare():
-                    operation()
+                self.num_started += 1
+                self._runner = me
+            with self._simulation.bare():
+                operation()
+            with self._is_idle:
+                self._runner = None
+                self.num_done = self.num_started
+                self._is_idle.notify_all()
 
     # -- As of ``torch.cuda.Stream`` ---------------------------------------------------------------------------------
 
@@ -84,7 +100,8 @@ class _Stream:
         return _Event(self, self.num_asked)
 
     def wait_event(self, event: _Event) -> None:
-        self.push(event.run)
+        if self._simulation.is_heard("wait_event"):
+            self.push(event.run)
 
     def wait_stream(self, other: _Stream) -> None:
         self.wait_event(other.record_event())
@@ -108,6 +125,8 @@ class _Event:
         return self._stream.num_done >= self._number
 
     def synchronize(self) -> None:
+        if not self._stream._simulation.is_heard("synchronize"):
+            return
         if not self.is_done:
             self._stream._simulation.count("wait")
         self.run()
@@ -153,19 +172,25 @@ class SimulatedDevice:
     Args:
         eager: Names of streams whose operations run at once: ``"compute"`` and, in the order in which they are made,
             ``"stream1"``, ``"stream2"``, ...; ``"others"`` are all of the latter.
+        deaf_to: A kind and place of ``orders`` that is ignored.
 
     Attributes:
         waits: How often the host has waited for what had not run yet, by the place in the package that asked for it.
+        orders: How often the package asked that something runs behind something else, by kind and place.
     """
 
-    def __init__(self, eager: Sequence[str] = ()) -> None:
+    def __init__(self, eager: Sequence[str] = (), deaf_to: str | None = None) -> None:
         self._eager = set(eager)
+        self._deaf_to = deaf_to
+        self.orders: Counter[str] = Counter()
         self.lock = threading.RLock()
         self.waits: Counter[str] = Counter()
         self.driver = _Driver()
         self._local = threading.local()
         self._blocks: dict[int, _Block] = {}
         self._num_streams = 0
+        self._streams: list[_Stream] = []
+        self._host_queued: Counter[int] = Counter()  # aliases of host memory in queues, by storage
         self.compute = self.new_stream()
         self._pinned: dict[int, Any] = {}
         self._stack = contextlib.ExitStack()
@@ -177,7 +202,8 @@ class SimulatedDevice:
         name = f"stream{self._num_streams}" if self._num_streams else "compute"
         self._num_streams += 1
         is_eager = name in self._eager or (name != "compute" and "others" in self._eager)
-        return _Stream(self, name, is_eager)
+        self._streams.append(_Stream(self, name, is_eager))
+        return self._streams[-1]
 
     def current(self, device: Any = None) -> _Stream:
         return getattr(self._local, "stream", self.compute)
@@ -197,9 +223,16 @@ class SimulatedDevice:
 
     def count(self, why: str) -> None:
         """Note that the host waits."""
-        frames = [frame for frame in traceback.extract_stack() if "/lightning_zero" in frame.filename]
-        place = f"{frames[-1].filename.rsplit('/lightning_zero', 1)[1]} {frames[-1].name}" if frames else "program"
+        place = _place() or "program"
         self.waits[f"{why}: {place}"] += 1
+
+    def is_heard(self, what: str) -> bool:
+        """Note that the package asks for order, and say whether it gets it."""
+        place = _place(_PASSED_ON)
+        if place is None:
+            return True
+        self.orders[f"{what}: {place}"] += 1
+        return f"{what}: {place}" != self._deaf_to
 
     # -- Memory ------------------------------------------------------------------------------------------------------
 
@@ -234,8 +267,9 @@ class SimulatedDevice:
         """Give back blocks that nobody sees any more: what comes into them next comes in the order of their stream."""
         with self.lock:
             dead = [key for key, block in self._blocks.items() if _use_count(key) - block.num_queued == 1]
-            for key in dead:
-                self._spoil(self._blocks.pop(key))
+            blocks = [self._blocks.pop(key) for key in dead]
+        for block in blocks:
+            self._spoil(block)
 
     def _spoil(self, block: _Block) -> None:
         """Let memory be written by somebody else, behind what was asked of the stream that it was taken in."""
@@ -243,15 +277,42 @@ class SimulatedDevice:
         block.users = set()
         if any(not event.is_done for event in events):
             return  # as long as these run it is nobody else's; it stays as it is
-        with self.bare():
-            whole = torch.empty(0, dtype=torch.uint8).set_(block.storage)
-        block.num_queued += 1
+        with self.lock, self.bare():
+            whole = [torch.empty(0, dtype=torch.uint8).set_(block.storage)]
+            self._queue([block], 1)
 
         def spoil() -> None:
-            whole.fill_(_NAN_BYTE)
-            block.num_queued -= 1
+            whole[0].fill_(_NAN_BYTE)
+            with self.lock:
+                whole.clear()
+                self._queue([block], -1)
 
         block.stream.push(spoil)
+
+    def _queue(self, blocks: Sequence[_Block | None], number: int) -> None:
+        """Count aliases of blocks in queues."""
+        with self.lock:
+            for block in blocks:
+                if block is not None:
+                    block.num_queued += number
+
+    def push(self, tensors: Sequence[Tensor], call: Callable[[list[Tensor]], None]) -> None:
+        """Put an operation on tensors into the queue of the current stream."""
+        blocks = [self.block_of(tensor) for tensor in tensors]
+        on_host = [tensor.untyped_storage()._cdata for tensor, block in zip(tensors, blocks, strict=True) if not block]
+        with self.lock:
+            aliases = [self.alias(tensor) for tensor in tensors]
+            self._queue(blocks, 1)
+            self._host_queued.update(on_host)
+
+        def operation() -> None:
+            call(aliases)
+            with self.lock:
+                aliases.clear()
+                self._queue(blocks, -1)
+                self._host_queued.subtract(on_host)
+
+        self.current().push(operation)
 
     @contextlib.contextmanager
     def bare(self) -> Iterator[None]:
@@ -262,7 +323,7 @@ class SimulatedDevice:
     def record_stream(self, tensor: Tensor, stream: _Stream) -> None:
         """Let memory be used again only when a stream has done what was asked of it by then."""
         block = self.block_of(tensor)
-        if block is not None and stream is not block.stream:
+        if block is not None and stream is not block.stream and self.is_heard("record_stream"):
             block.users.add(stream)
 
     def is_pinned(self, tensor: Tensor) -> bool:
@@ -315,13 +376,19 @@ class SimulatedDevice:
                 torch.autograd, "_engine_run_backward", self._run_backward(torch.autograd._engine_run_backward)
             )
         )
+        stack.enter_context(mock.patch.object(Transports, "current", Transports(self)))
         stack.enter_context(self.modes())
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        transports = Transports.current
         self._stack.close()
-        for stream in {block.stream for block in self._blocks.values()} | {self.compute}:
+        if kind is not None:
+            return
+        for stream in self._streams:
             stream.run_to(stream.num_asked)
+        assert transports is not None
+        transports.close()
 
     @contextlib.contextmanager
     def modes(self) -> Iterator[None]:
@@ -365,11 +432,24 @@ class SimulatedDevice:
         return nbytes
 
     def _use_count(self, cdata: int) -> int:
-        block = self._blocks.get(cdata)
-        return _use_count(cdata) - (block.num_queued if block is not None else 0)
+        with self.lock:
+            block = self._blocks.get(cdata)
+            num_queued = self._host_queued[cdata] if block is None else block.num_queued
+            return _use_count(cdata) - num_queued
 
 
 _use_count = torch._C._storage_Use_Count
+
+
+def _place(passed_on: Sequence[str] = ()) -> str | None:
+    """Return the innermost place in the package, but for files that pass on what others ask for."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        _, package, path = frame.f_code.co_filename.rpartition("/lightning_zero/")
+        if package and path not in passed_on:
+            return f"{path} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return None
 
 
 def _on_host(function: Any) -> Any:
@@ -391,6 +471,11 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         simulation = self._simulation
+        is_enabled = torch._C._is_torch_function_enabled()  # type: ignore[attr-defined]
+        for one in types if is_enabled else ():  # what a class does of its own asks for devices, too
+            if one.__torch_function__ not in _PLAIN:
+                with _Calls(simulation):
+                    return one.__torch_function__(func, types, args, kwargs)
         name = getattr(func, "__name__", "")
         if func in (_DEVICE_OF, _IS_CUDA, _IS_CPU):
             with torch._C.DisableTorchFunction():
@@ -509,7 +594,7 @@ class _Operations(TorchDispatchMode):
                     values = made.clone()
                     made.view(-1).view(torch.uint8).fill_(_NAN_BYTE) if made.is_contiguous() and made.numel() else None
                 if "empty" not in func._schema.name:
-                    self._push([made], lambda aliases, values=values: aliases[0].copy_(values))
+                    simulation.push([made], lambda aliases, values=values: aliases[0].copy_(values))
 
     def _refuse_mixed(self, func: Any, tensors: Sequence[Tensor]) -> None:
         if func in (_aten.copy_.default, _aten._to_copy.default):
@@ -519,23 +604,6 @@ class _Operations(TorchDispatchMode):
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but found cuda:0 and cpu as arguments of {func}"
             )
-
-    def _push(self, tensors: Sequence[Tensor], call: Callable[[list[Tensor]], None]) -> None:
-        simulation = self._simulation
-        aliases = [simulation.alias(tensor) for tensor in tensors]
-        blocks = [simulation.block_of(tensor) for tensor in tensors]
-        for block in blocks:
-            if block is not None:
-                block.num_queued += 1
-
-        def operation() -> None:
-            call(aliases)
-            aliases.clear()
-            for block in blocks:
-                if block is not None:
-                    block.num_queued -= 1
-
-        simulation.current().push(operation)
 
     def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
         simulation = self._simulation
@@ -564,9 +632,9 @@ class _Operations(TorchDispatchMode):
             with simulation.bare():
                 drawn = torch.empty_like(args[0])
                 func(drawn, *args[1:], **kwargs)
-            self._push([args[0]], lambda aliases: _ignore(aliases[0].copy_(drawn)))
+            simulation.push([args[0]], lambda aliases: _ignore(aliases[0].copy_(drawn)))
         else:
-            self._push(flat, call)
+            simulation.push(flat, call)
         if func is _aten.copy_.default:
             self._wait_for_copy(args, kwargs)
         written = [
@@ -618,7 +686,7 @@ class _Operations(TorchDispatchMode):
             for made, values in zip(aliases[len(flat) :], computed, strict=True):
                 made.copy_(values)
 
-        self._push([*flat, *outs], call)
+        simulation.push([*flat, *outs], call)
         return result
 
 

@@ -599,12 +599,14 @@ class FlatBuffer:
             if pointed:
                 self._take_back_data(pointed)
         if written is not None:
-            self._tell_of_write(self.layout.slots[written].name, is_seen_here=False)
+            if self._is_rounded_when_written and self.on_rounded_write is not None:
+                self.on_rounded_write(self.layout.slots[written].name, is_seen_here=False)
             self.accept_writes()
 
-    def _tell_of_write(self, name: str, *, is_seen_here: bool) -> None:
-        if self.original is not None and self.original.flat is None and self.on_rounded_write is not None:
-            self.on_rounded_write(name, is_seen_here=is_seen_here)
+    @property
+    def _is_rounded_when_written(self) -> bool:
+        """Whether parameters show fewer bits than they have."""
+        return self.original is not None and self.original.flat is None
 
     def _take_back_data(self, indices: Sequence[int]) -> None:
         """Copy tensors that ``.data`` was pointed to into the flat buffer, unless the program keeps them.
@@ -720,8 +722,9 @@ class FlatBuffer:
             return
         with torch.inference_mode(False), torch.no_grad():
             values = self.computed.to(self.master.device)
-            if merge_written(self.master, values, self.own_range, self.entered | but_for):
-                self._tell_of_write(f"{self.name}.*", is_seen_here=True)
+            is_written = merge_written(self.master, values, self.own_range, self.entered | but_for)
+            if self._is_rounded_when_written and self.on_rounded_write is not None:
+                self.on_rounded_write.ask(f"{self.name}.*", is_written, self.store.copies)
 
     # -- Publishing what was stepped -----------------------------------------------------------------------------------
 

@@ -174,8 +174,9 @@ class Elsewhere:
     def show_original(self, param: nn.Parameter) -> None:
         """Do nothing: an absent parameter has no values."""
 
-    def show_gradient(self, param: nn.Parameter) -> None:
-        """Do nothing: there is none."""
+    def show_gradient(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Return None: there is none."""
+        return None
 
     def write_gradient(self, param: nn.Parameter, grad: torch.Tensor | None) -> None:
         """Let it be read here; the part that holds the parameter steps it."""

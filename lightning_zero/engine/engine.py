@@ -79,8 +79,8 @@ class _UnitOwner:
     def show_original(self, param: nn.Parameter) -> None:
         self._engine._show_original(self._unit, param)
 
-    def show_gradient(self, param: nn.Parameter) -> None:
-        self._engine._show_gradient(param)
+    def show_gradient(self, param: nn.Parameter) -> torch.Tensor | None:
+        return self._engine._show_gradient(param)
 
     def write_gradient(self, param: nn.Parameter, grad: torch.Tensor | None) -> None:
         self._engine._write_gradient(param, grad)
@@ -889,21 +889,25 @@ class ZeroEngine:
                 " there before the backward ends. Use it behind the backward, or call `zero_grad` before."
             )
 
-    def _show_gradient(self, param: nn.Parameter) -> None:
+    def _show_gradient(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Bring a gradient into ``grad``, or return what waits on this rank for the last micro-batch."""
         buffer, index = self._places.of(param)
         self._recover()
         if index in buffer.gradients.waiting and is_called_by(nn.Module.zero_grad):
             buffer.window.drop([index])
-            return
+            return None
+        if buffer.gradients.is_summing and index in buffer.gradients.waiting:
+            return buffer.gradients.show_sum(index)
         if index not in buffer.gradients.has_grad:
-            return
+            return None
         self._refuse_in_backward(buffer, index)
         if buffer.gradients.is_spent:
             if buffer.gradients.is_ahead or not is_called_by(nn.Module.zero_grad):
                 self._refuse_with_early_steps(f"Reading the gradient of `{self.param_name(param)}`")
             buffer.window.drop([index])
-            return
+            return None
         self._attached.show_gradient(param, (buffer, index))
+        return None
 
 
 @contextmanager

@@ -8,9 +8,10 @@ one segment each, and so is a run.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.moments import CODE_KEYS, DTYPES, make_codes
 from lightning_zero.engine.streamed import step_streamed
 from lightning_zero.storage.host import HostStore
+from lightning_zero.storage.references import num_tensors_in
 from lightning_zero.storage.sleeping import is_asleep, ordinary
 from lightning_zero_ops import adamw, adamw_int8, sgd
 from lightning_zero_ops.chunks import vector_numel
@@ -97,6 +99,14 @@ _RULES: dict[type[Optimizer], _Rule] = {
 }
 
 
+@cache
+def _own_references() -> int:
+    """Return how many references Python counts to a tensor that only a dictionary has."""
+    for value in {"state": torch.empty(1)}.values():
+        return sys.getrefcount(value)
+    raise AssertionError
+
+
 class FlatStep:
     """Steps the groups of one optimizer run by run.
 
@@ -134,6 +144,20 @@ class FlatStep:
     def flat_states(self, buffer: FlatBuffer) -> list[Tensor]:
         """Return the states that lie beside each other for all of a buffer's own range."""
         return [state for (owner, _), state in self._flat.items() if owner == id(buffer)]
+
+    def are_held(self, buffers: Iterable[FlatBuffer]) -> bool:
+        """Say whether somebody but the optimizer has states of buffers, or views of them."""
+        flats = [flat for buffer in buffers if buffer.sleep is None for flat in self.flat_states(buffer)]
+        num_tensors = {flat.untyped_storage()._cdata: 1 for flat in flats}
+        for state in vars(self._optimizer)["state"].values():
+            for value in state.values():
+                if not torch.is_tensor(value) or is_asleep(value):
+                    continue
+                if value.untyped_storage()._cdata in num_tensors:
+                    num_tensors[value.untyped_storage()._cdata] += 1
+                    if sys.getrefcount(value) > _own_references():
+                        return True
+        return any(num_tensors_in(flat) > num_tensors[flat.untyped_storage()._cdata] for flat in flats)
 
     def state_place(self, buffer: FlatBuffer, index: int, key: str) -> Tensor | None:
         """Return where a state of a parameter on disks is to be; None if it is in memory."""

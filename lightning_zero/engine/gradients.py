@@ -8,16 +8,17 @@ Note [Two dtypes]
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.config import Sharding
-from lightning_zero.engine.assigned import Source
+from lightning_zero.engine.assigned import Digest, Source
 from lightning_zero.engine.own_range import OwnRange
 from lightning_zero.engine.parameter import (
     ReducedParameter,
@@ -71,6 +72,20 @@ class Stepped(Protocol):
         ...
 
 
+class _Earlier(NamedTuple):
+    """An earlier average that sleeps in host memory, on its way to the device.
+
+    Attributes:
+        values: Where it comes.
+        landing: When it is there.
+        version: Of the average when this was started.
+    """
+
+    values: torch.Tensor
+    landing: Landing
+    version: int
+
+
 class BufferGradients:
     """The gradients of one buffer.
 
@@ -100,14 +115,19 @@ class BufferGradients:
         self.has_grad: set[int] = set()  # slots with a gradient on some rank, in ``reduced``
         self.given_out: set[int] = set()  # slots whose segment a program has read: it may be assigned again
         self.sources: dict[int, Source] = {}  # whole tensors that were assigned, by slot
+        self._brought: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # tensors to which a backward has added
+        self.outdated: dict[int, Source] = {}  # of them, those to which a backward has added, which they do not show
         self.is_read = False  # a program has, so that it may keep what lies in ``local``
         self._reduced: torch.Tensor | None = None
         self._landing = Landing()  # of the average at home
+        self._num_at_home = 0  # tensors in its memory when it was sent there
+        self._earlier: _Earlier | None = None  # what a running reduction is to be added to
         self._retained: torch.Tensor | None = None  # an earlier average whose place ``local`` needs
         self._lent: list[torch.Tensor] = []  # at home; nobody needs them but a step that may be running
         # - What the step is to see
         self.factor: torch.Tensor | None = None  # () fp32; the average is still to be multiplied by it
         self._written: torch.Tensor | None = None  # see Note [Two dtypes]
+        self._kept: torch.Tensor | None = None  # an earlier one that a program keeps; shows the next average, too
         # - A step in the backward
         self.is_spent = False  # one has taken the average, which nobody has dropped yet
         self.is_ahead = False  # and `optimizer.step()` was not called yet
@@ -132,6 +152,8 @@ class BufferGradients:
             target.copy_(dense)
             self._summed.add(index)
         self.used.add(index)
+        if grad._version:  # autograd has added to what somebody had assigned, and may keep
+            self._brought[index] = weakref.ref(grad), grad._version
 
     def with_sum(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
         """Return a gradient and what was summed before, in the gradient's dtype; None if nothing was."""
@@ -151,10 +173,13 @@ class BufferGradients:
         buffer.take_back()
         if not buffer.sharding.grads:
             buffer.flush()  # its gradient is there
-        if self.reduced is not None and not buffer.sharding.grads:
+        if self._reduced is not None and not buffer.sharding.grads:
             self.settle()
             self.accept_writes()
+            if self._written is not None and num_tensors_in(self._written) > 1:
+                self._kept = self._written
             self.end_writing()
+            assert self.reduced is not None
             lo, hi = buffer.layout.shard_range(buffer.communicator.rank)
             self._retained = (self.reduced if buffer.sharding.optim else self.reduced[lo:hi]).clone()
             self._reduced = None
@@ -187,6 +212,24 @@ class BufferGradients:
         """The slots with such a gradient."""
         return self._summed | (self.has_grad if self._retained is not None else set())
 
+    def show_sum(self, index: int) -> torch.Tensor | None:
+        """Return what was summed of a slot on this rank while it waits, or None: what is written there counts.
+
+        Raises:
+            RuntimeError: An average of an earlier backward waits, too.
+        """
+        if self._retained is not None and index in self.has_grad:
+            raise RuntimeError(
+                f"The gradient of `{self._buffer.layout.slots[index].name}` is an average to which micro-batches of"
+                " this rank are still to be added, and cannot be read before the last of them. Read it behind"
+                " `microbatch(last=True)`, or call `zero_grad` before the first."
+            )
+        if index not in self._summed or self.local is None:
+            return None
+        self.is_read = True
+        slot = self._buffer.layout.slots[index]
+        return self.local[slot.offset : slot.stop].view(slot.shape)
+
     # -- The average over the ranks --------------------------------------------------------------------------------
 
     def reduce(self) -> Pending:
@@ -206,7 +249,36 @@ class BufferGradients:
                 self._target = buffer.store.create("gradients", hi - lo, self._dtype)
             else:
                 self._target = local[lo:hi]
+            self._fetch_earlier()
             return buffer.communicator.reduce_scatter(self._target, local, f"gradients of unit `{buffer.name}`")
+
+    def _fetch_earlier(self) -> None:
+        """Start bringing an average that sleeps in host memory to the device, beside the reduction."""
+        buffer, at_home = self._buffer, self._reduced
+        is_in_host_memory = buffer.is_offloaded and buffer.sharding.grads and buffer.sleep is None
+        if at_home is None or not is_in_host_memory or not self._is_as_reduced:
+            return
+        copies = buffer.store.copies
+        values = buffer.store.create("gradients", at_home.numel(), at_home.dtype)
+        landing = copies.up(values, at_home, copies.mark(), self._landing)
+        self._earlier = _Earlier(values, landing, at_home._version)
+
+    def _take_earlier(self) -> _Earlier | None:
+        """Return what was brought, if it still is the average and nobody else has that."""
+        earlier, self._earlier = self._earlier, None
+        if earlier is None:
+            return None
+        self._buffer.store.release("gradients", earlier.values.nbytes)
+        if self._reduced is None or self._reduced._version != earlier.version or not self._is_as_reduced:
+            return None
+        return earlier
+
+    @property
+    def _is_as_reduced(self) -> bool:
+        """Whether nobody has written the average, no step that is due reads it, and nobody keeps it."""
+        if self.factor is not None or self._written is not None or self._buffer.is_due or self._reduced is None:
+            return False
+        return num_tensors_in(self._reduced) == self._num_at_home
 
     def _sum_assigned(self, index: int) -> bool:
         """Sum what somebody assigned to ``grad`` and this backward added nothing to; say whether there is something."""
@@ -227,13 +299,9 @@ class BufferGradients:
             if self._retained is not None:
                 target.add_(self._retained)
                 self._retained = None
-            elif buffer.sharding.grads and self.reduced is not None:
-                self.settle()
-                self.accept_writes()
-                self.end_writing()
-                target.add_(self.reduced.to(target.device))
-                self._give_back_reduced()
-            if buffer.sharding.grads and buffer.is_offloaded:
+            elif buffer.sharding.grads and self._reduced is not None:
+                target = self._add_to_earlier(target)
+            elif buffer.sharding.grads and buffer.is_offloaded:
                 target = self._bring_home(target)
         is_own_range = buffer.sharding.optim or buffer.sharding.grads
         self._reduced, self._target = (target if is_own_range else local), None
@@ -243,15 +311,54 @@ class BufferGradients:
                 buffer.store.release("gradients", local.nbytes)
             self.local = None
 
+    def _add_to_earlier(self, target: torch.Tensor) -> torch.Tensor:
+        """Add to the average that is there, in its memory, as PyTorch does: a program may keep it."""
+        buffer = self._buffer
+        earlier = self._take_earlier()
+        if earlier is None:
+            self.settle()
+            self.accept_writes()
+        assert self._reduced is not None
+        is_free = buffer.sleep is None and not buffer.is_due  # records are kept, and a step still reads the memory
+        if earlier is not None:
+            earlier.landing.wait()
+            target.add_(earlier.values)
+        elif buffer.is_offloaded or not is_free:
+            assert self.reduced is not None
+            target.add_(self.reduced.to(target.device))
+        if not is_free:
+            self.end_writing()
+            self._give_back_reduced()
+            return self._bring_home(target) if buffer.is_offloaded else target
+        if buffer.is_offloaded:
+            total = self._send_home(target, self._reduced)
+        else:
+            total = self._reduced.add_(target)
+            buffer.store.release("gradients", target.nbytes)
+        self._refresh_written()
+        return total
+
+    def _refresh_written(self) -> None:
+        """Show a new average in the second tensor, if a program keeps that; else give it up."""
+        if self._written is None or num_tensors_in(self._written) == 1:
+            self.end_writing()
+            return
+        assert self.reduced is not None
+        self._written.copy_(self.reduced)
+
     def _bring_home(self, target: torch.Tensor) -> torch.Tensor:
         """Move the average to where it sleeps."""
         buffer = self._buffer
-        if buffer.sleep is not None:
-            at_home = buffer.sleep.keep_gradient(target)
-        else:
-            at_home = buffer.home.create("gradients", target.numel(), target.dtype)
-            self._landing = buffer.store.copies.down(at_home, target)
+        if buffer.sleep is None:
+            return self._send_home(target, buffer.home.create("gradients", target.numel(), target.dtype))
+        at_home = buffer.sleep.keep_gradient(target)
         buffer.store.release("gradients", target.nbytes)
+        return at_home
+
+    def _send_home(self, target: torch.Tensor, at_home: torch.Tensor) -> torch.Tensor:
+        self._landing = self._buffer.store.copies.down(at_home, target)
+        self._num_at_home = num_tensors_in(at_home)
+        self._buffer.store.release("gradients", target.nbytes)
         return at_home
 
     def serve(self) -> Pending:
@@ -277,8 +384,19 @@ class BufferGradients:
         agreed = set(indices)
         self.has_grad |= agreed
         for index in agreed & self.sources.keys():  # what was assigned before is only a part now
-            del self.sources[index]
+            self.outdated[index] = self.sources.pop(index)
+        for index, (brought, version) in self._brought.items():
+            tensor = brought()
+            if tensor is not None:
+                self.outdated[index] = Source(tensor, version, Digest.of(tensor))
+        self._brought.clear()
+        self.outdated = {index: source for index, source in self.outdated.items() if source.is_held}
         self.used.clear()
+        if self._kept is not None and self._reduced is not None:
+            assert self.reduced is not None
+            with torch.no_grad():
+                self._written = self._kept.copy_(self.reduced)
+            self._kept = None
 
     def reduced_or_zeros(self) -> torch.Tensor:
         """Return the average, made of zeros where no rank of this part has a gradient: (own range,)."""
@@ -291,7 +409,7 @@ class BufferGradients:
     def _average_or_zeros(self) -> torch.Tensor:
         buffer, own = self._buffer, self._buffer.own_range
         buffer.take_back()
-        if self.reduced is None:
+        if self._reduced is None:
             with torch.inference_mode(False), torch.no_grad():
                 if not buffer.sharding.grads:
                     self._reduced = self._local_sums()[own.start : own.stop].zero_()
@@ -374,8 +492,10 @@ class BufferGradients:
         gone = set(range(len(params)) if indices is None else indices)
         self._summed -= gone
         self.used -= gone
-        for index in gone & self.sources.keys():
-            del self.sources[index]
+        for index in gone:
+            self.sources.pop(index, None)
+            self.outdated.pop(index, None)
+            self._brought.pop(index, None)
         dropped = self.has_grad & gone
         self.has_grad -= gone
         for index in self.left & gone:
@@ -394,9 +514,9 @@ class BufferGradients:
 
     def _drop_average(self) -> None:
         """Drop the average and everything that belongs to it: nothing of it may reach the next one."""
-        if self.reduced is not None and self._buffer.sharding.grads:
+        if self._reduced is not None and self._buffer.sharding.grads:
             self._give_back_reduced()
-        self._reduced = self._retained = self.factor = self._written = None
+        self._reduced = self._retained = self.factor = self._written = self._kept = None
 
     def abandon(self) -> None:
         """Drop the sums of a backward that an error has ended; the average before it stays. No collective.
@@ -405,6 +525,10 @@ class BufferGradients:
         has the average whole any more where a reduction has begun: it goes, too.
         """
         buffer, target, self._target = self._buffer, self._target, None
+        self._kept = None
+        if self._earlier is not None:
+            buffer.store.release("gradients", self._earlier.values.nbytes)
+            self._earlier = None
         self._summed.clear()
         self.used.clear()
         if target is not None and buffer.sharding.grads and buffer.communicator.world_size > 1:
@@ -500,7 +624,7 @@ class BufferGradients:
 
     def _move_local(self, local: torch.Tensor, before: ShardStore, home: ShardStore) -> None:
         """Move a local sum, which holds the average at stages 0 and 1; drop it if there is nothing in it."""
-        holds_reduced = self.reduced is not None and not self._buffer.sharding.grads
+        holds_reduced = self._reduced is not None and not self._buffer.sharding.grads
         self.local = None
         if holds_reduced or self._summed:
             self.local = home.create("gradients", local.numel(), local.dtype).copy_(local)
@@ -566,7 +690,7 @@ class BufferGradients:
         Returns:
             Whether nothing is left to do; if not, the caller multiplies.
         """
-        if self.reduced is None or not self.has_grad:
+        if self._reduced is None or not self.has_grad:
             return True  # a factor lives and dies with the average that it multiplies
         is_written = self._written is not None or self.factor is not None
         if is_written or not self.has_grad <= indices or self._buffer.stepped.dtype != torch.float32:

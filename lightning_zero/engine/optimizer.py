@@ -91,6 +91,8 @@ class ShardedOptimizer:
         self._flat_step = FlatStep(optimizer, self._attached, moments) if FlatStep.suits(optimizer) else None
         self._running_step = RunningStep()
         self.num_steps = 0  # that have ended
+        self.are_states_seen = False  # by the program, which may keep some
+        self._are_states_kept = False
         self._is_halfway = False  # values may have changed in a step that has not ended, or was interrupted
         self._calls = MethodCalls(self, self._running_step)
         _make_hookable(optimizer)
@@ -139,8 +141,15 @@ class ShardedOptimizer:
 
     @property
     def places(self) -> Iterable[Place]:
-        """Where the optimizer's parameters lie."""
-        return self._attached.values()
+        """Where the optimizer's parameters lie, but for those that the program has taken out of ``param_groups``."""
+        if not self._lacks_some:
+            return self._attached.values()
+        left = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
+        return [place for key, place in self._attached.items() if key in left]
+
+    @property
+    def _lacks_some(self) -> bool:
+        return sum(len(group["params"]) for group in self.optimizer.param_groups) < len(self._attached)
 
     @property
     def params(self) -> Iterable[nn.Parameter]:
@@ -154,7 +163,8 @@ class ShardedOptimizer:
 
     def holds(self, param: nn.Parameter) -> bool:
         """Say whether the optimizer has a parameter."""
-        return id(param) in self._attached
+        place = self._attached.get(id(param))
+        return place is not None and (not self._lacks_some or place in self.places)
 
     @property
     def is_running(self) -> bool:
@@ -346,6 +356,7 @@ class ShardedOptimizer:
         self._refuse_in_backward()
         self._begin_step()
         self._refuse_local_gradients()
+        self._look_for_kept_states()
         if self.is_open:  # somebody may have pointed `data` elsewhere
             for buffer, index in self._in_window:
                 buffer.window.take_values(index)
@@ -384,6 +395,12 @@ class ShardedOptimizer:
             if not self._is_alone():
                 self._enter()
         self._show_gradients()
+
+    def _look_for_kept_states(self) -> None:
+        """Find out whether the program keeps states of those that it has seen."""
+        flat = self._flat_step
+        self._are_states_kept = self.are_states_seen and flat is not None and flat.are_held(self.buffers)
+        self.are_states_seen = self._are_states_kept
 
     def _is_alone(self) -> bool:
         """Say whether the engine steps all that has a gradient, and nobody else is called in the step."""
@@ -511,6 +528,8 @@ class ShardedOptimizer:
                 buffer.defer(update)
                 self._deferred.append(buffer)
                 self._after_defer(buffer)
+        if self._are_states_kept or any(buffer.window.is_kept for buffer in self._deferred):
+            self.finish_deferred()  # the program may change what the steps read
 
     # -- Steps in the backward -------------------------------------------------------------------------------------
 
@@ -646,12 +665,16 @@ class ShardedOptimizer:
 
     def _scale(self, factor: torch.Tensor) -> None:
         """Multiply the gradients: in the step where that is one pass over them less, else at once."""
+        factors: dict[torch.device, torch.Tensor] = {}  # the host waits once for those that it multiplies with
         for buffer, indices in _by_buffer(self.places):
+            home = buffer.home.device
+            if home not in factors:
+                factors[home] = factor.to(home)
             buffer.window.show_again()
             buffer.gradients.change_sources(indices, lambda source: source.mul_(factor.to(source)))
-            if self._flat_step is None or not buffer.window.scale_later(indices, factor):
+            if self._flat_step is None or not buffer.window.scale_later(indices, factors[home]):
                 for grad in _pieces(buffer, indices, buffer.gradients.for_writing()):
-                    grad.mul_(factor.to(grad.dtype))
+                    grad.mul_(factors[home].to(grad))
                 buffer.gradients.clear_padding()
 
     def clip_grad_value(self, clip_value: float) -> None:
@@ -662,14 +685,16 @@ class ShardedOptimizer:
     def unscale(self, factor: float) -> bool:
         """Multiply the gradients; say whether one was not finite on some rank. Collective: all ranks."""
         self.open()
-        finite: list[bool] = []
+        finite: dict[torch.device, torch.Tensor] = {}
 
         def multiply(grad: torch.Tensor) -> None:
-            finite.append(bool(torch.isfinite(grad).all()))
+            is_finite = torch.isfinite(grad).all()
+            finite[grad.device] = is_finite & finite.get(grad.device, is_finite)
             grad.mul_(factor)
 
         self._change_gradients(multiply)
-        overflows = self._communicator.any_is(not all(finite), "agreement on overflow")
+        is_finite = all(bool(one) for one in finite.values())  # one wait of the host
+        overflows = self._communicator.any_is(not is_finite, "agreement on overflow")
         return overflows if self._parts is None else self._parts.any_is(overflows)
 
     def _change_gradients(self, change: Callable[[torch.Tensor], Any]) -> None:
@@ -698,7 +723,15 @@ def gradient_norm(
 
 def _take_gradients(places: Iterable[Place], communicator: Communicator) -> None:
     """Take over what was done to gradients. Collective: all ranks that have assigned some by hand."""
-    buffers = [buffer for buffer, _ in _by_buffer(places)]
+    by_buffer = _by_buffer(places)
+    for buffer, indices in by_buffer:
+        if buffer.gradients.is_summing and indices & buffer.gradients.waiting:
+            raise RuntimeError(
+                f"The gradients of unit `{buffer.name}` are used as a whole (their norm, clipping, unscaling), and wait"
+                " on every rank for the last micro-batch. Use them behind `microbatch(last=True)`, in a LightningModule"
+                " in `on_before_optimizer_step`."
+            )
+    buffers = [buffer for buffer, _ in by_buffer]
     for buffer in buffers:
         buffer.window.take_gradients()
     compare_assigned(buffers, communicator)
@@ -774,6 +807,7 @@ def _subclass(sharded: ShardedOptimizer) -> type[Optimizer]:
 
     def state(self: Optimizer) -> Any:
         sharded.finish_deferred()
+        sharded.are_states_seen = sharded.are_states_seen or not sharded.is_running
         return vars(self)["state"]
 
     methods: dict[str, Any] = {

@@ -12,6 +12,7 @@ from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.config import Sharding
 from lightning_zero.engine.own_range import OwnRange
 from lightning_zero.layout import FlatLayout
+from lightning_zero.storage.copies import Copies, Landing
 from lightning_zero.storage.store import DeviceStore, Kind
 
 __all__ = ["Original", "RoundedWrites", "flat_views"]
@@ -182,6 +183,29 @@ class RoundedWrites:
     def __init__(self, rank: int) -> None:
         self._is_first = rank == 0
         self._is_told = False
+        self._asked: dict[str, tuple[torch.Tensor, Landing]] = {}  # what is on its way from the device, by name
+
+    def ask(self, name: str, is_written: torch.Tensor, copies: Copies) -> None:
+        """Take note of what the values say: on a device at a later call, when it is known here without waiting.
+
+        Args:
+            name: As below.
+            is_written: () bool.
+            copies: Of its device.
+        """
+        for asked, (answer, landing) in list(self._asked.items()):
+            if landing.is_done:
+                del self._asked[asked]
+                self._note(asked, bool(answer))
+        if is_written.device.type == "cpu":
+            self._note(name, bool(is_written))
+        elif not self._is_told and name not in self._asked:
+            answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+            self._asked[name] = answer, copies.down(answer, is_written)
+
+    def _note(self, name: str, is_written: bool) -> None:
+        if is_written:
+            self(name, is_seen_here=True)
 
     def __call__(self, name: str, *, is_seen_here: bool) -> None:
         """Take note of a write into a parameter, or into one of ``unit.*``.

@@ -66,22 +66,23 @@ class OwnRange:
             yield max(start - self.start, 0), max(min(stop, self.stop) - self.start, 0)
 
 
-def merge_written(master: torch.Tensor, values: torch.Tensor, own: OwnRange, but_for: Iterable[int]) -> bool:
-    """Take over values that are not the rounded master's; say whether there were any.
+def merge_written(master: torch.Tensor, values: torch.Tensor, own: OwnRange, but_for: Iterable[int]) -> torch.Tensor:
+    """Take over values that are not the rounded master's. Where they are on a device, the host does not wait for it.
 
     Args:
         master: What is stepped: (own range,).
         values: What parameters hold; may be the parameters themselves: (own range,).
         own: The range.
         but_for: Slots that show the master itself.
+
+    Returns:
+        Whether there were any: () bool, where the master is.
     """
     rounded = master.to(values.dtype)
-    if torch.equal(rounded, values):
-        return False
+    if master.device.type == "cpu" and torch.equal(rounded, values):
+        return torch.zeros((), dtype=torch.bool)
     is_same = (rounded == values) | ((rounded != rounded) & (values != values))  # NaN is no write
     for index in but_for:
         own.segment(index, is_same).fill_(True)
-    if bool(is_same.all()):
-        return False
-    master.copy_(torch.where(is_same, master, values.to(master.dtype)))
-    return True
+    torch.where(is_same, master, values, out=master)
+    return is_same.all().logical_not()

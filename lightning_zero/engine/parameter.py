@@ -91,8 +91,8 @@ class Owner(Protocol):
         """
         ...
 
-    def show_gradient(self, param: nn.Parameter) -> None:
-        """Bring the reduced gradient of ``param``, if there is one, into its ``grad``."""
+    def show_gradient(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Bring the reduced gradient of ``param``, if there is one, into its ``grad``; return one that waits."""
         ...
 
     def write_gradient(self, param: nn.Parameter, grad: torch.Tensor | None) -> None:
@@ -211,9 +211,8 @@ def set_raw_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
 
 def _read_grad(param: nn.Parameter) -> torch.Tensor | None:
     owner = owner_of(param)
-    if owner is not None:
-        owner.show_gradient(param)
-    return raw_grad(param)
+    waiting = owner.show_gradient(param) if owner is not None else None
+    return raw_grad(param) if waiting is None else waiting
 
 
 def _write_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:

@@ -126,7 +126,7 @@ class BufferSleep:
         assert buffer.master is not None
         master = ordinary(buffer.master)
         others = set(range(len(buffer.params))) - slots
-        return merge_written(master, values.to(master.device), buffer.own_range, others)
+        return bool(merge_written(master, values.to(master.device), buffer.own_range, others))
 
     def plan_step(
         self,

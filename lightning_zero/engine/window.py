@@ -211,7 +211,12 @@ class BufferWindow:
         Returns:
             Whether nothing is left to do; if not, the caller multiplies.
         """
-        return not self._shown and self._gradients.scale_later(indices, factor)
+        return not self._shown and not self.is_kept and self._gradients.scale_later(indices, factor)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the program keeps a gradient that was shown to it."""
+        return any(given() is not None for given in self._given.values())
 
     # -- What is done to gradients ---------------------------------------------------------------------------------
 
@@ -224,7 +229,7 @@ class BufferWindow:
         if grad is None:
             self.drop([index])
             return
-        if grad is self._shown.get(index):  # `p.grad *= 2`
+        if grad is self._shown.get(index) or self._is_sum(index, grad):  # `p.grad *= 2`
             return
         grad = _ordinary_memory(grad)
         if index not in self._entered:
@@ -237,6 +242,13 @@ class BufferWindow:
         if is_whole:
             self._take_whole(index, grad)
             self.show(index)
+
+    def _is_sum(self, index: int, grad: torch.Tensor) -> bool:
+        """Say whether what is assigned is what was shown of a gradient that waits."""
+        if index not in self._gradients.waiting or not self._gradients.is_summing:
+            return False
+        total = self._gradients.show_sum(index)
+        return total is not None and (total.data_ptr(), total.shape) == (grad.data_ptr(), grad.shape)
 
     def _segment_of(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         if isinstance(grad, ShardedGradient):
@@ -305,7 +317,7 @@ class BufferWindow:
 
     def take_gradient(self, index: int) -> bool:
         """Take over what was done to a parameter's ``grad``; say whether it has a reduced gradient now."""
-        if self._gradients.sources:
+        if self._gradients.sources or self._gradients.outdated:
             self._take_source(index)
         grad, shown = raw_grad(self._buffer.params[index]), self._shown.get(index)
         if grad is None and shown is not None:
@@ -346,7 +358,19 @@ class BufferWindow:
         self._gradients.sources[index] = Source.of(grad)
 
     def _take_source(self, index: int) -> None:
-        """Take over what was done since to the tensor that was assigned (``grads = [p.grad ...]``, then ``g.mul_``)."""
+        """Take over what was done since to the tensor that was assigned (``grads = [p.grad ...]``, then ``g.mul_``).
+
+        Raises:
+            RuntimeError: A backward has added to it in between, and the tensor does not show that.
+        """
+        outdated = self._gradients.outdated.pop(index, None)
+        if outdated is not None and outdated.is_changed:
+            raise RuntimeError(
+                f"The tensor that was assigned to `grad` of `{self._buffer.layout.slots[index].name}` was changed"
+                " behind a backward that has added to the gradient, which the tensor does not show. Change `p.grad`."
+            )
+        if outdated is not None and outdated.is_held:
+            self._gradients.outdated[index] = outdated
         source = self._gradients.sources.pop(index, None)
         if source is None:
             return
@@ -457,8 +481,7 @@ class BufferWindow:
             Whether other ranks' parts of the values have to be gathered before they are used.
         """
         self._gradients.accept_writes()
-        is_kept = any(given() is not None for given in self._given.values())
-        if not self._shown and not is_kept:  # another optimizer's window may be open
+        if not self._shown and not self.is_kept:  # another optimizer's window may be open
             self._gradients.end_writing()
         written, self._written = self._written, set()
         return bool(written) and self._buffer.accept_stepped(written)

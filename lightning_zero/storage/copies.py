@@ -3,8 +3,8 @@
 Call protocol of ``Copies``:
 
 1. ``mark`` takes note of what was asked of the device so far.
-2. ``down`` and ``up`` start a copy, each in a stream of its own: behind a mark, or behind what was asked so far. Both
-   tensors stay alive until it is done.
+2. ``down`` and ``up`` start a copy, each in a stream of its own: behind a mark, or behind what was asked so far. The
+   memory of both tensors stays theirs until it is done; that of the device is free then, whoever keeps the landing.
 3. ``lane`` starts something else in the stream of ``up``.
 4. Each returns a ``Landing``. ``wait`` lets the device wait for it, where it is needed there; ``finish`` lets the host
    wait, where it is needed here.
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Copies", "Landing"]
+__all__ = ["Copies", "Landing", "driver"]
 
 
 class Landing:
@@ -30,7 +30,7 @@ class Landing:
     Args:
         event: Recorded behind it; None: it is done.
         device: Whose current stream waits.
-        keep: Tensors that must stay alive until then.
+        keep: Tensors in host memory that must stay alive until then.
     """
 
     def __init__(
@@ -44,6 +44,11 @@ class Landing:
         """Let what is asked of the device from now on wait for it. The host goes on."""
         if self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing left to wait for."""
+        return self._event is None or bool(self._event.query())
 
     def finish(self) -> None:
         """Return when it is done."""
@@ -82,22 +87,24 @@ class Copies:
         """Start copying ``tensor`` from the device to ``host``, of the same dtype."""
         return self._copy(self._down, host, tensor, self.mark())
 
-    def up(self, tensor: torch.Tensor, host: torch.Tensor, behind: Landing | None = None) -> Landing:
+    def up(self, tensor: torch.Tensor, host: torch.Tensor, *behind: Landing) -> Landing:
         """Start copying ``host`` into ``tensor`` on the device, of the same dtype."""
-        return self._copy(self._up, tensor, host, behind or self.mark())
+        return self._copy(self._up, tensor, host, *(behind or (self.mark(),)))
 
-    def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor, behind: Landing) -> Landing:
+    def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor, *behind: Landing) -> Landing:
         with torch.inference_mode(False), torch.no_grad():
             if stream is None:
                 target.copy_(source)
                 return Landing()
-            behind.hold_back(stream)
+            for landing in behind:
+                landing.hold_back(stream)
             with torch.cuda.stream(stream):
                 target.copy_(source, non_blocking=True)
-            for tensor in (target, source):
-                if tensor.is_cuda:  # its memory must not be used again before
-                    tensor.record_stream(stream)
-            return Landing(stream.record_event(), self._device, (target, source))
+            on_device = [tensor for tensor in (target, source) if tensor.is_cuda]
+            for tensor in on_device:  # the allocator waits with its memory; it need not be kept for that
+                tensor.record_stream(stream)
+            on_host = [tensor for tensor in (target, source) if not tensor.is_cuda]
+            return Landing(stream.record_event(), self._device, on_host)
 
     @contextmanager
     def lane(self) -> Iterator[list[Landing]]:
@@ -121,6 +128,11 @@ class Copies:
         with torch.cuda.stream(self._step):
             yield
         self._step.synchronize()
+
+
+def driver() -> Any:
+    """Return the CUDA runtime of this process."""
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def _new_stream(device: torch.device) -> Any:

@@ -1,18 +1,25 @@
-"""Shards in host memory: page-locked where a CUDA device copies from it, of exactly the size that is asked for."""
+"""Shards in host memory: page-locked where a CUDA device copies from it, of the size that is asked for."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
 from collections import deque
-from typing import Any
 
 import torch
 
-from lightning_zero.storage.copies import Landing
+from lightning_zero.storage.copies import Landing, driver
+from lightning_zero.storage.pages import PAGE_BYTES
 from lightning_zero.storage.store import Accounts, Kind
 
 __all__ = ["HostStore", "StagingSlot"]
+
+_REASONS = {  # of the driver
+    1: "the memory is of a kind that cannot be locked",
+    2: "too little memory is left, or the limit of locked memory is too low: raise `ulimit -l`",
+    712: "something else has locked a part of it: a checkpoint or data loader that registers memory itself",
+    801: "the system does not support it",
+}
 
 
 class StagingSlot:
@@ -45,8 +52,8 @@ class StagingSlot:
 class HostStore(Accounts):
     """Tensors in host memory, with the bytes of each kind that are alive.
 
-    PyTorch's own pinned allocator rounds sizes up to powers of two; here a tensor takes the bytes it has. Where the
-    system refuses to lock pages, memory is pageable, which is said once.
+    PyTorch's own pinned allocator rounds sizes up to powers of two; here a tensor takes whole pages, which nothing else
+    lies in. Where pages cannot be locked, memory is pageable, which is said once.
 
     Args:
         pinned: Lock the pages. Needs a CUDA device.
@@ -82,7 +89,8 @@ class HostStore(Accounts):
         """Take back what ``create`` has made and nobody reads any more: locked memory is kept for the next one."""
         self.release(kind, tensor.nbytes)
         if tensor.data_ptr() in self._locked:
-            self._pool.setdefault(tensor.nbytes, []).append(self._locked[tensor.data_ptr()])
+            pages = self._locked[tensor.data_ptr()]
+            self._pool.setdefault(tensor.nbytes, []).append(pages[: tensor.nbytes])
 
     def need_staging(self, nbytes: int) -> None:
         """Make staging slots of at least ``nbytes`` from now on."""
@@ -101,20 +109,22 @@ class HostStore(Accounts):
         pool = self._pool.get(nbytes)
         if pool:
             return pool.pop()
-        tensor = torch.empty(nbytes, dtype=torch.uint8)
-        if self.is_pinned and nbytes:
-            self._pin(tensor)
-        return tensor
+        if not self.is_pinned or not nbytes:
+            return torch.empty(nbytes, dtype=torch.uint8)
+        pages = _whole_pages(nbytes)
+        self._pin(pages)
+        return pages[:nbytes]
 
-    def _pin(self, tensor: torch.Tensor) -> None:
-        code = _driver().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
-        if int(code) == 0:
-            self._locked[tensor.data_ptr()] = tensor
+    def _pin(self, pages: torch.Tensor) -> None:
+        code = int(driver().cudaHostRegister(pages.data_ptr(), pages.nbytes, 0))
+        if code == 0:
+            self._locked[pages.data_ptr()] = pages
             return
         self.is_pinned = False
         warnings.warn(
-            f"The system does not lock {tensor.nbytes} bytes of host memory (CUDA error {int(code)}); offloaded tensors"
-            " are in pageable memory, which makes copies slower. Raise the limit of locked memory (`ulimit -l`).",
+            f"{pages.nbytes} bytes of host memory could not be locked (CUDA error {code}:"
+            f" {_REASONS.get(code, 'see the list of CUDA errors')}); offloaded tensors are in pageable memory, which"
+            " makes copies slower.",
             stacklevel=2,
         )
 
@@ -128,9 +138,13 @@ class HostStore(Accounts):
 
 def _unlock(locked: dict[int, torch.Tensor]) -> None:
     for address in locked:
-        _driver().cudaHostUnregister(address)
+        driver().cudaHostUnregister(address)
     locked.clear()
 
 
-def _driver() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+def _whole_pages(nbytes: int) -> torch.Tensor:
+    """Return at least ``nbytes`` of memory, of pages that nothing else lies in: the driver locks pages."""
+    size = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+    memory = torch.empty(size + PAGE_BYTES, dtype=torch.uint8)
+    start = -memory.data_ptr() % PAGE_BYTES
+    return memory[start : start + size]

@@ -444,6 +444,76 @@ def changed_behind_the_step(trainer: Any, optimizer: Any, step: int) -> None:
     torch._foreach_mul_(grads, 0.5)
 
 
+def _kept(trainer: Any) -> list[Tensor]:
+    return [param.grad for param in _params(trainer) if param.grad is not None]
+
+
+def kept_and_changed_behind_the_step(trainer: Any, optimizer: Any, step: int) -> None:
+    _backward(trainer, step)
+    grads = _kept(trainer)
+    optimizer.step()
+    for grad in grads:
+        grad.mul_(-0.5)
+
+
+def states_changed_behind_the_step(trainer: Any, optimizer: Any, step: int) -> None:
+    _backward(trainer, step)
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    states = [value for value in states if torch.is_tensor(value) and value.dim()]
+    optimizer.step()
+    for value in states[::2]:
+        value.mul_(0.5)
+    for value in states[1::2]:
+        value.view(-1).mul_(0.5)
+
+
+def kept_over_a_backward(trainer: Any, optimizer: Any, step: int) -> None:
+    _backward(trainer, 2 * step)
+    grads = _kept(trainer)
+    _backward(trainer, 2 * step + 1)
+    for grad in grads:
+        grad.mul_(0.25)
+    _log(trainer, optimizer)
+
+
+def kept_over_zeros(trainer: Any, optimizer: Any, step: int) -> None:
+    _backward(trainer, 2 * step)
+    grads = _kept(trainer)
+    optimizer.zero_grad(set_to_none=False)
+    _backward(trainer, 2 * step + 1)
+    for grad in grads:
+        grad.mul_(0.25)
+
+
+def kept_clipped_and_edited(trainer: Any, optimizer: Any, step: int) -> None:
+    _backward(trainer, step)
+    grads = _kept(trainer)
+    with torch.no_grad():
+        token_loss(trainer.module, trainer.rank, step)
+    trainer.losses.append(trainer.clip_grad_norm(optimizer, 0.05))
+    for grad in grads:
+        grad.clamp_(-0.005, 0.005)
+
+
+def edited_between_micro_batches(trainer: Any, optimizer: Any, step: int) -> None:
+    for index in range(3):
+        with trainer.microbatch(last=index == 2):
+            _backward(trainer, 3 * step + index)
+        for param in _params(trainer):
+            if param.grad is not None:
+                param.grad *= 0.5
+    _log(trainer, optimizer)
+
+
+def a_group_is_taken_out(trainer: Any, optimizer: Any, step: int) -> None:
+    _backward(trainer, step)
+    if step == 0:
+        params = optimizer.param_groups[0]["params"]
+        optimizer.param_groups[0]["params"] = params[: len(params) // 2]
+    trainer.losses.append(trainer.clip_grad_norm(optimizer, 0.1))
+    trainer.losses += [torch.tensor(param.grad is None) for param in _params(trainer)]
+
+
 PROGRAMS: dict[str, Callable[[Any, Any, int], None]] = {
     one.__name__.replace("_", "-"): one
     for one in (
@@ -453,6 +523,8 @@ PROGRAMS: dict[str, Callable[[Any, Any, int], None]] = {
         written_in_the_window, pointed_elsewhere, saved_and_given_back, masked, ruled_by_shapes,
         assigned_zeros, assigned_behind_a_failed_backward, changed_behind_clipping, views_of_one_buffer,
         written_without_a_trace, one_for_two, made_in_inference_mode, changed_behind_the_step,
+        kept_and_changed_behind_the_step, states_changed_behind_the_step, kept_over_a_backward, kept_over_zeros,
+        kept_clipped_and_edited, edited_between_micro_batches, a_group_is_taken_out,
     )
 }  # fmt: skip
 
@@ -1016,6 +1088,49 @@ def test_what_was_assigned_is_refused_where_it_was_changed_twice_and_only_there(
     assert any("changed both" in one for errors in found for one in errors)
     assert worlds.run(_assigned_in_the_window, 2, "not-a-number") == [[], []]
     assert worlds.run(_assigned_in_the_window, 2, "rounded") == [[], []]
+
+
+def _assigned_and_outdated(rank: int, world: int, stage: int) -> str:
+    """Change what was assigned behind a backward that has added to it."""
+    module, engine, optimizer = _tiny(stage)
+    grads = [torch.ones_like(param) for param in TinyGPT(depth=1).parameters()]
+    _assign(list(module.parameters()), grads)
+    token_loss(module, rank, 0).backward()
+    grads[0].mul_(2.0)
+    return _refusal(optimizer.step)
+
+
+def _norm_of_waiting(rank: int, world: int, stage: int) -> str:
+    module, engine, optimizer = _tiny(stage)
+    with engine.microbatch(last=False):
+        token_loss(module, rank, 0).backward()
+    return _refusal(lambda: engine.clip_grad_norm(optimizer, 1.0))
+
+
+def _tiny(stage: int) -> tuple[Any, ZeroEngine, Any]:
+    engine = ZeroEngine(stage, units=["Block"], communication=Communication(timeout_s=5.0))
+    module = engine.shard(TinyGPT(depth=1))
+    return module, engine, engine.attach(torch.optim.SGD(module.parameters(), lr=0.1))
+
+
+def _refusal(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_was_assigned_and_does_not_show_a_later_backward_may_not_be_changed(stage: int) -> None:
+    for refusal in worlds.run(_assigned_and_outdated, 2, stage):
+        assert "was changed behind a backward that has added to the gradient" in refusal
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gradients_that_wait_are_not_clipped(stage: int) -> None:
+    for refusal in worlds.run(_norm_of_waiting, 2, stage):
+        assert "wait on every rank for the last micro-batch" in refusal
 
 
 def _changed_behind_a_forward(rank: int, world: int, stage: int, options: dict[str, Any]) -> list[float]:

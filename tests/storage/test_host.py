@@ -31,19 +31,21 @@ def test_memory_is_locked_at_its_size_and_unlocked_at_the_end(monkeypatch: pytes
         cudaHostRegister=lambda address, nbytes, flags: locked.__setitem__(address, nbytes) or 0,
         cudaHostUnregister=locked.pop,
     )
-    monkeypatch.setattr(host, "_driver", lambda: driver)
+    monkeypatch.setattr(host, "driver", lambda: driver)
     store = HostStore(pinned=True)
     kept = [store.create("optimizer", numel, torch.float32) for numel in (3, 5000, 0)]
-    assert sorted(locked.values()) == [12, 20_000]
+    assert [one.numel() for one in kept] == [3, 5000, 0]
+    assert sorted(locked.values()) == [4096, 20_480]
+    assert all(address % 4096 == 0 for address in locked)
     del kept
     store.close()
     assert locked == {}
 
 
 def test_pages_that_cannot_be_locked_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "_driver", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
+    monkeypatch.setattr(host, "driver", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
     store = HostStore(pinned=True)
-    with pytest.warns(UserWarning, match="does not lock 40 bytes of host memory .CUDA error 2.*ulimit"):
+    with pytest.warns(UserWarning, match="4096 bytes of host memory could not be locked .CUDA error 2: .*ulimit"):
         store.create("optimizer", 10, torch.float32)
     store.create("optimizer", 10, torch.float32)  # a second warning would be an error here
     assert not store.is_pinned
@@ -54,11 +56,17 @@ def test_locked_memory_that_is_given_back_is_used_again(monkeypatch: pytest.Monk
     driver = SimpleNamespace(
         cudaHostRegister=lambda address, nbytes, flags: calls.append(nbytes) or 0, cudaHostUnregister=lambda address: 0
     )
-    monkeypatch.setattr(host, "_driver", lambda: driver)
+    monkeypatch.setattr(host, "driver", lambda: driver)
     store = HostStore(pinned=True)
     for dtype in (torch.float32, torch.int32):  # every step, whatever the dtype
         gradient = store.create("gradients", 100, dtype)
         assert (gradient.dtype, store.live("gradients")) == (dtype, 400)
         store.give_back("gradients", gradient)
     store.create("gradients", 50, torch.float32)
-    assert (calls, store.live("gradients"), store.peak("gradients")) == ([400, 200], 200, 400)
+    assert (calls, store.live("gradients"), store.peak("gradients")) == ([4096, 4096], 200, 400)
+
+
+def test_memory_that_something_else_has_locked_is_told_from_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "driver", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 712))
+    with pytest.warns(UserWarning, match="CUDA error 712: something else has locked a part of it"):
+        HostStore(pinned=True).create("optimizer", 10, torch.float32)
