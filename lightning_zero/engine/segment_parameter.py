@@ -69,7 +69,7 @@ class SegmentParameter(ReducedParameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run what works on each element, refuse the rest by name, or leave it to the gradient beside it."""
-        if func not in QUESTION_FUNCTIONS and func not in _FILLS and not is_elementwise(func, args):
+        if func not in QUESTION_FUNCTIONS and func not in _FILLS and not is_elementwise(func, args, kwargs or {}):
             _refuse(next(leaf for leaf in _tensors(args, kwargs) if has_class(leaf, SegmentParameter)), func)
         if any(not issubclass(one, SegmentParameter) for one in types):
             return NotImplemented

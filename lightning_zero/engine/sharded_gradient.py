@@ -128,7 +128,7 @@ class ShardedGradient(torch.Tensor):
             return _set_items(args[0], *args[1:])
         if name in RANDOM and isinstance(args[0], ShardedGradient) and type(args[0]).cut is not None:
             return draw(func, args[0], *args[1:], **kwargs)
-        if is_elementwise(func, args):
+        if is_elementwise(func, args, kwargs):
             if name not in _QUESTIONS and not name.startswith("."):
                 args, kwargs = cut_all(name, args, kwargs)
             if any(getattr(kind, "sleeps", False) for kind in types):
@@ -342,11 +342,14 @@ def _finished(gradient: torch.Tensor, order: float, communicator: Communicator) 
     return norm_over_ranks([values], order, over).to(gradient.dtype)
 
 
-def is_elementwise(func: Callable[..., Any], args: Sequence[Any]) -> bool:
+def is_elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Say whether a function works on each element alone, or is an attribute, so that it is right on a segment."""
     name = operation_of(func)
-    is_reduction = name.removeprefix("_foreach_") in _EXTREMA and not (len(args) > 1 and torch.is_tensor(args[1]))
-    return _is_elementwise(name) and not is_reduction
+    if name.removeprefix("_foreach_") in _EXTREMA:
+        return torch.is_tensor(args[1] if len(args) > 1 else kwargs.get("other"))
+    if name == "where" and len(args) + len(kwargs) == 1:  # `nonzero`
+        return False
+    return _is_elementwise(name)
 
 
 @cache
@@ -358,7 +361,8 @@ def _is_elementwise(name: str) -> bool:
         base = _OPERATORS.get(operator[2], operator[2])
         name = base + "_" if operator[1] == "i" else base
     name = name.removeprefix("_foreach_")
-    packet = getattr(torch.ops.aten, name, None)
-    if packet is None:
+    packet: Any = getattr(torch.ops.aten, name, None)
+    if not hasattr(packet, "overloads"):
         return False
-    return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
+    tags = {tag for overload in packet.overloads() for tag in getattr(packet, overload).tags}
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags  # noise is one for the whole
