@@ -217,6 +217,20 @@ def test_any_chunks_give_the_same_result(chunk_tokens: int | None, dtype: str) -
         torch.testing.assert_close(one, other, rtol=rtol, atol=rtol * other.abs().max().item())
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_sums_over_many_chunks_are_rounded_once(dtype: str) -> None:
+    """In 16 bits a sum over 64 chunks has several times the error of one chunk: Note [Sums over chunks]."""
+    x, weight, _, bias = _inputs(1024, 16, 50, DTYPES[dtype], torch.Generator().manual_seed(0))
+    target = torch.randint(50, (1024,), generator=torch.Generator().manual_seed(0))
+    _, _, *exact = _with_gradients(_plain, x.double(), weight.double(), target, bias.double())
+    errors = []
+    for chunk_tokens in (1024, 16):
+        _, _, *found = _with_gradients(linear_cross_entropy, x, weight, target, bias, chunk_tokens=chunk_tokens)
+        errors.append([(one.double() - other).norm().item() for one, other in zip(found, exact, strict=True)])
+    for whole, parts in zip(*errors, strict=True):
+        assert parts < 1.2 * whole
+
+
 @pytest.mark.parametrize("scale", [0.25, 3.0])
 def test_gradient_of_the_loss_reaches_all_gradients(scale: float) -> None:
     x, weight, target, bias = _inputs(20, 8, 30, torch.float32, torch.Generator().manual_seed(0))
