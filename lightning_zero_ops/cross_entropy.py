@@ -493,7 +493,7 @@ def linear_cross_entropy(
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    x = x.reshape(-1, x.shape[-1]).contiguous()
+    x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
     inputs = (x, weight.contiguous(), None if bias is None else bias.contiguous())
     # Inside of a transform a tensor does not say whether one outside requires a gradient.
     is_needed = is_transformed()

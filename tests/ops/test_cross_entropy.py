@@ -387,6 +387,13 @@ def test_no_tokens_at_all_give_what_pytorch_gives(reduction: Any) -> None:
     assert torch.equal(weight.grad, torch.zeros_like(weight))  # type: ignore[arg-type]
 
 
+def test_hidden_states_of_no_elements_give_what_pytorch_gives() -> None:
+    x, weight, bias, target = torch.randn(3, 0), torch.randn(5, 0), torch.randn(5), torch.arange(3)
+    results = [_with_gradients(function, x, weight, target, bias) for function in (linear_cross_entropy, _plain)]
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_leading_dimensions_are_tokens() -> None:
     x, weight, target, _ = _inputs(20, 8, 30, torch.float32, torch.Generator().manual_seed(0))
     found = linear_cross_entropy(x.view(4, 5, 8), weight, target.view(4, 5))
