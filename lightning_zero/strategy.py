@@ -45,7 +45,7 @@ from lightning_zero.precision import LossScale, LossScaler, ZeroPrecision, ZeroS
 from lightning_zero.processes import ProcessHooks
 from lightning_zero.refusals import refuse_options
 from lightning_zero.signals import Signals
-from lightning_zero.uneven import UnevenEvaluation
+from lightning_zero.uneven import UnevenEvaluation, agree_on_last_step
 
 __all__ = ["ZeroStrategy", "register_strategies"]
 
@@ -437,6 +437,11 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
 
     # -- Steps -----------------------------------------------------------------------------------------------------
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Agree on a step of fewer micro-batches. Collective at the end of an epoch: all ranks."""
+        if self.stage < 2 and self.world_size > 1:
+            agree_on_last_step(self.engine, self._sharded_module.trainer)
+
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run ``LightningModule.training_step`` with the parameters it needs."""
         if self._steps is not None:
@@ -472,11 +477,18 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Run the step; choose the policy of activation checkpointing when the first ones have been made."""
+        if self.stage >= 2 and self.world_size > 1:
+            closure = partial(self._backward_of_step, closure)
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._forecast is not None and self._forecast.policy is None:
             line = self._forecast.settle(self._largest)
             if line is not None:
                 rank_zero_info(line)
+        return output
+
+    def _backward_of_step(self, closure: Callable[[], T]) -> T:
+        output = closure()
+        agree_on_last_step(self.engine, self._sharded_module.trainer)
         return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

@@ -1,4 +1,4 @@
-"""Evaluation with loaders that give the ranks different numbers of batches, as under DDP.
+"""Loaders that give the ranks different numbers of batches: evaluated as under DDP, refused in training.
 
 Note [Who has no batch serves]
     At stage 3 a forward needs all ranks. So where the numbers of batches may differ, each rank tells the others before
@@ -9,6 +9,12 @@ Note [Who has no batch serves]
 
     A step that fetches its batches itself (`dataloader_iter`) may find none, behind having told that it has one: then
     it is an empty step.
+
+Note [A last batch that steps]
+    Lightning steps behind the last batch of a rank, also where micro-batches are missing, and the step would wait for
+    ranks that go on accumulating. So the ranks agree on such a step: in front of the batch, or behind its backward
+    where the others reduce in each of theirs. A rank that has more batches comes to the agreement on signals instead,
+    and both are told at once.
 """
 
 from __future__ import annotations
@@ -25,12 +31,26 @@ from torch.utils.data import IterableDataset
 from lightning_zero.engine.agreement import digest_of
 from lightning_zero.engine.engine import ZeroEngine
 
-__all__ = ["UnevenEvaluation"]
+__all__ = ["UnevenEvaluation", "agree_on_last_step"]
 
 T = TypeVar("T")
 
 _LARGEST = 2**32 - 1  # number in an agreement
 _HAD_ONE, _HAD_NONE, _HAS_ONE = range(3)  # batches of a loader; the highest of all ranks counts
+
+
+def agree_on_last_step(engine: ZeroEngine, trainer: pl.Trainer) -> None:
+    """Require all ranks to step behind this training batch, if it is the last and micro-batches are missing.
+
+    Collective then: all ranks.
+
+    Raises:
+        CollectiveError: Another rank has more batches.
+    """
+    batches = trainer.fit_loop.epoch_loop
+    if not batches._accumulated_batches_reached() and batches._num_ready_batches_reached():
+        number = batches.batch_progress.current.ready
+        engine.everyone.any_is(False, f"agreement on a step of fewer micro-batches (batch {number} is the last)")
 
 
 class UnevenEvaluation:

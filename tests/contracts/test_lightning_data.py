@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
 from lightning_zero.errors import CollectiveError
+from lightning_zero.strategy import ZeroStrategy
 from tests.lightning_programs import WORLD, Net, data, loader, seeded, trainer
+from tests.sampling import sample
 from tests.worlds import run
 
 # -- Data and logging --------------------------------------------------------------------------------------------------
@@ -288,6 +291,29 @@ def _uneven_training(rank: int, world: int) -> str:
 def test_ranks_with_different_numbers_of_training_batches_say_so() -> None:
     for text in run(_uneven_training, WORLD, timeout_s=20):
         assert "Ranks with different numbers of training batches meet like this" in text
+
+
+def _uneven_accumulation(rank: int, world: int, stage: int, is_sized: bool) -> str:
+    strategy = ZeroStrategy(stage=stage, timeout=15)
+    fitted = trainer(rank, world, strategy, max_epochs=1, accumulate_grad_batches=2)
+    number = (3, 5)[rank]
+    batches = loader(0, 1, size=4 * number) if is_sized else DataLoader(Uneven(number), batch_size=1)
+    started = time.monotonic()
+    with pytest.raises(CollectiveError) as raised:
+        fitted.fit(Net(), batches)
+    assert time.monotonic() - started < 12, str(raised.value)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("is_sized", [False, True], ids=["iterable", "sized"])
+@pytest.mark.parametrize("stage", sample([0, 1, 2, 3], 2))
+def test_accumulating_ranks_with_different_numbers_of_training_batches_say_so_at_once(
+    stage: int, is_sized: bool
+) -> None:
+    first, second = run(_uneven_accumulation, WORLD, stage, is_sized, timeout_s=40)
+    assert "rank 1 came for the agreement on signals" in first
+    assert "rank 0 came for the agreement on a step of fewer micro-batches (batch 3 is the last)" in second
+    assert "Ranks with different numbers of training batches meet like this" in second
 
 
 # -- Monitors of Lightning ---------------------------------------------------------------------------------------------
