@@ -180,7 +180,10 @@ class BufferWindow:
         return kept if is_same else None
 
     def _as_shown(self, index: int, segment: torch.Tensor) -> torch.Tensor:
-        return segment.as_subclass(self._class_of(index)) if self._buffer.sharding.optim else segment
+        shown = segment.detach()  # no view to autograd, so that it can be detached in place
+        if self._buffer.sharding.optim:
+            shown.__class__ = self._class_of(index)
+        return shown
 
     def _class_of(self, index: int) -> type[ShardedGradient]:
         if index not in self._classes:

@@ -208,6 +208,17 @@ def zeroed_in_place(trainer: Any, optimizer: Any, step: int) -> None:
     _log(trainer, optimizer)
 
 
+def zeroed_as_of_old(trainer: Any, optimizer: Any, step: int) -> None:
+    """As ``zero_grad`` did once: also an autograd view could not be detached in place."""
+    _backward(trainer, 2 * step)
+    for param in _params(trainer):
+        if param.grad is not None:
+            param.grad.detach_()
+            param.grad.zero_()
+    _backward(trainer, 2 * step + 1)
+    _log(trainer, optimizer)
+
+
 def several_micro_batches(trainer: Any, optimizer: Any, step: int) -> None:
     params = _params(trainer)
     params[0].grad = _noise(step)[0]
@@ -519,7 +530,7 @@ PROGRAMS: dict[str, Callable[[Any, Any, int], None]] = {
     for one in (
         autograd_grad, evolution, assigned_and_clipped, some_are_assigned, assigned_in_the_window, halved,
         edited_in_place, backward_adds_to_what_was_assigned, read_before_the_backward, accumulated_after_an_edit,
-        scaled_and_accumulated, zeroed_in_place, several_micro_batches,
+        scaled_and_accumulated, zeroed_in_place, zeroed_as_of_old, several_micro_batches,
         written_in_the_window, pointed_elsewhere, saved_and_given_back, masked, ruled_by_shapes,
         assigned_zeros, assigned_behind_a_failed_backward, changed_behind_clipping, views_of_one_buffer,
         written_without_a_trace, one_for_two, made_in_inference_mode, changed_behind_the_step,
