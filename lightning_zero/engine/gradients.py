@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.config import Sharding
-from lightning_zero.engine.assigned import Digest, Source
+from lightning_zero.engine.assigned import Source
 from lightning_zero.engine.own_range import OwnRange
 from lightning_zero.engine.parameter import (
     ReducedParameter,
@@ -388,7 +388,7 @@ class BufferGradients:
         for index, (brought, version) in self._brought.items():
             tensor = brought()
             if tensor is not None:
-                self.outdated[index] = Source(tensor, version, Digest.of(tensor))
+                self.outdated[index] = Source.of(tensor)._replace(version=version)
         self._brought.clear()
         self.outdated = {index: source for index, source in self.outdated.items() if source.is_held}
         self.used.clear()
