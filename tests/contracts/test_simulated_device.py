@@ -43,7 +43,7 @@ class _Training:
     """An engine, its optimizer, and what was seen of them."""
 
     def __init__(self, device: str, precision: MixedPrecision | None, **options: Any) -> None:
-        torch.manual_seed(0)
+        torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)  # rank 0's values count
         self.device = device
         self.precision = precision
         module = TinyGPT(depth=2).to(device)
@@ -139,7 +139,8 @@ class _Run(NamedTuple):
 
 def _trained(case: str, eager: tuple[str, ...], deaf_to: str | None = None) -> _Run:
     program, placement, precision = _split(case)
-    with SimulatedDevice(eager, deaf_to) as device:
+    with warnings.catch_warnings(), SimulatedDevice(eager, deaf_to) as device:
+        warnings.filterwarnings("error", "Parameter .* computes in 16 bits")
         one = _Training("cuda", PRECISIONS[precision], **PLACEMENTS[placement])
         for step in range(4):
             device.waits.clear()
@@ -313,7 +314,31 @@ def test_bytes_on_the_device_are_those_of_the_accounts(case: str) -> None:
 
 # -- Mutants: each order, not heard ------------------------------------------------------------------------------------
 
-ORDERS: dict[str, str] = {}
+ORDERS: dict[str, str] = {  # and a case that shows it
+    "record_stream: engine/gradients.py _send_home": "accumulated-stage2-cpu-fp32",
+    "record_stream: engine/original.py ask": "plain-stage1-bf16",
+    "synchronize: engine/buffer.py await_uploads": "validated-stage3-cpu-params-fp32",
+    "synchronize: engine/gradients.py reduced": "accumulated-stage2-cpu-fp32",
+    "synchronize: engine/streamed.py step_streamed": "accumulated-stage3-streamed-fp32",
+    "synchronize: storage/host.py wait": "accumulated-stage3-cpu-fp32",
+    "wait of a collective: engine/buffer.py _fill": "plain-stage0-fp32",
+    "wait of a collective: engine/buffer.py show_original": "gathered-stage1-bf16",
+    "wait of a collective: engine/optimizer.py _publish": "accumulated-stage1-fp32",
+    "wait of a collective: engine/reduction.py _drain": "accumulated-stage0-deferred-fp32",
+    "wait of a collective: engine/reduction.py _settle": "accumulated-stage0-deferred-fp32",
+    "wait of a collective: engine/sharded_gradient.py over_ranks": "clipped-stage1-deferred-fp32",
+    "wait of a collective: engine/unit.py wait": "accumulated-stage1-deferred-fp32",
+    "wait of a collective: engine/whole.py _whole": "accumulated-stage1-deferred-fp32",
+    "wait_event: engine/buffer.py _gather_into": "accumulated-stage3-cpu-params-bf16",
+    "wait_event: engine/gradients.py _fetch_earlier": "accumulated-stage2-cpu-fp32",
+    "wait_event: engine/gradients.py _send_home": "accumulated-stage2-cpu-fp32",
+    "wait_event: engine/gradients.py _add_to_earlier": "accumulated-stage2-cpu-fp32",
+}
+# Where this is asked for, the device waits for the copy before the memory is given back, whatever the program does.
+REDUNDANT = {
+    "record_stream: engine/gradients.py _fetch_earlier",
+    "record_stream: engine/rounding.py _send",
+}
 
 
 def _cases_by_order(rank: int, world: int) -> dict[str, list[str]]:
@@ -328,10 +353,18 @@ def _cases_by_order(rank: int, world: int) -> dict[str, list[str]]:
 @pytest.mark.slow
 def test_no_order_that_the_package_asks_for_is_without_a_mutant() -> None:
     found = worlds.run(_cases_by_order, 2, timeout_s=600)
-    assert [set(one) for one in found] == [set(ORDERS)] * 2
+    assert [set(one) for one in found] == [set(ORDERS) | REDUNDANT] * 2
 
 
-@pytest.mark.parametrize("order", sample(ORDERS))
+@pytest.mark.parametrize(
+    "order",
+    sample(
+        ORDERS,
+        "record_stream: engine/gradients.py _send_home",
+        "wait of a collective: engine/unit.py wait",
+        "wait_event: engine/gradients.py _add_to_earlier",
+    ),
+)
 def test_an_order_that_is_not_heard_is_missed(order: str) -> None:
     try:
         found = worlds.run(_late_differences, 2, ORDERS[order], order)
