@@ -116,6 +116,7 @@ class _Event:
     def __init__(self, stream: _Stream, number: int) -> None:
         self._stream = stream
         self._number = number
+        self._is_asked = False
 
     def run(self) -> None:
         self._stream.run_to(self._number)
@@ -132,6 +133,10 @@ class _Event:
         self.run()
 
     def query(self) -> bool:
+        """Say whether it is done; somebody who asks for the second time has waited long enough."""
+        if self._is_asked:
+            self.run()
+        self._is_asked = True
         return self.is_done
 
 

@@ -331,9 +331,15 @@ ORDERS: dict[str, str] = {  # and a case that shows it
     "wait of a collective: engine/whole.py _whole": "accumulated-stage1-deferred-fp32",
     "wait_event: engine/buffer.py _gather_into": "accumulated-stage3-cpu-params-bf16",
     "wait_event: engine/gradients.py _fetch_earlier": "accumulated-stage2-cpu-fp32",
+    "wait_event: engine/unit.py wait": "plain-stage3-params-fp32",
+    "wait_event: engine/original.py ask": "plain-stage1-bf16",
+    "wait_event: engine/rounding.py _send": "validated-stage3-cpu-now-fp32",
+    "wait_event: engine/rounding.py land": "accumulated-stage3-cpu-fp32",
+    "wait_event: engine/streamed.py step_streamed": "validated-stage3-streamed-fp32",
     "wait_event: engine/gradients.py _send_home": "accumulated-stage2-cpu-fp32",
     "wait_event: engine/gradients.py _add_to_earlier": "accumulated-stage2-cpu-fp32",
 }
+ALONE = {"wait_event: engine/unit.py wait"}  # among several ranks the wait for the gather is one for the copy
 # Where this is asked for, the device waits for the copy before the memory is given back, whatever the program does.
 REDUNDANT = {
     "record_stream: engine/gradients.py _fetch_earlier",
@@ -367,7 +373,7 @@ def test_no_order_that_the_package_asks_for_is_without_a_mutant() -> None:
 )
 def test_an_order_that_is_not_heard_is_missed(order: str) -> None:
     try:
-        found = worlds.run(_late_differences, 2, ORDERS[order], order)
+        found = worlds.run(_late_differences, 1 if order in ALONE else 2, ORDERS[order], order)
     except Exception:  # what is not a number trips somebody on the way
         return
     assert any(found)
