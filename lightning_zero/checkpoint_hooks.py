@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -285,11 +285,7 @@ class CheckpointHooks(ParallelStrategy):
             checkpoint = directory.load(self._engine, checkpoint_path, weights_only=weights_only)
         else:
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        if "pytorch-lightning_version" not in checkpoint:
-            raise ValueError(
-                f"`{checkpoint_path}` is no checkpoint of a Trainer: it has the keys {_some(checkpoint)}, and no"
-                " `pytorch-lightning_version`. `lightning_zero.load_pretrained(module, path)` loads weights alone."
-            )
+        directory.check_is_trainers(checkpoint, checkpoint_path)
         if PARAMETER_NAMES in checkpoint:
             checkpoint[MODEL_NAMES] = list(checkpoint["state_dict"])
         self._take_own_states(checkpoint)
@@ -440,11 +436,6 @@ def _leaves_with_success() -> bool:
     while error is not None and not isinstance(error, SystemExit):
         error = error.__context__
     return error is not None and error.code in (None, 0)
-
-
-def _some(names: Iterable[Any]) -> str:
-    found = [f"`{name}`" for name in names]
-    return ", ".join(found[:5]) + (", …" if len(found) > 5 else "")
 
 
 def _has_protocol(path: _PATH) -> bool:

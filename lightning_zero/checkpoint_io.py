@@ -89,8 +89,13 @@ def load_from_checkpoint(
         )
     strictness = {"strict": strict} if issubclass(module_class, LightningModule) else {}
     if not Path(path).is_dir():
-        if "://" not in str(path) and "state_dict" not in torchfile.load(Path(path), weights_only):
-            raise ValueError(f"`{path}` is no checkpoint of a Trainer: it has no `state_dict`. {torchfile.EXPECTED}")
+        if "://" not in str(path):
+            content = torchfile.load(Path(path), weights_only)
+            if "state_dict" not in content:
+                raise ValueError(
+                    f"`{path}` is no checkpoint of a Trainer: it has no `state_dict`. {torchfile.EXPECTED}"
+                )
+            directory.check_is_trainers(content, path)
         read: Callable[..., M] = cast(Any, module_class).load_from_checkpoint
         return read(path, map_location, hparams_file, weights_only=weights_only, **strictness, **kwargs)
     if not isinstance(map_location, torch.device | str | int | None):
@@ -98,7 +103,9 @@ def load_from_checkpoint(
             f"`map_location={map_location!r}` is not a device. The tensors of a directory are read into host memory, so"
             " give the module's device, such as 'cuda:0', or leave it out."
         )
-    checkpoint, _ = migrate_checkpoint(directory.load(None, path, weights_only))
+    checkpoint = directory.load(None, path, weights_only)
+    directory.check_is_trainers(checkpoint, path)
+    checkpoint, _ = migrate_checkpoint(checkpoint)
     key = module_class.CHECKPOINT_HYPER_PARAMS_KEY
     saved = checkpoint.get(key, {}) if hparams_file is None else _read_hparams(Path(hparams_file))
     checkpoint[key] = {**saved, **kwargs}

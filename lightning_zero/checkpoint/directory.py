@@ -21,7 +21,7 @@ import pickle
 import shutil
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,7 +59,18 @@ from lightning_zero.checkpoint.stored import StoredTensor, StoredTensors
 if TYPE_CHECKING:
     from lightning_zero.engine.engine import ZeroEngine
 
-__all__ = ["FORMAT_VERSION", "Prepared", "gather_full", "load", "prepare", "remove", "save", "write", "write_file"]
+__all__ = [
+    "FORMAT_VERSION",
+    "Prepared",
+    "check_is_trainers",
+    "gather_full",
+    "load",
+    "prepare",
+    "remove",
+    "save",
+    "write",
+    "write_file",
+]
 
 FORMAT_VERSION = 1
 FORMAT = "format.json"
@@ -364,6 +375,24 @@ def load(engine: ZeroEngine | None, path: str | os.PathLike[str], weights_only: 
     source = local_path(ranks.from_first(os.fspath(path)))
     with ranks.agree(f"Loading `{source}`"):
         return _read(source, weights_only, ranks.rank, ranks.world_size)
+
+
+def check_is_trainers(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Refuse a dictionary that no Trainer has saved.
+
+    Raises:
+        ValueError: It has no version of Lightning.
+    """
+    if "pytorch-lightning_version" not in checkpoint:
+        raise ValueError(
+            f"`{os.fspath(path)}` is no checkpoint of a Trainer: it has the keys {_some(checkpoint)}, and no"
+            " `pytorch-lightning_version`. `lightning_zero.load_pretrained(module, path)` loads weights alone."
+        )
+
+
+def _some(names: Iterable[Any]) -> str:
+    found = [f"`{name}`" for name in names]
+    return ", ".join(found[:5]) + (", …" if len(found) > 5 else "")
 
 
 def _read(path: Path, weights_only: bool | None, rank: int, world_size: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import io
 import operator
+import pickle
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,7 +45,7 @@ class StoredTensors:
         self.reader = reader or BlockReader(directory)
         self.metadata: Metadata = read_index(self.reader.read(METADATA), directory / METADATA, weights_only)
         # chunk of a tensor, or object -> file and byte range
-        self._places: dict[MetadataIndex, Any] = self.metadata.storage_data
+        self._places: dict[MetadataIndex, Any] = self.metadata.storage_data or {}
         self._chunks: dict[MetadataIndex, _Chunk] = {}  # those whose header was read
 
     def keys(self) -> Iterator[str]:
@@ -95,7 +96,7 @@ class StoredTensors:
                 item = dataclasses.replace(item, dest_index=dataclasses.replace(item.dest_index, index=number))
                 requests.setdefault(item.storage_index, []).append(item)
         for index in sorted(requests, key=lambda index: self._range(index)):
-            with _names(index):
+            with self._names(index):
                 chunk = self._chunk(index)
                 for item in requests[index]:
                     view = views[item.dest_index.index or 0][item.dest_index.offset]
@@ -156,18 +157,33 @@ class StoredTensors:
         return place.relative_path, place.offset, place.length
 
     def _load(self, index: MetadataIndex, *, weights_only: bool | None) -> Any:
-        with _names(index):
+        with self._names(index):
             content = io.BytesIO(self.reader.read(*self._range(index)))
-        return torch.load(content, map_location="cpu", weights_only=weights_only)
+            return torch.load(content, map_location="cpu", weights_only=weights_only)
 
+    @contextlib.contextmanager
+    def _names(self, index: MetadataIndex) -> Iterator[None]:
+        """Let every error of the files say which tensor or object it is about, and where it lies.
 
-@contextlib.contextmanager
-def _names(index: MetadataIndex) -> Iterator[None]:
-    """Add to an error of the files which tensor or object it is about."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise type(error)(f"{error} It holds `{index.fqn}`.") from error
+        Raises:
+            ValueError: It is damaged.
+            pickle.UnpicklingError: It is damaged, or names something that could run code.
+            OSError: It could not be read.
+        """
+        holds = f"It holds `{index.fqn}`."
+        try:
+            yield
+        except MemoryError:
+            raise
+        except OSError as error:
+            raise type(error)(f"{error} {holds}") from error
+        except Exception as error:  # a damaged file raises anything
+            if type(error) is ValueError and str(self.directory) in str(error):
+                raise ValueError(f"{error} {holds}") from error
+            path = self.directory / str(getattr(self._places.get(index), "relative_path", METADATA))
+            if isinstance(error, pickle.UnpicklingError):
+                raise pickle.UnpicklingError(f"`{path}` is damaged or could run code. {holds} {error}") from error
+            raise ValueError(f"`{path}` is damaged. {holds} {EARLIER} ({type(error).__name__}: {error})") from error
 
 
 class _Chunk:

@@ -14,6 +14,8 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata
 
+from lightning_zero.checkpoint.checksums import EARLIER
+
 __all__ = ["load_deepspeed", "read_index"]
 
 
@@ -42,7 +44,42 @@ def read_index(content: bytes | bytearray, path: Path, weights_only: bool | None
         raise ValueError(f"`{path}` is damaged or no index: {type(error).__name__}: {error}") from error
     if not isinstance(index, Metadata):
         raise ValueError(f"`{path}` is no index of a checkpoint: it holds a `{type(index).__name__}`.")
+    try:
+        is_sound = _is_sound(index)
+    except (AttributeError, TypeError):
+        is_sound = False
+    if not is_sound:
+        raise ValueError(f"`{path}` is damaged: a part of the index is not what it must be. {EARLIER}")
     return index
+
+
+def _is_sound(index: Metadata) -> bool:
+    """Say whether the parts of an index that are used have their types: a damaged pickle has anything there."""
+    places, paths = (index.storage_data or {}).values(), (index.planner_data or {}).values()
+    return (
+        all(isinstance(key, str) and _is_sound_entry(entry) for key, entry in index.state_dict_metadata.items())
+        and all(isinstance(place.relative_path, str) and _are_sizes(place.offset, place.length) for place in places)
+        and all(isinstance(path, tuple) for path in paths)
+    )
+
+
+def _is_sound_entry(entry: Any) -> bool:
+    if not isinstance(entry, metadata.TensorStorageMetadata):
+        return isinstance(entry, metadata.BytesStorageMetadata)
+    return (
+        isinstance(entry.properties.dtype, torch.dtype)
+        and isinstance(entry.size, tuple)
+        and _are_sizes(*entry.size)
+        and all(
+            len(numbers) == len(entry.size) and all(isinstance(number, int) for number in numbers)
+            for chunk in entry.chunks
+            for numbers in (chunk.offsets, chunk.sizes)
+        )
+    )
+
+
+def _are_sizes(*numbers: Any) -> bool:
+    return all(isinstance(number, int) and number >= 0 for number in numbers)
 
 
 def _memory_format(enum: Any, name: str) -> Any:

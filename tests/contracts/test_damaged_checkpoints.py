@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_zero.checkpoint import directory, state
+from lightning_zero.checkpoint_io import load_from_checkpoint
 from lightning_zero.engine.engine import ZeroEngine
 from tests import worlds
 from tests.checkpoint import programs
@@ -202,3 +205,94 @@ def test_a_shard_that_the_sums_do_not_list_is_not_read(saved: Path) -> None:
     shutil.copy(saved / "__1_0.distcp", saved / "__2_0.distcp")
     with pytest.raises(ValueError, match=r"`.*__2_0.distcp` is of another checkpoint"):
         directory.BlockReader(saved).read("__2_0.distcp")
+
+
+# -- Without sums, as other tools write directories --------------------------------------------------------------------
+
+
+class _Module(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+
+def _without_sums(path: Path) -> Path:
+    model = _Module()
+    optimizer = {"state": {"linear.bias": {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": ["linear.bias"]}]}
+    content = {"state_dict": model.state_dict(), "optimizer_states": [optimizer], "pytorch-lightning_version": "2.6.0"}
+    directory.save(None, content, path, full=False)
+    (path / "checksums").unlink()
+    (path / "format.json").unlink()
+    return path
+
+
+def _read_all(path: Path) -> None:
+    checkpoint = directory.load(None, path)
+    for value in tree_leaves(checkpoint):
+        if isinstance(value, torch.Tensor):
+            value.clone()
+    load_from_checkpoint(_Module, path)
+
+
+def _damage(path: Path, trial: int) -> str:
+    chosen = random.Random(trial)
+    file = chosen.choice([path / ".metadata", path / ".metadata", *sorted(path.glob("*"))])
+    content = bytearray(file.read_bytes())
+    place = chosen.randrange(len(content))
+    how = chosen.choice(["flip", "flip", "byte", "cut", "zero", "grow", "remove"])
+    if how == "flip":
+        content[place] ^= 1 << chosen.randrange(8)
+    elif how == "byte":
+        content[place] = chosen.randrange(256)
+    elif how == "cut":
+        del content[place:]
+    elif how == "zero":
+        content[place : place + 512] = bytes(len(content[place : place + 512]))
+    elif how == "grow":
+        content += bytes(64)
+    if how in ("flip", "byte") and content[place] == pickle.LONG_BINPUT[0]:
+        content[place] = 0  # else the unpickler may make room for billions of objects
+    file.write_bytes(content)
+    if how == "remove":
+        file.unlink()
+    return f"trial {trial}: {how} of {file.name} at {place}"
+
+
+def _damage_without_sums(tmp_path: Path, trials: range) -> None:
+    whole, path = _without_sums(tmp_path / "whole"), tmp_path / "damaged.ckpt"
+    _read_all(whole)
+    unnamed = []
+    for trial in trials:
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(whole, path)
+        what = _damage(path, trial)
+        try:
+            _read_all(path)
+        except (ValueError, FileNotFoundError, pickle.UnpicklingError, RuntimeError) as error:
+            said = "\n".join([str(error), *getattr(error, "__notes__", [])])
+            is_named = type(error) is not RuntimeError and str(path) in said
+            # names and shapes that are those of no parameter here
+            is_of_another_model = "loading state_dict for _Module" in said
+            if not (is_named or is_of_another_model):
+                unnamed.append(f"{what}: {type(error).__name__}: {said}")
+        except Exception as error:
+            unnamed.append(f"{what}: {type(error).__name__}: {error}")
+    assert not unnamed, "\n".join(unnamed)
+
+
+def test_damage_without_sums_is_named_or_not_noticed(tmp_path: Path) -> None:
+    _damage_without_sums(tmp_path, range(150))
+
+
+@pytest.mark.slow
+def test_much_damage_without_sums_is_named_or_not_noticed(tmp_path: Path) -> None:
+    _damage_without_sums(tmp_path, range(150, 2000))
+
+
+def test_a_directory_that_no_trainer_saved_is_named(tmp_path: Path) -> None:
+    path = _without_sums(tmp_path / "saved")
+    (path / "meta.pt").unlink()
+    for weights in (path, tmp_path / "file.pt"):
+        torch.save({"state_dict": _Module().state_dict()}, tmp_path / "file.pt")
+        with pytest.raises(ValueError, match=f"`{weights}` is no checkpoint of a Trainer.*load_pretrained"):
+            load_from_checkpoint(_Module, weights)
