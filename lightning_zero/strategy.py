@@ -45,7 +45,7 @@ from lightning_zero.precision import LossScale, LossScaler, ZeroPrecision, ZeroS
 from lightning_zero.processes import ProcessHooks
 from lightning_zero.refusals import refuse_options
 from lightning_zero.signals import Signals
-from lightning_zero.uneven import UnevenEvaluation, agree_on_last_step
+from lightning_zero.uneven import UnevenEvaluation, agree_on_last_step, skip_together
 
 __all__ = ["ZeroStrategy", "register_strategies"]
 
@@ -262,6 +262,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self.setup_precision_plugin()
         self.model_to_device()
         Signals(trainer, self.engine.everyone.agree_on, self._saves_wait).bind()
+        if self._steps is None and self.world_size > 1:
+            skip_together(self.engine, trainer)
         self._begin_saving(trainer)
         self._announce()
 

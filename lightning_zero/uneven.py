@@ -5,7 +5,8 @@ Note [Who has no batch serves]
     every batch that it has one. A rank that has come to the end of a loader takes part in the steps of the others, with
     empty steps of its own, until nobody has a batch. Then they reduce what was logged. All ranks end all loaders, one
     after the other: a rank for which a loader is empty ends it like the others, though Lightning shows it nothing of
-    it. Loaders of one known length need none of this.
+    it. Loaders of one known length need none of this. Lightning skips an evaluation on a rank whose loaders are all of
+    length 0; here it is skipped if they are so on every rank.
 
     A step that fetches its batches itself (`dataloader_iter`) may find none, behind having told that it has one: then
     it is an empty step.
@@ -25,13 +26,15 @@ from functools import partial
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import IterableDataset
 
 from lightning_zero.engine.agreement import digest_of
 from lightning_zero.engine.engine import ZeroEngine
 
-__all__ = ["UnevenEvaluation", "agree_on_last_step"]
+__all__ = ["UnevenEvaluation", "agree_on_last_step", "skip_together"]
 
 T = TypeVar("T")
 
@@ -53,6 +56,46 @@ def agree_on_last_step(engine: ZeroEngine, trainer: pl.Trainer) -> None:
         engine.everyone.any_is(False, f"agreement on a step of fewer micro-batches (batch {number} is the last)")
 
 
+class _SkipsTogether:
+    """Says of a loop that it is skipped if it is skipped on every rank."""
+
+    is_skipped_everywhere = True  # since its data was set up
+
+    @property
+    def skip(self) -> bool:
+        """Whether no rank has a batch."""
+        return self.is_skipped_everywhere
+
+
+class _TogetherEvaluated(_SkipsTogether, _EvaluationLoop):
+    """A loop of Lightning's that all ranks skip or none."""
+
+
+class _TogetherPredicted(_SkipsTogether, _PredictionLoop):
+    """A loop of Lightning's that all ranks skip or none."""
+
+
+_TOGETHER: dict[type, type] = {_EvaluationLoop: _TogetherEvaluated, _PredictionLoop: _TogetherPredicted}
+
+
+def skip_together(engine: ZeroEngine, trainer: pl.Trainer) -> None:
+    """Let the loop that evaluates in this run be skipped only if no rank has a batch. No collective."""
+    loop = _loop_of(trainer)
+    loop.__class__ = _TOGETHER.get(type(loop), type(loop))
+    if isinstance(loop, _SkipsTogether):
+        vars(loop)["setup_data"] = partial(_set_up_data, loop, engine)
+
+
+def _set_up_data(loop: Any, engine: ZeroEngine) -> None:
+    """Set up the loaders of a loop and ask whether some rank has a batch. Collective: all ranks."""
+    type(loop).setup_data(loop)
+    loop.is_skipped_everywhere = not engine.everyone.any_is(sum(loop.max_batches) > 0, "agreement on empty loaders")
+
+
+def _loop_of(trainer: pl.Trainer) -> Any:
+    return trainer.predict_loop if trainer.state.fn == TrainerFn.PREDICTING else trainer._evaluation_loop
+
+
 class UnevenEvaluation:
     """Evaluation with different numbers of batches per rank: ranks without a batch serve the parameters of the others.
 
@@ -63,10 +106,9 @@ class UnevenEvaluation:
     """
 
     def __init__(self, engine: ZeroEngine, trainer: pl.Trainer, step: str) -> None:
-        predicts = trainer.state.fn == TrainerFn.PREDICTING
         self._engine = engine
         self._step = step
-        self._loop: Any = trainer.predict_loop if predicts else trainer._evaluation_loop
+        self._loop = _loop_of(trainer)
         self._may_differ = False
         self._used: set[int] = set()  # loaders of which this rank had a batch
         self._last = 0  # loader of its last batch

@@ -240,6 +240,44 @@ def test_a_loader_that_is_empty_on_one_rank_only_does_not_hang(sizes: tuple[tupl
     run(_with_empty_loaders, WORLD, sizes)
 
 
+class MayBeEmpty(Counts):
+    """Has loaders of a known length, which may be 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allow_zero_length_dataloader_with_multiple_devices = True
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    predict_step = test_step
+
+
+def _without_batches(rank: int, world: int, sizes: tuple[int, int]) -> None:
+    batches = DataLoader(data(sizes[rank]), batch_size=2)
+
+    def run(strategy: Any) -> list[int]:
+        seen = []
+        for name in ("fit", "validate", "test", "predict"):
+            module = seeded(MayBeEmpty)
+            fitted = trainer(rank, world, strategy, num_sanity_val_steps=1)
+            loaders = (loader(rank, world), batches) if name == "fit" else (batches,)
+            getattr(fitted, name)(module, *loaders)
+            seen.append(module.seen)
+        return seen
+
+    expected = run("ddp")
+    number = sizes[rank] // 2
+    assert expected == [2 * number + min(number, 1), number, number, number]
+    for stage in (1, 3):
+        assert run(stage) == expected, stage
+
+
+@pytest.mark.parametrize("sizes", [(0, 6), (0, 0)], ids=str)
+def test_a_rank_whose_loaders_of_known_length_are_all_empty_evaluates_as_under_ddp(sizes: tuple[int, int]) -> None:
+    run(_without_batches, WORLD, sizes)
+
+
 def _log_of_empty_loader(rank: int, world: int) -> None:
     loaders = [DataLoader(Uneven(size), batch_size=1) for size in ((2, 1), (2, 0))[rank]]
     with pytest.raises(ValueError, match=r"`val` cannot be reduced.*ranks \[1\] have no batch of loader 1"):
