@@ -211,6 +211,8 @@ class SimulatedDevice:
         return self._streams[-1]
 
     def current(self, device: Any = None) -> _Stream:
+        if threading.current_thread().name.startswith("lightning_zero"):
+            assert getattr(self._local, "is_set", False), "a thread of the package is on the first device of the node"
         return getattr(self._local, "stream", self.compute)
 
     @contextlib.contextmanager
@@ -347,7 +349,7 @@ class SimulatedDevice:
             "is_available": lambda: True,
             "device_count": lambda: 1,
             "current_device": lambda: 0,
-            "set_device": lambda device: None,
+            "set_device": lambda device: setattr(self._local, "is_set", True),
             "current_stream": self.current,
             "default_stream": lambda device=None: self.compute,
             "stream": self.in_stream,

@@ -19,6 +19,7 @@ import torch
 
 from lightning_zero.config import StepTime
 from lightning_zero.engine.labels import label
+from lightning_zero.storage.copies import use_device
 from lightning_zero.storage.disk import Visit
 
 __all__ = ["Deferral", "Update"]
@@ -94,10 +95,12 @@ class Deferral:
     Args:
         step: The option of the engine. ``"deferred"`` defers the steps of all buffers, ``"now"`` those of none, the
             others those of offloaded buffers.
+        device: Returns that of this rank; the thread uses no other.
     """
 
-    def __init__(self, step: StepTime) -> None:
+    def __init__(self, step: StepTime, device: Callable[[], torch.device]) -> None:
         self._step = step
+        self._device = device
         self._thread: ThreadPoolExecutor | None = None
         self._upcoming: deque[Visit] = deque()  # of the thread
 
@@ -116,7 +119,7 @@ class Deferral:
 
     def _thread_of_offloaded(self) -> ThreadPoolExecutor:
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero-step")
+            self._thread = ThreadPoolExecutor(1, "lightning_zero-step", lambda: use_device(self._device()))
         return self._thread
 
     def close(self) -> None:

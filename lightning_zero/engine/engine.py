@@ -158,7 +158,7 @@ class ZeroEngine:
         self._places = Places()
         # - Set by `attach`
         self._attached = Attached(self._mark_stale)
-        self._deferral = Deferral(step)
+        self._deferral = Deferral(step, lambda: self.communicator.device)
 
     # -- Set-up ----------------------------------------------------------------------------------------------------
 

@@ -48,6 +48,7 @@ _ELEMENTWISE = frozenset([
     "get_device", "data_ptr", "__hash__", "__repr__", "is_inference", "untyped_storage", "record_stream", "clip",
     "clip_", "nan_to_num", "nan_to_num_", "__invert__", "__len__",
 ])  # fmt: skip
+_NORM_NUMEL = 2**22  # of one piece: 32 MiB in float64
 _NORMS = frozenset(["vector_norm", "linalg_vector_norm", "linalg_norm", "norm", "_foreach_norm"])
 RANDOM = frozenset([
     "rand_like", "randn_like", "randint_like", "bernoulli_", "normal_", "uniform_", "random_", "exponential_",
@@ -306,7 +307,14 @@ def norm_over_ranks(segments: Sequence[torch.Tensor], order: float, communicator
 
 
 def norm_in_double(values: torch.Tensor, order: float = 2.0) -> torch.Tensor:
-    """Return the norm of real or complex values, added in float64: () float64."""
+    """Return the norm of real or complex values, added in float64: () float64.
+
+    PyTorch makes a copy in float64 of what it adds, so it is given pieces.
+    """
+    if values.numel() > _NORM_NUMEL:
+        return norm_of_norms(
+            [norm_in_double(piece, order) for piece in torch.split(values.reshape(-1), _NORM_NUMEL)], order
+        )
     dtype = torch.complex128 if values.is_complex() else torch.float64
     norm: torch.Tensor = torch.linalg.vector_norm(values, order, dtype=dtype)
     return norm
@@ -317,7 +325,9 @@ def norms_of(segments: Iterable[torch.Tensor], order: float) -> list[torch.Tenso
     return [norm_in_double(segment, order) for segment in segments if segment.numel()]
 
 
-def norm_of_norms(norms: Sequence[torch.Tensor], order: float, communicator: Communicator | None) -> torch.Tensor:
+def norm_of_norms(
+    norms: Sequence[torch.Tensor], order: float, communicator: Communicator | None = None
+) -> torch.Tensor:
     """Return the norm of the vector whose pieces have the norms ``norms`` on every rank; see ``norm_over_ranks``."""
 
     def over_ranks(total: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lightning_zero.engine.own_range import OwnRange, merge_written
+from lightning_zero.engine.sharded_gradient import norm_in_double
 from lightning_zero.storage.disk import DiskStore, Visit
 from lightning_zero.storage.sleeping import is_asleep, ordinary
 
@@ -95,7 +96,7 @@ class BufferSleep:
             self._gradient = self._store.create("gradients", values.numel(), values.dtype, name)
             self._store.watch(self._gradient, buffer.flush)
         buffer.flush()  # it reads the gradient before
-        norm = torch.linalg.vector_norm(values, dtype=torch.float64)
+        norm = norm_in_double(values)
         self._store.put(self._gradient, values)
         self._norm = self._store.version(self._gradient), norm
         return self._gradient

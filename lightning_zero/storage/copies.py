@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Copies", "Landing", "driver"]
+__all__ = ["Copies", "Landing", "driver", "use_device"]
 
 
 class Landing:
@@ -133,6 +133,15 @@ class Copies:
 def driver() -> Any:
     """Return the CUDA runtime of this process."""
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def use_device(device: torch.device) -> None:
+    """Let what this thread asks of CUDA without naming a device be asked of this one.
+
+    A new thread is on the first device of the node, and would make a context there for every rank.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _new_stream(device: torch.device) -> Any:

@@ -13,9 +13,16 @@ from torch import Tensor
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication
-from lightning_zero.engine.sharded_gradient import Cut, ShardedGradient, norm_over_ranks, sharded_gradient_class
+from lightning_zero.engine.sharded_gradient import (
+    Cut,
+    ShardedGradient,
+    norm_in_double,
+    norm_over_ranks,
+    sharded_gradient_class,
+)
 from lightning_zero.errors import ShardedGradientError
 from tests import worlds
+from tests.checkpoint.peak import peak_bytes
 from tests.sampling import sample
 
 CPU = torch.device("cpu")
@@ -291,3 +298,12 @@ def test_clipping_of_the_library_sees_the_whole_norm() -> None:
 def test_a_copy_of_a_gradient_is_plain_data(gradient: Tensor) -> None:
     with pytest.raises(ShardedGradientError):
         copy.deepcopy(gradient).sum()
+
+
+@pytest.mark.parametrize("order", [2.0, 3.0, math.inf, 0.0])
+def test_the_norm_of_a_large_tensor_takes_little_memory(order: float) -> None:
+    values = torch.ones(2**25)
+    values[7] = -3.0
+    assert peak_bytes(lambda: norm_in_double(values, order)) < 2**26  # a copy in float64 has four times that
+    expected = torch.linalg.vector_norm(values, order, dtype=torch.float64)
+    assert torch.allclose(norm_in_double(values, order), expected, rtol=1e-15, atol=0.0)
