@@ -82,7 +82,8 @@ class SegmentParameter(ReducedParameter):
             if cls.values_class is None:
                 return func(*args, **(kwargs or {}))
             if name in RANDOM and args and has_class(args[0], SegmentParameter):
-                drawn = draw(func, args[0].detach().as_subclass(cls.values_class), *args[1:], **(kwargs or {}))
+                shown = args[0].detach().as_subclass(cls.values_class)
+                drawn = draw(func, shown, (shown, *args[1:]), kwargs or {})
                 return args[0] if name.endswith("_") else drawn
             return _as_values(cls.values_class, args, func(*args, **(kwargs or {})))
 

@@ -46,18 +46,26 @@ _ELEMENTWISE = frozenset([
     "requires_grad_", "masked_fill", "masked_fill_", "type_as", "bernoulli_", "normal_", "uniform_", "numel",
     "nelement", "dim", "size", "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous",
     "get_device", "data_ptr", "__hash__", "__repr__", "is_inference", "untyped_storage", "record_stream", "clip",
-    "clip_", "nan_to_num", "nan_to_num_", "__invert__", "__len__",
+    "clip_", "nan_to_num", "nan_to_num_", "__invert__", "__len__", "fill", "float_power", "hardswish",
+    "isclose", "isreal", "log_sigmoid", "softsign", "tanhshrink",
 ])  # fmt: skip
 _NORM_NUMEL = 2**22  # of one piece: 32 MiB in float64
 _NORMS = frozenset(["vector_norm", "linalg_vector_norm", "linalg_norm", "norm", "_foreach_norm"])
 RANDOM = frozenset([
     "rand_like", "randn_like", "randint_like", "bernoulli_", "normal_", "uniform_", "random_", "exponential_",
-    "cauchy_", "geometric_", "log_normal_", "bernoulli",
+    "cauchy_", "geometric_", "log_normal_", "bernoulli", "dropout", "dropout_", "alpha_dropout",
+    "alpha_dropout_", "normal",
 ])  # fmt: skip
 _QUESTIONS = frozenset(["to", "type", "type_as"])  # what else they get is asked for its dtype only
 _OF_WHOLE = frozenset([".T", ".mT", ".H", ".mH", ".__cuda_array_interface__"])  # attributes
 _EXTREMA = frozenset(["max", "min"])  # element-wise with a second tensor only
 _OPERATORS = {"truediv": "div", "floordiv": "div", "or": "bitwise_or", "and": "bitwise_and"}
+_ALIASES = {
+    "_threshold": "threshold", "absolute": "abs", "arctan2": "atan2", "divide": "div", "expit": "sigmoid",
+    "fix": "trunc", "floor_divide": "div", "gammaln": "lgamma", "greater": "gt", "greater_equal": "ge", "less": "lt",
+    "less_equal": "le", "multiply": "mul", "negative": "neg", "not_equal": "ne", "psi": "digamma", "subtract": "sub",
+    "true_divide": "div", **{f"arc{name}": f"a{name}" for name in ("cos", "sin", "tan", "cosh", "sinh", "tanh")},
+}  # fmt: skip
 
 
 class Cut(NamedTuple):
@@ -127,8 +135,9 @@ class ShardedGradient(torch.Tensor):
             return cls._unscale(func, *args)
         if name == "__setitem__" and isinstance(args[0], ShardedGradient) and type(args[0]).cut is not None:
             return _set_items(args[0], *args[1:])
-        if name in RANDOM and isinstance(args[0], ShardedGradient) and type(args[0]).cut is not None:
-            return draw(func, args[0], *args[1:], **kwargs)
+        source = _drawn_for(name, args, kwargs) if name in RANDOM else None
+        if source is not None and type(source).cut is not None:
+            return draw(func, source, args, kwargs)
         if is_elementwise(func, args, kwargs):
             if name not in _QUESTIONS and not name.startswith("."):
                 args, kwargs = cut_all(name, args, kwargs)
@@ -265,20 +274,33 @@ def _as_those(grads: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) ->
     return list(results)
 
 
-def draw(func: Callable[..., Any], grad: ShardedGradient, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Draw numbers for the whole gradient, and return this rank's, or write them into the segment."""
-    cut, is_in_place = type(grad).cut, func.__name__.endswith("_")
+def _drawn_for(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ShardedGradient | None:
+    """Return the gradient that a drawing function writes, or whose values it uses."""
+    if "out" in kwargs:
+        return None
+    return _first_gradient(args[:1] if name.endswith("_") else [*args, *kwargs.values()])
+
+
+def draw(func: Callable[..., Any], grad: ShardedGradient, args: Any, kwargs: Any) -> torch.Tensor:
+    """Draw numbers for the whole gradient, and return this rank's, or write them into the segment ``grad``."""
+    cut, is_in_place = type(grad).cut, func.__name__.endswith("_") or kwargs.get("inplace", False)
     assert cut is not None
-    segment = grad.detach().as_subclass(torch.Tensor)
-    whole = torch.zeros(cut.shape, dtype=segment.dtype, device=segment.device)
-    if func.__name__ == "bernoulli":
-        cut.of(whole).copy_(segment)
-    drawn = cut.of(func(whole, *args, **kwargs))
+    args, kwargs = tree_map_only(ShardedGradient, lambda one: _spread(cut, one, func.__name__), (args, kwargs))
+    drawn = cut.of(func(*args, **kwargs))
     if not is_in_place:
         return drawn.clone().as_subclass(type(grad))
     with torch.no_grad():
-        segment.copy_(drawn)
+        grad.detach().as_subclass(torch.Tensor).copy_(drawn)
     return grad
+
+
+def _spread(cut: Cut, grad: ShardedGradient, name: str) -> torch.Tensor:
+    """Return a tensor of a whole gradient's shape with this rank's segment in its place, and zeros."""
+    require_same_part(cut, type(grad).cut, name)
+    segment = grad.detach().as_subclass(torch.Tensor)
+    whole = torch.zeros(cut.shape, dtype=segment.dtype, device=segment.device)
+    cut.of(whole).copy_(segment)
+    return whole
 
 
 def _set_items(grad: ShardedGradient, index: Any, value: Any) -> None:
@@ -286,6 +308,9 @@ def _set_items(grad: ShardedGradient, index: Any, value: Any) -> None:
     cut = type(grad).cut
     assert cut is not None
     segment = grad.detach().as_subclass(torch.Tensor)
+    if isinstance(value, ShardedGradient) and _is_everything(index):
+        grad.copy_(value)
+        return
     if isinstance(index, ShardedGradient):
         segment[index.detach().as_subclass(torch.Tensor)] = value
         return
@@ -295,6 +320,11 @@ def _set_items(grad: ShardedGradient, index: Any, value: Any) -> None:
         chosen[index] = True
         values[index] = value
         segment.copy_(torch.where(cut.of(chosen), cut.of(values), segment))
+
+
+def _is_everything(index: Any) -> bool:
+    """Say whether an index is a slice of everything, or several of them."""
+    return all(one is ... or one == slice(None) for one in (index if isinstance(index, tuple) else (index,)))
 
 
 def norm_over_ranks(segments: Sequence[torch.Tensor], order: float, communicator: Communicator | None) -> torch.Tensor:
@@ -364,13 +394,21 @@ def is_elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
 
 @cache
 def _is_elementwise(name: str) -> bool:
-    if name.startswith(".") or name in _ELEMENTWISE:
+    if name.startswith("."):
         return name not in _OF_WHOLE
     operator = re.fullmatch(r"__(i|r)?(\w+?)__", name)
+    if name in _ELEMENTWISE:
+        return True
     if operator is not None:
-        base = _OPERATORS.get(operator[2], operator[2])
-        name = base + "_" if operator[1] == "i" else base
+        return _is_pointwise(_OPERATORS.get(operator[2], operator[2]))
     name = name.removeprefix("_foreach_")
+    if name in _ELEMENTWISE or name.removesuffix("_") in _ELEMENTWISE:
+        return True
+    bases = (name.removesuffix("_"), name.removesuffix("_").removeprefix("special_"))
+    return any(_is_pointwise(_ALIASES.get(base, base)) for base in bases)
+
+
+def _is_pointwise(name: str) -> bool:
     packet: Any = getattr(torch.ops.aten, name, None)
     if not hasattr(packet, "overloads"):
         return False

@@ -299,6 +299,7 @@ def masked(trainer: Any, optimizer: Any, step: int) -> None:
             param.grad[noise < -1] = noise[noise < -1]
         else:
             param.grad[param.grad < 0] = 0.0
+            param.grad[:] = param.grad * 0.5
         with torch.random.fork_rng():
             torch.manual_seed(step)
             param.grad.add_(torch.randn_like(param.grad), alpha=0.1)

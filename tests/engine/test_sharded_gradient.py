@@ -73,6 +73,22 @@ ELEMENTWISE: dict[str, Callable[[Tensor], Any]] = {
     "zeros_like": lambda g: torch.zeros_like(g),
     "copy_": lambda g: g.copy_(torch.ones(7)),
     "sigmoid": lambda g: g.sigmoid(),
+    "foreach zero": lambda g: (torch._foreach_zero_([g]), g)[1],
+    "foreach copy": lambda g: (torch._foreach_copy_([g], [torch.ones(7)]), g)[1],
+    "foreach abs": lambda g: (torch._foreach_abs_([g]), g)[1],
+    "foreach maximum": lambda g: (torch._foreach_maximum_([g], 0.5), g)[1],
+    "abs_": lambda g: g.abs_(),
+    "absolute": lambda g: g.absolute().negative(),
+    "subtract": lambda g: g.subtract(2).multiply_(g).divide(3).true_divide_(2),
+    "comparisons": lambda g: g.not_equal(0) & g.greater(-1) | (g.less_equal_(1) > 0),
+    "isclose": lambda g: torch.isclose(g, torch.linspace(-2, 3, 7)),
+    "arctan2": lambda g: g.arctan2(torch.ones(7)).arcsinh(),
+    "log_sigmoid": lambda g: torch.nn.functional.logsigmoid(g),
+    "threshold": lambda g: torch.nn.functional.threshold(g, 0.5, 0.0),
+    "softsign": lambda g: torch.nn.functional.softsign(torch.nn.functional.tanhshrink(g)),
+    "float_power": lambda g: g.float_power(2).fix(),
+    "special": lambda g: torch.special.expit(torch.special.erf(g)),
+    "floor_divide": lambda g: g.floor_divide(2) + torch.special.entr(g.abs()),
 }
 
 
@@ -118,6 +134,42 @@ def test_whole_tensors_beside_a_gradient_are_cut(name: str) -> None:
     assert torch.equal(result.as_subclass(Tensor), expected.reshape(-1)[3:10])
 
 
+NOISE: dict[str, Callable[[Tensor], Any]] = {
+    "dropout": lambda g: torch.nn.functional.dropout(g, 0.5),
+    "dropout_": lambda g: torch.nn.functional.dropout(g, 0.5, inplace=True),
+    "alpha_dropout": lambda g: torch.nn.functional.alpha_dropout(g, 0.5, training=True),
+    "normal": lambda g: torch.normal(g, 2.0),
+    "normal-of-two": lambda g: torch.normal(g, torch.full((4, 3), 2.0)),
+    "normal-by-keyword": lambda g: torch.normal(mean=0.0, std=g.abs()),
+    "bernoulli": lambda g: torch.bernoulli(g.sigmoid()),
+    "randn_like": lambda g: torch.randn_like(g),
+}
+
+
+@pytest.mark.parametrize("name", list(NOISE))
+def test_noise_is_that_of_the_whole(name: str) -> None:
+    whole = torch.linspace(-2, 3, 12).view(4, 3)
+    gradient = _cut(whole.reshape(-1)[3:10], (4, 3), 3)
+    torch.manual_seed(1)
+    expected = NOISE[name](whole)
+    torch.manual_seed(1)
+    result = NOISE[name](gradient)
+    assert type(result) in (type(gradient), type(gradient.clone()))
+    assert torch.equal(result.as_subclass(Tensor), expected.reshape(-1)[3:10])
+    assert torch.equal(gradient.as_subclass(Tensor), whole.reshape(-1)[3:10])
+
+
+def test_a_slice_of_everything_takes_whole_values_and_segments() -> None:
+    for index in (slice(None), ..., (slice(None), slice(None)), (slice(None), ...)):
+        gradient = _cut(torch.linspace(-2, 3, 7), (4, 3), 3)
+        gradient[index] = gradient * 2
+        assert torch.equal(gradient.as_subclass(Tensor), torch.linspace(-4, 6, 7))
+        gradient[index] = torch.arange(3.0)
+        assert torch.equal(gradient.as_subclass(Tensor), torch.arange(3.0).expand(4, 3).reshape(-1)[3:10])
+        gradient[index] = 0.5
+        assert torch.equal(gradient.as_subclass(Tensor), torch.full((7,), 0.5))
+
+
 @pytest.mark.parametrize(
     "refused",
     [
@@ -127,8 +179,9 @@ def test_whole_tensors_beside_a_gradient_are_cut(name: str) -> None:
         lambda g: torch.zeros(4, 3).copy_(g),
         lambda g: torch.add(g, g, out=torch.zeros(4, 3)),
         lambda g: torch._foreach_add_([torch.zeros(4, 3)], [g]),
+        lambda g: torch.zeros(4, 3).bernoulli_(g),
     ],
-    ids=["row", "column", "written", "copied", "out", "foreach"],
+    ids=["row", "column", "written", "copied", "out", "foreach", "drawn"],
 )
 def test_other_shapes_beside_a_gradient_are_refused_by_name(refused: Callable[[Tensor], Any]) -> None:
     gradient = _cut(torch.linspace(-2, 3, 7), (4, 3), 3)
@@ -200,6 +253,9 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "tolist": lambda g: g.tolist(),
     "numpy": lambda g: g.numpy(),
     "bool": lambda g: bool(g),
+    "float": lambda g: float(g),
+    "dropout-of-channels": lambda g: torch.nn.functional.dropout1d(g),
+    "drawn into out": lambda g: torch.normal(g, 1.0, out=torch.zeros(7)),
     "svd": lambda g: torch.linalg.svdvals(g),
     "parameters_to_vector": lambda g: torch.nn.utils.parameters_to_vector([g]),
     "norm-over-dimension": lambda g: g.norm(dim=0),
