@@ -105,11 +105,16 @@ class ShardedOptimizer:
             self._refuse_what_pytorch_steps(group)
         optimizer.__class__ = _subclass(self)
         self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
+            self._original_class.register_step_pre_hook(optimizer, self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
         if moments != "fp32":
             self._hooks.append(optimizer.register_state_dict_post_hook(self._widen))
+
+    def come_last(self) -> None:
+        """Prepare the step behind the program's hooks: they see gradients as before the step."""
+        hooks, mine = self.optimizer._optimizer_step_pre_hooks, self._hooks[0].id
+        hooks[mine] = hooks.pop(mine)
 
     def detach(self) -> None:
         """Give the optimizer back as it was; its state stays, on disks in the dtype that it has there."""
@@ -802,6 +807,11 @@ def _subclass(sharded: ShardedOptimizer) -> type[Optimizer]:
         sharded._refuse_idle_steps(self.param_groups[-1])
         sharded._refuse_what_pytorch_steps(self.param_groups[-1])
 
+    def register_step_pre_hook(self: Optimizer, hook: Any) -> Any:
+        handle = base.register_step_pre_hook(self, hook)
+        sharded.come_last()
+        return handle
+
     def _init_group(self: Optimizer, group: dict[str, Any], *lists: Any) -> Any:
         return base._init_group(self, sharded.step_runs(group), *lists)  # type: ignore[attr-defined]
 
@@ -813,6 +823,7 @@ def _subclass(sharded: ShardedOptimizer) -> type[Optimizer]:
     methods: dict[str, Any] = {
         "zero_grad": zero_grad,
         "add_param_group": add_param_group,
+        "register_step_pre_hook": register_step_pre_hook,
         "__module__": base.__module__,
         "steps_segments": True,
         **methods_on_segments(base, sharded._calls),

@@ -1102,6 +1102,32 @@ def test_what_was_assigned_is_refused_where_it_was_changed_twice_and_only_there(
     assert worlds.run(_assigned_in_the_window, 2, "rounded") == [[], []]
 
 
+def _with_a_hook(trainer: Any) -> None:
+    """A hook of the optimizer's step decays matrices, through their gradients."""
+    optimizer = torch.optim.RMSprop(trainer.module.parameters(), lr=1e-2, eps=1e-3)
+    trainer.attach(optimizer)
+
+    def decay(*_: Any) -> None:
+        for param in _params(trainer):
+            if param.grad is not None and param.ndim > 1:
+                param.grad.add_(param.data, alpha=0.1)
+                trainer.losses.append(param.grad.norm())
+
+    optimizer.register_step_pre_hook(decay)
+    for step in range(3):
+        _backward(trainer, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _check_hook(rank: int, world: int) -> dict[str, str]:
+    return Case(build=lambda: TinyGPT(depth=DEPTH), program=_with_a_hook, tolerance=1e-5).check(rank, world)
+
+
+def test_hooks_of_a_step_see_gradients_as_before_it() -> None:
+    assert worlds.run(_check_hook, 2) == [{}, {}]
+
+
 def _assigned_and_outdated(rank: int, world: int, stage: int) -> str:
     """Change what was assigned behind a backward that has added to it."""
     module, engine, optimizer = _tiny(stage)
