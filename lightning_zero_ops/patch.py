@@ -385,6 +385,19 @@ def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int =
     return q.transpose(1, 2), k.transpose(1, 2)
 
 
+def _rotate_with_positions(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Stand in for that of transformers 4, which takes positions and does not read them."""
+    return _rotate(q, k, cos, sin, unsqueeze_dim)
+
+
+def _stand_in(function: Any) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Return the stand-in that takes what a family's ``apply_rotary_pos_emb`` takes."""
+    taken = inspect.getfullargspec(function)[:4]
+    return next((one for one in (_rotate, _rotate_with_positions) if inspect.getfullargspec(one)[:4] == taken), None)
+
+
 def _fits(x: Tensor, cos: Tensor, sin: Tensor, heads_at: int) -> bool:
     """Whether the op turns ``x``, whose heads are along the dimension ``heads_at``."""
     if heads_at not in (1, 2) or x.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape:
@@ -412,19 +425,46 @@ def _plainly_turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _is_known_rotation(names: dict[str, Any]) -> bool:
-    """Whether the functions of a family's module turn halves, as Llama's, and take what ``_rotate`` takes."""
+    """Whether the functions of a family's module turn halves, as Llama's, and take what a stand-in takes."""
     function, halves = names.get(_ROTARY), names.get(_HALVES)
     if function is None or halves is None or not _same_code(halves, _template("llama", _HALVES)):
         return False
-    if inspect.getfullargspec(function)[:4] != inspect.getfullargspec(_rotate)[:4]:
+    if _stand_in(function) is None:
         return False
     return any(_same_code(function, _template(family, _ROTARY)) for family in ("llama", "phi3", "olmo2"))
+
+
+def _is_rewrappable(function: Any) -> bool:
+    """Whether nothing wraps a function but decorators for arguments of old names, as transformers 4 has them."""
+    while hasattr(function, "__wrapped__"):
+        cells = function.__closure__ or ()
+        if function.__globals__.get("__name__") != "transformers.utils.deprecation" or not any(
+            cell.cell_contents is function.__wrapped__ for cell in cells
+        ):
+            return False
+        function = function.__wrapped__
+    return isinstance(function, types.FunctionType)
+
+
+def _with_names(function: Any, names: dict[str, Any]) -> types.FunctionType:
+    """Return a copy of a function that reads these global names; of what wraps it copies that wrap the copy."""
+    wrapped, closure = getattr(function, "__wrapped__", None), function.__closure__
+    inner = None
+    if wrapped is not None:
+        inner, names = _with_names(wrapped, names), function.__globals__
+        closure = tuple(types.CellType(inner) if cell.cell_contents is wrapped else cell for cell in closure)
+    copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    if inner is not None:
+        vars(copy)["__wrapped__"] = inner
+    return copy
 
 
 class _Attention(_Forward):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        names = self._methods["forward"].__globals__
+        self._unwrapped = inspect.unwrap(self._methods["forward"])
+        names = self._unwrapped.__globals__
         # Of the family's module, as they were matched.
         self._rotation = {name: names[name] for name in (_ROTARY, _HALVES)}
         self._function = self._with_rotary()
@@ -433,7 +473,7 @@ class _Attention(_Forward):
         return self._function(self.module, *args, **kwargs)
 
     def suits(self) -> bool:
-        current = self._methods["forward"].__globals__
+        current = self._unwrapped.__globals__
         for name, function in self._rotation.items():
             if current.get(name) is not function:
                 return False
@@ -446,22 +486,16 @@ class _Attention(_Forward):
 
     def _is_current(self) -> bool:
         """Whether the copy of the forward has the names of the family's module as they are now."""
-        forward = self._methods["forward"]
-        names, current = self._function.__globals__, forward.__globals__
-        for name in forward.__code__.co_names:
+        names, current = self._names, self._unwrapped.__globals__
+        for name in self._unwrapped.__code__.co_names:
             if name != _ROTARY and names.get(name) is not current.get(name):
                 return False
         return True
 
     def _with_rotary(self) -> types.FunctionType:
         """Return the class's forward with another function under the name ``apply_rotary_pos_emb``."""
-        function = self._methods["forward"]
-        names = {**function.__globals__, _ROTARY: _rotate}
-        copy = types.FunctionType(
-            function.__code__, names, function.__name__, function.__defaults__, function.__closure__
-        )
-        copy.__kwdefaults__ = function.__kwdefaults__
-        return copy
+        self._names = {**self._unwrapped.__globals__, _ROTARY: _stand_in(self._rotation[_ROTARY])}
+        return _with_names(self._methods["forward"], self._names)
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
@@ -469,9 +503,9 @@ class _Attention(_Forward):
         return (
             type(module).__module__.startswith("transformers.models.")
             and isinstance(function, types.FunctionType)
-            and not hasattr(function, "__wrapped__")
-            and _ROTARY in function.__code__.co_names
-            and _is_known_rotation(function.__globals__)
+            and _is_rewrappable(function)
+            and _ROTARY in inspect.unwrap(function).__code__.co_names
+            and _is_known_rotation(inspect.unwrap(function).__globals__)
         )
 
 
@@ -530,7 +564,9 @@ class _CausalLM(_Forward):
         """Do what the class's forward does, with the head's loss in the place of its logits."""
         from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, CausalLMOutputWithPast
 
-        outputs = model.base_model(return_dict=True, **kwargs)
+        # Transformers 4 gives Gemma 3's for causal models a prefix of none of its modules: the model is its own base.
+        base = model.model if model.base_model is model else model.base_model
+        outputs = base(return_dict=True, **kwargs)
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         hidden = outputs.last_hidden_state

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
+    DynamicCache,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -47,10 +48,11 @@ from transformers.models.gemma import modeling_gemma
 from transformers.models.llama import modeling_llama
 from transformers.models.olmo2 import modeling_olmo2
 from transformers.models.t5 import modeling_t5
+from transformers.utils import deprecation
 
 from lightning_zero import ZeroEngine
 from lightning_zero_ops import patch_model, unpatch_model
-from lightning_zero_ops.patch import _essence
+from lightning_zero_ops.patch import _essence, _template
 from tests import worlds
 from tests.sampling import sample
 
@@ -313,6 +315,47 @@ def test_rotations_that_the_op_does_not_take_are_those_of_the_family(case: str) 
         q, k, options = q.transpose(1, 2), k.transpose(1, 2), {"unsqueeze_dim": 2}
     expected = modeling_llama.apply_rotary_pos_emb(q, k, cos, sin, **options)
     torch.testing.assert_close(rotate(q, k, cos, sin, **options), expected)
+
+
+ROTATION_OF_TRANSFORMERS_4 = """
+def apply_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = (q * cos) + (rotate_half(q) * sin)
+    k_embed = (k * cos) + (rotate_half(k) * sin)
+    return q_embed, k_embed
+"""
+
+
+@pytest.fixture
+def transformers_4(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Llama's attention as transformers 4.56 and 4.57 have it."""
+    attention, rename = modeling_llama.LlamaAttention, deprecation.deprecate_kwarg
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", None)
+    exec(ROTATION_OF_TRANSFORMERS_4, vars(modeling_llama))  # in the module: its code is compared only then
+    wrapped = rename("past_key_value", new_name="past_key_values", version="99")(attention.forward)
+    monkeypatch.setattr(attention, "forward", wrapped)
+    _template.cache_clear()
+    yield
+    _template.cache_clear()
+
+
+@pytest.mark.filterwarnings("ignore:.*past_key_value")
+@pytest.mark.usefixtures("transformers_4")
+def test_rotary_of_transformers_4_is_patched() -> None:
+    """Its rotation takes positions, and its attention renames arguments: neither was matched."""
+    model = _model("llama")
+    expected = _losses(model)
+    assert [change.op for change in patch_model(model, ["rotary"]).changes] == ["rotary"] * 2
+    _assert_same(_losses(model), expected)
+    forward = vars(model.model.layers[0].self_attn)["forward"]
+    rotate = inspect.unwrap(forward._function).__globals__["apply_rotary_pos_emb"]
+    q, k, angles = torch.randn(2, 5, 4, 8), torch.randn(2, 5, 1, 8), torch.randn(2, 5, 8)
+    expected_turned = modeling_llama.apply_rotary_pos_emb(q, k, angles, angles, None, 2)
+    torch.testing.assert_close(rotate(q, k, angles, angles, None, 2), expected_turned)
+    hidden, cache = torch.randn(1, 3, 32), DynamicCache()
+    forward(hidden, (torch.ones(1, 3, 8), torch.zeros(1, 3, 8)), attention_mask=None, past_key_value=cache)
+    assert cache.get_seq_length() == 3
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
