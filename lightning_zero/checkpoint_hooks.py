@@ -370,12 +370,16 @@ class CheckpointHooks(ParallelStrategy):
             return
         if self._saver is not None:
             self._saver.remove(filepath)
-        elif (self.has_plain_checkpoint_io and not _has_protocol(filepath)) or Path(filepath).is_dir():
+        elif (self.has_plain_checkpoint_io and not _has_protocol(filepath)) or self._wrote_directory(filepath):
             directory.remove(filepath)
         else:
             self.checkpoint_io.remove_checkpoint(filepath)
         for follower in self.followers:
             follower.checkpoint_removed(filepath)
+
+    def _wrote_directory(self, path: _PATH) -> bool:
+        """Say whether a folder is not one of a ``CheckpointIO``."""
+        return directory.is_directory(path) or (self.state_dict_type == "sharded" and Path(path).is_dir())
 
     def _begin_saving(self, trainer: pl.Trainer) -> None:
         """Let callbacks that look for a free name wait for the save that is running: its file is not there yet."""

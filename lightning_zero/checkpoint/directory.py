@@ -64,6 +64,7 @@ __all__ = [
     "Prepared",
     "check_is_trainers",
     "gather_full",
+    "is_directory",
     "load",
     "prepare",
     "remove",
@@ -170,10 +171,14 @@ def _check_target(target: Path) -> None:
     check_replaceable(target, FILES if (target / METADATA).is_file() else ())
 
 
+def is_directory(path: str | os.PathLike[str]) -> bool:
+    """Say whether a path is that of a checkpoint that is a directory."""
+    return (Path(os.fspath(path)) / METADATA).is_file()
+
+
 def remove(path: str | os.PathLike[str]) -> None:
-    """Remove a checkpoint. What else lies in the folder of one stays there, which a warning says."""
-    is_ours = (local_path(os.fspath(path)) / METADATA).is_file()
-    remove_path(path, FILES if is_ours else None)
+    """Remove a checkpoint. What else lies in its folder stays there, which a warning says."""
+    remove_path(path, FILES)
 
 
 # -- A directory -------------------------------------------------------------------------------------------------------

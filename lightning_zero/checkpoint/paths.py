@@ -58,17 +58,17 @@ def beside(target: Path, token: str) -> Path:
     return target.with_name(f".tmp-{token}")
 
 
-def remove_path(path: str | os.PathLike[str], names: Sequence[str] | None = None) -> None:
+def remove_path(path: str | os.PathLike[str], names: Sequence[str]) -> None:
     """Remove a checkpoint: a file, a directory or a link. A directory loses its name first: none is read half gone.
 
     Args:
         path: The checkpoint.
-        names: What is removed of a directory, with ``*`` as a wildcard, first to last; by default all that is in it.
-            If there is something else, it stays in the directory, which a warning says.
+        names: What is removed of a directory, with ``*`` as a wildcard, first to last. If there is something else, it
+            stays in the directory, which a warning says.
     """
     target = local_path(os.fspath(path))
-    others = [] if names is None else _others(target, names)
-    if names is not None and others:
+    others = _others(target, names)
+    if others:
         for own in (own for name in names for own in sorted(target.glob(name)) if own not in others):
             own.unlink(missing_ok=True)
         warnings.warn(

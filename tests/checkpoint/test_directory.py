@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -276,13 +275,24 @@ def test_ranks_use_the_path_of_rank_0(tmp_path: Path) -> None:
 def test_remove_takes_the_checkpoint_and_nothing_else(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "saved"
     if kind == "directory":
-        shutil.copytree(Path(__file__).parent, path)
+        path.mkdir()
+        for name in (".metadata", "meta.pt", "format.json", "checksums", "__0_0.distcp"):
+            (path / name).write_bytes(b"")
     elif kind == "file":
         path.write_bytes(b"")
     else:
         _occupy_with_link(path)
     directory.remove(path)
     assert os.listdir(tmp_path) == (["best"] if kind == "link" else [])
+
+
+def test_a_second_removal_leaves_what_the_first_one_kept(tmp_path: Path) -> None:
+    worlds.run(_save, 1, str(tmp_path / "saved"))
+    (tmp_path / "saved" / "notes.txt").write_text("kept")
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="except for `notes.txt`"):
+            directory.remove(tmp_path / "saved")
+        assert os.listdir(tmp_path / "saved") == ["notes.txt"]
 
 
 # -- What cannot be read -----------------------------------------------------------------------------------------------
