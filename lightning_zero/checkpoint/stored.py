@@ -10,7 +10,7 @@ import operator
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -381,7 +381,8 @@ class StoredTensor(torch.Tensor):
             return copies[-1][1]
 
         result = func(*tree_map_only(StoredTensor, read, args), **tree_map_only(StoredTensor, read, kwargs))
-        shared = [stored for stored, values in copies if _shares(result, values)]
+        arguments = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+        shared = [stored for stored, values in copies if _shares(result, values, arguments)]
         if not shared:
             return result
         for stored in shared:  # what is written into the result is written into the tensor
@@ -443,15 +444,25 @@ def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
     return [leaf for leaf in tree_leaves(targets) if isinstance(leaf, StoredTensor)]
 
 
-def _shares(result: Any, values: torch.Tensor) -> bool:
-    """Say whether a result may have the memory of a tensor; what is neither tensor nor number may."""
-    memory = values.untyped_storage().data_ptr()
+def _shares(result: Any, values: torch.Tensor, arguments: Container[int]) -> bool:
+    """Say whether a result may have the memory of a tensor; what is neither tensor nor number may.
+
+    A tensor of a subclass that does not tell its memory may, too, unless it was an argument.
+    """
     return any(
-        leaf.untyped_storage().data_ptr() == memory
+        _may_share(leaf, values, id(leaf) in arguments)
         if isinstance(leaf, torch.Tensor)
         else not isinstance(leaf, _NO_MEMORY)
         for leaf in tree_leaves(result)
     )
+
+
+def _may_share(leaf: torch.Tensor, values: torch.Tensor, is_argument: bool) -> bool:
+    memory = values.untyped_storage().data_ptr()
+    try:
+        return leaf.untyped_storage().data_ptr() == memory
+    except (RuntimeError, NotImplementedError):
+        return leaf.layout is torch.strided and not is_argument
 
 
 def fill(pairs: Sequence[tuple[StoredTensor, Segment]]) -> None:

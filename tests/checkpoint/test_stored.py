@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.tensor import Shard, init_device_mesh, zeros
+from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_zero.checkpoint import stored as stored_module
 from lightning_zero.checkpoint.planner import Segment
@@ -132,6 +133,21 @@ def test_reading_leaves_a_stored_tensor_in_its_file(saved: Path) -> None:
     for values in (tensor.clone(), tensor * 2, tensor.sum(), torch.cat([tensor, tensor]), tensor.tolist(), str(tensor)):
         assert values is not None
     assert isinstance(tensor, StoredTensor)
+
+
+def test_stored_tensors_load_into_subclasses_and_make_sparse_tensors(saved: Path) -> None:
+    tensor = StoredTensors(saved).open("model.w", weights_only=True)
+    pair = TwoTensor(torch.zeros(32, 64), torch.ones(32, 64))
+    pair.add_(tensor)
+    assert torch.equal(pair.a, expected("w"))
+    assert torch.equal(pair.b, expected("w") + 1)
+    linear = nn.Linear(64, 32, bias=False)
+    linear.weight = nn.Parameter(TwoTensor(torch.zeros(32, 64), torch.zeros(32, 64)))
+    linear.load_state_dict({"weight": tensor})
+    assert torch.equal(linear.weight.a, expected("w"))
+    assert torch.equal(tensor.to_sparse().to_dense(), expected("w"))
+    assert isinstance(tensor, StoredTensor)
+    assert torch.equal((pair.detach() * 0 + tensor).b, expected("w"))
 
 
 def test_what_kernels_would_write_into_a_stored_tensor_is_refused(saved: Path) -> None:
