@@ -25,6 +25,7 @@ Note [Decided per call]
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import sys
@@ -54,12 +55,11 @@ _HALVES = "rotate_half"
 _FP32_EPS = torch.finfo(torch.float32).eps
 
 
-def _is_like(module: nn.Module, family: str, *names: str) -> bool:
-    """Whether ``module`` is of Hugging Face's models and computes as one of these classes of ``family`` does."""
-    kind = type(module)
-    if not kind.__module__.startswith("transformers.models.") or _has_own(module, _methods(kind)):
+def _is_like(kind: type, *templates: tuple[str, str]) -> bool:
+    """Whether a class is of Hugging Face's models and computes as one of these does, given by family and name."""
+    if not kind.__module__.startswith("transformers.models."):
         return False
-    return any(_same_methods(kind, _template(family, name)) for name in names)
+    return any(_same_methods(kind, _template(family, name)) for family, name in templates)
 
 
 @cache
@@ -150,6 +150,8 @@ def _is_of_engine(hook: Any) -> bool:
 class _Forward:
     """A forward that stands in for the one of a module's class, where it can: Note [Decided per call]."""
 
+    templates: tuple[tuple[str, str], ...] = ()
+
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         # Of the class, as they were matched.
@@ -197,48 +199,60 @@ class _Forward:
         return {"module": self.module}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["module"])  # type: ignore[misc]
+        """Match the class again, which may be another one than where the pickle was made."""
+        module = state["module"]  # which may have no attributes yet
+        if self.knows(type(module)):
+            self.__init__(module)  # type: ignore[misc]
+        else:
+            self.module, self._methods = module, {"forward": None}  # so that the forward of the class runs
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
+        """Copy the module only: the class was matched when the model was patched, and may have been edited since."""
+        other = object.__new__(type(self))
+        memo[id(self)] = other
+        vars(other).update(vars(self))
+        other.module = copy.deepcopy(self.module, memo)
+        return other
+
+    @classmethod
+    def knows(cls, kind: type) -> bool:
+        """Whether this class stands in for the forward of a class of modules, as that is now."""
+        return _is_like(kind, *cls.templates)
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
         """Whether this class stands in for the forward of ``module``."""
-        raise NotImplementedError
+        return cls.knows(type(module)) and not _has_own(module, _methods(type(module)))
 
 
 # -- Norms -------------------------------------------------------------------------------------------------------------
 
 
 class _RMSNorm(_Forward):
+    templates = (("llama", "LlamaRMSNorm"),)
+
     def fused(self, hidden_states: Tensor) -> Tensor:
         norm: Any = self.module
         return rms_norm(hidden_states, norm.weight, eps=norm.variance_epsilon)
-
-    @classmethod
-    def matches(cls, module: nn.Module) -> bool:
-        return _is_like(module, "llama", "LlamaRMSNorm")
 
 
 class _InputRMSNorm(_RMSNorm):
     """OLMo 2's: the result has the dtype of the input."""
 
+    templates = (("olmo2", "Olmo2RMSNorm"),)
+
     def fused(self, hidden_states: Tensor) -> Tensor:
         return super().fused(hidden_states).type_as(hidden_states)
-
-    @classmethod
-    def matches(cls, module: nn.Module) -> bool:
-        return _is_like(module, "olmo2", "Olmo2RMSNorm")
 
 
 class _WeightRMSNorm(_RMSNorm):
     """T5's: the result has the dtype of the weight."""
 
+    templates = (("t5", "T5LayerNorm"),)
+
     def fused(self, hidden_states: Tensor) -> Tensor:
         norm: Any = self.module
         return super().fused(hidden_states).type_as(norm.weight)
-
-    @classmethod
-    def matches(cls, module: nn.Module) -> bool:
-        return _is_like(module, "t5", "T5LayerNorm")
 
 
 def _dtype_of_torch_norms(x: Tensor) -> torch.dtype:
@@ -261,18 +275,20 @@ class _TorchRMSNorm(_Forward):
         return _has_rows(self.module)
 
     @classmethod
-    def matches(cls, module: nn.Module) -> bool:
-        return type(module) is nn.RMSNorm and _is_of(nn.RMSNorm.forward, "torch.") and _has_rows(module)
-
-
-class _GemmaRMSNorm(_Forward):
-    def fused(self, x: Tensor) -> Tensor:
-        norm: Any = self.module
-        return rms_norm(x, norm.weight, eps=norm.eps, offset=1.0).type_as(x)
+    def knows(cls, kind: type) -> bool:
+        return kind is nn.RMSNorm and _is_of(nn.RMSNorm.forward, "torch.")
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        return _is_like(module, "gemma", "GemmaRMSNorm")
+        return super().matches(module) and _has_rows(module)
+
+
+class _GemmaRMSNorm(_Forward):
+    templates = (("gemma", "GemmaRMSNorm"),)
+
+    def fused(self, x: Tensor) -> Tensor:
+        norm: Any = self.module
+        return rms_norm(x, norm.weight, eps=norm.eps, offset=1.0).type_as(x)
 
 
 class _LayerNorm(_Forward):
@@ -284,8 +300,12 @@ class _LayerNorm(_Forward):
         return _has_rows(self.module)
 
     @classmethod
+    def knows(cls, kind: type) -> bool:
+        return kind is nn.LayerNorm and _is_of(nn.LayerNorm.forward, "torch.")
+
+    @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        return type(module) is nn.LayerNorm and _is_of(nn.LayerNorm.forward, "torch.") and _has_rows(module)
+        return super().matches(module) and _has_rows(module)
 
 
 # -- MLPs --------------------------------------------------------------------------------------------------------------
@@ -295,7 +315,7 @@ class _GatedMLP(_Forward):
     """Llama's MLP. That of Phi 3, which has gate and up in one product, would need copies of both: it stays."""
 
     activations: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
-    template, attribute = ("llama", "LlamaMLP"), "act_fn"
+    templates, attribute = (("llama", "LlamaMLP"),), "act_fn"
 
     def fused(self, x: Tensor) -> Tensor:
         mlp: Any = self.module
@@ -310,14 +330,14 @@ class _GatedMLP(_Forward):
         return self.activations[_class_name(activation)](gate, up)
 
     def suits(self) -> bool:
-        return self._knows(getattr(self.module, self.attribute))
+        return self._has_op(getattr(self.module, self.attribute))
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        return _is_like(module, *cls.template) and cls._knows(getattr(module, cls.attribute))
+        return super().matches(module) and cls._has_op(getattr(module, cls.attribute))
 
     @classmethod
-    def _knows(cls, activation: Any) -> bool:
+    def _has_op(cls, activation: Any) -> bool:
         """Whether the op computes what the activation does: it is of a known class, and nobody has replaced it."""
         op = cls.activations.get(_class_name(activation))
         if op is None or "forward" in activation.__dict__ or _is_watched(activation):
@@ -359,7 +379,7 @@ class _GeGLU(_GatedMLP):
 
 
 class _T5GeGLU(_GeGLU):
-    template, attribute = ("t5", "T5DenseGatedActDense"), "act"
+    templates, attribute = (("t5", "T5DenseGatedActDense"),), "act"
 
     def fused(self, hidden_states: Tensor) -> Tensor:
         mlp: Any = self.module
@@ -453,11 +473,11 @@ def _with_names(function: Any, names: dict[str, Any]) -> types.FunctionType:
     if wrapped is not None:
         inner, names = _with_names(wrapped, names), function.__globals__
         closure = tuple(types.CellType(inner) if cell.cell_contents is wrapped else cell for cell in closure)
-    copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
-    copy.__kwdefaults__ = function.__kwdefaults__
+    made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
+    made.__kwdefaults__ = function.__kwdefaults__
     if inner is not None:
-        vars(copy)["__wrapped__"] = inner
-    return copy
+        vars(made)["__wrapped__"] = inner
+    return made
 
 
 class _Attention(_Forward):
@@ -498,15 +518,19 @@ class _Attention(_Forward):
         return _with_names(self._methods["forward"], self._names)
 
     @classmethod
-    def matches(cls, module: nn.Module) -> bool:
-        function = type(module).forward
+    def knows(cls, kind: type) -> bool:
+        function = getattr(kind, "forward", None)
         return (
-            type(module).__module__.startswith("transformers.models.")
+            kind.__module__.startswith("transformers.models.")
             and isinstance(function, types.FunctionType)
             and _is_rewrappable(function)
             and _ROTARY in inspect.unwrap(function).__code__.co_names
             and _is_known_rotation(inspect.unwrap(function).__globals__)
         )
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        return cls.knows(type(module))
 
 
 # -- Loss --------------------------------------------------------------------------------------------------------------
@@ -518,6 +542,10 @@ class _Head(_Forward):
             return self.original(input)
         head: Any = self.module
         return linear_cross_entropy(input, head.weight, target, bias=head.bias, **options)
+
+    @classmethod
+    def knows(cls, kind: type) -> bool:
+        return kind is nn.Linear and _is_of(nn.Linear.forward, "torch.")
 
 
 def _loss_head(model: nn.Module) -> nn.Linear | None:
@@ -531,22 +559,25 @@ def _loss_head(model: nn.Module) -> nn.Linear | None:
     return head if forward is None or (type(forward) is _Head and forward.module is head) else None
 
 
-_LLAMA_HEAD = ("llama", "LlamaForCausalLM")
 _CAPPED_HEAD = ("gemma3", "Gemma3ForCausalLM")
 
 
 class _CausalLM(_Forward):
+    templates = (("llama", "LlamaForCausalLM"), _CAPPED_HEAD, ("gpt2", "GPT2LMHeadModel"))
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self._is_capped = _is_like(module, *_CAPPED_HEAD)
+        self._is_capped = _is_like(type(module), _CAPPED_HEAD)
         # Names of the arguments that may come by position.
         self._names = tuple(self.__signature__.parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_plain():
+            return self.original(*args, **kwargs)
         model: Any = self.module
         kwargs.update(zip(self._names, args, strict=False))
         wants_logits = kwargs.get("labels") is None or not model.training or "logits_to_keep" in kwargs
-        if wants_logits or not self._is_plain() or not _has_causal_loss(model):
+        if wants_logits or not _has_causal_loss(model):
             return self.original(**kwargs)
         head = _loss_head(model)
         return self.original(**kwargs) if head is None else self._with_loss(model, **kwargs)
@@ -593,10 +624,8 @@ class _CausalLM(_Forward):
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
         return (
-            _is_like(module, *_LLAMA_HEAD)
-            or _is_like(module, *_CAPPED_HEAD)
-            or _is_like(module, "gpt2", "GPT2LMHeadModel")
-        ) and (type(getattr(module, "lm_head", None)) is nn.Linear and _has_causal_loss(module))
+            super().matches(module) and type(getattr(module, "lm_head", None)) is nn.Linear and _has_causal_loss(module)
+        )
 
 
 def _has_causal_loss(model: nn.Module) -> bool:

@@ -8,7 +8,7 @@ import io
 import pickle
 import pkgutil
 from collections.abc import Iterator
-from functools import partial, wraps
+from functools import partial, partialmethod, wraps
 from typing import Any
 
 import pytest
@@ -868,6 +868,30 @@ def test_copies_and_pickles_are_patched_and_independent() -> None:
         found = _losses(other)
         assert torch.equal(found[0], expected[0])
         assert other(**_batch()).logits is None
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("replacement", ["doubled", "a callable"])
+@pytest.mark.parametrize("what", [what for what in REPLACED if what != "loss"])
+def test_a_copy_uses_a_function_that_was_replaced_before(
+    what: str, replacement: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy matched the replaced function as it was, and computed the op in its place."""
+    name, owner, key = REPLACED[what]
+    model, other = _model(name), _model(name)
+    for one in (model, other):
+        one.set_attn_implementation("eager")
+    patch_model(model)
+    function = _double(getattr(owner, key))
+    if replacement == "a callable":
+        function = partialmethod(function) if key in ("forward", "_norm") else partial(function)
+    monkeypatch.setattr(owner, key, function)
+    expected = _losses(other)
+    made = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    _assert_same(_losses(made), expected)
+    if how == "deepcopy":
+        monkeypatch.undo()
+        assert made(**_batch()).logits is None
 
 
 @pytest.mark.parametrize("name", sample(["llama", "gpt2"], "gpt2"))
