@@ -96,11 +96,19 @@ class StoredTensors:
                 item = dataclasses.replace(item, dest_index=dataclasses.replace(item.dest_index, index=number))
                 requests.setdefault(item.storage_index, []).append(item)
         for index in sorted(requests, key=lambda index: self._range(index)):
-            with self._names(index):
-                chunk = self._chunk(index)
-                for item in requests[index]:
-                    view = views[item.dest_index.index or 0][item.dest_index.offset]
-                    chunk.copy(item.storage_offsets, item.lengths, _narrow(view, item.dest_offsets, item.lengths))
+            for part, values in self._pieces(index, requests[index], views):
+                part.copy_(values)  # an error of it is none of the files: the device may have no memory left
+
+    def _pieces(
+        self, index: MetadataIndex, items: Sequence[ReadItem], views: Sequence[Mapping[Any, torch.Tensor]]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield parts of targets with what a chunk has for them."""
+        with self._names(index):
+            chunk = self._chunk(index)
+            for item in items:
+                view = views[item.dest_index.index or 0][item.dest_index.offset]
+                target = _narrow(view, item.dest_offsets, item.lengths)
+                yield from chunk.pieces(item.storage_offsets, item.lengths, target)
 
     def _check_covered(
         self, key: str, entry: TensorStorageMetadata, parts: Sequence[tuple[Box, Any]], items: Sequence[ReadItem]
@@ -214,14 +222,16 @@ class _Chunk:
             self._start = begin + tensor.storage_offset() * self.dtype.itemsize
             self._stop = begin + archive.get_record_size("data/0")
 
-    def copy(self, offsets: Sequence[int], sizes: Sequence[int], target: torch.Tensor) -> None:
-        """Copy a box of the chunk into a tensor of its sizes."""
+    def pieces(
+        self, offsets: Sequence[int], sizes: Sequence[int], target: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield parts of a tensor with the values of a box of the chunk, which has the tensor's sizes."""
         extents = [(size - 1) * stride for size, stride in zip(sizes, self._stride, strict=True)]
         nbytes = (1 + sum(extents)) * self.dtype.itemsize
         if 0 in sizes:
             return
         if nbytes > PIECE_BYTES and max(sizes, default=1) > 1:
-            self._copy_halves(extents.index(max(extents)), list(offsets), list(sizes), target)
+            yield from self._halves(extents.index(max(extents)), list(offsets), list(sizes), target)
             return
         first = sum(offset * stride for offset, stride in zip(offsets, self._stride, strict=True))
         start = self._start + first * self.dtype.itemsize
@@ -229,13 +239,15 @@ class _Chunk:
             raise ValueError(f"`{self._reader.directory / self._name}` is damaged: a tensor is shorter than its shape.")
         content = self._reader.read(self._name, start, nbytes)
         values = torch.frombuffer(content, dtype=torch.uint8).view(self.dtype)
-        target.copy_(values.as_strided(tuple(sizes), self._stride))
+        yield target, values.as_strided(tuple(sizes), self._stride)
 
-    def _copy_halves(self, dim: int, offsets: list[int], sizes: list[int], target: torch.Tensor) -> None:
+    def _halves(
+        self, dim: int, offsets: list[int], sizes: list[int], target: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         half = sizes[dim] // 2
         for start, size in ((0, half), (half, sizes[dim] - half)):
             moved = [*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :]]
-            self.copy(moved, [*sizes[:dim], size, *sizes[dim + 1 :]], target.narrow(dim, start, size))
+            yield from self.pieces(moved, [*sizes[:dim], size, *sizes[dim + 1 :]], target.narrow(dim, start, size))
 
 
 class _Window(io.BufferedReader):
@@ -354,6 +366,10 @@ class StoredTensor(torch.Tensor):
             whole = torch.empty(shape, dtype=dtype)
             self.source.read([(self.key, Segment(whole.view(-1), 0, shape))])
         return whole
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Read the tensor. As a function of torch it would read all in the memo, too."""
+        return self.read()
 
     def make_plain(self) -> None:
         """Read the whole tensor, and become it: this object is an ordinary tensor then, whoever refers to it."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import operator
 import pickle
 import warnings
@@ -148,6 +149,31 @@ def test_stored_tensors_load_into_subclasses_and_make_sparse_tensors(saved: Path
     assert torch.equal(tensor.to_sparse().to_dense(), expected("w"))
     assert isinstance(tensor, StoredTensor)
     assert torch.equal((pair.detach() * 0 + tensor).b, expected("w"))
+
+
+def test_running_out_of_memory_is_not_taken_for_damage(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = StoredTensors(saved).open("model.w", weights_only=True)
+
+    def refuse(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "copy_", refuse)
+        with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\.$"):
+            tensor.read()
+    assert torch.equal(tensor, expected("w"))
+
+
+def test_a_deep_copy_reads_every_stored_tensor_once(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored, reads = StoredTensors(saved), []
+    tensors = {name: stored.open("model.w", weights_only=True) for name in "abcd"}
+    read = StoredTensor.read
+    monkeypatch.setattr(StoredTensor, "read", lambda self: (reads.append(self), read(self))[1])
+    copies = copy.deepcopy({**tensors, "again": tensors["a"]})
+    assert len(reads) == 4
+    assert copies["again"] is copies["a"]
+    assert all(type(one) is torch.Tensor and torch.equal(one, expected("w")) for one in copies.values())
+    assert len({one.data_ptr() for one in copies.values()}) == 4
 
 
 def test_what_kernels_would_write_into_a_stored_tensor_is_refused(saved: Path) -> None:
