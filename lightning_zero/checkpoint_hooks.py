@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,6 @@ from lightning_zero.rank_states import (
 
 __all__ = ["CheckpointFollower", "CheckpointHooks", "raw"]
 
-MODEL_NAMES = "model_names"  # key of a file that is loaded: names in its `state_dict`, before hooks change them
 STEP_DEVICES = "step_devices"  # key of a checkpoint: on which processor each offloaded unit is stepped
 PEERS_TIMEOUT_S = 10.0  # how long a rank that saves after an error waits for the others
 
@@ -82,6 +81,7 @@ class CheckpointHooks(ParallelStrategy):
     _is_running: bool  # from setup to teardown: somebody will wait for asynchronous saves
     _steps: PipelinedSteps | None  # with a pipeline
     _random_states: tuple[list[dict[str, Any]], int] | None  # by rank, and of how many copies, for the start
+    _stored: dict[int, dict[str, Hashable]]  # by identity of a file's dictionary: of its model, before hooks change it
     _has_barrier_to_skip: bool = False  # behind a checkpoint that is not written
     _is_alone: bool  # see `ProcessHooks`
     _have_met: bool = False  # all ranks, for the checkpoint whose content was made last
@@ -287,7 +287,7 @@ class CheckpointHooks(ParallelStrategy):
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         directory.check_is_trainers(checkpoint, checkpoint_path)
         if PARAMETER_NAMES in checkpoint:
-            checkpoint[MODEL_NAMES] = list(checkpoint["state_dict"])
+            self._stored[id(checkpoint)] = state.identities(checkpoint["state_dict"])
         self._take_own_states(checkpoint)
         return checkpoint
 
@@ -331,6 +331,8 @@ class CheckpointHooks(ParallelStrategy):
         states = checkpoint.get(RANDOM_STATES)
         self._random_states = None if states is None else (states, checkpoint.get(COPIES, len(states)))
         self.engine.use_step_devices(checkpoint.get(STEP_DEVICES, {}))
+        stored = self._stored.get(id(checkpoint)) or state.identities(checkpoint.get("state_dict", {}))
+        self._stored.clear()
         with ExitStack() as stack:
             for optimizer in self.optimizers:
                 stack.enter_context(self.engine.whole_groups(optimizer))
@@ -339,7 +341,7 @@ class CheckpointHooks(ParallelStrategy):
                 self.optimizers,
                 checkpoint["optimizer_states"],
                 checkpoint.get(PARAMETER_NAMES, ()),
-                checkpoint.get(MODEL_NAMES, ()),
+                stored,
             )
         for config, saved in zip(self.lr_scheduler_configs, checkpoint.get("lr_schedulers", ()), strict=False):
             optimizer = raw(config.scheduler.optimizer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -183,6 +183,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self._warned_of_none = False
         # - What a checkpoint leaves for the start of training
         self._random_states: tuple[list[dict[str, Any]], int] | None = None
+        self._stored: dict[int, dict[str, Hashable]] = {}
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
 
     # -- The engine ------------------------------------------------------------------------------------------------

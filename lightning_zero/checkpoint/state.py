@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,15 @@ if TYPE_CHECKING:
     from lightning_zero.engine.engine import ZeroEngine
     from lightning_zero.engine.records import ParameterRecord
 
-__all__ = ["copy_ranges", "load_average", "load_model_state", "load_optimizer_state", "model_state", "optimizer_state"]
+__all__ = [
+    "copy_ranges",
+    "identities",
+    "load_average",
+    "load_model_state",
+    "load_optimizer_state",
+    "model_state",
+    "optimizer_state",
+]
 
 
 # -- The model ---------------------------------------------------------------------------------------------------------
@@ -157,6 +165,19 @@ def copy_ranges(items: Sequence[tuple[str, Any, Segment]]) -> None:
 
 # -- Optimizers --------------------------------------------------------------------------------------------------------
 
+
+def identities(state_dict: Mapping[str, Any]) -> dict[str, Hashable]:
+    """Return for every name in a state dictionary what is equal for two names of one tensor."""
+    return {name: _identity(value) for name, value in state_dict.items()}
+
+
+def _identity(value: Any) -> Hashable:
+    if isinstance(value, StoredTensor):
+        return value.source.identity(value.key) or value.key
+    has_memory = type(value) is torch.Tensor and value.layout is torch.strided and value.numel() > 0
+    return value.data_ptr() if has_memory else f"at {id(value)}"
+
+
 Place = tuple[int, int, int]  # of a parameter: optimizer, group, index in the group
 
 # 0-dim states that count steps, also of a 0-dim parameter
@@ -204,7 +225,7 @@ def load_optimizer_state(
     optimizers: Sequence[Optimizer],
     states: Sequence[Mapping[str, Any]],
     names: Sequence[Sequence[Sequence[str]]] = (),
-    model_names: Collection[str] = (),
+    stored: Mapping[str, Hashable] | None = None,
 ) -> list[Optimizer]:
     """Load the states of all optimizers, by parameter name or, as torch saves them, by index.
 
@@ -215,7 +236,7 @@ def load_optimizer_state(
         optimizers: The optimizers.
         states: What ``optimizer_state`` or ``Optimizer.state_dict`` returned of each.
         names: Of states by index: names of the parameters by optimizer and group, where the checkpoint has them.
-        model_names: Of states by index: the names in the checkpoint's model, as they were saved.
+        stored: Of states by index: ``identities`` of the checkpoint's model, as it was saved.
 
     Returns:
         Optimizers whose groups the checkpoint has in another order.
@@ -225,7 +246,7 @@ def load_optimizer_state(
         CheckpointError: Another rank had an error.
     """
     with Ranks(engine).agree("Loading the optimizers"):
-        return _load_optimizers(engine, optimizers, states, names, frozenset(model_names))
+        return _load_optimizers(engine, optimizers, states, names, stored or {})
 
 
 def _load_optimizers(
@@ -233,7 +254,7 @@ def _load_optimizers(
     optimizers: Sequence[Optimizer],
     states: Sequence[Mapping[str, Any]],
     names: Sequence[Sequence[Sequence[str]]],
-    model_names: frozenset[str],
+    stored: Mapping[str, Hashable],
 ) -> list[Optimizer]:
     if len(optimizers) != len(states):
         raise ValueError(
@@ -244,7 +265,7 @@ def _load_optimizers(
     places = _places(engine, optimizers)
     for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
         saved_names = names[number] if len(names) == len(states) else []
-        state = _named(state, saved_names, places, number, model_names)
+        state = _named(state, saved_names, places, number, stored)
         _refuse_of_others(state, places, number)
         kept = Lent()
         if not _load_optimizer(engine, optimizer, kept.lend(state), f"optimizer {number}"):
@@ -306,7 +327,7 @@ def _named(
     saved_names: Sequence[Sequence[str]],
     places: Mapping[str, Place | None],
     number: int,
-    model_names: frozenset[str],
+    stored: Mapping[str, Hashable],
 ) -> Mapping[str, Any]:
     """Return a state by name, where names were saved beside.
 
@@ -319,21 +340,32 @@ def _named(
         for group_number, group in enumerate(saved_names)
         for index, name in enumerate(group)
     }
-    return state if _are_in_place(saved, places, model_names) else by_name(state, saved_names)
+    return state if _are_in_place(saved, places, stored) else by_name(state, saved_names)
 
 
-def _are_in_place(saved: Mapping[str, Place], places: Mapping[str, Place | None], model_names: frozenset[str]) -> bool:
+def _are_in_place(
+    saved: Mapping[str, Place], places: Mapping[str, Place | None], stored: Mapping[str, Hashable]
+) -> bool:
     """Say whether saved parameters may be those that are at their places now.
 
-    They are not if one of them is at another place or frozen now, or was in the checkpoint what is at a place now.
+    They are not if one of them is at another place or frozen now, or another one in the checkpoint is at its place now.
     """
     here: dict[Place | None, set[str]] = {}
     for name, place in places.items():
         here.setdefault(place, set()).add(name)
     return all(
-        places[name] == place if name in places else place not in here or not here[place] <= model_names
+        places[name] == place if name in places else _may_be(name, here.get(place, ()), stored)
         for name, place in saved.items()
     )
+
+
+def _may_be(name: str, others: Collection[str], stored: Mapping[str, Hashable]) -> bool:
+    """Say whether a saved parameter may have other names now: those that the checkpoint has, too, are then tied there.
+
+    Names that are new since tell nothing.
+    """
+    known = [stored[other] for other in others if other in stored]
+    return not known or stored.get(name) in known
 
 
 def _refuse_of_others(state: Mapping[str, Any], places: Mapping[str, Place | None], number: int) -> None:

@@ -360,6 +360,12 @@ def _of_blocks(seed: int, kind: str) -> tuple[ZeroEngine, programs.Model, list[t
         second.layer = second.linear
         del second.linear
         second.forward = lambda x: x + torch.tanh(second.layer(second.norm(x)))
+    if "tied" in kind:
+        first.tied = first.linear
+    if "moved" in kind:
+        del first.linear
+    if "another" in kind:
+        first.another = first.tied
     engine = ZeroEngine(1)
     engine.shard(model)
     groups: list[dict[str, Any]] = [
@@ -383,8 +389,8 @@ def _resume_blocks(rank: int, world: int, full: bool, saved: str, kind: str, mes
     other, _, resumed = _of_blocks(1, kind)
     checkpoint = directory.load(other, path)
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
-        names, model_names = checkpoint.get(PARAMETER_NAMES, ()), list(checkpoint["state_dict"])
-        state.load_optimizer_state(other, resumed, checkpoint["optimizer_states"], names, model_names)
+        names, stored = checkpoint.get(PARAMETER_NAMES, ()), state.identities(checkpoint["state_dict"])
+        state.load_optimizer_state(other, resumed, checkpoint["optimizer_states"], names, stored)
         assert [group["lr"] for one in resumed for group in one.param_groups] == [0.1, 0.01]
 
 
@@ -400,8 +406,13 @@ def test_swapped_groups_do_not_take_the_options_of_each_other_where_a_name_is_ne
     worlds.run(_resume_blocks, 2, True, "groups", "swapped renamed", message, str(tmp_path / "saved"))
 
 
-def test_renamed_parameters_resume_from_a_file_by_their_place(tmp_path: Path) -> None:
-    worlds.run(_resume_blocks, 2, True, "groups", "renamed", "", str(tmp_path / "saved"))
+@pytest.mark.parametrize(
+    ("saved", "kind"),
+    [("groups", "renamed"), ("tied groups", "tied moved"), ("tied groups", "tied moved another")],
+    ids=["renamed", "first name lost", "first name renamed"],
+)
+def test_renamed_parameters_resume_from_a_file_by_their_place(saved: str, kind: str, tmp_path: Path) -> None:
+    worlds.run(_resume_blocks, 2, True, saved, kind, "", str(tmp_path / "saved"))
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["directory", "file"])
@@ -410,8 +421,9 @@ def test_renamed_parameters_resume_from_a_file_by_their_place(tmp_path: Path) ->
     [
         ("only blocks.0", "only blocks.1", "blocks.0.norm"),
         ("renamed only blocks.1.layer", "only blocks.0.linear", "blocks.1.layer"),
+        ("renamed only blocks.1.layer", "tied only blocks.0.linear", "blocks.1.layer"),
     ],
-    ids=["frozen now", "frozen then"],
+    ids=["frozen now", "frozen then", "frozen then and tied now"],
 )
 def test_states_do_not_go_to_parameters_that_were_not_trained(
     saved: str, kind: str, first: str, full: bool, tmp_path: Path

@@ -165,10 +165,12 @@ class _Edits(Net):
         values = checkpoint["state_dict"]
         checkpoint["state_dict"] = {f"renamed.{key}": value for key, value in values.items() if "last" not in key}
         checkpoint["added"] = torch.ones(2)
+        checkpoint["model_names"] = ["mine"]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         values = checkpoint["state_dict"]
         assert torch.equal(checkpoint["added"], torch.ones(2))
+        assert checkpoint["model_names"] == ["mine"]
         checkpoint["state_dict"] = {key.removeprefix("renamed."): value for key, value in values.items()}
         checkpoint["state_dict"]["first.bias"] = checkpoint["state_dict"]["first.bias"] * 2
         checkpoint["state_dict"]["unknown"] = torch.zeros(3)
