@@ -555,8 +555,10 @@ def _loss_head(model: nn.Module) -> nn.Linear | None:
         return None
     forward = vars(head).get("forward")
     if forward is None:  # a head that is new since the patch
-        vars(head)["forward"] = _Head(head)
-    return head if forward is None or (type(forward) is _Head and forward.module is head) else None
+        if not _Head.knows(nn.Linear):
+            return None
+        forward = vars(head)["forward"] = _Head(head)
+    return head if type(forward) is _Head and forward.module is head and forward._is_plain() else None
 
 
 _CAPPED_HEAD = ("gemma3", "Gemma3ForCausalLM")
@@ -624,7 +626,7 @@ class _CausalLM(_Forward):
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
         return (
-            super().matches(module) and type(getattr(module, "lm_head", None)) is nn.Linear and _has_causal_loss(module)
+            super().matches(module) and _Head.knows(type(getattr(module, "lm_head", None))) and _has_causal_loss(module)
         )
 
 

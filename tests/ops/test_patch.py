@@ -520,6 +520,7 @@ REPLACED: dict[str, tuple[str, Any, str]] = {
     "rotation": ("llama", modeling_llama, "apply_rotary_pos_emb"),
     "rotation of halves": ("llama", modeling_llama, "rotate_half"),
     "attention": ("llama", modeling_llama, "eager_attention_forward"),
+    "head": ("llama", nn.Linear, "forward"),
     "cross-entropy": ("llama", loss_utils, "fixed_cross_entropy"),
     "loss": ("llama", loss_utils.LOSS_MAPPING, "ForCausalLM"),
 }
@@ -650,6 +651,16 @@ def test_a_head_that_is_replaced_computes_the_loss(edit: str) -> None:
     patch.undo()
     assert not any("forward" in vars(module) for module in model.modules())
     assert model(**_batch()).logits is not None
+
+
+def test_a_new_head_of_a_class_with_a_replaced_forward_gives_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, other = _model("llama"), _model("llama")
+    patch_model(model)
+    monkeypatch.setattr(nn.Linear, "forward", _double(nn.Linear.forward))
+    for one in (model, other):
+        torch.manual_seed(1)
+        one.lm_head = nn.Linear(32, 97)
+    _assert_unpatched_path(model, _losses(other))
 
 
 def test_a_head_of_another_kind_gives_logits() -> None:
