@@ -365,6 +365,7 @@ class SimulatedDevice:
             "set_rng_state": lambda state, device="cuda": None,
             "_lazy_init": lambda: None,
         }
+        stack.enter_context(mock.patch.object(torch.accelerator, "is_available", return_value=False))
         for name, value in cuda.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(

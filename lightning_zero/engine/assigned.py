@@ -109,6 +109,8 @@ def _sum_of_bits(grad: torch.Tensor) -> int:
     because those of plain numbers cancel, for example when the signs of a power of two of elements change.
     """
     values = _flat(grad)
+    if values.stride(0) != 1:  # also of one element, which counts as contiguous
+        values = values.clone(memory_format=torch.contiguous_format)
     bits = values.view(_INTEGERS[min(values.itemsize, 4)])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, bits.numel(), _AT_ONCE):

@@ -9,6 +9,7 @@ one segment each, and so is a run.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -125,6 +126,7 @@ class FlatStep:
             self._rule = _ADAM_INT8
         self._flat: dict[tuple[int, str], Tensor] = {}  # states over an own range, by (buffer, key)
         # Views of these in states, with their addresses, by (buffer, slot)
+        self._num_tensors: dict[tuple[int, str], int] = {}  # in the memory of these, apart from the optimizer's states
         self._placed: dict[tuple[int, int], dict[str, tuple[Tensor, int]]] = {}
         self._calls: dict[int, list[Callable[[], None]]] = {}  # of the step that is being taken, by buffer
 
@@ -146,18 +148,24 @@ class FlatStep:
         return [state for (owner, _), state in self._flat.items() if owner == id(buffer)]
 
     def are_held(self, buffers: Iterable[FlatBuffer]) -> bool:
-        """Say whether somebody but the optimizer has states of buffers, or views of them."""
-        flats = [flat for buffer in buffers if buffer.sleep is None for flat in self.flat_states(buffer)]
-        num_tensors = {flat.untyped_storage()._cdata: 1 for flat in flats}
-        for state in vars(self._optimizer)["state"].values():
+        """Say whether somebody but the optimizer has states of buffers, views of them, or dictionaries of them."""
+        states, own = vars(self._optimizer)["state"], _own_references()
+        if sys.getrefcount(states) > own:
+            return True
+        owners = {id(buffer) for buffer in buffers if buffer.sleep is None}
+        flats = [(place, flat) for place, flat in self._flat.items() if place[0] in owners]
+        num_tensors = {flat.untyped_storage()._cdata: self._num_tensors.get(place, 1) for place, flat in flats}
+        placed = Counter(id(one) for there in self._placed.values() for one, _ in there.values())
+        for state in states.values():
+            is_kept = sys.getrefcount(state) > own
             for value in state.values():
                 if not torch.is_tensor(value) or is_asleep(value):
                     continue
                 if value.untyped_storage()._cdata in num_tensors:
                     num_tensors[value.untyped_storage()._cdata] += 1
-                    if sys.getrefcount(value) > _own_references():
+                    if is_kept or sys.getrefcount(value) > own + placed[id(value)]:
                         return True
-        return any(num_tensors_in(flat) > num_tensors[flat.untyped_storage()._cdata] for flat in flats)
+        return any(num_tensors_in(flat) > num_tensors[flat.untyped_storage()._cdata] for _, flat in flats)
 
     def state_place(self, buffer: FlatBuffer, index: int, key: str) -> Tensor | None:
         """Return where a state of a parameter on disks is to be; None if it is in memory."""
@@ -240,7 +248,7 @@ class FlatStep:
 
     def take_over(self, former: FlatStep) -> None:
         """Go on with the states of the same optimizer that was attached before."""
-        self._flat, self._placed = former._flat, former._placed
+        self._flat, self._placed, self._num_tensors = former._flat, former._placed, former._num_tensors
 
     def give_back(self) -> None:
         """Give the room of states on disks back; using them is an error from here on."""
@@ -257,6 +265,7 @@ class FlatStep:
         for place, flat in self._flat.items():
             if place[0] in buffers:
                 self._flat[place] = move(flat)
+                self._note_tensors(place)
 
     # -- What can be stepped ---------------------------------------------------------------------------------------
 
@@ -319,7 +328,7 @@ class FlatStep:
         return is_readable and buffer.stepped.dtype == torch.float32 and buffer.kind.reduce in _GRADIENTS
 
     def _suits_state(self, group: Mapping[str, Any], buffer: FlatBuffer, index: int) -> bool:
-        state = self._optimizer.state.get(buffer.params[index])
+        state = vars(self._optimizer)["state"].get(buffer.params[index])
         if not state:
             return True
         if self._rule.counts and not torch.is_tensor(state.get("step")):
@@ -462,7 +471,12 @@ class FlatStep:
         place = (id(buffer), key)
         if place not in self._flat:
             self._flat[place] = _zeros(buffer, self._dtype(buffer))
+            self._note_tensors(place)
         return self._flat[place]
+
+    def _note_tensors(self, place: tuple[int, str]) -> None:
+        if not is_asleep(self._flat[place]):
+            self._num_tensors[place] = num_tensors_in(self._flat[place])
 
     def _dtype(self, buffer: FlatBuffer) -> torch.dtype:
         return buffer.stepped.dtype if self._moments == "fp32" else DTYPES[self._moments]

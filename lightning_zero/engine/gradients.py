@@ -152,7 +152,7 @@ class BufferGradients:
             target.copy_(dense)
             self._summed.add(index)
         self.used.add(index)
-        if grad._version:  # autograd has added to what somebody had assigned, and may keep
+        if not grad.is_inference() and grad._version:  # autograd has added to what somebody had assigned, and may keep
             self._brought[index] = weakref.ref(grad), grad._version
 
     def with_sum(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
@@ -211,6 +211,13 @@ class BufferGradients:
     def waiting(self) -> set[int]:
         """The slots with such a gradient."""
         return self._summed | (self.has_grad if self._retained is not None else set())
+
+    def is_sum(self, index: int, grad: torch.Tensor) -> bool:
+        """Say whether a tensor is what ``show_sum`` returns."""
+        if index not in self._summed or self.local is None or not self.is_summing:
+            return False
+        slot = self._buffer.layout.slots[index]
+        return (grad.data_ptr(), grad.shape) == (self.local[slot.offset :].data_ptr(), torch.Size(slot.shape))
 
     def show_sum(self, index: int) -> torch.Tensor | None:
         """Return what was summed of a slot on this rank while it waits, or None: what is written there counts.
@@ -287,6 +294,8 @@ class BufferGradients:
         if grad is None:
             return False
         self.accumulate(index, grad)
+        if not grad.is_inference():  # whoever keeps it has a part of the average
+            self._brought[index] = weakref.ref(grad), grad._version
         set_raw_grad(param, None)
         return True
 
@@ -386,12 +395,17 @@ class BufferGradients:
         for index in agreed & self.sources.keys():  # what was assigned before is only a part now
             self.outdated[index] = self.sources.pop(index)
         for index, (brought, version) in self._brought.items():
-            tensor = brought()
-            if tensor is not None:
-                self.outdated[index] = Source.of(tensor)._replace(version=version)
+            self._note_outdated(index, brought(), version)
         self._brought.clear()
         self.outdated = {index: source for index, source in self.outdated.items() if source.is_held}
         self.used.clear()
+
+    def _note_outdated(self, index: int, tensor: torch.Tensor | None, version: int) -> None:
+        if tensor is not None:
+            self.outdated[index] = Source.of(tensor)._replace(version=version)
+
+    def show_kept(self) -> None:
+        """Show the average in what a program keeps of an earlier one. At stage 0 it is gathered before."""
         if self._kept is not None and self._reduced is not None:
             assert self.reduced is not None
             with torch.no_grad():
@@ -440,6 +454,8 @@ class BufferGradients:
         flat = segment.detach().as_subclass(torch.Tensor).reshape(-1)
         self._summed.discard(index)
         self.used.discard(index)
+        self._brought.pop(index, None)
+        self.outdated.pop(index, None)
         with torch.inference_mode(False), torch.no_grad():
             if self.is_summing:  # the sums lie where the average would
                 self._assign_retained(index, flat)
@@ -526,6 +542,7 @@ class BufferGradients:
         """
         buffer, target, self._target = self._buffer, self._target, None
         self._kept = None
+        self._brought.clear()
         if self._earlier is not None:
             buffer.store.release("gradients", self._earlier.values.nbytes)
             self._earlier = None

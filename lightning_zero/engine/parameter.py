@@ -212,7 +212,8 @@ def set_raw_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
 def _read_grad(param: nn.Parameter) -> torch.Tensor | None:
     owner = owner_of(param)
     waiting = owner.show_gradient(param) if owner is not None else None
-    return raw_grad(param) if waiting is None else waiting
+    grad = raw_grad(param)
+    return waiting if grad is None else grad  # one that hooks of the program are shown
 
 
 def _write_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:

@@ -150,4 +150,5 @@ class Reducer:
         for buffer in buffers:
             if not buffer.gradients.has_grad:
                 buffer.gradients.forget()
+            buffer.gradients.show_kept()
             buffer.gradients.mark_reduced()

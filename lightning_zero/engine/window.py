@@ -232,7 +232,7 @@ class BufferWindow:
         if grad is None:
             self.drop([index])
             return
-        if grad is self._shown.get(index) or self._is_sum(index, grad):  # `p.grad *= 2`
+        if grad is self._shown.get(index) or self._gradients.is_sum(index, grad):  # `p.grad *= 2`
             return
         grad = _ordinary_memory(grad)
         if index not in self._entered:
@@ -245,13 +245,6 @@ class BufferWindow:
         if is_whole:
             self._take_whole(index, grad)
             self.show(index)
-
-    def _is_sum(self, index: int, grad: torch.Tensor) -> bool:
-        """Say whether what is assigned is what was shown of a gradient that waits."""
-        if index not in self._gradients.waiting or not self._gradients.is_summing:
-            return False
-        total = self._gradients.show_sum(index)
-        return total is not None and (total.data_ptr(), total.shape) == (grad.data_ptr(), grad.shape)
 
     def _segment_of(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         if isinstance(grad, ShardedGradient):
@@ -320,6 +313,10 @@ class BufferWindow:
 
     def take_gradient(self, index: int) -> bool:
         """Take over what was done to a parameter's ``grad``; say whether it has a reduced gradient now."""
+        if self._gradients.outdated:
+            grad = raw_grad(self._buffer.params[index])
+            if grad is not None and grad is not self._shown.get(index):  # another one has been assigned
+                self._gradients.outdated.pop(index, None)
         if self._gradients.sources or self._gradients.outdated:
             self._take_source(index)
         grad, shown = raw_grad(self._buffer.params[index]), self._shown.get(index)
@@ -366,14 +363,16 @@ class BufferWindow:
         Raises:
             RuntimeError: A backward has added to it in between, and the tensor does not show that.
         """
-        outdated = self._gradients.outdated.pop(index, None)
+        outdated = self._gradients.outdated.get(index)
         if outdated is not None and outdated.is_changed:
             raise RuntimeError(
                 f"The tensor that was assigned to `grad` of `{self._buffer.layout.slots[index].name}` was changed"
                 " behind a backward that has added to the gradient, which the tensor does not show. Change `p.grad`."
             )
-        if outdated is not None and outdated.is_held:
-            self._gradients.outdated[index] = outdated
+        if outdated is not None:
+            del self._gradients.outdated[index]
+            if outdated.is_held:
+                self._gradients.outdated[index] = outdated
         source = self._gradients.sources.pop(index, None)
         if source is None:
             return

@@ -1138,6 +1138,40 @@ def _assigned_and_outdated(rank: int, world: int, stage: int) -> str:
     return _refusal(optimizer.step)
 
 
+def _assigned_anew(rank: int, world: int, stage: int) -> str:
+    """Assign another tensor behind such a backward, and use the first one for something else."""
+    module, engine, optimizer = _tiny(stage)
+    params = list(module.parameters())
+    grads = [torch.ones_like(param) for param in TinyGPT(depth=1).parameters()]
+    _assign(params, grads)
+    token_loss(module, rank, 0).backward()
+    assert params[-1].grad is not None
+    _assign(params, [torch.ones_like(grad) for grad in grads])
+    for grad in grads:
+        grad.zero_()
+    return _refusal(optimizer.step)
+
+
+def _assigned_before_the_last(rank: int, world: int, stage: int) -> str:
+    """Assign a gradient while micro-batches wait to be added to an earlier average."""
+    module, engine, optimizer = _tiny(stage)
+    token_loss(module, rank, 0).backward()
+    with engine.microbatch(last=False):
+        token_loss(module, rank, 1).backward()
+    grads = [torch.ones_like(param) for param in TinyGPT(depth=1).parameters()]
+    return _refusal(lambda: _assign(list(module.parameters()), grads))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_gradient_that_is_assigned_anew_is_not_compared_with_the_one_before(stage: int) -> None:
+    assert worlds.run(_assigned_anew, 2, stage) == ["", ""]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_gradient_may_be_assigned_while_sums_wait(stage: int) -> None:
+    assert worlds.run(_assigned_before_the_last, 2, stage) == ["", ""]
+
+
 def _norm_of_waiting(rank: int, world: int, stage: int) -> str:
     module, engine, optimizer = _tiny(stage)
     with engine.microbatch(last=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import warnings
 from collections.abc import Callable
@@ -273,6 +274,48 @@ def _warned(rank: int, world: int) -> list[str]:
 
 def test_a_write_in_16_bits_on_a_device_is_told_of_without_a_wait() -> None:
     assert [len(one) for one in worlds.run(_warned, 2)] == [1, 1]
+
+
+# -- Deferred steps ----------------------------------------------------------------------------------------------------
+
+
+def _num_deferred(rank: int, world: int, device: str, keeps: str) -> list[int]:
+    """Return how many buffers' steps are deferred, before the program looks at the states, then, and behind it."""
+    with SimulatedDevice(AT_ONCE) if device == "cuda" else contextlib.nullcontext():
+        one = _Training(device, None, stage=2, offload=Offload(optimizer="cpu", step_device="cpu"))
+        counts: list[int] = []
+        kept: Any = None
+        for step in range(5):
+            one.backward(step)
+            one.step()
+            counts.append(len(one.engine._attached.of(one.optimizer)._deferred))
+            if step == 1:
+                kept = LOOKS[keeps](one.optimizer)
+            elif step == 2:
+                kept = None
+        del kept
+        one.engine.close()
+    return counts
+
+
+LOOKS: dict[str, Callable[[Optimizer], Any]] = {
+    "nothing": lambda optimizer: None,
+    "saved": lambda optimizer: len(optimizer.state_dict()),
+    "seen": lambda optimizer: sum(len(state) for state in optimizer.state.values()),
+    "a-moment": lambda optimizer: next(iter(optimizer.state.values()))["exp_avg"],
+    "a-view": lambda optimizer: next(iter(optimizer.state.values()))["exp_avg"].view(-1),
+    "a-state": lambda optimizer: next(iter(optimizer.state.values())),
+    "all": lambda optimizer: optimizer.state,
+    "a-dictionary": lambda optimizer: optimizer.state_dict(),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("keeps", LOOKS)
+def test_steps_are_deferred_unless_the_program_keeps_what_they_change(keeps: str, device: str) -> None:
+    is_kept = keeps not in ("nothing", "saved", "seen")
+    for counts in worlds.run(_num_deferred, 2, device, keeps):
+        assert counts == [3, 3, 0 if is_kept else 3, 3, 3]
 
 
 # -- Bytes on the device -----------------------------------------------------------------------------------------------

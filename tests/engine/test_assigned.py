@@ -52,3 +52,16 @@ def test_writes_into_tensors_that_are_transposed_or_large_are_found_too() -> Non
         assert not source.is_changed
         grad.data[-1] = 3.0
         assert source.is_changed
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
+def test_strided_tensors_are_sources(dtype: torch.dtype) -> None:
+    for tensor in (
+        torch.ones(10, dtype=dtype)[::2],
+        torch.ones(1, dtype=dtype).expand(4, 1)[:1],
+        torch.ones((), dtype=dtype),
+    ):
+        source = Source.of(tensor)
+        assert not source.is_changed
+        tensor.data.zero_()
+        assert source.is_changed
