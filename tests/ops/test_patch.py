@@ -882,7 +882,7 @@ def test_copies_and_pickles_are_patched_and_independent() -> None:
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-@pytest.mark.parametrize("replacement", ["doubled", "a callable"])
+@pytest.mark.parametrize("replacement", sample(["doubled", "a callable"], "doubled"))
 @pytest.mark.parametrize("what", [what for what in REPLACED if what != "loss"])
 def test_a_copy_uses_a_function_that_was_replaced_before(
     what: str, replacement: str, how: str, monkeypatch: pytest.MonkeyPatch
