@@ -336,6 +336,11 @@ class SimulatedDevice:
     def is_pinned(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._pinned or self.driver.holds(tensor.data_ptr())
 
+    def _set_device(self, device: torch.device | str | int) -> None:
+        if not isinstance(device, int) and torch.device(device).index is None:
+            raise ValueError(f"Expected a torch.device with a specified index or an integer, but got: {device}")
+        self._local.is_set = True
+
     def pin(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         self._pinned[storage._cdata] = storage
@@ -349,7 +354,7 @@ class SimulatedDevice:
             "is_available": lambda: True,
             "device_count": lambda: 1,
             "current_device": lambda: 0,
-            "set_device": lambda device: setattr(self._local, "is_set", True),
+            "set_device": self._set_device,
             "current_stream": self.current,
             "default_stream": lambda device=None: self.compute,
             "stream": self.in_stream,

@@ -599,14 +599,14 @@ class FlatBuffer:
             if pointed:
                 self._take_back_data(pointed)
         if written is not None:
-            if self._is_rounded_when_written and self.on_rounded_write is not None:
-                self.on_rounded_write(self.layout.slots[written].name, is_seen_here=False)
+            if self._rounded_writes is not None:
+                self._rounded_writes(self.layout.slots[written].name, is_seen_here=False)
             self.accept_writes()
 
     @property
-    def _is_rounded_when_written(self) -> bool:
-        """Whether parameters show fewer bits than they have."""
-        return self.original is not None and self.original.flat is None
+    def _rounded_writes(self) -> RoundedWrites | None:
+        """Who is told of writes, if parameters show fewer bits than they have."""
+        return self.on_rounded_write if self.original is not None and self.original.flat is None else None
 
     def _take_back_data(self, indices: Sequence[int]) -> None:
         """Copy tensors that ``.data`` was pointed to into the flat buffer, unless the program keeps them.
@@ -723,8 +723,8 @@ class FlatBuffer:
         with torch.inference_mode(False), torch.no_grad():
             values = self.computed.to(self.master.device)
             is_written = merge_written(self.master, values, self.own_range, self.entered | but_for)
-            if self._is_rounded_when_written and self.on_rounded_write is not None:
-                self.on_rounded_write.ask(f"{self.name}.*", is_written, self.store.copies)
+            if self._rounded_writes is not None:
+                self._rounded_writes.ask(f"{self.name}.*", is_written, self.store.copies)
 
     # -- Publishing what was stepped -----------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ import torch
 
 from lightning_zero.config import StepTime
 from lightning_zero.engine.labels import label
-from lightning_zero.storage.copies import use_device
+from lightning_zero.storage.copies import first_call_of_thread
 from lightning_zero.storage.disk import Visit
 
 __all__ = ["Deferral", "Update"]
@@ -119,7 +119,7 @@ class Deferral:
 
     def _thread_of_offloaded(self) -> ThreadPoolExecutor:
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "lightning_zero-step", lambda: use_device(self._device()))
+            self._thread = ThreadPoolExecutor(1, "lightning_zero-step", first_call_of_thread(self._device()))
         return self._thread
 
     def close(self) -> None:

@@ -125,8 +125,8 @@ class FlatStep:
         if self._rule is _ADAM and moments == "int8":
             self._rule = _ADAM_INT8
         self._flat: dict[tuple[int, str], Tensor] = {}  # states over an own range, by (buffer, key)
-        # Views of these in states, with their addresses, by (buffer, slot)
         self._num_tensors: dict[tuple[int, str], int] = {}  # in the memory of these, apart from the optimizer's states
+        # Views of these in states, with their addresses, by (buffer, slot)
         self._placed: dict[tuple[int, int], dict[str, tuple[Tensor, int]]] = {}
         self._calls: dict[int, list[Callable[[], None]]] = {}  # of the step that is being taken, by buffer
 

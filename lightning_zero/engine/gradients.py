@@ -305,11 +305,12 @@ class BufferGradients:
         assert target is not None
         assert local is not None
         with torch.inference_mode(False), torch.no_grad():
+            earlier = self._take_earlier()
             if self._retained is not None:
                 target.add_(self._retained)
                 self._retained = None
             elif buffer.sharding.grads and self._reduced is not None:
-                target = self._add_to_earlier(target)
+                target = self._add_to_earlier(target, earlier)
             elif buffer.sharding.grads and buffer.is_offloaded:
                 target = self._bring_home(target)
         is_own_range = buffer.sharding.optim or buffer.sharding.grads
@@ -320,10 +321,9 @@ class BufferGradients:
                 buffer.store.release("gradients", local.nbytes)
             self.local = None
 
-    def _add_to_earlier(self, target: torch.Tensor) -> torch.Tensor:
+    def _add_to_earlier(self, target: torch.Tensor, earlier: _Earlier | None) -> torch.Tensor:
         """Add to the average that is there, in its memory, as PyTorch does: a program may keep it."""
         buffer = self._buffer
-        earlier = self._take_earlier()
         if earlier is None:
             self.settle()
             self.accept_writes()
@@ -543,9 +543,7 @@ class BufferGradients:
         buffer, target, self._target = self._buffer, self._target, None
         self._kept = None
         self._brought.clear()
-        if self._earlier is not None:
-            buffer.store.release("gradients", self._earlier.values.nbytes)
-            self._earlier = None
+        self._take_earlier()
         self._summed.clear()
         self.used.clear()
         if target is not None and buffer.sharding.grads and buffer.communicator.world_size > 1:

@@ -369,10 +369,8 @@ class BufferWindow:
                 f"The tensor that was assigned to `grad` of `{self._buffer.layout.slots[index].name}` was changed"
                 " behind a backward that has added to the gradient, which the tensor does not show. Change `p.grad`."
             )
-        if outdated is not None:
+        if outdated is not None and not outdated.is_held:
             del self._gradients.outdated[index]
-            if outdated.is_held:
-                self._gradients.outdated[index] = outdated
         source = self._gradients.sources.pop(index, None)
         if source is None:
             return

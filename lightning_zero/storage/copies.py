@@ -15,13 +15,13 @@ host memory makes copies asynchronous; others are right, and slower.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-__all__ = ["Copies", "Landing", "driver", "use_device"]
+__all__ = ["Copies", "Landing", "driver", "first_call_of_thread"]
 
 
 class Landing:
@@ -135,13 +135,16 @@ def driver() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-def use_device(device: torch.device) -> None:
-    """Let what this thread asks of CUDA without naming a device be asked of this one.
+def first_call_of_thread(device: torch.device) -> Callable[[], None]:
+    """Return what a new thread calls, so that what it asks of CUDA without naming a device is asked of this one.
 
-    A new thread is on the first device of the node, and would make a context there for every rank.
+    A new thread is on the first device of the node, and would make a context there for every rank. A device without an
+    index (``"cuda"``) is the current one of the thread that asks here.
     """
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if device.type != "cuda":
+        return lambda: None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return lambda: torch.cuda.set_device(index)
 
 
 def _new_stream(device: torch.device) -> Any:

@@ -526,6 +526,17 @@ def a_group_is_taken_out(trainer: Any, optimizer: Any, step: int) -> None:
     trainer.losses += [torch.tensor(param.grad is None) for param in _params(trainer)]
 
 
+def written_and_taken_out(trainer: Any, optimizer: Any, step: int) -> None:
+    _backward(trainer, step)
+    with torch.no_grad():
+        for param in _params(trainer):
+            if param.grad is not None:
+                param.sub_(param.grad, alpha=0.01)
+    if step == 1:
+        params = optimizer.param_groups[0]["params"]
+        optimizer.param_groups[0]["params"] = params[: len(params) // 2]
+
+
 PROGRAMS: dict[str, Callable[[Any, Any, int], None]] = {
     one.__name__.replace("_", "-"): one
     for one in (
@@ -537,6 +548,7 @@ PROGRAMS: dict[str, Callable[[Any, Any, int], None]] = {
         written_without_a_trace, one_for_two, made_in_inference_mode, changed_behind_the_step,
         kept_and_changed_behind_the_step, states_changed_behind_the_step, kept_over_a_backward, kept_over_zeros,
         kept_clipped_and_edited, edited_between_micro_batches, a_group_is_taken_out,
+        written_and_taken_out,
     )
 }  # fmt: skip
 

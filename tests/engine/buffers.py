@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication, Sharding
 from lightning_zero.engine.buffer import BufferKind, FlatBuffer
-from lightning_zero.storage.store import DeviceStore
+from lightning_zero.storage.store import DeviceStore, ShardStore
 
 CPU = torch.device("cpu")
 SHAPES = [(11, 6), (6,), (), (0, 3), (5, 7)]
@@ -19,16 +19,18 @@ stages = pytest.mark.parametrize("stage", STAGES)
 
 
 def numbered_buffer(
-    stage: int, compute: torch.dtype = torch.float32, reduce: torch.dtype = torch.float32
+    stage: int,
+    compute: torch.dtype = torch.float32,
+    reduce: torch.dtype = torch.float32,
+    home: ShardStore | None = None,
 ) -> FlatBuffer:
     """Return a buffer as in a step, whose parameters are numbered element by element. Collective."""
     kind = BufferKind(original=torch.float32, compute=compute, master=torch.float32, reduce=reduce, trained=True)
     with torch.inference_mode(False):
         params = [nn.Parameter(values_of(index, 0.25)) for index in range(len(SHAPES))]
     names = [f"p{index}" for index in range(len(SHAPES))]
-    buffer = FlatBuffer(
-        "block", params, names, kind, Sharding.from_stage(stage), Communicator(Communication(), CPU), DeviceStore(CPU)
-    )
+    sharding, communicator = Sharding.from_stage(stage), Communicator(Communication(), CPU)
+    buffer = FlatBuffer("block", params, names, kind, sharding, communicator, DeviceStore(CPU), home)
     buffer.begin_computing()
     return buffer
 

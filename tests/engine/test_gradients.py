@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightning_zero.storage.host import HostStore
 from tests import worlds
 from tests.engine.buffers import (
     SHAPES,
@@ -168,3 +169,24 @@ def _dropped_while_summing(rank: int, world: int, stage: int, drop: str) -> None
 @pytest.mark.parametrize("drop", ["forget", "zero"])
 def test_a_gradient_that_is_dropped_between_micro_batches_is_gone(stage: int, drop: str) -> None:
     worlds.run(_dropped_while_summing, 2, stage, drop)
+
+
+def _forgotten_while_reduced(rank: int, world: int) -> None:
+    gradients = (buffer := numbered_buffer(2, home=HostStore(pinned=False))).gradients
+    gradients.accumulate(0, torch.ones(SHAPES[0]))
+    reduce_fully(buffer)
+    gradients.accumulate(0, torch.full(SHAPES[0], 2.0))
+    pending = gradients.reduce()
+    gradients.forget()
+    pending.wait()
+    gradients.finish_reduce()
+    gradients.has_grad |= {0}
+    assert found_gradient(buffer, 0) == expected_gradient(buffer, 0, 2.0)
+    assert buffer.store.live("gradients") == 0
+    gradients.accumulate(0, torch.full(SHAPES[0], 4.0))
+    reduce_fully(buffer)
+    assert found_gradient(buffer, 0) == expected_gradient(buffer, 0, 6.0)
+
+
+def test_an_average_that_is_forgotten_while_the_next_is_reduced_is_not_added() -> None:
+    worlds.run(_forgotten_while_reduced, 2)
