@@ -3,8 +3,9 @@
 Note [Which is faster]
     The host steps at the speed of its memory. The device steps in no time, and its time is that of the copies: masters,
     moments and gradients up, masters and moments down, both at once. Each unit takes the faster way. The two processors
-    round differently in the last bit, so the choice is made once, by rank 0, from rates that it measures, kept in
-    checkpoints and used again when training is resumed.
+    round differently in the last bit, so the choice is made once, for all ranks, kept in checkpoints and used again
+    when training is resumed. Neighbours share the memory of a host and its links, so all ranks measure at the same
+    time, and the slowest counts: a step is done when the last rank is.
 """
 
 from __future__ import annotations
@@ -52,8 +53,13 @@ def choose_step_device(numel: int, up_bytes: int, down_bytes: int, rates: Rates)
     return "cuda" if streaming_s < numel / rates.host_step else "cpu"
 
 
-def measure_rates(device: torch.device) -> Rates:
-    """Return the rates of this machine; takes about a second."""
+def measure_rates(device: torch.device, meet: Callable[[], object] = lambda: None) -> Rates:
+    """Return the rates of this rank; takes about a second.
+
+    Args:
+        device: Where the model computes.
+        meet: Called before each measured call; returns when all ranks have come to theirs.
+    """
     values = [torch.zeros(_SAMPLE_NUMEL, dtype=torch.float32) for _ in range(4)]
     options = {"lr": 0.0, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "l2": 0.0, "tails": ()}
 
@@ -65,15 +71,16 @@ def measure_rates(device: torch.device) -> Rates:
     there = torch.zeros(_SAMPLE_NUMEL, dtype=torch.float32, device=device)
     copies = Copies(device)
     return Rates(
-        host_step=_SAMPLE_NUMEL / _fastest_s(step),
-        up=host.nbytes / _fastest_s(lambda: copies.up(there, host).finish()),
-        down=host.nbytes / _fastest_s(lambda: copies.down(host, there).finish()),
+        host_step=_SAMPLE_NUMEL / _fastest_s(step, meet),
+        up=host.nbytes / _fastest_s(lambda: copies.up(there, host).finish(), meet),
+        down=host.nbytes / _fastest_s(lambda: copies.down(host, there).finish(), meet),
     )
 
 
-def _fastest_s(call: Callable[[], None]) -> float:
+def _fastest_s(call: Callable[[], None], meet: Callable[[], object]) -> float:
     seconds = []
     for _ in range(_REPEATS):
+        meet()
         started = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - started)
@@ -99,7 +106,7 @@ class StepDevices:
         self,
         fixed: StepDevice | None,
         communicator: Communicator,
-        measure: Callable[[torch.device], Rates] = measure_rates,
+        measure: Callable[[torch.device, Callable[[], object]], Rates] = measure_rates,
     ) -> None:
         """Choose as the option says, or by measured rates. Collective: all ranks.
 
@@ -116,9 +123,16 @@ class StepDevices:
         elif fixed is not None:
             self.use({unit.name: fixed for unit in self._units})
 
-    def _choose_by_rates(self, communicator: Communicator, measure: Callable[[torch.device], Rates]) -> None:
-        measured = measure(self._device) if communicator.rank == 0 else None
-        self.rates = rates = communicator.gather_objects(measured, "rates of rank 0")[0]
+    def _choose_by_rates(
+        self, communicator: Communicator, measure: Callable[[torch.device, Callable[[], object]], Rates]
+    ) -> None:
+        measured = measure(self._device, lambda: communicator.agree_on([False], "start of a measurement"))
+        found = communicator.gather_objects(measured, "rates of the ranks")
+        self.rates = rates = Rates(
+            host_step=min(one.host_step for one in found),
+            up=min(one.up for one in found),
+            down=min(one.down for one in found),
+        )
         chosen: dict[str, StepDevice] = {}
         for unit in self._units:
             numel, up_bytes, down_bytes = self._costs(unit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,31 +58,48 @@ def test_rates_are_positive() -> None:
 # -- The choice --------------------------------------------------------------------------------------------------------
 
 
-def _choices(rank: int, world: int, moments: Moments, host_step: float) -> tuple[dict[str, str], list[str], int]:
-    """Choose as on a CUDA device, of which rank 0 alone knows the rates."""
+def _choices(rank: int, world: int, moments: Moments, host_step: float) -> tuple[dict[str, str], list[str]]:
+    """Choose as on a CUDA device; rank 0 is twice as fast."""
     engine = ZeroEngine(2, units=["Block"], offload=Offload(fraction=0.6), moments=moments)
     engine.shard(TinyGPT())
     devices = StepDevices(engine.units, CUDA, moments)
-    measured = []
 
-    def measure(device: torch.device) -> Rates:
-        measured.append(device)
-        return Rates(host_step=host_step, up=55 * GB, down=55 * GB)
+    def measure(device: torch.device, meet: Callable[[], object]) -> Rates:
+        assert device == CUDA
+        meet()
+        return Rates(host_step=host_step * (2 - rank), up=55 * GB, down=55 * GB)
 
     devices.choose(None, Communicator(Communication(), torch.device("cpu")), measure)
-    return devices.chosen, devices.plan(), len(measured)
+    return devices.chosen, devices.plan()
 
 
 @pytest.mark.parametrize(("moments", "host_step", "expected"),
                          [("fp32", 1 * GB, "cuda"), ("fp32", 4 * GB, "cpu"), ("int8", 4 * GB, "cuda")])  # fmt: skip
-def test_rank_0_measures_and_all_ranks_choose_the_same(moments: Moments, host_step: float, expected: str) -> None:
+def test_all_ranks_choose_by_the_rates_of_the_slowest(moments: Moments, host_step: float, expected: str) -> None:
     answers = worlds.run(_choices, 2, moments, host_step)
-    assert [measured for *_, measured in answers] == [1, 0]
-    for chosen, plan, _ in answers:
+    for chosen, plan in answers:
         assert set(chosen.values()) == {expected}
         assert "(root)" not in chosen  # the first units stay on the device
         (line,) = plan
         assert f"{len(chosen)} on {expected} (measured: host {host_step / 1e9:.2f}e9 elements/s, up 55.0 GB/s" in line
+
+
+def _measured_together(rank: int, world: int) -> list[int]:
+    """Measure; return how many ranks had begun each measured call when this one did."""
+    communicator = Communicator(Communication(), torch.device("cpu"))
+    begun: list[int] = []
+
+    def meet() -> None:
+        begun.append(sum(communicator.gather_objects(1, "ranks that begin")))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_zero.engine.step_device._SAMPLE_NUMEL", 1000)
+        measure_rates(torch.device("cpu"), meet)
+    return begun
+
+
+def test_ranks_begin_each_measured_call_together() -> None:
+    assert worlds.run(_measured_together, 2) == [[2] * 9] * 2
 
 
 def _kept(rank: int, world: int, folder: str) -> None:
