@@ -10,6 +10,10 @@ Note [How]
 
 Note [Schedules]
     What runs late in one schedule hides what must not run early: ``eager`` names streams whose operations run at once.
+
+Note [What never runs]
+    A collective that has failed stands in its stream, and with it all that is behind it and what waits for that, as on
+    a real device. A host that waits for it would wait for ever; here it gets ``Stuck``.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tests.simulated_transport import Transports
+from tests.simulated_transport import Stuck, Transports
 
 __all__ = ["SimulatedDevice"]
 
@@ -66,6 +71,7 @@ class _Stream:
         self._queue: deque[Callable[[], None]] = deque()
         self._is_idle = threading.Condition()
         self._runner: int | None = None
+        self.is_stuck = False
         self.num_asked = 0
         self.num_started = 0
         self.num_done = 0
@@ -81,14 +87,22 @@ class _Stream:
         me = threading.get_ident()
         while self.num_done < number:
             with self._is_idle:
-                self._is_idle.wait_for(lambda: self._runner in (None, me) or self.num_done >= number)
+                self._is_idle.wait_for(lambda: self._runner in (None, me) or self.num_done >= number or self.is_stuck)
+                if self.is_stuck and self.num_done < number:
+                    raise Stuck
                 if self._runner == me and self.num_started >= number or self.num_done >= number:
                     return
                 operation = self._queue.popleft()
                 self.num_started += 1
                 self._runner = me
-            with self._simulation.bare():
-                operation()
+            try:
+                with self._simulation.bare():
+                    operation()
+            except Stuck:
+                with self._is_idle:
+                    self.is_stuck = True
+                    self._is_idle.notify_all()
+                raise
             with self._is_idle:
                 self._runner = None
                 self.num_done = self.num_started
@@ -138,6 +152,29 @@ class _Event:
             self.run()
         self._is_asked = True
         return self.is_done
+
+
+class _TimedEvent:
+    """A place in a stream, and when the device came to it. Asking for it makes nothing run."""
+
+    def __init__(self, simulation: SimulatedDevice) -> None:
+        self._simulation = simulation
+        self._passed_s: float | None = None
+
+    def record(self, stream: _Stream | None = None) -> None:
+        self._passed_s = None
+        (stream or self._simulation.current()).push(self._pass)
+
+    def _pass(self) -> None:
+        self._passed_s = time.perf_counter()
+
+    def query(self) -> bool:
+        return self._passed_s is not None
+
+    def elapsed_time(self, end: _TimedEvent) -> float:
+        assert self._passed_s is not None
+        assert end._passed_s is not None
+        return 1e3 * (end._passed_s - self._passed_s)
 
 
 class _Block:
@@ -223,6 +260,10 @@ class SimulatedDevice:
             yield
         finally:
             self._local.stream = before
+
+    def _new_event(self, *, enable_timing: bool) -> _TimedEvent:
+        assert enable_timing, "other events are recorded by their stream"
+        return _TimedEvent(self)
 
     def synchronize(self, device: Any = None) -> None:
         """Run everything that was asked for."""
@@ -359,6 +400,7 @@ class SimulatedDevice:
             "default_stream": lambda device=None: self.compute,
             "stream": self.in_stream,
             "Stream": self.new_stream,
+            "Event": self._new_event,
             "synchronize": self.synchronize,
             "cudart": lambda: self.driver,
             "mem_get_info": lambda device=None: (2**40, 2**40),
@@ -399,7 +441,8 @@ class SimulatedDevice:
         if kind is not None:
             return
         for stream in self._streams:
-            stream.run_to(stream.num_asked)
+            with contextlib.suppress(Stuck):
+                stream.run_to(stream.num_asked)
         assert transports is not None
         transports.close()
 

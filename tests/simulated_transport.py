@@ -6,23 +6,33 @@ Note [How]
     rank needs what it gives. That rank tells the others, whose listening threads run the streams of their group so far;
     a real device would run them by itself. Until ``wait`` a collective keeps its tensors alive, as PyTorch does.
 
+    One whose peer fails, or does not come within the group's timeout, stands in its stream for ever. Nobody raises an
+    error; the group has an error state, as the watchdog of NCCL's groups sets it.
+
     A group of the backend ``"simulated"`` is a pair of gloo groups: one for values, one for telling.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import ErrorType
 
-__all__ = ["BACKEND", "Transports"]
+__all__ = ["BACKEND", "Stuck", "Transports"]
 
 BACKEND = "simulated"
 _END = -1  # nobody will need anything any more
+
+
+class Stuck(Exception):
+    """Somebody waits for what never ends."""
 
 
 class _Work:
@@ -49,16 +59,17 @@ class _Work:
 class _Transport:
     """The stream of a group on this rank, and the threads that listen to the others."""
 
-    def __init__(self, simulation: Any, values: Any, telling: Any, tag: int, peers: Sequence[int]) -> None:
-        self.values = values
+    def __init__(self, simulation: Any, group: _Group, tag: int, peers: Sequence[int]) -> None:
+        self.group = group
         self.tag = tag
         self.stream = simulation.new_stream()
         self._simulation = simulation
-        self._telling = telling
+        self._telling = group.telling
         self._peers = list(peers)
         self._told: list[Any] = []  # messages that may be on their way
         self._places: list[int] = []  # of the collectives in the stream
         self._is_asked = threading.Condition()
+        self._is_closed = False  # this rank does not join the calls that it has not joined
         self._threads = [threading.Thread(target=self._listen, args=(peer,), daemon=True) for peer in self._peers]
         for thread in self._threads:
             thread.start()
@@ -68,8 +79,14 @@ class _Transport:
         number = len(self._places)
 
         def run(aliases: list[Tensor]) -> None:
+            if self.group.error != ErrorType.SUCCESS:
+                raise Stuck
             self._tell(number)
-            call(aliases)
+            try:
+                call(aliases)
+            except RuntimeError as error:
+                self.group.error = ErrorType.TIMEOUT if "imed out" in str(error) else ErrorType.COMM_ERROR
+                raise Stuck from error
 
         self.stream.push(self._simulation.current().record_event().run)
         with self._simulation.in_stream(self.stream):
@@ -93,12 +110,18 @@ class _Transport:
                 if number == _END:
                     return
                 with self._is_asked:
-                    self._is_asked.wait_for(lambda number=number: len(self._places) > number)
-                self.stream.run_to(self._places[number])
+                    self._is_asked.wait_for(lambda number=number: len(self._places) > number or self._is_closed)
+                if number < len(self._places):
+                    with contextlib.suppress(Stuck):
+                        self.stream.run_to(self._places[number])
 
     def close(self) -> None:
+        with self._is_asked:
+            self._is_closed = True
+            self._is_asked.notify_all()
         with self._simulation.bare():
-            self.stream.run_to(self.stream.num_asked)
+            with contextlib.suppress(Stuck):
+                self.stream.run_to(self.stream.num_asked)
             self._tell(_END)
             for thread in self._threads:
                 thread.join()
@@ -122,7 +145,7 @@ class Transports:
             others = [rank for rank in range(group.size()) if rank != group.rank()]
             tag = 0 if peer is None else 1 + min(peer, group.rank()) * group.size() + max(peer, group.rank())
             peers = others if peer is None else [peer]
-            self._by_name[key] = _Transport(self._simulation, group.values, group.telling, tag, peers)
+            self._by_name[key] = _Transport(self._simulation, group, tag, peers)
         return self._by_name[key]
 
     def close(self) -> None:
@@ -138,7 +161,14 @@ class _Group(dist.ProcessGroup):
         super().__init__(rank, size)
         self.name = str(id(self))
         self.values = dist.ProcessGroupGloo(dist.PrefixStore("values", store), rank, size, timeout)
-        self.telling = dist.ProcessGroupGloo(dist.PrefixStore("telling", store), rank, size, timeout)
+        self.telling = dist.ProcessGroupGloo(dist.PrefixStore("telling", store), rank, size, timedelta(hours=1))
+        self.error = ErrorType.SUCCESS
+
+    def _get_backend(self, device: Any) -> _Group:
+        return self
+
+    def get_error(self) -> ErrorType:
+        return self.error
 
     def getBackendName(self) -> str:
         return BACKEND

@@ -25,7 +25,8 @@ import time
 import warnings
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ import torch.distributed as dist
 
 from lightning_zero.comm.groups import GroupSet, borrow
 from lightning_zero.comm.peers import told_error
+from lightning_zero.comm.waits import Call, Waits, lets_device_wait
 from lightning_zero.config import Communication
 from lightning_zero.errors import CollectiveError
 
@@ -68,9 +70,11 @@ class Pending:
         *,
         keep: Sequence[torch.Tensor] = (),
         finish: Callable[[], None] | None = None,
+        call: Call | None = None,
     ) -> None:
         self._communicator = communicator
         self._what = what
+        self._call = call  # that is measured; None: nothing was sent, or another object's
         self._works = list(works)
         self._keep = list(keep)
         self._finish = finish
@@ -83,23 +87,29 @@ class Pending:
         Raises:
             CollectiveError: A peer failed or did not join in time. Names the rank, the operation and the unit.
         """
-        started = time.perf_counter()
-        while self._works:
-            try:
-                self._works[0].wait()
-            except (RuntimeError, ValueError) as error:
-                self._end()
-                raise self._communicator.failure(self._what, error) from error
-            del self._works[0]
-        self._communicator.wait_s += time.perf_counter() - started
+        try:
+            if self._call is None:
+                self._await_works()
+            else:
+                with self._communicator.waits.wait(self._call):
+                    self._await_works()
+        except (RuntimeError, ValueError) as error:
+            self._end()
+            raise self._communicator.failure(self._what, error) from error
         finish = self._finish
         self._end()
         if finish is not None:
             finish()
         self._keep.clear()
 
+    def _await_works(self) -> None:
+        while self._works:
+            self._works[0].wait()
+            del self._works[0]
+
     def _end(self) -> None:
         self._works.clear()
+        self._call = None
         self._finish = None
         self._communicator.running.pop(self, None)
 
@@ -167,7 +177,7 @@ class Communicator:
         # - What it cost since the last reset
         self.sent_bytes: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
-        self.wait_s = 0.0
+        self.waits = Waits(device)
         if dist.is_available() and dist.is_initialized():
             self._borrow_groups(config, process_group)
 
@@ -179,6 +189,8 @@ class Communicator:
         self._backend = config.backend or dist.get_backend(process_group)
         self._groups = borrow(self, process_group, self._backend, config.timeout_s)
         self._loan = self._groups.loan
+        if lets_device_wait(self.device, self._backend):
+            self.waits = Waits(self.device, [self._groups.gather, self._groups.reduce])
 
     @property
     def _gather_group(self) -> Any:
@@ -225,7 +237,8 @@ class Communicator:
         if self.world_size == 1:
             return Pending(self, what)
         work = _all_gather_flat(full, own, group=self._gather_group, async_op=True)
-        return Pending(self, f"all-gather of {what}", [work], keep=[full])
+        call = self.waits.start(f"all-gather of {what}", self._gather_group)
+        return Pending(self, call.what, [work], keep=[full], call=call)
 
     def all_gather_later(self, full: torch.Tensor, fetch: Callable[[], None], what: str) -> Pending:
         """Fill ``full`` with the shards of all ranks, of which this rank's is still being read.
@@ -279,7 +292,8 @@ class Communicator:
         work = _reduce_scatter_flat(
             shard, full, op=_average(full, self.world_size), group=self._reduce_group, async_op=True
         )
-        return Pending(self, f"reduce-scatter of {what}", [work], keep=[full, shard])
+        call = self.waits.start(f"reduce-scatter of {what}", self._reduce_group)
+        return Pending(self, call.what, [work], keep=[full, shard], call=call)
 
     def _exchange(
         self,
@@ -313,7 +327,7 @@ class Communicator:
                 then()
 
         keep = [*sent.values(), *received.values(), *outgoing.values(), *incoming.values()]
-        return Pending(self, what, works, keep=keep, finish=finish)
+        return Pending(self, what, works, keep=keep, finish=finish, call=self.waits.start(what, group))
 
     # -- Set-up, buffers, norms ------------------------------------------------------------------------------------
 
@@ -322,10 +336,8 @@ class Communicator:
         if self.world_size == 1:
             return
         self._count("broadcast", tensor.nbytes)
-        try:
+        with self._waiting(f"broadcast of {what}", self._reduce_group):
             dist.broadcast(_as_bytes(tensor), group=self._reduce_group, group_src=source)
-        except (RuntimeError, ValueError) as error:
-            raise self.failure(f"broadcast of {what}", error) from error
 
     def all_reduce(
         self, tensor: torch.Tensor, what: str, op: Any = dist.ReduceOp.SUM, kind: str = "control"
@@ -334,28 +346,22 @@ class Communicator:
         if self.world_size == 1:
             return tensor
         self._count(kind, tensor.nbytes)
-        try:
+        with self._waiting(f"all-reduce of {what}", self._reduce_group):
             dist.all_reduce(tensor, op=op, group=self._reduce_group)
-        except (RuntimeError, ValueError) as error:
-            raise self.failure(f"all-reduce of {what}", error) from error
         return tensor
 
     def send(self, tensor: torch.Tensor, peer: int, what: str) -> None:
         """Send ``tensor`` to one rank; returns when it may be overwritten."""
         self._count("send", tensor.nbytes)
         staged = tensor.cpu() if self._backend == "gloo" else tensor
-        try:
+        with self._waiting(f"sending of {what}", self._reduce_group):
             dist.send(staged, group=self._reduce_group, group_dst=peer)
-        except (RuntimeError, ValueError) as error:
-            raise self.failure(f"sending of {what}", error) from error
 
     def receive(self, tensor: torch.Tensor, peer: int, what: str) -> None:
         """Overwrite ``tensor`` with what one rank sends; returns when it is there."""
         staged = tensor.cpu() if self._backend == "gloo" else tensor
-        try:
+        with self._waiting(f"receiving of {what}", self._reduce_group):
             dist.recv(staged, group=self._reduce_group, group_src=peer)
-        except (RuntimeError, ValueError) as error:
-            raise self.failure(f"receiving of {what}", error) from error
         if staged is not tensor:
             tensor.copy_(staged)
 
@@ -386,10 +392,8 @@ class Communicator:
         with torch.inference_mode(False):
             message = torch.tensor([address << 32 | first, opposite << 32 | second], dtype=torch.int64, device="cpu")
         self._count("control", message.nbytes)
-        try:
+        with self._waiting(what, self.control_group):
             dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.control_group)
-        except (RuntimeError, ValueError) as error:
-            raise self.failure(what, error) from error
         first, second = message.tolist()
         if (first >> 32, second >> 32) != (address, opposite):
             self._refuse_others(what)
@@ -412,10 +416,8 @@ class Communicator:
         if self.world_size == 1:
             return flags
         self._count("control", flags.nbytes)
-        try:
+        with self._waiting(what, self._flags_group):
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._flags_group)
-        except (RuntimeError, ValueError) as error:
-            raise self.failure(what, error) from error
         return flags
 
     def agree_later(self, values: torch.Tensor, what: str, op: Any = dist.ReduceOp.MAX) -> Pending:
@@ -427,7 +429,7 @@ class Communicator:
             work = dist.all_reduce(values, op=op, group=self.promise_group, async_op=True)
         except (RuntimeError, ValueError) as error:
             raise self.failure(what, error) from error
-        return Pending(self, what, [work], keep=[values])
+        return Pending(self, what, [work], keep=[values], call=self.waits.start(what, self.promise_group))
 
     def meet(self, number: int, what: str) -> None:
         """Return when all ranks have come for the same thing. Collective: all ranks, over gloo whatever the backend.
@@ -441,12 +443,10 @@ class Communicator:
             return
         values = torch.tensor([number, -number])
         self._count("control", values.nbytes)
-        try:
+        with self._waiting(what, self.object_group):
             work = dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self.object_group, async_op=True)
             self._await_peers(work, what)
             work.wait()
-        except (RuntimeError, ValueError) as error:
-            raise self.failure(what, error) from error
         if values[0] != -values[1]:
             raise self.failure(what, RuntimeError("another rank reads something else"))
 
@@ -466,7 +466,6 @@ class Communicator:
                     RuntimeWarning,
                     stacklevel=2,
                 )
-        self.wait_s += time.perf_counter() - started
 
     def gather_objects(self, value: Any, what: str, group: Any = None) -> list[Any]:
         """Return the objects of all ranks, in rank order. Collective: all ranks, over gloo whatever the backend.
@@ -482,10 +481,8 @@ class Communicator:
         if self.world_size == 1:
             return [value]
         found: list[Any] = [None] * self.world_size
-        try:
+        with self._waiting(what, group):
             dist.all_gather_object(found, (what, value), group=self.object_group if group is None else group)
-        except (RuntimeError, ValueError) as error:
-            raise self.failure(what, error) from error
         others = {rank: other for rank, (other, _) in enumerate(found) if _topic(other) != _topic(what)}
         if others:
             came = ", ".join(f"rank {rank} came for the {other}" for rank, other in others.items())
@@ -493,6 +490,20 @@ class Communicator:
         return [other for _, other in found]
 
     # -- Bookkeeping -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _waiting(self, what: str, group: Any) -> Iterator[None]:
+        """Measure a call that returns when it is done, and name it in errors."""
+        try:
+            with self.waits.wait(self.waits.start(what, group)):
+                yield
+        except (RuntimeError, ValueError) as error:
+            raise self.failure(what, error) from error
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that this rank has waited for collectives: the host, and over NCCL the device."""
+        return self.waits.seconds
 
     def failure(self, what: str, error: Exception) -> CollectiveError:
         """Return the error to raise when ``what`` failed; its groups are not used again."""
@@ -538,7 +549,7 @@ class Communicator:
         """Start counting anew."""
         self.sent_bytes.clear()
         self.calls.clear()
-        self.wait_s = 0.0
+        self.waits.reset()
 
     def abandon(self) -> None:
         """End all calls that peers wait in with an error there: this rank is about to raise one.
@@ -574,10 +585,15 @@ class Communicator:
         if self._groups is not None:
             self._groups.leave(self)
             self._groups = None
+            self.waits.close()
 
     def _count(self, kind: str, sent_bytes: int) -> None:
+        """Count a call that is about to be made, unless the groups are of no use any more."""
         if self._is_abandoned:
             raise CollectiveError(f"rank {self.rank} of {self.world_size} has left after an error of its disks.")
+        failure = self.waits.failure()
+        if failure is not None:
+            raise self.failure(failure.what, RuntimeError(failure.reason))
         self.sent_bytes[kind] += sent_bytes
         self.calls[kind] += 1
 

@@ -18,8 +18,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
@@ -52,6 +52,13 @@ class Told:
         return f"the first error was on rank {self.rank}: {self.text}"
 
 
+class Watched(Protocol):
+    """Something that may fail while the main thread is in a call that does not return."""
+
+    def failure(self) -> object | None:
+        """Return what has failed, as a text; asked from another thread."""
+
+
 class Peers:
     """The ranks of the default group, reached through its store.
 
@@ -71,6 +78,7 @@ class Peers:
         self._run = 0
         self._num_meetings = 0
         self._watcher: _Watcher | None = None
+        self._watched: list[ref[Watched]] = []
 
     @classmethod
     def of_world(cls) -> Peers:
@@ -120,10 +128,8 @@ class Peers:
         if self._store is None or self.has_told:
             return
         self.has_told = True
-        text = json.dumps([self.rank, _describe(error)[:_MOST_TEXT]])
         with contextlib.suppress(Exception):  # the store ends with rank 0
-            self._take_first(self._store.compare_set(self.key("first"), "", text))
-            self._store.set(self.key(f"heard/{self.rank}"), "1")
+            self._write_first(self._store, _describe(error))
 
     def wait_until_heard(self) -> None:
         """Return when all ranks have read the first error, or when they had time to."""
@@ -147,6 +153,24 @@ class Peers:
         if self.first is None and store.check([self.key("first")]):
             self._take_first(store.get(self.key("first")))
             store.set(self.key(f"heard/{self.rank}"), "1")
+
+    def watch(self, one: Watched) -> None:
+        """Look during runs whether ``one`` has failed, and tell the others; as long as somebody else holds it."""
+        self._watched = [*(other for other in self._watched if other() is not None), ref(one)]
+
+    def look_at_watched(self, store: Any) -> None:
+        """Tell of a failure that the main thread may not come to know of."""
+        if self.first is None:
+            failures = (one.failure() for one in (other() for other in self._watched) if one is not None)
+            failure = next((failure for failure in failures if failure is not None), None)
+            if failure is not None:
+                self._write_first(store, str(failure))
+
+    def _write_first(self, store: Any, text: str) -> None:
+        """Let an error be the first, if there is none."""
+        told = json.dumps([self.rank, text[:_MOST_TEXT]])
+        self._take_first(store.compare_set(self.key("first"), "", told))
+        store.set(self.key(f"heard/{self.rank}"), "1")
 
     def _take_first(self, text: bytes) -> None:
         self.first = Told(*json.loads(text))
@@ -308,7 +332,7 @@ class _Silence:
 
 
 class _Watcher(threading.Thread):
-    """Looks for errors of other ranks while this one may be in a call that does not return.
+    """Looks for errors of all ranks while this one may be in a call that does not return.
 
     Args:
         peers: Whose first error it reads.
@@ -333,6 +357,7 @@ class _Watcher(threading.Thread):
                     pulse_at, num_pulses = now + _PULSE_S, num_pulses + 1
                     self._store.set(peers.key(f"pulse/{peers.rank}"), str(num_pulses))
                 peers.look(self._store)
+                peers.look_at_watched(self._store)
             except Exception:
                 return
             if peers.first is None or peers.has_told:
@@ -352,8 +377,8 @@ class _Watcher(threading.Thread):
         """End this process: its main thread waits for a rank that will not come."""
         peers = self._peers
         print(
-            f"rank {peers.rank} of {peers.world_size} ends, because it still waits {_STUCK_S:g} s after another rank"
-            f" has failed: {peers.first}",
+            f"rank {peers.rank} of {peers.world_size} ends, because it still waits {_STUCK_S:g} s after an error:"
+            f" {peers.first}",
             file=sys.stderr,
             flush=True,
         )

@@ -38,7 +38,7 @@ class EngineStats:
         traffic: Bytes this rank has sent since ``reset_stats``: ``all_gather``, ``reduce_scatter``, ``broadcast``
             (buffers), ``control``.
         calls: Number of calls of each of these.
-        wait_s: Seconds this rank has waited for collectives.
+        wait_s: Seconds this rank has waited for collectives: the host, and over NCCL the GPU, as far as it has come.
         peak_gathered: Most bytes of whole parameters that were alive at once.
     """
 
