@@ -1,5 +1,5 @@
 # `make check` is what CI runs. Every target prints its commands.
-# Another interpreter: `make test-gpu PYTHON=python3`; it is used as it is and nothing is installed.
+# Another interpreter: `make gpu PYTHON=python3`; it is used as it is and nothing is installed.
 
 PYTHON ?= .venv/bin/python
 BASE_PYTHON ?= python3
@@ -14,7 +14,7 @@ ifeq ($(PYTHON),.venv/bin/python)
 INSTALLED := $(STAMP)
 endif
 
-.PHONY: setup demo test test-all test-gpu lint format type check bench
+.PHONY: setup demo test test-all gpu lint format type check bench
 
 setup: $(STAMP)
 
@@ -35,8 +35,9 @@ test-all: $(INSTALLED)
 	$(ONE_THREAD) $(PYTHON) -m pytest $(TWO_AT_ONCE) -m "not gpu and not alone"
 	$(ONE_THREAD) $(PYTHON) -m pytest -m "alone and not gpu"
 
-test-gpu:
-	$(ONE_THREAD) $(PYTHON) -m pytest -m gpu
+# Arguments: `make gpu GPU="--only step/ --again"`.
+gpu:
+	$(ONE_THREAD) $(PYTHON) -m benchmarks.gpu $(GPU)
 
 lint: $(INSTALLED)
 	$(PYTHON) -m ruff check .

@@ -1,7 +1,8 @@
 """Time ops beside their peers in one process: ``python -m benchmarks.ops``.
 
 Each op first has to agree with PyTorch; then both take turns, so that a change of the machine's mood meets both. Rows
-go to ``benchmarks/results/ops.csv``. Bandwidth counts every byte that must be read or written once.
+go to ``benchmarks/results/ops.csv``. Bandwidth counts every byte that must be read or written once. The exit status is
+1 when a bound is missed.
 
 ``adamw``     on a CPU: bf16 gradient in, bf16 parameter out, beside ``torch.add`` and cast, fused step, cast.
 ``stall``     how long Python in another thread stands still while the step runs: ``benchmarks/stall.py``. Means
@@ -145,13 +146,16 @@ def main() -> None:
     parser.add_argument("--no-csv", action="store_true", help="print only")
     options = parser.parse_args()
     print(heading(), flush=True)
+    verdicts = []
     for name in options.only or groups:
         rows = []
         for one in groups[name](options.numel, options.repeats):
             print(one, flush=True)
             rows.append(one)
+            verdicts.append(one.verdict)
         if not options.no_csv:
             append(rows, "ops")
+    raise SystemExit("MISSED" in verdicts)
 
 
 if __name__ == "__main__":

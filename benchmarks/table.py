@@ -14,6 +14,7 @@ import torch
 __all__ = ["Row", "append", "heading"]
 
 RESULTS = Path(__file__).parent / "results"
+_ROOT = Path(__file__).parents[1]
 
 
 def device_name() -> str:
@@ -27,15 +28,15 @@ def device_name() -> str:
 
 
 def commit() -> str:
-    """Return the short hash of the checkout, with a plus when files differ from it."""
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return described.stdout.strip() or "unknown"
+    """Return the short hash of the checkout, with a plus when files other than results differ from it."""
+    short = _git("rev-parse", "--short", "HEAD")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)benchmarks/results")
+    return f"{short}+" if short and changed else short or "unknown"
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
 def _today() -> str:
