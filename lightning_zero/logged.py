@@ -19,21 +19,36 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_zero.errors import PipelineError
+from lightning_zero.parallel.fakes import is_fake
 
 __all__ = ["LoggedValue", "Logs", "MetricStates"]
 
 
 @dataclass
 class LoggedValue:
-    """One call of ``self.log`` in a step, its value the mean over the micro-batches.
+    """One call of ``self.log`` in a step.
 
-    ``metric`` is the name of a metric object in the module, instead of a value.
+    Attributes:
+        name: Under which it is logged.
+        value: The mean over the micro-batches; None of a metric object, and where another stage computes it.
+        metric: Name of a metric object in the module, instead of a value.
+        options: Of the call.
     """
 
     name: str
     value: Any
     metric: str | None
     options: dict[str, Any]
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another stage of the pipeline computes the value."""
+        return self.value is None and self.metric is None
+
+    @property
+    def key(self) -> str:
+        """What tells it from the other calls of a step."""
+        return f"{self.name}/{self.options.get('on_step')}/{self.options.get('on_epoch')}"
 
 
 class Logs:
@@ -83,7 +98,10 @@ class Logs:
             options["batch_size"] = sum(one["batch_size"] for _, one in calls)
         if isinstance(value, dict):
             raise PipelineError(f"`self.log({name!r}, ...)` logs a dictionary. Use `self.log_dict` in a pipeline.")
-        values = [one if isinstance(one, Tensor) else torch.tensor(float(one)) for one, _ in calls]
+        computed = [one for one, _ in calls if not is_fake(one)]
+        if not computed:
+            return LoggedValue(name, None, None, options)
+        values = [one if isinstance(one, Tensor) else torch.tensor(float(one)) for one in computed]
         mean = values[0] if len(values) == 1 else torch.stack([one.float() for one in values]).mean(0)
         return LoggedValue(name, mean.cpu(), None, options)
 

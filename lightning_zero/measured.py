@@ -13,6 +13,7 @@ from lightning_zero.config import Pipeline
 from lightning_zero.logged import Logs, MetricStates
 from lightning_zero.parallel.costs import count_flops, measure_time
 from lightning_zero.parallel.microbatches import split_batch
+from lightning_zero.parallel.module_state import ModuleState
 from lightning_zero.parallel.split import costed_layers
 from lightning_zero.parallel.streams import RandomState
 
@@ -66,7 +67,7 @@ def _costs(
             module.training_step(piece, 0)
 
     measure = measure_time if pipeline.partition == "measured" else count_flops
-    with Logs(module).recording(), MetricStates(module, None).muted():
+    with Logs(module).recording(), MetricStates(module, None).muted(), ModuleState(module.modules()).shown():
         return dict(zip(names, measure(module, names, run, device), strict=True))
 
 

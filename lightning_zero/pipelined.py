@@ -7,7 +7,7 @@ accumulation: losses, gradients and logged numbers are the means over the micro-
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -20,7 +20,7 @@ from lightning_zero.comm.mesh import Mesh
 from lightning_zero.config import Pipeline
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.errors import PipelineError
-from lightning_zero.logged import Logs, MetricStates
+from lightning_zero.logged import LoggedValue, Logs, MetricStates
 from lightning_zero.parallel.captured import CapturedSteps
 from lightning_zero.parallel.denominators import Denominators, count_elements
 from lightning_zero.parallel.handed import HandedStep, HandedSteps
@@ -117,9 +117,11 @@ class PipelinedSteps:
             return _loss(output) * (scale / number)
 
         self._metrics.begin()
-        step, kind = self._step("training_step", pieces, rest, context), shapes_of(pieces[0])
-        with self._denominated(step, kind), self._logs.recording(), torch.enable_grad():
-            outputs = self.runner.train(step, loss_of, kind, reduces=reduces)
+        step = self._step("training_step", pieces, rest, context)
+        with self._logs.recording(), torch.enable_grad():
+            self.runner.prepare(step, "training_step", shapes_of(pieces[0]))
+        with self._denominated(step), self._logs.recording(), torch.enable_grad():
+            outputs = self.runner.train(step, loss_of, reduces=reduces)
         if reduces:
             self._engine.sum_shared_gradients()
         loss = torch.stack([_loss(output).detach().float() for output in outputs]).mean() if outputs else None
@@ -147,9 +149,9 @@ class PipelinedSteps:
         return nullcontext() if self._denominators is None else self._denominators.microbatch(index)
 
     @contextmanager
-    def _denominated(self, step: Any, kind: Hashable) -> Iterator[None]:
+    def _denominated(self, step: Any) -> Iterator[None]:
         """Let losses have the denominators of the batch. Collective: all ranks of the last stage."""
-        self._denominators = self._survey(step, kind)
+        self._denominators = self._survey(step)
         try:
             yield
             if self._denominators is not None:
@@ -157,14 +159,14 @@ class PipelinedSteps:
         finally:
             self._denominators = None
 
-    def _survey(self, step: Any, kind: Hashable) -> Denominators | None:
+    def _survey(self, step: Any) -> Denominators | None:
         """Return the denominators of a batch's losses, on the last stage. Collective: all its ranks."""
         if self.runner.num_microbatches == 1 or not self.runner.is_last:
             return None
         counts: list[Tensor | None] = []
         if self._has_counts is not False:
             with self._logs.recording(), self._metrics.muted(), torch.enable_grad():
-                self.runner.survey(step, kind, lambda run: counts.append(count_elements(run)))
+                self.runner.survey(step, lambda run: counts.append(count_elements(run)))
         if self._has_counts is None:
             is_known = any(count is not None for count in counts)
             self._has_counts = self._stage.any_copy(is_known, "agreement on the kind of losses")
@@ -192,7 +194,9 @@ class PipelinedSteps:
         step = self._step(name, [batch], rest, context)
         self._metrics.begin()
         with self._logs.recording():
-            return self.runner.evaluate(step, name, shapes_of(batch))
+            self.runner.prepare(step, name, shapes_of(batch))
+        with self._logs.recording():
+            return self.runner.evaluate(step, name)
 
     # -- What the stages tell one another ------------------------------------------------------------------------------
 
@@ -204,10 +208,27 @@ class PipelinedSteps:
             message = [value, logged, self._metrics.collect(logged)]
         dist.broadcast_object_list(message, group=self._mesh.host_group, group_src=self.runner.last_stage)
         value, logged, metrics = message
+        self._fill_in([one for one in logged if one.is_elsewhere])
         if not self.runner.is_last:
             self._metrics.apply(metrics)
         self._logs.replay(logged, self._mesh.copy_group, self._device)
         return value
+
+    def _fill_in(self, missing: list[LoggedValue]) -> None:
+        """Give values that were logged the numbers of the stage that computes them. Collective: all ranks of a copy."""
+        if not missing:
+            return
+        mine = {one.key: one.value for one in self._logs.merged() if not one.is_elsewhere}
+        everyone: list[Any] = [None] * self._mesh.stages
+        dist.all_gather_object(everyone, {one.key: mine.get(one.key) for one in missing}, group=self._mesh.host_group)
+        for one in missing:
+            one.value = next((found[one.key] for found in everyone if found[one.key] is not None), None)
+            if one.value is None:
+                raise PipelineError(
+                    f"`self.log({one.name!r}, ...)` logs a value of an earlier pipeline stage behind the blocks of"
+                    f" `{self._split.blocks}`, where no stage has it. Log it where it is computed, or call"
+                    " `self.log` in front of the blocks."
+                )
 
     def _require_same(self, batch: Any) -> None:
         """Raise where the stages of a copy have different batches; let them draw the same random numbers."""

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lightning_zero.blocks import modules_of_classes, repeated_blocks
 from lightning_zero.config import ActivationCheckpointing
 from lightning_zero.parallel.forecast import Forecast
-from lightning_zero.parallel.module_state import RunAgain
+from lightning_zero.parallel.module_state import RunAgain, is_empty_cache
 
 __all__ = ["checkpoint_activations", "forecast_of"]
 
@@ -110,6 +110,7 @@ class _Forward:
             policy = self.forecast.policy or "offload"
         if policy == "none":
             return run(*args, **kwargs)
+        kwargs = {name: None if is_empty_cache(value) else value for name, value in kwargs.items()}
         if not torch.compiler.is_compiling():  # compiled code recomputes values, and writes to buffers once
             run = RunAgain(self.module, run, self._unwritten)
         call = partial(

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.fakes import is_fake
 from lightning_zero.parallel.gates import Gates, Message
 from lightning_zero.parallel.pipeline import PipelineStage
+from lightning_zero.parallel.split import modules_around
 
 __all__ = ["CapturedStep", "CapturedSteps"]
 
@@ -26,6 +27,7 @@ class CapturedSteps:
     def __init__(self, stage: PipelineStage) -> None:
         self._stage = stage
         self._own_chunks = range(stage.mesh.stage, stage.split.num_chunks, stage.mesh.stages)
+        self._around = list(modules_around(stage.module, stage.split))
         self._gates = Gates(stage.module, stage.split, stage.streams.leave_common, stage.engine.asleep)
         self._messages: dict[Hashable, dict[int, tuple[Message, ...]]] = {}  # into every chunk, by kind of step
 
@@ -44,6 +46,11 @@ class CapturedSteps:
     def survey(self, step: CapturedStep, index: int) -> None:
         """Run the step as it would go on if no module of the split computed."""
         self._gates.survey(lambda: step(index))
+
+    @property
+    def modules_in_survey(self) -> Iterable[nn.Module]:
+        """The modules whose state a survey may change."""
+        return self._around
 
     def messages(self, step: CapturedStep, kind: Hashable) -> dict[int, tuple[Message, ...]]:
         """Return which leaves go into every chunk this rank sends to or receives from.
@@ -77,8 +84,7 @@ class CapturedSteps:
             with self._stage.engine.scope("arguments"):
                 return [_describe(leaf) for leaf in self._gates.arguments(lambda: step(0), chunk)]
 
-        description: list[Any] = self._stage.streams.apart(look)
-        return description
+        return self._stage.apart(look, self._around)
 
 
 def _describe(leaf: Any) -> Any:

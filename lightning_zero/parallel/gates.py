@@ -28,7 +28,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.denominators import unwatched
 from lightning_zero.parallel.fakes import VALUES_NEEDED, Fakes, is_fake
-from lightning_zero.parallel.split import Place, Split
+from lightning_zero.parallel.module_state import without_caches
+from lightning_zero.parallel.split import Place, Split, modules_around
 
 __all__ = ["Gates", "Message"]
 
@@ -85,6 +86,8 @@ class Gates:
         on_first_call: Callable[[], None],
         asleep: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        self._root = module
+        self._around = list(modules_around(module, split))
         self._split = split
         self._on_first_call = on_first_call
         self._places = {id(module.get_submodule(place.name)): place for place in split.places}
@@ -169,6 +172,7 @@ class Gates:
             ) from error
         finally:
             self._visit = None
+            self._fakes.end()
 
     @contextmanager
     def _installed(self) -> Iterator[None]:
@@ -176,10 +180,23 @@ class Gates:
         try:
             for module in self._modules:
                 module.__class__ = self._gated(type(module))
-            yield
+            with without_caches(self._root):
+                yield
         finally:
             for module, cls in zip(self._modules, before, strict=True):
                 module.__class__ = cls
+            self._refuse_fake_buffers()
+
+    def _refuse_fake_buffers(self) -> None:
+        for module in self._around:
+            for name, buffer in module._buffers.items():
+                if is_fake(buffer):
+                    module._buffers[name] = None
+                    raise PipelineError(
+                        f"The step assigns a value of an earlier pipeline stage to the module buffer `{name}` of"
+                        f" `{type(module).__name__}`, which lies around the blocks of `{self._split.blocks}`: stages"
+                        " behind it do not have the value. Make it a buffer of a block, or a plain attribute."
+                    )
 
     def _gated(self, cls: type[nn.Module]) -> type[nn.Module]:
         if cls not in self._classes:
@@ -188,7 +205,10 @@ class Gates:
                 return self._call(module, cls, args, kwargs)
 
             names = {"__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-            self._classes[cls] = type(cls.__name__, (cls,), names)
+            gated = type(cls.__name__, (cls,), names)
+            if "forward" in vars(gated):  # a base class has wrapped it once more (gradient checkpointing does)
+                delattr(gated, "forward")
+            self._classes[cls] = gated
         return self._classes[cls]
 
     # -- A call of a module that has a place ---------------------------------------------------------------------------

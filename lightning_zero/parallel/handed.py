@@ -6,14 +6,14 @@ last stage finishes. In between goes a tensor, or a tuple of tensors, of the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.gates import Message
@@ -71,7 +71,7 @@ class HandedSteps:
         Collective: all ranks of this stage; where the kind of step is new to one of them, all ranks.
         """
         if self._stage.any_copy(kind not in self._known, "agreement on a new kind of step"):
-            self._known[kind] = self._streams.apart(lambda: self._described(step))
+            self._known[kind] = self._stage.apart(lambda: self._described(step), self._stage.module.modules())
         self._boundaries = self._known[kind]
         return {chunk: boundary.messages for chunk, boundary in self._boundaries.items()}
 
@@ -146,6 +146,11 @@ class HandedSteps:
                 return True, step.finish(state, index)
             send(self._tensors(chunk, state))
         return False, None
+
+    @property
+    def modules_in_survey(self) -> Iterable[nn.Module]:
+        """The modules whose state a survey may change."""
+        return self._stage.module.modules()
 
     def survey(self, step: HandedStep, index: int) -> None:
         """Finish a micro-batch on zeros."""

@@ -10,15 +10,16 @@ Note [One forward, computed twice]
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["RunAgain"]
+__all__ = ["ModuleState", "RunAgain", "is_empty_cache", "without_caches"]
 
 _SMALL_BYTES = 2**16  # buffers of up to this size are copied always
 _PLAIN = (bool, int, float, complex, str, type(None), Tensor)  # attributes that are bound anew, not changed in place
@@ -38,24 +39,31 @@ class RunAgain:
         self._module = module
         self._run = run
         self._unwritten = unwritten
-        self._start: _State | None = None  # from the first run on
+        self._start: ModuleState | None = None  # from the first run on
+        self._caches: dict[str, Any] = {}  # of keys and values, among the arguments, as the first run found them
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the call."""
         if self._start is None:
-            self._start = _State(self._module, self._unwritten)
+            self._caches = _copied_caches(kwargs)
+            self._start = ModuleState(self._module.modules(), self._unwritten)
             result = self._run(*args, **kwargs)
             self._start.drop_unwritten(self._unwritten)
             return result
         with self._start.shown():
-            return self._run(*args, **kwargs)
+            return self._run(*args, **{**kwargs, **_copied_caches(self._caches)})
 
 
-class _State:
-    """Buffers and plain attributes of a module and its submodules, as they are now."""
+class ModuleState:
+    """Buffers and plain attributes of modules, as they are now.
 
-    def __init__(self, module: nn.Module, unwritten: set[tuple[int, str]]) -> None:
-        self._modules = list(module.modules())
+    Args:
+        modules: The modules, without what lies below them.
+        unwritten: Large buffers that are not to be written, and not copied, as ``(number of the module, name)``.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], unwritten: Collection[tuple[int, str]] = ()) -> None:
+        self._modules = list(modules)
         self._attributes = [
             {key: value for key, value in vars(child).items() if _is_plain(value)} for child in self._modules
         ]
@@ -97,7 +105,7 @@ class _State:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Put this state into the modules for a while; what they have by now comes back afterwards."""
+        """Put copies of this state into the modules for a while; what they have by now comes back afterwards."""
         copies = _copied(self._copies)  # the module may run once more
         buffers_now = [dict(child._buffers) for child in self._modules]
         for child, buffers in zip(self._modules, self._buffers, strict=True):
@@ -112,6 +120,38 @@ class _State:
                 _bind(vars(child), attributes)
             for child, buffers in zip(self._modules, buffers_now, strict=True):
                 _refill(child._buffers, buffers)
+
+
+@contextmanager
+def without_caches(module: nn.Module) -> Iterator[None]:
+    """Let models of Hugging Face make no cache of keys and values, which they do by default (``config.use_cache``)."""
+    configs: list[Any] = [vars(child).get("config") for child in module.modules()]
+    found = {id(config): config for config in configs if getattr(config, "use_cache", None) is True}
+    try:
+        for config in found.values():
+            config.use_cache = False
+        yield
+    finally:
+        for config in found.values():
+            config.use_cache = True
+
+
+def is_empty_cache(value: Any) -> bool:
+    """Say whether an argument is a cache of keys and values, as Hugging Face has them, with nothing in it."""
+    return _is_cache(value) and value.get_seq_length() == 0
+
+
+def _is_cache(value: Any) -> bool:
+    return callable(getattr(value, "get_seq_length", None)) and callable(getattr(value, "update", None))
+
+
+def _copied_caches(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies of the caches among arguments; they share the tensors, which an update does not write."""
+    copies = {name: copy.copy(value) for name, value in arguments.items() if _is_cache(value)}
+    for cache in copies.values():
+        if isinstance(vars(cache).get("layers"), list):
+            cache.layers = [copy.copy(layer) for layer in cache.layers]
+    return copies
 
 
 def _is_plain(value: Any) -> bool:

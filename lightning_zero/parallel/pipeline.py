@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,13 +19,15 @@ from lightning_zero.config import Pipeline
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.fakes import is_fake
 from lightning_zero.parallel.gates import Message
+from lightning_zero.parallel.module_state import ModuleState
 from lightning_zero.parallel.plan import Action, compute_order, evaluation_order, simulate
-from lightning_zero.parallel.split import Split
+from lightning_zero.parallel.split import Split, modules_around
 from lightning_zero.parallel.streams import RandomStreams
 
 __all__ = ["PipelineRunner", "PipelineStage", "Route", "Stepper", "Timing"]
 
 Step = TypeVar("Step", contravariant=True)
+T = TypeVar("T")
 
 
 class Stepper(Protocol):
@@ -75,6 +77,12 @@ class PipelineStage:
     engine: Stepper
     streams: RandomStreams
 
+    def apart(self, run: Callable[[], T], modules: Iterable[nn.Module]) -> T:
+        """Run something that leaves no trace in the generators, and in the state of modules."""
+        with ModuleState(modules).shown():
+            result: T = self.streams.apart(run)
+        return result
+
     def any_copy(self, flag: bool, what: str) -> bool:
         """Say whether a flag is set on some rank of this stage. Collective: all of them."""
         return self.engine.communicator.any_is(flag, what)
@@ -92,6 +100,11 @@ class Route(Protocol[Step]):
 
     def survey(self, step: Step, index: int) -> None:
         """Run a micro-batch's code without the model, on the last stage. Collective: all ranks of this stage."""
+        ...
+
+    @property
+    def modules_in_survey(self) -> Iterable[nn.Module]:
+        """The modules whose state a survey may change."""
         ...
 
     def run(
@@ -163,6 +176,7 @@ class PipelineRunner(Generic[Step]):
         # A backward reduces all units of the stage, also those of its other chunks.
         self._keeps_gradients = keeps_gradients or chunks > stages
         # - How it runs
+        self._stage = stage
         self._module = stage.module
         self._engine = stage.engine
         self._route = route
@@ -170,6 +184,8 @@ class PipelineRunner(Generic[Step]):
         self._mail = mail
         self.timing = Timing()
         # - The step that is running
+        self._messages: dict[int, tuple[Message, ...]] = {}  # into every chunk
+        self._states: dict[int, ModuleState] = {}  # around the model, by chunk
         self._letters: dict[Action, list[Letter]] = {}
         self._inputs: dict[tuple[int, int], list[torch.Tensor]] = {}  # received, waiting for their gradient
         self._outputs: dict[tuple[int, int], list[torch.Tensor]] = {}  # sent, waiting for their gradient
@@ -187,33 +203,44 @@ class PipelineRunner(Generic[Step]):
 
     # -- Steps ---------------------------------------------------------------------------------------------------------
 
-    def train(self, step: Step, loss_of: Callable[[Any], torch.Tensor], kind: Hashable, *, reduces: bool) -> list[Any]:
-        """Run forwards and backwards of all micro-batches.
+    def prepare(self, step: Step, name: str, kind: Hashable) -> None:
+        """Find out what goes from chunk to chunk in the steps that follow, and leave no trace.
+
+        Collective: all ranks of this stage; where the kind of step is new to one of them, all ranks.
+
+        Args:
+            step: The user's step.
+            name: Of its method.
+            kind: Differs where shapes of tensors between stages may differ.
+        """
+        trained = hash(tuple(param.requires_grad for param in self._module.parameters()))
+        self._messages = self._route.messages(step, (name, kind, trained))
+
+    def train(self, step: Step, loss_of: Callable[[Any], torch.Tensor], *, reduces: bool) -> list[Any]:
+        """Run forwards and backwards of all micro-batches, after ``prepare``.
 
         Collective: all ranks of a copy; with ``reduces`` and at ZeRO stages 2 and 3 all ranks.
 
         Args:
             step: The user's step.
             loss_of: Returns what is to be differentiated of what the step returned.
-            kind: Differs where shapes of tensors between stages may differ.
             reduces: The gradients of these micro-batches are the last before the optimizer's step.
 
         Returns:
             What the step returned, by micro-batch, on the last stage; elsewhere nothing.
         """
         started = time.perf_counter()
-        messages = self._route.messages(step, ("train", kind, self._trained()))
         backwards = [action for action in self._actions if action.kind == "backward"]
         self._streams.begin()
         try:
             for action in self._actions:
                 if action.kind == "forward":
-                    self._forward(action, step, messages, "training_step")
+                    self._forward(action, step, "training_step")
                 elif action.kind == "backward":
                     is_final = action == backwards[-1]
-                    self._backward(action, loss_of, messages, reduces=reduces and is_final, has_more=not is_final)
+                    self._backward(action, loss_of, reduces=reduces and is_final, has_more=not is_final)
                 elif action.kind in ("recv_input", "recv_gradient"):
-                    self._receive(action, messages)
+                    self._receive(action)
             self._mail.flush()
             self._streams.end()
             self.timing.total_s += time.perf_counter() - started
@@ -221,17 +248,15 @@ class PipelineRunner(Generic[Step]):
         finally:
             self._forget()
 
-    def survey(self, step: Step, kind: Hashable, look: Callable[[Callable[[], None]], None]) -> None:
-        """Run all micro-batches without the model, and leave no trace.
+    def survey(self, step: Step, look: Callable[[Callable[[], None]], None]) -> None:
+        """Run all micro-batches without the model, after ``prepare``, and leave no trace.
 
         Collective: all ranks of the last stage, before they ``train``.
 
         Args:
             step: The step.
-            kind: As in ``train``.
             look: Given what runs a micro-batch.
         """
-        self._route.messages(step, ("train", kind, self._trained()))
 
         def run() -> None:
             self._streams.begin()
@@ -241,21 +266,20 @@ class PipelineRunner(Generic[Step]):
                     look(partial(self._route.survey, step, index))
                     self._streams.leave_common()
 
-        self._streams.apart(run)
+        self._stage.apart(run, self._route.modules_in_survey)
 
-    def evaluate(self, step: Step, name: str, kind: Hashable) -> Any:
-        """Run the forward of one batch and return what the step returned on the last stage, elsewhere None.
+    def evaluate(self, step: Step, name: str) -> Any:
+        """Run the forward of one batch, after ``prepare``; return what the step returned on the last stage, else None.
 
         Collective: all ranks of a copy.
         """
-        messages = self._route.messages(step, (name, kind))
         self._streams.begin()
         try:
             for action in self._evaluation:
                 if action.kind == "forward":
-                    self._forward(action, step, messages, name)
+                    self._forward(action, step, name)
                 elif action.kind in ("recv_input", "recv_gradient"):
-                    self._receive(action, messages)
+                    self._receive(action)
             self._mail.flush()
             self._streams.end()
             return self._results.get(0)
@@ -267,10 +291,11 @@ class PipelineRunner(Generic[Step]):
         self._inputs.clear()
         self._outputs.clear()
         self._results.clear()
+        self._states.clear()
 
-    def _forward(self, action: Action, step: Step, messages: dict[int, tuple[Message, ...]], name: str) -> None:
+    def _forward(self, action: Action, step: Step, name: str) -> None:
         chunk, index = action.chunk, action.microbatch
-        expected = messages.get(chunk, ())
+        expected = self._messages.get(chunk, ())
         received: list[torch.Tensor] = []
 
         def receive() -> Sequence[torch.Tensor]:
@@ -280,7 +305,7 @@ class PipelineRunner(Generic[Step]):
             return received
 
         def send(leaves: Sequence[Any]) -> None:
-            outputs = self._checked(leaves, chunk + 1, messages[chunk + 1])
+            outputs = self._checked(leaves, chunk + 1, self._messages[chunk + 1])
             for tensor in outputs:
                 self._mail.send((chunk + 1) % self.mesh.stages, tensor, _words_of("output", action))
             if is_training:
@@ -289,13 +314,27 @@ class PipelineRunner(Generic[Step]):
         is_training = torch.is_grad_enabled()
         with self._working():
             self._streams.enter(chunk, index)
-            with self._engine.scope(name):
+            with self._state_of(chunk), self._engine.scope(name):
                 finished, result = self._route.run(step, index, chunk, expected, receive, send)
             self._streams.leave(chunk)
         if is_training:
             self._inputs[chunk, index] = received
         if finished:
             self._results[index] = result
+
+    @contextmanager
+    def _state_of(self, chunk: int) -> Iterator[None]:
+        """Let the code around the model, which runs once per chunk of this stage, find the state that it left in it.
+
+        What it leaves for good is what it left in the last one.
+        """
+        if chunk + self.mesh.stages >= self.split.num_chunks:
+            yield
+            return
+        modules = list(modules_around(self._module, self.split))
+        with (self._states.get(chunk) or ModuleState(modules)).shown():
+            yield
+            self._states[chunk] = ModuleState(modules)
 
     def _checked(self, leaves: Sequence[Any], chunk: int, messages: Sequence[Message]) -> list[torch.Tensor]:
         """Return what is sent into a chunk, after comparing it with what is expected there."""
@@ -323,7 +362,6 @@ class PipelineRunner(Generic[Step]):
         self,
         action: Action,
         loss_of: Callable[[Any], torch.Tensor],
-        messages: dict[int, tuple[Message, ...]],
         *,
         reduces: bool,
         has_more: bool,
@@ -354,15 +392,11 @@ class PipelineRunner(Generic[Step]):
         yield
         self.timing.busy_s += time.perf_counter() - started - (self._mail.wait_s - waited)
 
-    def _trained(self) -> int:
-        """Return a number that differs where other parameters are trained."""
-        return hash(tuple(param.requires_grad for param in self._module.parameters()))
-
-    def _receive(self, action: Action, messages: dict[int, tuple[Message, ...]]) -> None:
+    def _receive(self, action: Action) -> None:
         """Start receiving. What is sent is sent where it is computed, which is where the plan has it."""
         is_input = action.kind == "recv_input"
         into, sender = (action.chunk, action.chunk - 1) if is_input else (action.chunk + 1, action.chunk + 1)
-        wanted = [one for one in messages[into] if is_input or one.requires_grad]
+        wanted = [one for one in self._messages[into] if is_input or one.requires_grad]
         what = _words_of("input" if is_input else "gradient of the output", action)
         self._letters[action] = [
             self._mail.receive(sender % self.mesh.stages, one.shape, one.dtype, what) for one in wanted

@@ -16,7 +16,7 @@ from torch import nn
 from lightning_zero.config import Pipeline
 from lightning_zero.errors import nearest
 
-__all__ = ["Place", "Split", "balanced_bounds", "costed_layers", "split_module"]
+__all__ = ["Place", "Split", "balanced_bounds", "costed_layers", "modules_around", "split_module"]
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 
@@ -114,6 +114,12 @@ def split_module(module: nn.Module, pipeline: Pipeline, costs: Mapping[str, int]
     sums = [sum(sizes[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)]
     sums[0], sums[-1] = sums[0] + ends[0], sums[-1] + ends[1]
     return Split(name, bounds, tuple(places), pipeline.stages, tuple(sums), _holders(module, places, pipeline))
+
+
+def modules_around(module: nn.Module, split: Split) -> Iterator[nn.Module]:
+    """Yield the root and the modules that lie in none of the split's, which every stage runs."""
+    inside = {id(child) for place in split.places for child in module.get_submodule(place.name).modules()}
+    return (child for child in module.modules() if id(child) not in inside)
 
 
 # -- The list ----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,153 @@ class Skip(Program):
         return self.net.head(self.net.norm(self.net.body(start) + start))
 
 
+class AddsEarlyValue(Program):
+    """Adds to its loss in place what the first stage has computed."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        start = self.net.embedding(batch[0])
+        loss = F.cross_entropy(self.net.head(self.net.body(start)).flatten(0, 1), batch[1].flatten())
+        loss += 10.0 * start.pow(2).mean()
+        return loss
+
+
+class FillsSlices(Program):
+    def logits(self, ids: Tensor) -> Tensor:
+        start = self.net.embedding(ids)
+        kept = torch.zeros(2, *start.shape)
+        kept[0] = start
+        kept[1] = self.net.body(start)
+        return self.net.head(kept.sum(0))
+
+
+class WritesOut(Program):
+    def logits(self, ids: Tensor) -> Tensor:
+        start = self.net.embedding(ids)
+        hidden = self.net.body(start)
+        with torch.no_grad():
+            scale = torch.add(start.mean(), 1.0, out=torch.ones(()))
+        return self.net.head(hidden) * scale
+
+
+class SkipsInPlace(Program):
+    def logits(self, ids: Tensor) -> Tensor:
+        start = self.net.embedding(ids)
+        hidden = self.net.body(start)
+        hidden += start
+        return self.net.head(self.net.norm(hidden))
+
+
+class Routed(nn.Module):
+    """A block with a loss of its own, as routers have it."""
+
+    def __init__(self, width: int, keeps: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+        self.keeps = keeps
+        if keeps == "buffer":
+            self.register_buffer("aux", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        aux = self.layer(x).pow(2).mean()
+        if self.keeps == "written":
+            self.aux = torch.zeros(()).add_(aux)
+        elif self.keeps == "list":
+            self.aux = [aux]
+        elif self.keeps == "buffer":
+            self.aux.detach_().copy_(aux)
+        else:
+            self.aux = aux
+        return x + self.layer(x)
+
+
+class RoutedProgram(Program):
+    """Adds the losses of its blocks to its loss."""
+
+    def __init__(self, keeps: str = "attribute", adds: str = "in-place") -> None:
+        super().__init__()
+        self.keeps, self.adds = keeps, adds
+        self.net.blocks = nn.ModuleList(Routed(self.net.embedding.embedding_dim, keeps) for _ in range(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net.head(self.net.norm(self.net.body(self.net.embedding(batch[0]))))
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+        for block in self.net.blocks:
+            aux = block.aux[0] if self.keeps == "list" else block.aux
+            if self.adds == "in-place":
+                loss += 10.0 * aux
+            else:
+                loss = loss + 10.0 * aux
+        return loss
+
+
+class Taps(Program):
+    """Adds to its loss what hooks have seen of every block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+        for block in self.net.blocks:
+            block.register_forward_hook(lambda module, args, output: self.seen.append(output))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.clear()
+        loss = super().training_step(batch, batch_idx)
+        return loss + sum(one.pow(2).mean() for one in self.seen)
+
+
+class LogsEarlyValue(Program):
+    """Logs what the first stage alone has, before and behind the blocks, and what all stages have."""
+
+    def __init__(self, behind: bool = False) -> None:
+        super().__init__()
+        self.behind = behind
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        start = self.net.embedding(batch[0])
+        self.log("tokens", batch[0].float().mean())
+        self.log("start", start.detach().pow(2).mean())
+        loss = F.cross_entropy(self.net.head(self.net.body(start)).flatten(0, 1), batch[1].flatten())
+        self.log("loss", loss)
+        if self.behind:
+            self.log("behind", start.detach().mean())
+        return loss
+
+
+class Counts(Program):
+    """Counts its steps in an attribute, in a buffer, in a block and in a norm of the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+        self.register_buffer("total", torch.zeros((), dtype=torch.long))
+        self.net.norm = nn.BatchNorm1d(6)
+        self.net.blocks.insert(1, Counted(6))
+        self.net.blocks.append(Counted(6))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps += 1
+        self.total += 1
+        SEEN.append((self.steps, int(self.total)))
+        return super().training_step(batch, batch_idx)
+
+
+class Counted(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.calls = 0
+        self.norm = nn.BatchNorm1d(width)
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.count += 1
+        normed: Tensor = self.norm(x)
+        return normed
+
+
+SEEN: list[tuple[int, int]] = []  # by the code of a step
+
+
 class SkipsBlock(Program):
     def logits(self, ids: Tensor) -> Tensor:
         hidden = self.net.embedding(ids)
@@ -208,6 +356,50 @@ def test_programs_train_as_without_a_pipeline(case: Any, zero: int, copies: int)
     for weights in run(_fit, 2 * copies, make, {**_pipeline(**options), "stage": zero}, {}, True):
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6, msg=name)
+
+
+def _log_early(rank: int, world: int, options: dict[str, Any], behind: bool) -> dict[str, float]:
+    lightning = trainer(rank, world, ZeroStrategy(**options), max_epochs=1, log_every_n_steps=1)
+    lightning.fit(seeded(partial(LogsEarlyValue, behind)), _loader(1, 0))
+    return {name: value.item() for name, value in lightning.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("schedule", sample(("1f1b", "interleaved_1f1b"), "1f1b"))
+def test_a_value_that_one_stage_computes_is_logged_by_all(schedule: str) -> None:
+    expected = run(_log_early, 1, {"stage": 0}, False)[0]
+    assert {"start", "tokens", "loss"} <= set(expected)
+    for logged in run(_log_early, 2, _pipeline(schedule=schedule), False):
+        assert logged == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_value_that_no_stage_has_where_it_is_logged_is_refused() -> None:
+    with pytest.raises(PipelineError, match=re.escape("`self.log('behind', ...)` logs a value of an earlier")):
+        run(_log_early, 2, _pipeline(), True)
+
+
+def _count(rank: int, world: int, schedule: str) -> Any:
+    SEEN.clear()
+    strategy = ZeroStrategy(**_pipeline(schedule=schedule, microbatches=4, partition="uniform"))
+    lightning = trainer(rank, world, strategy, max_epochs=1)
+    module = seeded(Counts)
+    lightning.fit(module, _loader(1, 0))
+    blocks = [(block.calls, int(block.count), int(block.norm.num_batches_tracked))
+              for block in module.net.blocks if isinstance(block, Counted)]  # fmt: skip
+    return module.steps, int(module.total), list(SEEN), blocks, int(module.net.norm.num_batches_tracked)
+
+
+@pytest.mark.parametrize("schedule", sample(("1f1b", "interleaved_1f1b"), "1f1b", "interleaved_1f1b"))
+def test_state_that_a_step_changes_counts_every_micro_batch_once(schedule: str) -> None:
+    """What a survey or a description of the step has changed is put back."""
+    first, last = run(_count, 2, schedule)
+    num_steps = 4 * 4  # micro-batches
+    for steps, total, seen, _, _ in (first, last):
+        assert (steps, total) == (num_steps, num_steps)
+        assert all(mine == count for mine, count in seen)
+        assert max(seen) == (num_steps, num_steps)
+    for block in zip(first[3], last[3], strict=True):  # each lies on one stage
+        assert sorted(block) == [(0, 0, 0), (num_steps, num_steps, num_steps)]
+    assert sorted((first[4], last[4])) == [0, num_steps]
 
 
 @pytest.mark.parametrize("precision", sample(("bf16-mixed", "bf16-true", "16-true", "64-true"), "16-true"))
@@ -321,11 +513,20 @@ def test_validation_testing_and_prediction_are_those_without_a_pipeline(copies: 
             assert torch.equal(mine, theirs)
 
 
+LOST = "writes a value of an earlier pipeline stage into a tensor"
+RETURNED = "What the step returns depends on a value of an earlier pipeline stage"
 ON_ONE_STAGE: list[tuple[Any, str]] = [
     (Skip, "`net.norm` is given a value that an earlier pipeline stage computes"),
     (Functional, "`Pipeline(shared=['net.embedding.weight'])`"),
     (HeadFirst, "`Pipeline(last=['net.norm'])`"),
     (NoLoss, "`training_step` returned NoneType"),
+    (AddsEarlyValue, LOST),
+    (FillsSlices, LOST),
+    (WritesOut, LOST),
+    (SkipsInPlace, LOST),
+    *((partial(RoutedProgram, keeps), LOST) for keeps in ("attribute", "written", "list", "buffer")),
+    *((partial(RoutedProgram, keeps, "anew"), RETURNED) for keeps in ("attribute", "list", "buffer")),
+    (Taps, RETURNED),
 ]
 ON_ALL_STAGES: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (SkipsBlock, {}, PipelineError, "`net.norm` is called before `net.blocks.2`"),
@@ -337,7 +538,15 @@ ON_ALL_STAGES: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize("case", sample(ON_ONE_STAGE, ON_ONE_STAGE[0]), ids=lambda case: case[0].__name__)
+FAST = (ON_ONE_STAGE[0], ON_ONE_STAGE[4], ON_ONE_STAGE[8], ON_ONE_STAGE[-1])
+
+
+def _name(case: tuple[Any, str]) -> str:
+    make = case[0]
+    return "-".join((make.func.__name__, *make.args)) if isinstance(make, partial) else str(make.__name__)
+
+
+@pytest.mark.parametrize("case", sample(ON_ONE_STAGE, *FAST), ids=_name)
 def test_what_one_stage_cannot_do_is_refused(case: tuple[Any, str]) -> None:
     make, message = case
     with pytest.raises(PipelineError, match=re.escape(message)):
@@ -403,7 +612,7 @@ def test_batch_norm_is_warned_of() -> None:
     run(_warn, 2)
 
 
-def _decoder(rank: int, world: int, options: dict[str, Any], tied: bool) -> Any:
+def _decoder(rank: int, world: int, options: dict[str, Any], tied: bool, recomputes: bool = False) -> Any:
     transformers = pytest.importorskip("transformers")
 
     class Decoder(Program):
@@ -411,9 +620,11 @@ def _decoder(rank: int, world: int, options: dict[str, Any], tied: bool) -> Any:
             super().__init__()
             config = transformers.LlamaConfig(
                 vocab_size=16, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2,
-                num_key_value_heads=1, tie_word_embeddings=tied, use_cache=False,
+                num_key_value_heads=1, tie_word_embeddings=tied,
             )  # fmt: skip
             self.net = transformers.LlamaForCausalLM(config)
+            if recomputes:
+                self.net.gradient_checkpointing_enable()
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             mask = (batch[0] > 1).long()
@@ -428,6 +639,14 @@ def test_a_decoder_of_transformers_trains_as_without_a_pipeline(zero: int, tied:
     pytest.importorskip("transformers")
     expected = run(_decoder, 2, {"stage": 0}, tied)[0]
     for weights in run(_decoder, 4, {**_pipeline(), "stage": zero}, tied, timeout_s=120.0):
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6, msg=name)
+
+
+def test_a_decoder_with_its_own_checkpointing_trains_as_without_a_pipeline() -> None:
+    pytest.importorskip("transformers")
+    expected = run(_decoder, 1, {"stage": 0}, True)[0]
+    for weights in run(_decoder, 2, _pipeline(), True, True, timeout_s=120.0):
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6, msg=name)
 

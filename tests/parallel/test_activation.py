@@ -336,3 +336,32 @@ def _fit(rank: int, world: int) -> None:
 
 def test_the_strategy_checkpoints_and_a_later_trainer_does_as_its_own_strategy_says() -> None:
     worlds.run(_fit, 2)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("prefix", [0, 2])
+def test_decoders_keep_a_cache_by_default_and_a_recomputation_adds_nothing_to_it(policy: Any, prefix: int) -> None:
+    """Keys and values were added to the same cache twice; padded batches failed."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    plain = transformers.LlamaForCausalLM(config).train()
+    module = copy.deepcopy(plain)
+    checkpoint_activations(module, ActivationCheckpointing(policy=policy))
+    ids, before = torch.randint(0, 16, (3, 6)), torch.randint(0, 16, (3, prefix))
+    mask = torch.ones(3, prefix + 6, dtype=torch.long)
+    mask[0, prefix : prefix + 3] = 0
+    found = []
+    for one in (plain, module):
+        cache = transformers.DynamicCache() if prefix else None
+        if prefix:
+            with torch.no_grad():
+                one(input_ids=before, past_key_values=cache)
+        output = one(input_ids=ids, attention_mask=mask, past_key_values=cache)
+        output.logits.square().mean().backward()
+        found.append([output.logits, *(param.grad for param in one.parameters())])
+        if prefix:
+            assert cache.get_seq_length() == prefix + 6
+    assert all(torch.equal(mine, other) for mine, other in zip(*found, strict=True))
