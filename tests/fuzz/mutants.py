@@ -179,7 +179,7 @@ def used_on_rank_0_only_counts() -> Iterator[None]:
     settle = Reducer._settle
 
     def alone(self: Reducer) -> None:
-        with mock.patch.object(communicator.Communicator, "agree", lambda _, values, *__, **___: values):
+        with mock.patch.object(communicator.Communicator, "agree_on_flags", lambda _, flags, __: flags):
             settle(self)
 
     with mock.patch.object(Reducer, "_settle", alone):
