@@ -7,6 +7,8 @@ go to ``benchmarks/results/ops.csv``. Bandwidth counts every byte that must be r
 ``adamw``     on a CPU: bf16 gradient in, bf16 parameter out, beside ``torch.add`` and cast, fused step, cast.
 ``stall``     how long Python in another thread stands still while the step runs: ``benchmarks/stall.py``. Means
               something on an idle machine only.
+``step``      the kernel that steps units in 16 bits, and the norm, beside the passes of PyTorch's kernels that they
+              replace; needs a GPU.
 ``flat``      kernels of optimizers and gradients beside a copy of the same bytes; needs a GPU.
 ``contests``  quantization, and ops for models, beside their peers: ``benchmarks/contests.py``. On a CPU the ops are
               plain PyTorch, so their rows have no bounds there.
@@ -25,9 +27,12 @@ from benchmarks.contests import contests
 from benchmarks.sides import measure
 from benchmarks.table import Row, append, heading
 from benchmarks.turns import device, row, time_in_turns
-from lightning_zero_ops import accumulate_, adamw_step_, lion_step_, sq_norm_and_finite
+from lightning_zero.engine import sharded_gradient
+from lightning_zero_ops import accumulate_, adamw, adamw_step_, lion_step_, sq_norm_and_finite
+from lightning_zero_ops.flat import sq_norm
+from lightning_zero_ops.selfcheck import kernels_agree
 
-__all__ = ["GROUPS", "measure_adamw", "measure_contests", "measure_flat", "measure_stall"]
+__all__ = ["GROUPS", "measure_adamw", "measure_contests", "measure_flat", "measure_stall", "measure_step"]
 
 # A GPU moves hundreds of MB in the time of a launch.
 NUMEL = {"cpu": 16_000_000, "cuda": 128_000_000}
@@ -120,6 +125,47 @@ def measure_flat(numel: int, repeats: int) -> Iterator[Row]:
     yield row("flat", "norm+adamw/torch", _millions(numel), "bf16", found["norm+adamw"], found["torch"], 1.6)
 
 
+def measure_step(numel: int, repeats: int) -> Iterator[Row]:
+    """Yield the rows of ``step``: what the engine does on a GPU with kernels, beside what it does without."""
+    if not kernels_agree(torch.device(device())):
+        reason = "no GPU" if device() == "cpu" else "Triton's kernels do not agree with PyTorch's"
+        yield Row(
+            what="step", variant="kernel/passes", shape=_millions(numel), dtype="bf16", world=1, metric="bandwidth",
+            unit="GB/s", verdict=f"skipped: {reason}",
+        )  # fmt: skip
+        return
+    mine, theirs = _Adamw(numel, device()), _Adamw(numel, device())
+    factor = torch.full((), 0.5, device=device())
+    options = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "l2": 0.0, "tails": ()}
+
+    def kernel() -> None:
+        adamw.kernel_step_(mine.param, *mine.moments, mine.out, mine.grad, factor, 2, **options)
+
+    def passes() -> None:
+        adamw.pytorch_step_(theirs.param, *theirs.moments, theirs.out, theirs.grad, factor, 2, **options)  # type: ignore[arg-type]
+
+    def norm_of_pieces() -> Tensor:
+        pieces = torch.split(mine.grad, sharded_gradient._NORM_NUMEL)
+        return torch.stack([torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]).norm()
+
+    kernel()
+    passes()
+    torch.testing.assert_close(mine.param, theirs.param, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(mine.out, theirs.out, rtol=2**-7, atol=1e-7)
+    torch.testing.assert_close(sq_norm(mine.grad).sqrt(), norm_of_pieces(), rtol=1e-12, atol=0.0)
+    found = time_in_turns(
+        {
+            "kernel": (kernel, BYTES_ADAMW * numel),
+            "passes": (passes, BYTES_ADAMW * numel),
+            "sq_norm": (lambda: sq_norm(mine.grad), 2 * numel),
+            "pieces": (norm_of_pieces, 2 * numel),
+        },
+        repeats,
+    )
+    yield row("step", "kernel/passes", _millions(numel), "bf16", found["kernel"], found["passes"], 1.3)
+    yield row("step", "sq_norm/pieces", _millions(numel), "bf16", found["sq_norm"], found["pieces"], 1.0)
+
+
 def measure_contests(numel: int, repeats: int) -> Iterator[Row]:
     """Yield the rows of ``contests``."""
     for contest in contests(numel):
@@ -131,8 +177,8 @@ def _millions(numel: int) -> str:
 
 
 GROUPS = {
-    "cpu": {"adamw": measure_adamw, "stall": measure_stall, "contests": measure_contests},
-    "cuda": {"flat": measure_flat, "contests": measure_contests},
+    "cpu": {"adamw": measure_adamw, "stall": measure_stall, "step": measure_step, "contests": measure_contests},
+    "cuda": {"step": measure_step, "flat": measure_flat, "contests": measure_contests},
 }
 
 

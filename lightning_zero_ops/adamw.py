@@ -10,6 +10,13 @@ Formula, for every element, with t = ``step`` counted from 1 (AdamW, arXiv:1711.
 
 ``weight_decay`` is AdamW's, ``l2`` is Adam's ``weight_decay``; one of them is 0. Bytes per element with fp32 moments:
 24 of p, m and v, and those of the gradient and of ``out`` (2 each in 16 bits).
+
+Note [Arithmetic of the kernel]
+    Every operation of the formula is rounded once, to fp32: no product is contracted with a sum, and divisions and
+    roots are those of IEEE 754. So the bits depend neither on how a tensor is cut or aligned nor on the GPU. Numbers
+    that come from options alone (``lr * weight_decay``, ``1 - beta1``, ``lr / (1 - beta1 ** t)``) are computed in
+    float64 and rounded once. PyTorch's fused kernel for CUDA rounds other numbers: its compiler contracts products and
+    sums, and it multiplies by options in float64. The two differ by a few units in the last place.
 """
 
 from __future__ import annotations
@@ -25,7 +32,7 @@ from lightning_zero_ops.chunks import step_in_chunks
 from lightning_zero_ops.elementwise import launch
 from lightning_zero_ops.registry import check_factor, check_flat, define, jit, tl
 
-__all__ = ["adamw_step_", "pytorch_step_"]
+__all__ = ["adamw_step_", "kernel_step_", "pytorch_step_"]
 
 _FP32 = (torch.float32,)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -75,8 +82,8 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     p -= tl.where(tl.abs(p) < float("inf"), tl.cast(decay, tl.float32) * p, 0.0)
     m += tl.cast(rest1, tl.float32) * (g - m)
     v = tl.cast(beta2, tl.float32) * v + tl.cast(rest2, tl.float32) * g * g
-    denominator = tl.sqrt(v) / tl.cast(root_bias2, tl.float32) + tl.cast(eps, tl.float32)
-    p -= tl.cast(step_size, tl.float32) * (m / denominator)
+    denominator = tl.div_rn(tl.sqrt_rn(v), tl.cast(root_bias2, tl.float32)) + tl.cast(eps, tl.float32)
+    p -= tl.cast(step_size, tl.float32) * tl.div_rn(m, denominator)
     tl.store(param + offsets, p, mask=inside)
     tl.store(exp_avg + offsets, m.to(exp_avg.dtype.element_ty), mask=inside)
     tl.store(exp_avg_sq + offsets, v.to(exp_avg_sq.dtype.element_ty), mask=inside)
@@ -94,13 +101,13 @@ def _launch(
 ) -> None:  # fmt: skip
     launch(
         _adamw_kernel, param, exp_avg, exp_avg_sq, out, grad, factor, param.numel(), 1.0 - beta1, beta2, 1.0 - beta2,
-        eps, lr * weight_decay, l2, lr / (1.0 - beta1**step), math.sqrt(1.0 - beta2**step),
+        eps, lr * weight_decay, l2, lr / (1.0 - beta1**step), math.sqrt(1.0 - beta2**step), enable_fp_fusion=False,
     )  # fmt: skip
 
 
 # -- Registration ------------------------------------------------------------------------------------------------------
 
-_adamw_step = define(
+kernel_step_ = define(
     "adamw_step_(Tensor(a!) param, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? out, Tensor grad,"
     " Tensor? factor, int step, float lr, float beta1, float beta2, float eps, float weight_decay, float l2,"
     " int[] tails) -> ()",
@@ -179,4 +186,4 @@ def adamw_step_(
         return
     if exp_avg_scales is not None or exp_avg_sq_scales is not None:
         raise ValueError(f"Scales are for int8 moments, but `exp_avg` is {exp_avg.dtype}. Leave them out.")
-    _adamw_step(param, exp_avg, exp_avg_sq, out, grad, factor, *numbers, tails)
+    kernel_step_(param, exp_avg, exp_avg_sq, out, grad, factor, *numbers, tails)

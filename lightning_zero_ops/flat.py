@@ -3,10 +3,13 @@
 Formulas, over all elements i of flat tensors of one length:
     ``accumulate_``          total_i = beta * total_i + alpha * grad_i
     ``sq_norm_and_finite``   sum of grad_i ** 2 over the finite elements; whether all elements are finite
+    ``sq_norm``              sum of grad_i ** 2
     ``clip_value_``          grad_i = min(max(grad_i, -limit), limit); NaN stays NaN
 
-Arithmetic is fp32; sums are float64, over blocks on a GPU and over elements on a CPU. Clipping and the loss scale of
-mixed precision (arXiv:1710.03740) need both numbers of ``sq_norm_and_finite``; a gradient is read once for them.
+Arithmetic is fp32; sums are float64, over blocks on a GPU and over elements on a CPU. ``sq_norm`` is float64
+everywhere: squares of fp32 numbers are exact in it, so how a vector is cut does not show when its norm is rounded to
+fp32. The loss scale of mixed precision (arXiv:1710.03740) and clipping need both numbers of ``sq_norm_and_finite``; a
+gradient is read once for them.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from torch import Tensor
 from lightning_zero_ops.elementwise import launch
 from lightning_zero_ops.registry import cdiv, check_flat, define, jit, on_device_of, tl
 
-__all__ = ["accumulate_", "clip_value_", "sq_norm_and_finite"]
+__all__ = ["accumulate_", "clip_value_", "sq_norm", "sq_norm_and_finite"]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -38,6 +41,11 @@ def _sq_norm_and_finite_reference(grad: Tensor) -> tuple[Tensor, Tensor]:
     if not finite:
         norm = torch.linalg.vector_norm(torch.where(torch.isfinite(grad), grad, 0.0), dtype=torch.float64)
     return norm.square().float(), finite
+
+
+def _sq_norm_reference(grad: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float64)
+    return norm.square()
 
 
 def _clip_value_reference(grad: Tensor, limit: float) -> None:
@@ -64,7 +72,15 @@ def _accumulate_kernel(total, grad, numel, alpha, beta, READS: tl.constexpr, BLO
 
 
 @jit
-def _sq_norm_kernel(grad, partial_sums, partial_flags, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sq_norm_kernel(grad, partial_sums, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    program = tl.program_id(0).to(tl.int64)
+    offsets = program * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(grad + offsets, mask=offsets < numel, other=0.0).to(tl.float32).to(tl.float64)
+    tl.store(partial_sums + program, tl.sum(value * value, 0))
+
+
+@jit
+def _sq_norm_and_finite_kernel(grad, partial_sums, partial_flags, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     program = tl.program_id(0).to(tl.int64)
     offsets = program * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(grad + offsets, mask=offsets < numel, other=0.0).to(tl.float32)
@@ -98,8 +114,18 @@ def _launch_sq_norm_and_finite(grad: Tensor) -> tuple[Tensor, Tensor]:
     flags = torch.empty(programs, dtype=torch.int32, device=grad.device)
     if programs:
         with on_device_of(grad):
-            _sq_norm_kernel[(programs,)](grad, sums, flags, grad.numel(), BLOCK=_NORM_BLOCK, num_warps=_NUM_WARPS)
+            _sq_norm_and_finite_kernel[(programs,)](
+                grad, sums, flags, grad.numel(), BLOCK=_NORM_BLOCK, num_warps=_NUM_WARPS
+            )
     return sums.sum(dtype=torch.float64).float(), flags.all()
+
+
+def _launch_sq_norm(grad: Tensor) -> Tensor:
+    sums = torch.empty(cdiv(grad.numel(), _NORM_BLOCK), dtype=torch.float64, device=grad.device)
+    if sums.numel():
+        with on_device_of(grad):
+            _sq_norm_kernel[(sums.numel(),)](grad, sums, grad.numel(), BLOCK=_NORM_BLOCK, num_warps=_NUM_WARPS)
+    return sums.sum()
 
 
 def _launch_clip_value(grad: Tensor, limit: float) -> None:
@@ -119,6 +145,12 @@ _sq_norm_and_finite = define(
     reference=_sq_norm_and_finite_reference,
     launcher=_launch_sq_norm_and_finite,
     fake=lambda grad: (grad.new_empty((), dtype=torch.float32), grad.new_empty((), dtype=torch.bool)),
+)
+_sq_norm = define(
+    "sq_norm(Tensor grad) -> Tensor",
+    reference=_sq_norm_reference,
+    launcher=_launch_sq_norm,
+    fake=lambda grad: grad.new_empty((), dtype=torch.float64),
 )
 _clip_value = define(
     "clip_value_(Tensor(a!) grad, float limit) -> ()",
@@ -161,6 +193,21 @@ def sq_norm_and_finite(grad: Tensor) -> tuple[Tensor, Tensor]:
     check_flat("sq_norm_and_finite", _FLOATS, grad=grad)
     total, finite = _sq_norm_and_finite(grad)
     return total, finite
+
+
+def sq_norm(grad: Tensor) -> Tensor:
+    """Return the sum of the squares of the elements, () float64, in one pass; one that is not finite shows.
+
+    Args:
+        grad: (n,) fp32, bf16 or fp16.
+
+    Raises:
+        ValueError: ``grad`` is not flat and contiguous.
+        TypeError: Its dtype is none of the three.
+    """
+    check_flat("sq_norm", _FLOATS, grad=grad)
+    total: Tensor = _sq_norm(grad)
+    return total
 
 
 def clip_value_(grad: Tensor, limit: float) -> Tensor:

@@ -29,6 +29,7 @@ except ImportError:
     triton = tl = None
 
 __all__ = [
+    "HAS_TRITON",
     "LIBRARY",
     "cdiv",
     "check_devices",
@@ -43,6 +44,8 @@ __all__ = [
     "refuse_transforms",
     "tl",
 ]
+
+HAS_TRITON = triton is not None
 
 LIBRARY: Any = Library("lightning_zero", "DEF")  # type: ignore[no-untyped-call]
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +37,8 @@ _Run = tuple[int, int]
 
 _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 _STEPPED = (
-    "fp32 values with numbers as options, `fused=None` or, on a CPU, True, and without `foreach`, `amsgrad`,"
-    " `maximize`, `capturable`, `differentiable` and PyTorch's `GradScaler`"
+    "fp32 values with numbers as options, `fused=None` or True, and without `foreach`, `amsgrad`, `maximize`,"
+    " `capturable`, `differentiable` and PyTorch's `GradScaler`"
 )
 _UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable", "foreach")
 
@@ -51,11 +51,13 @@ class _Rule:
         moments: The keys of its state that the op takes, for a group.
         step: Calls the op: group, number of the step, parameter, moments, gradient, and the op's own options.
         counts: The optimizer's state counts the steps.
+        launch: Calls Triton's kernel in the same way, if there is one that the engine uses.
     """
 
     moments: Callable[[Mapping[str, Any]], tuple[str, ...]]
     step: Callable[..., None]
     counts: bool
+    launch: Callable[..., None] | None = None
 
 
 def _step_adam(
@@ -63,6 +65,13 @@ def _step_adam(
 ) -> None:
     exp_avg, exp_avg_sq = moments
     adamw.pytorch_step_(param, exp_avg, exp_avg_sq, grad=grad, step=step, **_adam_options(group), **options)
+
+
+def _launch_adam(
+    group: Mapping[str, Any], step: int, param: Tensor, moments: list[Tensor], grad: Tensor, **options: Any
+) -> None:
+    exp_avg, exp_avg_sq = moments
+    adamw.kernel_step_(param, exp_avg, exp_avg_sq, grad=grad, step=step, **_adam_options(group), **options)
 
 
 def _step_adam_int8(
@@ -91,7 +100,7 @@ def _step_sgd(
     )  # fmt: skip
 
 
-_ADAM = _Rule(moments=lambda group: ("exp_avg", "exp_avg_sq"), step=_step_adam, counts=True)
+_ADAM = _Rule(moments=lambda group: ("exp_avg", "exp_avg_sq"), step=_step_adam, counts=True, launch=_launch_adam)
 _ADAM_INT8 = _Rule(moments=lambda group: CODE_KEYS, step=_step_adam_int8, counts=True)
 _RULES: dict[type[Optimizer], _Rule] = {
     Adam: _ADAM,
@@ -115,15 +124,25 @@ class FlatStep:
         optimizer: Exactly of one of PyTorch's classes; see ``suits``.
         places: Where its parameters lie, by ``id``; it may grow.
         moments: How the moments of AdamW and Adam are kept.
+        has_kernels: Triton's kernels agree with PyTorch's on the devices of all ranks.
     """
 
-    def __init__(self, optimizer: Optimizer, places: Mapping[int, Place], moments: Moments = "fp32") -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        places: Mapping[int, Place],
+        moments: Moments = "fp32",
+        *,
+        has_kernels: bool = False,
+    ) -> None:
         self._optimizer = optimizer
         self._places = places
         self._moments = moments
         self._rule = _RULES[type(optimizer)]
         if self._rule is _ADAM and moments == "int8":
             self._rule = _ADAM_INT8
+        self._has_kernels = has_kernels
+        self._counts = _CountsOnDevice()
         self._flat: dict[tuple[int, str], Tensor] = {}  # states over an own range, by (buffer, key)
         self._num_tensors: dict[tuple[int, str], int] = {}  # in the memory of these, apart from the optimizer's states
         # Views of these in states, with their addresses, by (buffer, slot)
@@ -191,7 +210,7 @@ class FlatStep:
         for param in group["params"]:
             buffer, index = self._places[id(param)]
             has_flat_gradient = buffer.window.take_gradient(index)
-            if has_flat_gradient and self._suits_buffer(group, buffer) and self._suits_state(group, buffer, index):
+            if has_flat_gradient and self._suits_buffer(buffer) and self._suits_state(group, buffer, index):
                 chosen.setdefault(id(buffer), (buffer, []))[1].append(index)
                 continue
             if has_flat_gradient and (self._moments != "fp32" or buffer.sleep is not None):
@@ -214,7 +233,7 @@ class FlatStep:
         for group in groups:
             indices = [self._places[id(param)][1] for param in group["params"] if self._places[id(param)][0] is buffer]
             fits = all(self._suits_state(group, buffer, index) for index in indices)
-            if indices and not (fits and self._covers(group) and self._suits_buffer(group, buffer)):
+            if indices and not (fits and self._covers(group) and self._suits_buffer(buffer)):
                 raise RuntimeError(
                     f"Unit `{buffer.name}` cannot be stepped in the backward: `{type(self._optimizer).__name__}` has"
                     " options or states that PyTorch has to step. Use `step='auto'`."
@@ -224,7 +243,7 @@ class FlatStep:
     def can_step(self, group: Mapping[str, Any]) -> bool:
         """Say whether a group is stepped by runs."""
         buffers = [self._places[id(param)][0] for param in group["params"]]
-        return self._covers(group) and all(self._suits_buffer(group, buffer) for buffer in buffers)
+        return self._covers(group) and all(self._suits_buffer(buffer) for buffer in buffers)
 
     def steps_all(self, group: Mapping[str, Any]) -> bool:
         """Say whether everything in a group that has a gradient can be stepped by runs now."""
@@ -235,7 +254,7 @@ class FlatStep:
             if buffer.gradients.is_spent:
                 continue
             if buffer.window.take_gradient(index):
-                if not (self._suits_buffer(group, buffer) and self._suits_state(group, buffer, index)):
+                if not (self._suits_buffer(buffer) and self._suits_state(group, buffer, index)):
                     return False
             elif index in buffer.gradients.has_grad:
                 return False
@@ -249,6 +268,7 @@ class FlatStep:
     def take_over(self, former: FlatStep) -> None:
         """Go on with the states of the same optimizer that was attached before."""
         self._flat, self._placed, self._num_tensors = former._flat, former._placed, former._num_tensors
+        self._counts = former._counts
 
     def give_back(self) -> None:
         """Give the room of states on disks back; using them is an error from here on."""
@@ -306,10 +326,10 @@ class FlatStep:
         names = ("lr", "weight_decay", "betas", "fused", *_UNSUPPORTED)
         if not self._covers(group):
             return ", ".join(f"`{name}={group[name]!r}`" for name in names if name in group)
-        buffer = next((buffer for buffer in buffers if not self._suits_buffer(group, buffer)), None)
+        buffer = next((buffer for buffer in buffers if not self._suits_buffer(buffer)), None)
         if buffer is None:
             return None
-        return f"{buffer.stepped.dtype} values of unit `{buffer.name}` with `fused={group['fused']!r}`"
+        return f"{buffer.stepped.dtype} values of unit `{buffer.name}`"
 
     def _covers(self, group: Mapping[str, Any]) -> bool:
         scaled = [getattr(self._optimizer, name, None) for name in ("grad_scale", "found_inf")]  # torch.amp.GradScaler
@@ -322,10 +342,21 @@ class FlatStep:
             and all(value is None for value in scaled)
         )
 
-    def _suits_buffer(self, group: Mapping[str, Any], buffer: FlatBuffer) -> bool:
-        # With `fused=True` PyTorch keeps the number of the step on the GPU; reading it would wait for the device.
-        is_readable = buffer.stepped.is_cpu or not group["fused"]
-        return is_readable and buffer.stepped.dtype == torch.float32 and buffer.kind.reduce in _GRADIENTS
+    def _suits_buffer(self, buffer: FlatBuffer) -> bool:
+        return buffer.stepped.dtype == torch.float32 and buffer.kind.reduce in _GRADIENTS
+
+    def _step_of(self, buffer: FlatBuffer) -> Callable[..., None]:
+        """Return the op for a buffer.
+
+        The choice follows from the buffer's dtypes alone, so that neither the stage nor clipping shows in the bits: a
+        unit of fp32 has those of PyTorch's fused step; one in 16 bits, of which that would take passes for the
+        gradient and for rounding, is stepped by Triton's kernel in one (ADR 0018).
+        """
+        device = buffer.steps_on or buffer.stepped.device
+        is_narrow = min(buffer.kind.compute.itemsize, buffer.kind.reduce.itemsize) < 4
+        if self._rule.launch is None or not (self._has_kernels and is_narrow and device.type == "cuda"):
+            return self._rule.step
+        return self._rule.launch
 
     def _suits_state(self, group: Mapping[str, Any], buffer: FlatBuffer, index: int) -> bool:
         state = vars(self._optimizer)["state"].get(buffer.params[index])
@@ -355,7 +386,7 @@ class FlatStep:
         gradient, stepped = ordinary(buffer.gradients.unscaled()), ordinary(buffer.stepped)
         factor = buffer.gradients.factor
         rounding = buffer.begin_rounding() if rounds else None
-        step = self._rule.step
+        step = self._step_of(buffer)
         if buffer.steps_on is not None:
             copies = buffer.store.copies
             step = partial(step_streamed, step, buffer.steps_on, copies, copies.mark())
@@ -413,14 +444,13 @@ class FlatStep:
         """Make or move the states of parameters and count the step; return the number of this step by slot."""
         keys = self._rule.moments(group)
         is_whole = buffer.sleep is not None or self._steps_whole(buffer)
-        steps = {}
-        for index in indices:
-            state = self._optimizer.state[buffer.params[index]] if keys else {}
-            is_first = not all(key in state and state[key] is not None for key in keys)
-            if self._rule.counts:
-                steps[index] = self._count(state, group, buffer)
-            else:
-                steps[index] = 1 if is_first else 2  # SGD asks for nothing else
+        states = {index: self._optimizer.state[buffer.params[index]] if keys else {} for index in indices}
+        if self._rule.counts:
+            steps = self._count(states, group, buffer)
+        else:
+            is_first = {index: any(state.get(key) is None for key in keys) for index, state in states.items()}
+            steps = {index: 1 if first else 2 for index, first in is_first.items()}  # SGD asks for nothing else
+        for index, state in states.items():
             if self._is_placed(state, keys, buffer, index):
                 continue
             if self._rule is _ADAM_INT8:
@@ -431,13 +461,25 @@ class FlatStep:
                 self._place_state(state, key, buffer, index, is_whole)
         return steps
 
-    def _count(self, state: dict[str, Any], group: Mapping[str, Any], buffer: FlatBuffer) -> int:
-        if "step" not in state:
-            device = buffer.stepped.device if group["fused"] else torch.device("cpu")
-            is_double = torch.get_default_dtype() == torch.float64 and not group["fused"]
-            state["step"] = torch.zeros((), dtype=torch.float64 if is_double else torch.float32, device=device)
-        state["step"] += 1
-        return int(state["step"].item())
+    def _count(
+        self, states: Mapping[int, dict[str, Any]], group: Mapping[str, Any], buffer: FlatBuffer
+    ) -> dict[int, int]:
+        """Count the step in states; return its number, by slot."""
+        device = buffer.stepped.device if group["fused"] else torch.device("cpu")
+        is_double = torch.get_default_dtype() == torch.float64 and not group["fused"]
+        for index, state in states.items():
+            if "step" not in state:
+                state["step"] = torch.zeros((), dtype=torch.float64 if is_double else torch.float32, device=device)
+                self._counts.note((id(buffer), index), state["step"], 0)
+        counters = {(id(buffer), index): state["step"] for index, state in states.items()}
+        on_device = self._counts.add_one({key: one for key, one in counters.items() if not one.is_cpu})
+        numbers = {}
+        for (_, index), counter in counters.items():
+            if counter.is_cpu:
+                numbers[index] = int(counter.add_(1).item())
+            else:
+                numbers[index] = on_device[id(buffer), index]
+        return numbers
 
     def _is_placed(self, state: Mapping[str, Any], keys: Collection[str], buffer: FlatBuffer, index: int) -> bool:
         """Say whether the moments of a parameter are the views that were put there in an earlier step."""
@@ -488,6 +530,45 @@ class FlatStep:
             if stop > start and not (id(param) in self._places and index in buffer.gradients.has_grad):
                 return False
         return True
+
+
+class _Count(NamedTuple):
+    counter: Tensor
+    version: int
+    number: int
+
+
+class _CountsOnDevice:
+    """Numbers of steps that are kept on a device, as PyTorch does with ``fused=True``, and known without a wait."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], _Count] = {}  # by (buffer, slot)
+
+    def add_one(self, counters: Mapping[tuple[int, int], Tensor]) -> dict[tuple[int, int], int]:
+        """Add one to counters; return their numbers. Waits for the device where somebody else has written some."""
+        if not counters:
+            return {}
+        unknown = {key: counter for key, counter in counters.items() if not self._is_known(key, counter)}
+        if unknown:
+            for (key, counter), number in zip(
+                unknown.items(), torch.stack(list(unknown.values())).tolist(), strict=True
+            ):
+                self.note(key, counter, int(number))
+        torch._foreach_add_(list(counters.values()), 1)
+        for key, counter in counters.items():
+            self.note(key, counter, self._known[key].number + 1)
+        return {key: self._known[key].number for key in counters}
+
+    def note(self, key: tuple[int, int], counter: Tensor, number: int) -> None:
+        """Note what a counter says."""
+        version = -1 if counter.is_inference() else counter._version  # those have none, and are read each time
+        self._known[key] = _Count(counter, version, number)
+
+    def _is_known(self, key: tuple[int, int], counter: Tensor) -> bool:
+        known = self._known.get(key)
+        if known is None or known.counter is not counter or counter.is_inference():
+            return False
+        return known.version == counter._version
 
 
 def _zeros(buffer: FlatBuffer, dtype: torch.dtype) -> Tensor:

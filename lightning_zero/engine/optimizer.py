@@ -33,6 +33,7 @@ from lightning_zero.engine.parts import Parts
 from lightning_zero.engine.sharded_gradient import ShardedGradient, norm_of_norms, norms_of
 from lightning_zero.engine.window import compare_assigned
 from lightning_zero.storage.sleeping import is_asleep
+from lightning_zero_ops.selfcheck import kernels_agree
 
 __all__ = ["ShardedOptimizer", "gradient_norm", "is_attached"]
 
@@ -89,7 +90,9 @@ class ShardedOptimizer:
         self._by_torch: dict[int, FlatBuffer] = {}  # buffers of which PyTorch steps a part in this step
         self._attached: dict[int, Place] = {}
         self._moments = moments
-        self._flat_step = FlatStep(optimizer, self._attached, moments) if FlatStep.suits(optimizer) else None
+        self._flat_step: FlatStep | None = None
+        if FlatStep.suits(optimizer):
+            self._flat_step = FlatStep(optimizer, self._attached, moments, has_kernels=self._agree_on_kernels())
         self._running_step = RunningStep()
         self.num_steps = 0  # that have ended
         self.are_states_seen = False  # by the program, which may keep some
@@ -111,6 +114,17 @@ class ShardedOptimizer:
         ]
         if moments != "fp32":
             self._hooks.append(optimizer.register_state_dict_post_hook(self._widen))
+
+    def _agree_on_kernels(self) -> bool:
+        """Say whether Triton's kernels can be relied on by all ranks. Collective on CUDA devices: all ranks.
+
+        At stage 0, and for parameters that several parts hold, each rank steps its own copy: they must not differ.
+        """
+        device = self._communicator.device
+        if device.type != "cuda":
+            return False
+        has_none = self._communicator.any_is(not kernels_agree(device), "agreement on kernels")
+        return not (has_none if self._parts is None else self._parts.any_is(has_none))
 
     def come_last(self) -> None:
         """Prepare the step behind the program's hooks: they see gradients as before the step."""

@@ -22,6 +22,8 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.parameter import operation_of
 from lightning_zero.errors import ShardedGradientError
 from lightning_zero.storage.sleeping import call_awake
+from lightning_zero_ops.flat import sq_norm
+from lightning_zero_ops.selfcheck import kernels_agree
 
 __all__ = [
     "RANDOM",
@@ -339,8 +341,10 @@ def norm_over_ranks(segments: Sequence[torch.Tensor], order: float, communicator
 def norm_in_double(values: torch.Tensor, order: float = 2.0) -> torch.Tensor:
     """Return the norm of real or complex values, added in float64: () float64.
 
-    PyTorch makes a copy in float64 of what it adds, so it is given pieces.
+    PyTorch makes a copy in float64 of what it adds, so it is given pieces; a kernel on a GPU needs none.
     """
+    if order == 2.0 and values.is_cuda and _is_flat(values) and kernels_agree(values.device):
+        return sq_norm(values).sqrt()
     if values.numel() > _NORM_NUMEL:
         return norm_of_norms(
             [norm_in_double(piece, order) for piece in torch.split(values.reshape(-1), _NORM_NUMEL)], order
@@ -348,6 +352,11 @@ def norm_in_double(values: torch.Tensor, order: float = 2.0) -> torch.Tensor:
     dtype = torch.complex128 if values.is_complex() else torch.float64
     norm: torch.Tensor = torch.linalg.vector_norm(values, order, dtype=dtype)
     return norm
+
+
+def _is_flat(values: torch.Tensor) -> bool:
+    is_plain = values.dim() == 1 and values.is_contiguous() and not values.requires_grad
+    return is_plain and values.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
 def norms_of(segments: Iterable[torch.Tensor], order: float) -> list[torch.Tensor]:

@@ -62,6 +62,18 @@ def test_optimizers_and_gradients_have_rows(group: str) -> None:
     assert all(float(row.ratio) > 0 for row in rows)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU measures them")
+def test_rows_of_steps_on_a_gpu_say_why_they_are_missing() -> None:
+    (row,) = ops.measure_step(5000, 2)
+    assert (row.ratio, row.verdict) == ("", "skipped: no GPU")
+
+
+@pytest.mark.gpu
+def test_steps_on_a_gpu_have_rows() -> None:
+    rows = list(ops.measure_step(1_000_000, 2))
+    assert all(float(row.ratio) > 0 for row in rows)
+
+
 # -- Stalls ------------------------------------------------------------------------------------------------------------
 
 

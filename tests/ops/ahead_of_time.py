@@ -16,6 +16,8 @@ from typing import Any
 __all__ = ["Compilation", "Report", "assert_lean", "build", "mend_interpreter"]
 
 VECTOR_BITS = 128
+_ARITHMETIC = re.compile(r"\b(?:add|sub|mul|fma|mad|div|rcp|sqrt|rsqrt)\.(?:\w+\.)*f32\b")
+_EXACT = frozenset(f"{operation}.rn.f32" for operation in ("add", "sub", "mul", "div", "sqrt"))
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Compilation:
         constants: Values of the ``tl.constexpr`` arguments; an argument of value None is a constant too.
         num_warps: As the launcher passes it.
         num_stages: As the launcher passes it.
+        enable_fp_fusion: As the launcher passes it.
     """
 
     kernel: Any
@@ -35,6 +38,7 @@ class Compilation:
     constants: Mapping[str, Any] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 3
+    enable_fp_fusion: bool = True
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class Report:
         loads: Loads from global memory by width in bits.
         stores: Stores to global memory by width in bits.
         tensor_core_instructions: Number of HMMA, HGMMA, IMMA and IGMMA instructions.
+        inexact: Operations in fp32 that do not round once, to the nearest: contracted or approximate ones.
     """
 
     capability: int
@@ -56,6 +61,7 @@ class Report:
     loads: Mapping[int, int]
     stores: Mapping[int, int]
     tensor_core_instructions: int
+    inexact: frozenset[str]
 
 
 def build(case: Compilation, capability: int) -> Report:
@@ -75,8 +81,11 @@ def build(case: Compilation, capability: int) -> Report:
         if signature[name].startswith("*") or signature[name] in ("i32", "i64")
     }
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=dict(case.constants), attrs=aligned)
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
-    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["cubin"]
+    options = {
+        "num_warps": case.num_warps, "num_stages": case.num_stages, "enable_fp_fusion": case.enable_fp_fusion,
+    }  # fmt: skip
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm
+    binary = made["cubin"]
     usage, code = _dump(binary, "--dump-resource-usage"), _dump(binary, "--dump-sass")
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
     assert found is not None, usage
@@ -87,6 +96,7 @@ def build(case: Compilation, capability: int) -> Report:
         loads=_widths(code, "LDG|LDGSTS"),
         stores=_widths(code, "STG"),
         tensor_core_instructions=len(re.findall(r"\b(?:HMMA|HGMMA|IMMA|IGMMA)\b", code)),
+        inexact=frozenset(re.findall(_ARITHMETIC, made["ptx"])) - _EXACT,
     )
 
 

@@ -9,7 +9,7 @@ import torch
 
 from lightning_zero_ops import adamw, adamw_step_, elementwise
 from tests.ops.accuracy import AT_LEAST, SIZES, assert_close, fresh
-from tests.ops.ahead_of_time import Compilation, assert_lean
+from tests.ops.ahead_of_time import Compilation, Report, assert_lean
 from tests.ops.optimizers import DTYPES, ODD, compare, tensors
 from tests.ops.processes import CAPABILITIES, compiled, interpreted
 from tests.sampling import sample
@@ -25,7 +25,39 @@ def _interpret(grad: str, out: str | None, moments: str, weight_decay: float, l2
         compare(adamw._launch, adamw.pytorch_step_, {**given, "factor": factor}, *OPTIONS, weight_decay, l2, ())
 
 
+def _twin(
+    param: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, grad: torch.Tensor, factor: torch.Tensor,
+    weight_decay: float, l2: float,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Step as Note [Arithmetic of the kernel] says, operation by operation; PyTorch rounds the result of each."""
+    step, lr, beta1, beta2, eps = OPTIONS
+    root_bias2 = torch.tensor((1 - beta2**step) ** 0.5)
+    g = grad.float() * factor + torch.tensor(l2) * param
+    param = param - torch.tensor(lr * weight_decay) * param
+    exp_avg = exp_avg + torch.tensor(1 - beta1) * (g - exp_avg)
+    exp_avg_sq = torch.tensor(beta2) * exp_avg_sq + torch.tensor(1 - beta2) * g * g
+    root = exp_avg_sq.double().sqrt().float()  # that of PyTorch in fp32 is not always the nearest number
+    denominator = root / root_bias2 + torch.tensor(eps)
+    return [param - torch.tensor(lr / (1 - beta1**step)) * (exp_avg / denominator), exp_avg, exp_avg_sq]
+
+
+def _interpret_bits() -> None:
+    """The kernel has its twin's bits, however the tensors are cut."""
+    for numel, options in itertools.product(ODD, ((0.1, 0.0), (0.0, 0.1))):
+        given = tensors(numel, "bf16", None, exp_avg=torch.float32, exp_avg_sq=torch.float32)
+        states = [given[name] for name in ("param", "exp_avg", "exp_avg_sq")]
+        grad, factor = given["grad"], torch.tensor(0.3)
+        expected = _twin(*states, grad, factor, *options)
+        for cut in (0, numel // 3):
+            found = [state.clone() for state in states]
+            for start, stop in ((0, cut), (cut, numel)):
+                param, exp_avg, exp_avg_sq = [state[start:stop] for state in found]
+                adamw._launch(param, exp_avg, exp_avg_sq, None, grad[start:stop], factor, *OPTIONS, *options, ())
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+
+
 INTERPRETED = {
+    "bits": _interpret_bits,
     "fp32": partial(_interpret, "fp32", None, "fp32", 0.1, 0.0),
     "bf16": partial(_interpret, "bf16", "bf16", "fp32", 0.1, 0.0),
     "fp16": partial(_interpret, "fp16", "fp16", "fp32", 0.0, 0.1),
@@ -33,7 +65,7 @@ INTERPRETED = {
 }
 
 
-@pytest.mark.parametrize("case", sample(INTERPRETED, "bf16", "bf16-moments"))
+@pytest.mark.parametrize("case", sample(INTERPRETED, "bits", "bf16", "bf16-moments"))
 def test_kernel_is_its_reference_in_the_interpreter(case: str) -> None:
     assert interpreted(__name__, case) == ""
 
@@ -53,7 +85,8 @@ def _compilation(grad: str, out: str | None, moments: str, factor: bool) -> Comp
     }
     types |= dict.fromkeys(_SCALARS, "fp32") | {"out": f"*{out}", "factor": "*fp32"}
     absent = {name: None for name, given in {"out": out, "factor": factor}.items() if not given}
-    return Compilation(adamw._adamw_kernel, types, {"BLOCK": elementwise.BLOCK, **absent}, elementwise.NUM_WARPS)
+    constants = {"BLOCK": elementwise.BLOCK, **absent}
+    return Compilation(adamw._adamw_kernel, types, constants, elementwise.NUM_WARPS, enable_fp_fusion=False)
 
 
 COMPILED = {
@@ -65,7 +98,10 @@ COMPILED = {
 @pytest.mark.parametrize("capability", sample(CAPABILITIES, 80, 90))
 @pytest.mark.parametrize("case", sample(COMPILED, "bf16-bf16-bf16-scaled"))
 def test_kernel_compiles_without_spills_and_loads_128_bits(case: str, capability: int) -> None:
-    assert_lean(compiled(__name__, case, capability), scalar_loads=int(case.endswith("scaled")))
+    report = compiled(__name__, case, capability)
+    assert_lean(report, scalar_loads=int(case.endswith("scaled")))
+    assert isinstance(report, Report)
+    assert not report.inexact, report  # Note [Arithmetic of the kernel]
 
 
 # -- Against float64 ---------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_zero_ops import accumulate_, clip_value_, elementwise, flat, sq_norm_and_finite
+from lightning_zero_ops.flat import sq_norm
 from tests.ops.accuracy import AT_LEAST, SIZES, assert_close, fresh, ulp
 from tests.ops.ahead_of_time import Compilation, assert_lean
 from tests.ops.processes import CAPABILITIES, compiled, interpreted
@@ -40,6 +41,17 @@ def _interpret_accumulate(total_dtype: str, grad_dtype: str) -> None:
 def _interpret_sq_norm(dtype: str) -> None:
     for numel in ODD:
         grad = torch.randn(numel).to(DTYPES[dtype])
+        total = flat._launch_sq_norm(grad)
+        torch.testing.assert_close(total, flat._sq_norm_reference(grad), rtol=1e-14, atol=0.0)
+        grad[numel // 2] = float("inf")
+        assert flat._launch_sq_norm(grad) == float("inf")
+        grad[0] = float("nan")
+        assert flat._launch_sq_norm(grad).isnan()
+
+
+def _interpret_sq_norm_and_finite(dtype: str) -> None:
+    for numel in ODD:
+        grad = torch.randn(numel).to(DTYPES[dtype])
         total, finite = flat._launch_sq_norm_and_finite(grad)
         torch.testing.assert_close(total, flat._sq_norm_and_finite_reference(grad)[0], rtol=1e-6, atol=0.0)
         assert finite
@@ -62,6 +74,7 @@ def _interpret_clip_value(dtype: str) -> None:
 
 INTERPRETED = {
     **{f"accumulate-{a}-{b}": partial(_interpret_accumulate, a, b) for a in DTYPES for b in DTYPES},
+    **{f"sq-norm-and-finite-{a}": partial(_interpret_sq_norm_and_finite, a) for a in DTYPES},
     **{f"sq-norm-{a}": partial(_interpret_sq_norm, a) for a in DTYPES},
     **{f"clip-value-{a}": partial(_interpret_clip_value, a) for a in DTYPES},
 }
@@ -88,6 +101,15 @@ COMPILED = {
     **{
         f"sq-norm-{a}": Compilation(
             flat._sq_norm_kernel,
+            {"grad": f"*{a}", "partial_sums": "*fp64", "numel": "i64"},
+            {"BLOCK": flat._NORM_BLOCK},
+            flat._NUM_WARPS,
+        )
+        for a in DTYPES
+    },
+    **{
+        f"sq-norm-and-finite-{a}": Compilation(
+            flat._sq_norm_and_finite_kernel,
             {"grad": f"*{a}", "partial_sums": "*fp32", "partial_flags": "*i32", "numel": "i64"},
             {"BLOCK": flat._NORM_BLOCK},
             flat._NUM_WARPS,
@@ -153,7 +175,14 @@ def test_squared_norm_that_overflows_is_infinite_and_its_gradient_finite() -> No
     assert finite
 
 
+def test_squared_norm_in_double_overflows_nowhere_and_shows_what_is_not_finite() -> None:
+    assert sq_norm(torch.full((4,), 1e30)).item() == pytest.approx(4e60)
+    assert sq_norm(torch.tensor([3.0, float("inf")])).isinf()
+    assert sq_norm(torch.tensor([3.0, float("inf"), float("nan")])).isnan()
+
+
 def test_squared_norm_of_nothing_is_zero() -> None:
+    assert sq_norm(torch.empty(0)).item() == 0.0
     total, finite = sq_norm_and_finite(torch.empty(0))
     assert total.item() == 0.0
     assert finite
@@ -171,6 +200,7 @@ def test_clipped_values_keep_nan() -> None:
         (lambda: accumulate_(torch.ones(2, 2), torch.ones(2, 2)), r"`total` has shape \(2, 2\)"),
         (lambda: accumulate_(torch.ones(4), torch.ones(8)[::2]), r"`grad` has shape \(4,\) and strides \(2,\)"),
         (lambda: accumulate_(torch.ones(4), torch.ones(5)), "`grad` has 5 elements"),
+        (lambda: sq_norm(torch.ones(8)[::2]), r"`grad` has shape \(4,\) and strides \(2,\)"),
         (lambda: sq_norm_and_finite(torch.ones(4, dtype=torch.int64)), "`grad` is torch.int64"),
         (lambda: clip_value_(torch.ones(4), -1.0), "`limit=-1.0` must be 0 or more"),
     ],
@@ -191,7 +221,8 @@ def test_writes_are_counted() -> None:
 
 OPS: dict[str, Any] = {
     "accumulate": (torch.ops.lightning_zero.accumulate_.default, lambda: (torch.ones(8), torch.ones(8), 0.5, 1.0)),
-    "sq-norm": (torch.ops.lightning_zero.sq_norm_and_finite.default, lambda: (torch.ones(8),)),
+    "sq-norm": (torch.ops.lightning_zero.sq_norm.default, lambda: (torch.ones(8),)),
+    "sq-norm-and-finite": (torch.ops.lightning_zero.sq_norm_and_finite.default, lambda: (torch.ones(8),)),
     "clip-value": (torch.ops.lightning_zero.clip_value_.default, lambda: (torch.ones(8), 0.5)),
 }
 

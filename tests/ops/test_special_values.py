@@ -70,6 +70,7 @@ def _flat() -> None:
         for limit in (0.5, INF, 0.0):
             _in_place(flat._launch_clip_value, flat._clip_value_reference, grad, limit)
         assert_same_specials(flat._launch_sq_norm_and_finite(grad), flat._sq_norm_and_finite_reference(grad))
+        assert_same_specials([flat._launch_sq_norm(grad)], [flat._sq_norm_reference(grad)])
 
 
 def _rounding() -> None:
