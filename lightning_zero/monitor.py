@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.storage.copies import memory_of
 
 __all__ = ["Meter", "memory_in_use", "samples_in", "tokens_in"]
 
@@ -109,7 +110,7 @@ class Meter:
 def memory_in_use(device: torch.device) -> int:
     """Return the bytes of tensors on a GPU, or of this process (its peak, where the system tells no more)."""
     if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
+        return memory_of(device).allocated
     if _STATM.exists():
         return int(_STATM.read_text().split()[1]) * resource.getpagesize()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

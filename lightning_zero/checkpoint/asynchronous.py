@@ -17,6 +17,7 @@ import torch
 
 from lightning_zero.checkpoint import directory
 from lightning_zero.checkpoint.ranks import Ranks
+from lightning_zero.storage.copies import finish_stream
 
 if TYPE_CHECKING:
     from lightning_zero.engine.engine import ZeroEngine
@@ -123,6 +124,6 @@ class StagingBuffer:
         ]
         for copied, tensor in zip(copies, tensors, strict=True):
             copied.copy_(tensor, non_blocking=self._pinned)
-        if self._pinned:
-            torch.cuda.current_stream().synchronize()
+        for device in {tensor.device for tensor in tensors} if self._pinned else ():
+            finish_stream(device)
         return copies

@@ -14,6 +14,7 @@ import torch
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Offload, Sharding
+from lightning_zero.storage.copies import memory_of
 
 __all__ = ["Home", "fill", "free_bytes", "homes_of_units"]
 
@@ -55,8 +56,7 @@ def free_bytes(device: torch.device) -> tuple[int, int]:
     host //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device.type != "cuda":
         return host, 0
-    free, _ = torch.cuda.mem_get_info(device)
-    return free, host
+    return memory_of(device).free, host
 
 
 def homes_of_units(

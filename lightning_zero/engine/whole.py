@@ -18,6 +18,7 @@ from lightning_zero.engine.order import PassOrder
 from lightning_zero.engine.transforms import explain_transform
 from lightning_zero.engine.unit import Unit, UnitState
 from lightning_zero.errors import CollectiveError
+from lightning_zero.storage.copies import memory_of
 
 __all__ = ["Whole", "Write"]
 
@@ -206,8 +207,8 @@ class Whole:
         )
         if device.type != "cuda" or not needed:
             return True
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        fits = torch.cuda.mem_get_info(device)[0] + cached > needed
+        memory = memory_of(device)
+        fits = memory.free + memory.reserved - memory.allocated > needed
         if together:
             fits = not self._communicator.any_is(not fits, "agreement on room for parameters")
         if not fits:

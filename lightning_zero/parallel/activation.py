@@ -31,6 +31,7 @@ from lightning_zero.blocks import modules_of_classes, repeated_blocks
 from lightning_zero.config import ActivationCheckpointing
 from lightning_zero.parallel.forecast import Forecast
 from lightning_zero.parallel.module_state import RunAgain, is_empty_cache
+from lightning_zero.storage.copies import Copies, Landing
 
 __all__ = ["checkpoint_activations", "forecast_of"]
 
@@ -168,7 +169,7 @@ class _Lane:
     def __init__(self, forecast: Forecast | None = None) -> None:
         self._forecast = forecast
         self._parked: list[weakref.ref[_Parked]] = []  # in the order of the forward; alive as long as their graph
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._copies: dict[torch.device, Copies] = {}
 
     def __deepcopy__(self, memo: Any) -> _Lane:
         return _Lane(copy.deepcopy(self._forecast, memo))
@@ -200,11 +201,11 @@ class _Lane:
         place = alive.index(parked) if parked in alive else 0
         return alive[place - 1] if place else None
 
-    def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Return the stream of the copies from and to a device."""
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._streams[device]
+    def copies(self, device: torch.device) -> Copies:
+        """Return what copies from and to a device."""
+        if device not in self._copies:
+            self._copies[device] = Copies(device)
+        return self._copies[device]
 
 
 class _Slot:
@@ -222,9 +223,9 @@ class _Parked:
     def __init__(self, lane: _Lane) -> None:
         self._lane = lane
         self._live: list[Tensor] | None = []
-        self._host: list[Tensor] = []
+        self._host: list[tuple[Tensor, Landing]] = []
         self._places: list[tuple[torch.device, bool]] = []
-        self._fetched: list[Tensor] | None = None
+        self._fetched: list[tuple[Tensor, Landing]] | None = None
 
     def add(self, tensor: Tensor) -> _Slot:
         assert self._live is not None
@@ -246,8 +247,8 @@ class _Parked:
             before = self._lane.before(self)
             if before is not None:
                 before.fetch()
-            for device in {device for device, _ in self._places if device.type == "cuda"}:
-                torch.cuda.current_stream(device).wait_stream(self._lane.stream(device))
+            for _, landing in self._fetched or ():
+                landing.wait()
         try:
             yield
         finally:
@@ -257,31 +258,16 @@ class _Parked:
         if self._live is not None:
             return self._live[slot.number]
         assert self._fetched is not None
-        return self._fetched[slot.number].detach().requires_grad_(self._places[slot.number][1])
+        return self._fetched[slot.number][0].detach().requires_grad_(self._places[slot.number][1])
 
     def fetch(self) -> None:
         """Start copying to the devices, once."""
         if self._fetched is None and self._live is None:
             self._fetched = [
-                self._to_device(host, device) for host, (device, _) in zip(self._host, self._places, strict=True)
+                self._lane.copies(device).bring(host, landing)
+                for (host, landing), (device, _) in zip(self._host, self._places, strict=True)
             ]
 
-    def _to_host(self, tensor: Tensor) -> Tensor:
-        if tensor.device.type != "cuda":
-            return tensor.clone()
-        stream = self._lane.stream(tensor.device)
-        stream.wait_stream(torch.cuda.current_stream(tensor.device))
-        with torch.cuda.stream(stream):
-            host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-            host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(stream)
-        return host
-
-    def _to_device(self, host: Tensor, device: torch.device) -> Tensor:
-        if device.type != "cuda":
-            return host.clone()
-        stream = self._lane.stream(device)
-        with torch.cuda.stream(stream):
-            tensor = host.to(device, non_blocking=True)
-        tensor.record_stream(torch.cuda.current_stream(device))
-        return tensor
+    def _to_host(self, tensor: Tensor) -> tuple[Tensor, Landing]:
+        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+        return host, self._lane.copies(tensor.device).down(host, tensor)

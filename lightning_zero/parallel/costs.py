@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_zero.parallel.streams import RandomState
+from lightning_zero.storage.copies import finish_stream
 
 __all__ = ["count_flops", "measure_time"]
 
@@ -36,8 +37,7 @@ def measure_time(module: nn.Module, names: Sequence[str], run: Callable[[], Any]
     spent: Counter[str] = Counter()
 
     def now() -> int:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        finish_stream(device)
         return time.perf_counter_ns()
 
     with _as_it_was(module, device), _watched(module, names, spent, now, device):

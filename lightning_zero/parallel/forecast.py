@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.blocks import inner_module
+from lightning_zero.storage.copies import memory_of
 
 __all__ = ["Forecast", "KeptBytes", "Settled"]
 
@@ -121,9 +122,8 @@ class Forecast:
         """Return what was still free at the peak of the first steps."""
         if self._device is None or self._device.type != "cuda":
             return 0
-        free, _ = torch.cuda.mem_get_info(self._device)
-        mine = torch.cuda.memory_reserved(self._device) - torch.cuda.max_memory_allocated(self._device)
-        return int(_USABLE * (free + mine))
+        memory = memory_of(self._device)
+        return int(_USABLE * (memory.free + memory.reserved - memory.most_allocated))
 
 
 class _Made(TorchDispatchMode):

@@ -7,6 +7,7 @@ import os
 import torch
 
 from lightning_zero.config import ReduceTime
+from lightning_zero.storage.copies import memory_of
 
 __all__ = ["SHARE", "device_bytes", "reduces_once"]
 
@@ -27,5 +28,5 @@ def reduces_once(option: ReduceTime, needed_bytes: int, memory_bytes: float) -> 
 def device_bytes(device: torch.device, ranks: int) -> float:
     """Return the memory of a device in all, free or not; on CPUs a rank's share of it, all of them on one host."""
     if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
+        return float(memory_of(device).total)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks

@@ -1,12 +1,15 @@
-"""Copies between a device and host memory that run beside what the device computes.
+"""Copies between a device and host memory that run beside what the device computes, and what else is asked of CUDA.
+
+Outside of this file and of ``comm/waits.py`` the package does not name ``torch.cuda``.
 
 Call protocol of ``Copies``:
 
 1. ``mark`` takes note of what was asked of the device so far.
 2. ``down`` and ``up`` start a copy, each in a stream of its own: behind a mark, or behind what was asked so far. The
    memory of both tensors stays theirs until it is done; that of the device is free then, whoever keeps the landing.
-3. ``lane`` starts something else in the stream of ``up``.
-4. Each returns a ``Landing``. ``wait`` lets the device wait for it, where it is needed there; ``finish`` lets the host
+3. ``bring`` is ``up`` into new memory, which nothing that the device computes now has to leave first.
+4. ``lane`` starts something else in the stream of ``up``.
+5. Each returns a ``Landing``. ``wait`` lets the device wait for it, where it is needed there; ``finish`` lets the host
    wait, where it is needed here.
 
 On a CPU there are no streams: everything is done when the call returns, and nothing is left to wait for. Page-locked
@@ -17,11 +20,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Copies", "Landing", "driver", "first_call_of_thread"]
+__all__ = ["Copies", "DeviceMemory", "Landing", "driver", "finish_stream", "first_call_of_thread", "memory_of"]
 
 
 class Landing:
@@ -91,6 +94,17 @@ class Copies:
         """Start copying ``host`` into ``tensor`` on the device, of the same dtype."""
         return self._copy(self._up, tensor, host, *(behind or (self.mark(),)))
 
+    def bring(self, host: torch.Tensor, *behind: Landing) -> tuple[torch.Tensor, Landing]:
+        """Start copying ``host`` to new memory of the device, behind landings; it is used in the current stream."""
+        if self._up is None:
+            return host.clone(), Landing()
+        for landing in behind:
+            landing.hold_back(self._up)
+        with torch.cuda.stream(self._up):
+            tensor = host.to(self._device, non_blocking=True)
+        tensor.record_stream(torch.cuda.current_stream(self._device))
+        return tensor, Landing(self._up.record_event(), self._device, [host])
+
     def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor, *behind: Landing) -> Landing:
         with torch.inference_mode(False), torch.no_grad():
             if stream is None:
@@ -128,6 +142,37 @@ class Copies:
         with torch.cuda.stream(self._step):
             yield
         self._step.synchronize()
+
+
+class DeviceMemory(NamedTuple):
+    """The memory of a CUDA device, in bytes.
+
+    Attributes:
+        total: Of the device.
+        free: Of all processes.
+        reserved: By this process's allocator.
+        allocated: In tensors.
+        most_allocated: In tensors, so far.
+    """
+
+    total: int
+    free: int
+    reserved: int
+    allocated: int
+    most_allocated: int
+
+
+def memory_of(device: torch.device) -> DeviceMemory:
+    """Return the memory of a CUDA device as it is now."""
+    free, total = torch.cuda.mem_get_info(device)
+    reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    return DeviceMemory(total, free, reserved, allocated, torch.cuda.max_memory_allocated(device))
+
+
+def finish_stream(device: torch.device) -> None:
+    """Return when a device has done what was asked of it in the current stream."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def driver() -> Any:

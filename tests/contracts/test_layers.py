@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -137,3 +138,21 @@ def test_ops_stand_alone() -> None:
     for module, names in _graph().items():
         if module.startswith("lightning_zero_ops"):
             assert all(name.startswith("lightning_zero_ops") for name in names), module
+
+
+def test_cuda_is_asked_in_two_files_only() -> None:
+    """Whatever runs on a device can be run on a simulated one; see ``tests/simulated_device.py``."""
+    named = re.compile(r"torch\.(cuda|accelerator)\b|from torch import .*\b(cuda|accelerator)\b")
+    files = (ROOT / "lightning_zero").rglob("*.py")
+    found = {str(path.relative_to(ROOT / "lightning_zero")) for path in files if named.search(_code(path))}
+    assert found == {"storage/copies.py", "comm/waits.py"}
+
+
+def _code(path: Path) -> str:
+    """Return the code of a file without docstrings and comments."""
+    return ast.unparse(_WithoutDocstrings().visit(ast.parse(path.read_text())))
+
+
+class _WithoutDocstrings(ast.NodeTransformer):
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        return None if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str) else node

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_zero.config import ActivationCheckpointing
 from lightning_zero.parallel import activation
 from lightning_zero.parallel.activation import checkpoint_activations
+from lightning_zero.storage.copies import Copies, Landing
 from lightning_zero.strategy import ZeroStrategy
 from tests import worlds
 from tests.lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
@@ -188,13 +189,13 @@ def test_the_inputs_of_the_block_before_are_fetched_while_a_block_goes_backward(
     names = {id(block.norm): str(number) for number, block in enumerate(model.blocks)}
     checkpoint_activations(model, ActivationCheckpointing(policy="offload"))
     fetched: dict[int, str] = {}
-    to_device = activation._Parked._to_device
+    bring = Copies.bring
 
-    def noted(parked: Any, host: Tensor, device: torch.device) -> Tensor:
-        order.append(f"fetch {fetched.setdefault(id(parked), str(len(fetched)))}")
-        return to_device(parked, host, device)
+    def noted(copies: Copies, host: Tensor, *behind: Landing) -> tuple[Tensor, Landing]:
+        order.append(f"fetch {fetched.setdefault(id(host), str(len(fetched)))}")
+        return bring(copies, host, *behind)
 
-    monkeypatch.setattr(activation._Parked, "_to_device", noted)
+    monkeypatch.setattr(Copies, "bring", noted)
     loss = model(torch.randint(0, 13, (1, 4))).sum()
     for block in model.blocks:
         block.norm.register_forward_hook(lambda module, *_: order.append(f"run {names[id(module)]}"))
