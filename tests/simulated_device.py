@@ -28,6 +28,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -394,6 +395,7 @@ class SimulatedDevice:
         cuda: dict[str, Any] = {
             "is_available": lambda: True,
             "device_count": lambda: 1,
+            "is_bf16_supported": lambda including_emulation=True: True,
             "current_device": lambda: 0,
             "set_device": self._set_device,
             "current_stream": self.current,
@@ -422,6 +424,9 @@ class SimulatedDevice:
             mock.patch.object(torch.UntypedStorage, "nbytes", self._nbytes(torch.UntypedStorage.nbytes))
         )
         stack.enter_context(mock.patch.object(torch._C, "_storage_Use_Count", self._use_count))
+        # It compares devices, which hooks for saved tensors see as they are.
+        checks = torch.utils.checkpoint._allowed_determinism_checks_to_fns
+        stack.enter_context(mock.patch.dict(checks, default=checks["none"]))
         stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda *args: self.record_stream(*args)))
         for name in ("is_autocast_enabled", "get_autocast_dtype", "autocast"):
             stack.enter_context(mock.patch.object(torch, name, _on_host(getattr(torch, name))))
@@ -553,11 +558,10 @@ class _Calls(TorchFunctionMode):
         if target is not None:
             kwargs["device"] = "cpu"
             simulation._local.target = torch.device(target).type
-            try:
-                return func(*args, **kwargs)
-            finally:
-                simulation._local.target = None
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            simulation._local.target = None
         return simulation.pin(result) if is_pinned and isinstance(result, Tensor) else result
 
     def _move(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:

@@ -263,10 +263,11 @@ class _Parked:
     def fetch(self) -> None:
         """Start copying to the devices, once."""
         if self._fetched is None and self._live is None:
-            self._fetched = [
-                self._lane.copies(device).bring(host, landing)
-                for (host, landing), (device, _) in zip(self._host, self._places, strict=True)
-            ]
+            places = zip(self._host, self._places, strict=True)
+            self._fetched = [self._to_device(host, landing, device) for (host, landing), (device, _) in places]
+
+    def _to_device(self, host: Tensor, landing: Landing, device: torch.device) -> tuple[Tensor, Landing]:
+        return self._lane.copies(device).bring(host, landing)
 
     def _to_host(self, tensor: Tensor) -> tuple[Tensor, Landing]:
         host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")

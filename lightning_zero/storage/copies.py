@@ -101,7 +101,8 @@ class Copies:
         for landing in behind:
             landing.hold_back(self._up)
         with torch.cuda.stream(self._up):
-            tensor = host.to(self._device, non_blocking=True)
+            tensor = torch.empty_like(host, device=self._device)
+            tensor.copy_(host, non_blocking=True)
         tensor.record_stream(torch.cuda.current_stream(self._device))
         return tensor, Landing(self._up.record_event(), self._device, [host])
 
