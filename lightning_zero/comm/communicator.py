@@ -481,7 +481,8 @@ class Communicator:
         if self.world_size == 1:
             return [value]
         found: list[Any] = [None] * self.world_size
-        with self._waiting(what, group):
+        # Over a group that is given, a thread saves: nothing of the step waits for it.
+        with self._waiting(what, self.object_group) if group is None else self._named(what):
             dist.all_gather_object(found, (what, value), group=self.object_group if group is None else group)
         others = {rank: other for rank, (other, _) in enumerate(found) if _topic(other) != _topic(what)}
         if others:
@@ -494,9 +495,14 @@ class Communicator:
     @contextmanager
     def _waiting(self, what: str, group: Any) -> Iterator[None]:
         """Measure a call that returns when it is done, and name it in errors."""
+        with self._named(what), self.waits.wait(self.waits.start(what, group)):
+            yield
+
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """Name a call in errors."""
         try:
-            with self.waits.wait(self.waits.start(what, group)):
-                yield
+            yield
         except (RuntimeError, ValueError) as error:
             raise self.failure(what, error) from error
 

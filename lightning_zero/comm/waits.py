@@ -7,9 +7,10 @@ Note [A device waits by itself]
 
     So the wait of a stream lies between two events, which are read once the device has passed them: the host never
     waits for them. The watchdog sets an error state in the group before it ends the process. That state is read at
-    every call, and by the thread of ``Peers`` while the host is in a call that does not return. What failed is the
-    call that was started first among those of the group that the device has not passed. No communicator is aborted:
-    what is behind the call in its stream does not run, so nobody computes with what was not received.
+    every call, and by the thread of ``Peers`` while the host is in a call that does not return. What is named is the
+    call that was started first among those of the group whose wait the device has not passed: a call before the one
+    that is stuck is named if its result has come and nobody has waited for it. No communicator is aborted here: what is
+    behind the call in its stream does not run. (``torchrun`` has PyTorch abort them before it ends the process.)
 """
 
 from __future__ import annotations
@@ -107,7 +108,6 @@ class Waits:
     @contextmanager
     def wait(self, call: Call) -> Iterator[None]:
         """Measure the wait inside the block: of the current stream, or of the host."""
-        self._started.pop(call, None)
         if call.group in self._backends:
             begin, end = self._events()
             stream = torch.cuda.current_stream(self._device)
@@ -115,6 +115,7 @@ class Waits:
             yield
             end.record(stream)
             self._waits.append(_Wait(call, begin, end))
+            self._started.pop(call, None)  # until here: the host may be held up in the wait itself
         else:
             began = time.perf_counter()
             yield

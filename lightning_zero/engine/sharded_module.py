@@ -169,7 +169,10 @@ class ShardedModule:
             reduces_each_backward=self._sharding.grads,
         )
         self.step_devices = StepDevices(places.units, device, options.moments)
-        self.step_devices.choose(options.offload.step_device if options.offload else None, self.communicator)
+        fixed = options.offload.step_device if options.offload else None
+        if self.parts is not None and options.offload and options.offload.optimizer and fixed is None:
+            fixed = "cpu"  # parts would choose by themselves, and a parameter of several would differ in its last bits
+        self.step_devices.choose(fixed, self.communicator)
         # - Reading
         self.whole = Whole(places.units, self.communicator, self.hooks, order, places.elsewhere)
         self.rounded_writes = RoundedWrites(self.communicator.rank)

@@ -26,6 +26,7 @@ from lightning_zero_ops import adamw
 __all__ = ["Rates", "StepDevice", "StepDevices", "choose_step_device", "measure_rates"]
 
 StepDevice = Literal["cpu", "cuda"]
+Meet = Callable[..., object]  # called with an error or without
 
 _MOMENT_BYTES: dict[Moments, int] = {"fp32": 8, "bf16": 4, "int8": 2}
 _SAMPLE_NUMEL = 2**24  # 64 MiB of fp32: more than the caches hold
@@ -53,22 +54,27 @@ def choose_step_device(numel: int, up_bytes: int, down_bytes: int, rates: Rates)
     return "cuda" if streaming_s < numel / rates.host_step else "cpu"
 
 
-def measure_rates(device: torch.device, meet: Callable[[], object] = lambda: None) -> Rates:
+def measure_rates(device: torch.device, meet: Meet = lambda error=None: None) -> Rates:
     """Return the rates of this rank; takes about a second.
 
     Args:
         device: Where the model computes.
-        meet: Called before each measured call; returns when all ranks have come to theirs.
+        meet: Called before each measured call, and with an error if this rank cannot make them; returns when all ranks
+            have come to theirs, or raises on all of them.
     """
-    values = [torch.zeros(_SAMPLE_NUMEL, dtype=torch.float32) for _ in range(4)]
+    try:
+        values = [torch.zeros(_SAMPLE_NUMEL, dtype=torch.float32) for _ in range(4)]
+        host = torch.zeros(_SAMPLE_NUMEL, dtype=torch.float32, pin_memory=device.type == "cuda")
+        there = torch.zeros(_SAMPLE_NUMEL, dtype=torch.float32, device=device)
+    except RuntimeError as error:  # no memory is left
+        meet(error)
+        raise
     options = {"lr": 0.0, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "l2": 0.0, "tails": ()}
 
     def step() -> None:
         param, exp_avg, exp_avg_sq, grad = values
         adamw.pytorch_step_(param, exp_avg, exp_avg_sq, None, grad, None, 1, **options)  # type: ignore[arg-type]
 
-    host = torch.zeros(_SAMPLE_NUMEL, dtype=torch.float32, pin_memory=device.type == "cuda")
-    there = torch.zeros(_SAMPLE_NUMEL, dtype=torch.float32, device=device)
     copies = Copies(device)
     return Rates(
         host_step=_SAMPLE_NUMEL / _fastest_s(step, meet),
@@ -77,7 +83,7 @@ def measure_rates(device: torch.device, meet: Callable[[], object] = lambda: Non
     )
 
 
-def _fastest_s(call: Callable[[], None], meet: Callable[[], object]) -> float:
+def _fastest_s(call: Callable[[], None], meet: Meet) -> float:
     seconds = []
     for _ in range(_REPEATS):
         meet()
@@ -106,7 +112,7 @@ class StepDevices:
         self,
         fixed: StepDevice | None,
         communicator: Communicator,
-        measure: Callable[[torch.device, Callable[[], object]], Rates] = measure_rates,
+        measure: Callable[[torch.device, Meet], Rates] = measure_rates,
     ) -> None:
         """Choose as the option says, or by measured rates. Collective: all ranks.
 
@@ -123,10 +129,17 @@ class StepDevices:
         elif fixed is not None:
             self.use({unit.name: fixed for unit in self._units})
 
-    def _choose_by_rates(
-        self, communicator: Communicator, measure: Callable[[torch.device, Callable[[], object]], Rates]
-    ) -> None:
-        measured = measure(self._device, lambda: communicator.agree_on([False], "start of a measurement"))
+    def _choose_by_rates(self, communicator: Communicator, measure: Callable[[torch.device, Meet], Rates]) -> None:
+        def meet(error: Exception | None = None) -> None:
+            if communicator.any_is(error is not None, "start of a measurement"):
+                told = communicator.gather_objects(error and str(error), "errors of a measurement")
+                rank, text = next((rank, text) for rank, text in enumerate(told) if text)
+                raise RuntimeError(
+                    f"Where offloaded units are stepped could not be measured on rank {rank}: {text}. Name the device:"
+                    " `Offload(step_device='cpu')` or `Offload(step_device='cuda')`."
+                ) from error
+
+        measured = measure(self._device, meet)
         found = communicator.gather_objects(measured, "rates of the ranks")
         self.rates = rates = Rates(
             host_step=min(one.host_step for one in found),

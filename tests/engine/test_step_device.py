@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication, Moments, Offload, StepTime
+from lightning_zero.engine import step_device
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.step_device import Rates, StepDevices, choose_step_device, measure_rates
@@ -84,22 +85,50 @@ def test_all_ranks_choose_by_the_rates_of_the_slowest(moments: Moments, host_ste
         assert f"{len(chosen)} on {expected} (measured: host {host_step / 1e9:.2f}e9 elements/s, up 55.0 GB/s" in line
 
 
-def _measured_together(rank: int, world: int) -> list[int]:
-    """Measure; return how many ranks had begun each measured call when this one did."""
+def _measured_together(rank: int, world: int) -> tuple[list[int], list[str]]:
+    """Measure; return how many ranks had begun each measured call when this one did, and the order of both."""
     communicator = Communicator(Communication(), torch.device("cpu"))
     begun: list[int] = []
+    order: list[str] = []
 
-    def meet() -> None:
+    def meet(error: Exception | None = None) -> None:
+        assert error is None
+        order.append("meet")
         begun.append(sum(communicator.gather_objects(1, "ranks that begin")))
+
+    def noted(call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: (order.append("call"), call(*args, **kwargs))[1]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_zero.engine.step_device._SAMPLE_NUMEL", 1000)
+        patch.setattr(step_device.adamw, "pytorch_step_", noted(step_device.adamw.pytorch_step_))
+        for name in ("up", "down"):
+            patch.setattr(Copies, name, noted(getattr(Copies, name)))
         measure_rates(torch.device("cpu"), meet)
-    return begun
+    return begun, order
 
 
 def test_ranks_begin_each_measured_call_together() -> None:
-    assert worlds.run(_measured_together, 2) == [[2] * 9] * 2
+    assert worlds.run(_measured_together, 2) == [([2] * 9, ["meet", "call"] * 9)] * 2
+
+
+def _one_cannot_measure(rank: int, world: int) -> str:
+    engine = ZeroEngine(2, units=["Block"], offload="cpu")
+    engine.shard(TinyGPT())
+
+    def measure(device: torch.device, meet: Callable[..., object]) -> Rates:
+        meet(MemoryError("no memory is left") if rank == 1 else None)
+        raise AssertionError
+
+    with pytest.raises(RuntimeError) as raised:
+        StepDevices(engine.units, CUDA, "fp32").choose(None, engine.communicator, measure)
+    return str(raised.value)
+
+
+def test_a_rank_that_cannot_measure_ends_all_with_its_error() -> None:
+    """The others waited for it until the timeout."""
+    for text in worlds.run(_one_cannot_measure, 2):
+        assert "on rank 1: no memory is left. Name the device: `Offload(step_device='cpu')`" in text
 
 
 def _kept(rank: int, world: int, folder: str) -> None:
