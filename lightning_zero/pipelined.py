@@ -118,7 +118,7 @@ class PipelinedSteps:
 
         self._metrics.begin()
         step = self._step("training_step", pieces, rest, context)
-        with self._logs.recording(), torch.enable_grad():
+        with self._logs.recording(), self._metrics.muted(), torch.enable_grad():
             self.runner.prepare(step, "training_step", shapes_of(pieces[0]))
         with self._denominated(step), self._logs.recording(), torch.enable_grad():
             outputs = self.runner.train(step, loss_of, reduces=reduces)
@@ -193,7 +193,7 @@ class PipelinedSteps:
         self._require_same(batch)
         step = self._step(name, [batch], rest, context)
         self._metrics.begin()
-        with self._logs.recording():
+        with self._logs.recording(), self._metrics.muted():
             self.runner.prepare(step, name, shapes_of(batch))
         with self._logs.recording():
             return self.runner.evaluate(step, name)

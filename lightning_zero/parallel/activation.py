@@ -16,10 +16,11 @@ What is kept of a call, besides its result:
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -111,7 +112,9 @@ class _Forward:
             policy = self.forecast.policy or "offload"
         if policy == "none":
             return run(*args, **kwargs)
-        kwargs = {name: None if is_empty_cache(value) else value for name, value in kwargs.items()}
+        if any(map(is_empty_cache, kwargs.values())):
+            _tell_of_caches()
+            kwargs = {name: None if is_empty_cache(value) else value for name, value in kwargs.items()}
         if not torch.compiler.is_compiling():  # compiled code recomputes values, and writes to buffers once
             run = RunAgain(self.module, run, self._unwritten)
         call = partial(
@@ -124,6 +127,17 @@ class _Forward:
         elif policy == "offload":
             run, args, kwargs = self._lane.send(run, args, kwargs)
         return call(run, *args, **kwargs)
+
+
+@cache
+def _tell_of_caches() -> None:
+    """Say once that a cache of keys and values stays empty."""
+    warnings.warn(
+        "`activation_checkpointing` leaves the cache of keys and values empty that the model makes in training"
+        " (`use_cache=True`): it would keep what is to be computed again. Set `use_cache=False`, or do not use the"
+        " `past_key_values` that a checkpointed forward returns.",
+        stacklevel=2,
+    )
 
 
 # -- Selective ---------------------------------------------------------------------------------------------------------

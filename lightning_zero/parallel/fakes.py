@@ -124,7 +124,9 @@ class Fakes:
         if _runs_code_of_users(module) or not all(map(_is_known, inputs)):
             return self._imagine(module, inputs, spec), inputs
         trained = tuple(param.requires_grad for param in module.parameters())
-        modes = (torch.is_grad_enabled(), torch.is_autocast_enabled(_autocast_device(inputs)), module.training)
+        device = _autocast_device(inputs)
+        autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        modes = (torch.is_grad_enabled(), autocast, tuple(child.training for child in module.modules()))
         key = (id(module), spec, tuple(map(_describe, inputs)), trained, modes)
         if key not in self._calls:
             self._calls[key] = self._imagine(module, inputs, spec)
@@ -138,11 +140,12 @@ class Fakes:
         try:
             with (
                 self._asleep(),
-                self._mode,
+                self._mode.imagining(),
                 _reparametrize_module(module, dict(self._fake_parameters(module))),
                 self._apart(module) as left,
             ):
-                output = module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+                output = self._forward(module, args, kwargs)
+                self._require_same(tree_flatten((args, kwargs)), inputs, spec)
         except Exception as error:
             raise PipelineError(
                 f"`{self._names[id(module)]}` lies on another pipeline stage, and what it returns could not be told"
@@ -153,6 +156,21 @@ class Fakes:
         return _Call(out_spec, [_Input(positions[id(leaf)]) if id(leaf) in positions else _describe(leaf)
                                 for leaf in leaves])  # fmt: skip
 
+    def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a forward with the program's hooks; without them if they read values, as those that only watch do."""
+        try:
+            return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        except VALUES_NEEDED:
+            if not _runs_code_of_users(module):
+                raise
+        with _without_hooks(module):
+            return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _require_same(self, now: tuple[list[Any], TreeSpec], inputs: Sequence[Any], spec: TreeSpec) -> None:
+        leaves, now_spec = now
+        if now_spec != spec or any(mine is not given for mine, given in zip(leaves, inputs, strict=True)):
+            raise PipelineError("it changes a list or a dictionary among its arguments, which other stages do not see")
+
     @contextmanager
     def _apart(self, module: nn.Module) -> Iterator[dict[tuple[int, str], Any]]:
         """Let a forward find fakes in place of the module's tensors, and put back what it has changed.
@@ -162,6 +180,7 @@ class Fakes:
         """
         left: dict[tuple[int, str], Any] = {}
         spaces = _spaces(module)
+        lists = {id(value): (value, list(value)) for space in spaces for value in space.values() if type(value) is list}
         before = [dict(space) for space in spaces]
         fakes: dict[int, Tensor] = {}  # by `id` of the tensor
         for space in spaces:
@@ -172,7 +191,12 @@ class Fakes:
         versions = {id(fake): fake._version for fake in fakes.values()}
         try:
             yield left
+            for now, was in lists.values():
+                if len(now) != len(was) or any(mine is not given for mine, given in zip(now, was, strict=True)):
+                    raise PipelineError("it changes a list that it keeps, which code on other stages would not see")
         finally:
+            for now, was in lists.values():
+                now[:] = was
             for number, (space, old) in enumerate(zip(spaces, before, strict=True)):
                 for name in [*space, *(name for name in old if name not in space)]:
                     value, was = space.get(name, _MISSING), old.get(name, _MISSING)
@@ -198,30 +222,47 @@ class Fakes:
 
 
 class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Refuses operations that write a fake into a tensor with values: they would write nothing."""
+    """Refuses operations that would write nothing: of a fake into a tensor with values, and any while imagining."""
+
+    _is_imagining = False
+
+    @contextmanager
+    def imagining(self) -> Iterator[None]:
+        """Run code that computes with fakes only."""
+        self._is_imagining = True
+        try:
+            with self:
+                yield
+        finally:
+            self._is_imagining = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema = getattr(func, "_schema", None)
         if schema is not None and schema.is_mutable:
-            _refuse_lost_write(func, schema, args, kwargs or {})
+            _refuse_lost_write(func, schema, args, kwargs or {}, is_imagined=self._is_imagining)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def _refuse_lost_write(func: Any, schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _refuse_lost_write(
+    func: Any, schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_imagined: bool
+) -> None:
     given = {**dict(zip((one.name for one in schema.arguments), args, strict=False)), **kwargs}
     written = [
         given.get(one.name) for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write
     ]
-    if not any(map(is_fake, tree_leaves(given))):
+    if not (is_imagined or any(map(is_fake, tree_leaves(given)))):
         return
     for leaf in tree_leaves(written):
-        if isinstance(leaf, Tensor) and not is_fake(leaf):
-            raise PipelineError(
-                f"`{func}` writes a value of an earlier pipeline stage into a tensor of shape {tuple(leaf.shape)} that"
-                " is not of that stage, as in `loss += block.aux_loss`. A pipeline hands on what the first block of a"
-                " stage is called with, and nothing else, so the value is not there. Add it to what goes from block to"
-                " block, or write `pipeline_step` and `pipeline_loss`."
-            )
+        if not isinstance(leaf, Tensor) or is_fake(leaf):
+            continue
+        if is_imagined:
+            raise PipelineError(f"it writes into a tensor of shape {tuple(leaf.shape)} (`{func}`) that is not its own")
+        raise PipelineError(
+            f"`{func}` writes a value of an earlier pipeline stage into a tensor of shape {tuple(leaf.shape)} that"
+            " is not of that stage, as in `loss += block.aux_loss`. A pipeline hands on what the first block of a"
+            " stage is called with, and nothing else, so the value is not there. Add it to what goes from block to"
+            " block, or write `pipeline_step` and `pipeline_loss`."
+        )
 
 
 @dataclass
@@ -313,8 +354,32 @@ def _autocast_device(leaves: Sequence[Any]) -> str:
 
 
 def _spaces(module: nn.Module) -> list[dict[str, Any]]:
-    """Return where a module and its submodules have their attributes and their module buffers, in order."""
-    return [space for child in module.modules() for space in (vars(child), child._buffers)]
+    """Return where a module and its submodules have attributes, module buffers and dictionaries of them, in order."""
+    spaces: dict[int, dict[str, Any]] = {}
+    for child in module.modules():
+        own = vars(child)
+        kept = [value for name, value in own.items() if type(value) is dict and name not in _OF_MODULES]
+        spaces.update({id(space): space for space in (own, child._buffers, *kept)})
+    return list(spaces.values())
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+@contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
+    """Leave the hooks of the program out."""
+    hooks = [one for child in module.modules() for one in (child._forward_pre_hooks, child._forward_hooks)]
+    before = [dict(one) for one in hooks]
+    for one in hooks:
+        for key in [key for key, hook in one.items() if not _is_own(hook)]:
+            del one[key]
+    try:
+        yield
+    finally:
+        for one, old in zip(hooks, before, strict=True):
+            one.clear()
+            one.update(old)
 
 
 def _assign(space: dict[str, Any], name: str, value: Any) -> None:

@@ -158,12 +158,10 @@ class Gates:
     def _run(self, step: Callable[[], Any], visit: _Visit) -> tuple[bool, Any]:
         assert self._visit is None
         self._visit = visit
-        self._fakes.begin()
         try:
-            with self._installed():
-                return True, step()
-        except _BrokenOff as end:
-            return False, end.leaves
+            self._fakes.begin()
+            with self._keeping_buffers():
+                return self._run_installed(step)
         except VALUES_NEEDED as error:
             raise PipelineError(
                 "The step needs a value that an earlier pipeline stage computes, outside of the blocks of"
@@ -173,6 +171,13 @@ class Gates:
         finally:
             self._visit = None
             self._fakes.end()
+
+    def _run_installed(self, step: Callable[[], Any]) -> tuple[bool, Any]:
+        try:
+            with self._installed():
+                return True, step()
+        except _BrokenOff as end:
+            return False, end.leaves
 
     @contextmanager
     def _installed(self) -> Iterator[None]:
@@ -185,13 +190,15 @@ class Gates:
         finally:
             for module, cls in zip(self._modules, before, strict=True):
                 module.__class__ = cls
-            self._refuse_fake_buffers()
 
-    def _refuse_fake_buffers(self) -> None:
-        for module in self._around:
+    @contextmanager
+    def _keeping_buffers(self) -> Iterator[None]:
+        before = [(module, dict(module._buffers)) for module in self._around]
+        yield
+        for module, buffers in before:
             for name, buffer in module._buffers.items():
                 if is_fake(buffer):
-                    module._buffers[name] = None
+                    module._buffers.update(buffers)
                     raise PipelineError(
                         f"The step assigns a value of an earlier pipeline stage to the module buffer `{name}` of"
                         f" `{type(module).__name__}`, which lies around the blocks of `{self._split.blocks}`: stages"

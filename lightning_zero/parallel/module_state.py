@@ -14,12 +14,13 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ModuleState", "RunAgain", "is_empty_cache", "without_caches"]
+__all__ = ["ModuleState", "RunAgain", "is_empty_cache", "put_back", "without_caches"]
 
 _SMALL_BYTES = 2**16  # buffers of up to this size are copied always
 _PLAIN = (bool, int, float, complex, str, type(None), Tensor)  # attributes that are bound anew, not changed in place
@@ -66,6 +67,9 @@ class ModuleState:
         self._modules = list(modules)
         self._attributes = [
             {key: value for key, value in vars(child).items() if _is_plain(value)} for child in self._modules
+        ]
+        self._others = [
+            {key: value for key, value in vars(child).items() if not _is_plain(value)} for child in self._modules
         ]
         self._buffers = [dict(child._buffers) for child in self._modules]
         places = [
@@ -116,17 +120,43 @@ class ModuleState:
         try:
             yield
         finally:
-            for child, attributes in zip(self._modules, attributes_now, strict=True):
-                _bind(vars(child), attributes)
+            for child, attributes, others in zip(self._modules, attributes_now, self._others, strict=True):
+                _bind(vars(child), attributes, others)
             for child, buffers in zip(self._modules, buffers_now, strict=True):
                 _refill(child._buffers, buffers)
+
+
+@contextmanager
+def put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put back the attributes of modules, and what is changed in place in those that are lists, sets or tensors."""
+    spaces = [(vars(child), dict(vars(child))) for child in modules]
+    values = {id(value): value for _, space in spaces for key, value in space.items() if key not in _OF_MODULES}
+    kept: list[Any] = [(one, copy.copy(one)) for one in values.values() if type(one) in (list, dict, set)]
+    tensors = [one for one in values.values() if isinstance(one, Tensor) and not isinstance(one, nn.Parameter)]
+    written = [(one, _version(one), one.detach().clone()) for one in tensors if not one.requires_grad]
+    try:
+        yield
+    finally:
+        for space, attributes in spaces:
+            for key in [key for key in space if key not in attributes]:
+                del space[key]
+            space.update(attributes)
+        for one, before in kept:
+            one.clear()
+            one.extend(before) if type(one) is list else one.update(before)
+        for tensor, version, before in written:
+            if _version(tensor) != version:
+                tensor.copy_(before)
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 @contextmanager
 def without_caches(module: nn.Module) -> Iterator[None]:
     """Let models of Hugging Face make no cache of keys and values, which they do by default (``config.use_cache``)."""
     configs: list[Any] = [vars(child).get("config") for child in module.modules()]
-    found = {id(config): config for config in configs if getattr(config, "use_cache", None) is True}
+    found = {id(one): one for one in configs if _is_pretrained_config(one) and getattr(one, "use_cache", None) is True}
     try:
         for config in found.values():
             config.use_cache = False
@@ -134,6 +164,10 @@ def without_caches(module: nn.Module) -> Iterator[None]:
     finally:
         for config in found.values():
             config.use_cache = True
+
+
+def _is_pretrained_config(value: Any) -> bool:
+    return any(cls.__name__ in ("PretrainedConfig", "PreTrainedConfig") for cls in type(value).__mro__)
 
 
 def is_empty_cache(value: Any) -> bool:
@@ -195,12 +229,14 @@ def _refill(buffers: dict[str, Tensor | None], wanted: Mapping[str, Tensor | Non
     buffers.update(wanted)
 
 
-def _bind(attributes: dict[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Make ``wanted`` the plain attributes; return what they were, for the next call."""
+def _bind(
+    attributes: dict[str, Any], wanted: Mapping[str, Any], others: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Make ``wanted`` the plain attributes, and leave the ``others``; return what they were, for the next call."""
     before = {key: attributes.get(key, _MISSING) for key in wanted}
     before.update({key: value for key, value in attributes.items() if key not in wanted and _is_plain(value)})
     for key in before:
-        value = wanted.get(key, _MISSING)
+        value = wanted.get(key, others.get(key, _MISSING))
         if value is _MISSING:
             attributes.pop(key, None)
         elif attributes.get(key, _MISSING) is not value:

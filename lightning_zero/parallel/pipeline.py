@@ -19,7 +19,7 @@ from lightning_zero.config import Pipeline
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.fakes import is_fake
 from lightning_zero.parallel.gates import Message
-from lightning_zero.parallel.module_state import ModuleState
+from lightning_zero.parallel.module_state import ModuleState, put_back
 from lightning_zero.parallel.plan import Action, compute_order, evaluation_order, simulate
 from lightning_zero.parallel.split import Split, modules_around
 from lightning_zero.parallel.streams import RandomStreams
@@ -79,7 +79,8 @@ class PipelineStage:
 
     def apart(self, run: Callable[[], T], modules: Iterable[nn.Module]) -> T:
         """Run something that leaves no trace in the generators, and in the state of modules."""
-        with ModuleState(modules).shown():
+        found = list(modules)
+        with put_back(found), ModuleState(found).shown():
             result: T = self.streams.apart(run)
         return result
 

@@ -203,6 +203,56 @@ class Taps(Program):
         return loss + sum(one.pow(2).mean() for one in self.seen)
 
 
+class Keeps(nn.Module):
+    """A block that keeps or changes something in its own way."""
+
+    def __init__(self, width: int, how: str, kept: list[Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+        self.how = how
+        self.kept = kept
+        self.stats = {"n": torch.zeros(())}
+
+    def forward(self, x: Tensor, given: list[Tensor], scale: Tensor) -> Tensor:
+        out: Tensor = x + scale * self.layer(x)
+        if self.how == "shared-list":
+            self.kept.append(out)
+        elif self.how == "list-argument":
+            given.append(out)
+        elif self.how == "real-argument":
+            scale.add_(1.0)
+        elif self.how == "dictionary":
+            self.stats["n"] += 1.0
+        return out
+
+
+class KeepsProgram(Program):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+        self.net.blocks = nn.ModuleList(Keeps(self.net.embedding.embedding_dim, how, self.kept) for _ in range(4))
+
+    def logits(self, ids: Tensor) -> Tensor:
+        given: list[Tensor] = []
+        self.kept.clear()
+        hidden, scale = self.net.embedding(ids), torch.ones(())
+        for block in self.net.blocks:
+            hidden = block(hidden, given, scale)
+        return self.net.head(hidden + 0.1 * sum(given + self.kept))
+
+
+class Monitored(Program):
+    """Has hooks that read values, and change nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.net.blocks:
+            block.register_forward_hook(lambda module, args, output: SEEN_VALUES.append(output.abs().mean().item()))
+
+
+SEEN_VALUES: list[float] = []
+
+
 class LogsEarlyValue(Program):
     """Logs what the first stage alone has, before and behind the blocks, and what all stages have."""
 
@@ -227,6 +277,10 @@ class Counts(Program):
     def __init__(self) -> None:
         super().__init__()
         self.steps = 0
+        self.in_dictionary = {"n": 0}
+        self.in_list: list[int] = []
+        self.in_tensor = torch.zeros(())
+        self.in_tuple: tuple[int, ...] = ()
         self.register_buffer("total", torch.zeros((), dtype=torch.long))
         self.net.norm = nn.BatchNorm1d(6)
         self.net.blocks.insert(1, Counted(6))
@@ -235,6 +289,10 @@ class Counts(Program):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.steps += 1
         self.total += 1
+        self.in_dictionary["n"] += 1
+        self.in_list.append(1)
+        self.in_tensor += 1
+        self.in_tuple = (*self.in_tuple, 1)
         SEEN.append((self.steps, int(self.total)))
         return super().training_step(batch, batch_idx)
 
@@ -344,10 +402,12 @@ PROGRAMS: list[tuple[Any, dict[str, Any]]] = [
     (Around, {}),
     (HeadFirst, {"last": ["net.head", "net.norm"]}),
     (Frozen, {}),
+    (Monitored, {}),
+    (partial(KeepsProgram, "dictionary"), {}),
 ]
 
 
-@pytest.mark.parametrize("case", sample(PROGRAMS, *PROGRAMS[:2]), ids=lambda case: case[0].__name__)
+@pytest.mark.parametrize("case", sample(PROGRAMS, *PROGRAMS[:2]), ids=lambda case: _name(case))
 @pytest.mark.parametrize("zero", sample((0, 1, 2, 3), 3))
 @pytest.mark.parametrize("copies", sample((1, 2), 2))
 def test_programs_train_as_without_a_pipeline(case: Any, zero: int, copies: int) -> None:
@@ -385,6 +445,9 @@ def _count(rank: int, world: int, schedule: str) -> Any:
     lightning.fit(module, _loader(1, 0))
     blocks = [(block.calls, int(block.count), int(block.norm.num_batches_tracked))
               for block in module.net.blocks if isinstance(block, Counted)]  # fmt: skip
+    if schedule == "1f1b":
+        others = module.in_dictionary["n"], len(module.in_list), int(module.in_tensor), len(module.in_tuple)
+        assert others == (module.steps,) * 4
     return module.steps, int(module.total), list(SEEN), blocks, int(module.net.norm.num_batches_tracked)
 
 
@@ -526,6 +589,9 @@ ON_ONE_STAGE: list[tuple[Any, str]] = [
     (SkipsInPlace, LOST),
     *((partial(RoutedProgram, keeps), LOST) for keeps in ("attribute", "written", "list", "buffer")),
     *((partial(RoutedProgram, keeps, "anew"), RETURNED) for keeps in ("attribute", "list", "buffer")),
+    (partial(KeepsProgram, "shared-list"), "it changes a list that it keeps"),
+    (partial(KeepsProgram, "list-argument"), "it changes a list or a dictionary among its arguments"),
+    (partial(KeepsProgram, "real-argument"), "it writes into a tensor of shape ()"),
     (Taps, RETURNED),
 ]
 ON_ALL_STAGES: list[tuple[Any, dict[str, Any], type[Exception], str]] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from torch.nn.utils.parametrizations import spectral_norm as parametrized_spectr
 from lightning_zero.config import ActivationCheckpointing
 from lightning_zero.parallel import module_state
 from lightning_zero.parallel.activation import checkpoint_activations
+from lightning_zero.parallel.module_state import ModuleState, put_back, without_caches
 from tests import worlds
 from tests.references import Outcome, difference, train, train_zero
 from tests.sampling import sample
@@ -209,3 +211,44 @@ def _compare(rank: int, world: int, stage: int, block: str) -> list[str]:
 def test_the_engine_trains_checkpointed_blocks_with_the_same_bits(stage: int, block: str) -> None:
     for found in worlds.run(_compare, 2, stage, block):
         assert not any(found), found
+
+
+def test_an_attribute_that_becomes_plain_while_a_state_is_shown_comes_back() -> None:
+    module: Any = nn.Linear(2, 2)
+    module.kept = kept = [1]
+    with ModuleState(module.modules()).shown():
+        module.kept = None
+    assert module.kept is kept
+
+
+def test_what_is_put_back_is_what_was_there() -> None:
+    module: Any = nn.Linear(2, 2)
+    module.listed, module.named, module.values, module.rebound = [1], {"a": 1}, torch.zeros(2), (1,)
+    listed = module.listed
+    with put_back(module.modules()):
+        module.listed.append(2)
+        module.named["b"] = 2
+        module.values += 1.0
+        module.rebound = (1, 2)
+        module.new = 3
+    assert module.listed is listed
+    assert (listed, module.named, module.values.tolist(), module.rebound) == ([1], {"a": 1}, [0.0, 0.0], (1,))
+    assert not hasattr(module, "new")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    use_cache: bool = True
+
+
+class PretrainedConfig:
+    use_cache = True
+
+
+def test_caches_of_hugging_face_are_turned_off_and_no_other_option_of_the_name() -> None:
+    module: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module.config, module[0].config = PretrainedConfig(), Config()
+    with without_caches(module):
+        assert module.config.use_cache is False
+        assert module[0].config.use_cache
+    assert module.config.use_cache is True
