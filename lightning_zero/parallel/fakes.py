@@ -112,10 +112,11 @@ class Fakes:
         """Return a fake that this run has not had yet: one of an earlier run, if nobody has changed it in place."""
         made, number = call.made.setdefault(leaf, []), self._given[id(call), leaf]
         self._given[id(call), leaf] += 1
-        if number < len(made) and _describe(made[number]) == replace(known, is_fake=True):
+        if number < len(made) and _describe(made[number]) == replace(known, is_fake=True) and not made[number]._version:
             return made[number]
         with self._mode:
             fake = _empty(known)
+            fake = fake.clone() if fake.requires_grad else fake  # what a module returns may be changed in place
         made[number : number + 1] = [fake]
         return fake
 

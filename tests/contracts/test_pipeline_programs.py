@@ -226,6 +226,19 @@ class Keeps(nn.Module):
         return out
 
 
+class AddsPositions(Program):
+    """Changes in place what its embedding returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(6, self.net.embedding.embedding_dim))
+
+    def logits(self, ids: Tensor) -> Tensor:
+        hidden = self.net.embedding(ids)
+        hidden += self.positions
+        return self.net.head(self.net.norm(self.net.body(hidden)))
+
+
 class KeepsProgram(Program):
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -403,6 +416,7 @@ PROGRAMS: list[tuple[Any, dict[str, Any]]] = [
     (HeadFirst, {"last": ["net.head", "net.norm"]}),
     (Frozen, {}),
     (Monitored, {}),
+    (AddsPositions, {}),
     (partial(KeepsProgram, "dictionary"), {}),
 ]
 
