@@ -110,7 +110,8 @@ def _come_alone(rank: int, world: int) -> list[str]:
         if rank == 1:
             time.sleep(2.0)
         full = _gather(communicator, "blocks.1")
-        _gather(communicator, "blocks.2")
+        with contextlib.suppress(CollectiveError):  # rank 1 may have heard by now
+            _gather(communicator, "blocks.2")
         with pytest.raises(Stuck):
             full.sum().item()
         calls: list[Any] = [
@@ -144,9 +145,8 @@ def _wait_for_the_second(rank: int, world: int) -> str:
             time.sleep(2.0)
         ahead = torch.empty(8, device="cuda")
         first = communicator.all_gather(ahead, torch.ones(4, device="cuda"), "unit `blocks.1`")
-        second = _gather(communicator, "blocks.2")
-        with pytest.raises(Stuck):
-            second.sum().item()
+        with pytest.raises((Stuck, CollectiveError)):  # rank 1 may have heard by now
+            _gather(communicator, "blocks.2").sum().item()
         with pytest.raises(CollectiveError) as raised:
             _gather(communicator, "blocks.3")
         first.wait()
