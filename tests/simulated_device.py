@@ -722,7 +722,7 @@ class _Operations(TorchDispatchMode):
         flat = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         places = {id(tensor): number for number, tensor in enumerate(flat)}
         shape = tree_map_only(Tensor, lambda tensor: _Place(places[id(tensor)]), (args, kwargs))
-        num_arguments = len(flat)  # the call must not hold the arguments: that would keep their memory from being given back
+        num_arguments = len(flat)  # the call must not hold the arguments: their memory could not be given back
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         if is_random:  # its mask or noise must be drawn once, from what the inputs will be
             simulation.current().run_to(simulation.current().num_asked)
