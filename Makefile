@@ -7,8 +7,8 @@ STAMP := .venv/.installed
 
 # A rank computes with one thread; two ranks with a pool of threads each fight for the cores.
 ONE_THREAD := OMP_NUM_THREADS=1
-# Ranks wait for each other most of the time: two tests at once fill two cores.
-TWO_AT_ONCE := -n 2 --dist worksteal
+# Ranks wait for each other: three tests at once fill two cores.
+AT_ONCE := -n 3 --dist worksteal
 
 ifeq ($(PYTHON),.venv/bin/python)
 INSTALLED := $(STAMP)
@@ -28,11 +28,11 @@ demo: $(INSTALLED)
 	$(ONE_THREAD) $(PYTHON) examples/gpt/train.py fit --config examples/gpt/cpu.yaml
 
 test: $(INSTALLED)
-	$(ONE_THREAD) $(PYTHON) -m pytest $(TWO_AT_ONCE) -m "not slow and not gpu and not alone"
+	$(ONE_THREAD) $(PYTHON) -m pytest $(AT_ONCE) -m "not slow and not gpu and not alone"
 	$(ONE_THREAD) $(PYTHON) -m pytest -m "alone and not slow and not gpu"
 
 test-all: $(INSTALLED)
-	$(ONE_THREAD) $(PYTHON) -m pytest $(TWO_AT_ONCE) -m "not gpu and not alone"
+	$(ONE_THREAD) $(PYTHON) -m pytest $(AT_ONCE) -m "not gpu and not alone"
 	$(ONE_THREAD) $(PYTHON) -m pytest -m "alone and not gpu"
 
 # Arguments: `make gpu GPU="--only step/ --again"`.

@@ -173,7 +173,7 @@ def _act(
     look = arguments.pop("look", True)
     outcomes: list[Any] = []
     for side in (plain, sharded):
-        torch.manual_seed(10 * len(arguments) + plain.rank)
+        torch.default_generator.manual_seed(10 * len(arguments) + plain.rank)
         try:
             outcomes.append(ACTIONS[name](side, **arguments))
         except Exception as error:

@@ -81,7 +81,7 @@ class Plain:
         self._build()
 
     def _build(self) -> None:
-        torch.manual_seed(self.rank)  # rank 0's values count
+        torch.default_generator.manual_seed(self.rank)  # rank 0's values count
         self.module = build(self._spec)
         self.params = dict(self.module.named_parameters())
         self.shapes = {name: param.shape for name, param in self.params.items()}
@@ -235,7 +235,7 @@ class Sharded:
         self._build(options)
 
     def _build(self, options: dict[str, Any]) -> None:
-        torch.manual_seed(self.rank)
+        torch.default_generator.manual_seed(self.rank)
         offload = copy.deepcopy(options.get("offload"))
         if offload is not None and "nvme" in offload.values():
             offload["path"] = self._folder
