@@ -30,6 +30,8 @@ from unittest import mock
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -53,7 +55,7 @@ _SHARES = {
     _aten.set_.source_Storage_storage_offset,
     _aten.lift_fresh.default,
 }
-_PASSED_ON = ("storage/copies.py", "comm/communicator.py")
+_PASSED_ON = ("storage/copies.py", "comm/communicator.py", "comm/mail.py finish")  # files, and single functions
 _tensor_class: Any = Tensor
 _PLAIN = (_tensor_class.__torch_function__, torch.nn.Parameter.__torch_function__)
 _DEVICE_OF = _tensor_class.device.__get__
@@ -503,12 +505,13 @@ _use_count = torch._C._storage_Use_Count
 
 
 def _place(passed_on: Sequence[str] = ()) -> str | None:
-    """Return the innermost place in the package, but for files that pass on what others ask for."""
+    """Return the innermost place in the package, but for files and functions that pass on what others ask for."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         _, package, path = frame.f_code.co_filename.rpartition("/lightning_zero/")
-        if package and path not in passed_on:
-            return f"{path} {frame.f_code.co_name}"
+        place = f"{path} {frame.f_code.co_name}"
+        if package and path not in passed_on and place not in passed_on:
+            return place
         frame = frame.f_back
     return None
 
@@ -579,9 +582,10 @@ class _Calls(TorchFunctionMode):
             rest = [one for one in rest if not isinstance(one, (torch.device, str))]
         kwargs.pop("device", None)
         dtype = next((one for one in [*rest, kwargs.get("dtype")] if isinstance(one, torch.dtype)), tensor.dtype)
-        if goes_there == is_there:
-            return _tensor_class.to(tensor, *rest, **kwargs) if name != "cuda" else tensor
+        kwargs.pop("dtype", None)
         bools = [one for one in rest if isinstance(one, bool)]
+        if goes_there == is_there:
+            return _tensor_class.to(tensor, dtype, *bools, **kwargs) if name != "cuda" else tensor
         non_blocking = kwargs.get("non_blocking", bools[0] if bools else False)
         return _Move.apply(tensor, self._simulation, goes_there, dtype, non_blocking)
 
@@ -623,6 +627,8 @@ class _Operations(TorchDispatchMode):
             simulation.sweep()
         target = getattr(simulation._local, "target", None)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if active_fake_mode() is not None or any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return func(*args, **kwargs)  # shapes, which nobody computes
         there = [tensor for tensor in tensors if simulation.block_of(tensor) is not None]
         allocates = func._schema.name.split("::")[1] in _ALLOCATES
         if not there:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -31,7 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lightning_zero.blocks import modules_of_classes, repeated_blocks
 from lightning_zero.config import ActivationCheckpointing
 from lightning_zero.parallel.forecast import Forecast
-from lightning_zero.parallel.module_state import RunAgain, is_empty_cache
+from lightning_zero.parallel.module_state import RunAgain, is_empty_cache, version_of
 from lightning_zero.storage.copies import Copies, Landing
 
 __all__ = ["checkpoint_activations", "forecast_of"]
@@ -93,6 +93,7 @@ class _Forward:
         self._lane = lane
         self._own = module.__dict__.get("forward")  # somebody else's stand-in
         self._unwritten: set[tuple[int, str]] = set()  # see `RunAgain`
+        self._inputs = _Inputs()
         module.forward = self
 
     def remove(self) -> None:
@@ -125,7 +126,7 @@ class _Forward:
         if policy == "selective":
             call = partial(call, context_fn=_keep_products)
         elif policy == "offload":
-            run, args, kwargs = self._lane.send(run, args, kwargs)
+            run, args, kwargs = self._lane.send(run, args, kwargs, self._inputs)
         return call(run, *args, **kwargs)
 
 
@@ -192,10 +193,10 @@ class _Lane:
         return _Lane, (self._forecast,)
 
     def send(
-        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], inputs: _Inputs
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """Return the call with its tensors taken out; the first run uses them, the next ones what is fetched."""
-        parked = _Parked(self)
+        parked = _Parked(self, inputs)
         args, kwargs = tree_map_only(Tensor, parked.add, (args, kwargs))
         self._parked = [*(one for one in self._parked if one() is not None), weakref.ref(parked)]
         if self._forecast is not None:
@@ -231,11 +232,38 @@ class _Slot:
         self.number = number
 
 
+class _Inputs:
+    """Whether the calls of a module change their input tensors in place.
+
+    A recomputation needs the inputs as the call found them, so what changes them waits for their copies to the host:
+    code behind the call always, code inside where a call has been seen to do it. The first call is not known.
+    """
+
+    def __init__(self) -> None:
+        self.may_change = True
+
+    def note(self, tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+        """Take note of a call.
+
+        Raises:
+            RuntimeError: It has changed an input, and no call before it has.
+        """
+        is_changed = [version_of(tensor) for tensor in tensors] != list(versions)
+        if is_changed and not self.may_change:
+            raise RuntimeError(
+                "A forward has changed one of its inputs in place, and the module's forwards before it have not. With"
+                " `activation_checkpointing` that offloads the input is being copied to the host meanwhile. Compute the"
+                " value in a new tensor (`x = x + y`), or leave the module out of `activation_checkpointing`."
+            )
+        self.may_change = is_changed
+
+
 class _Parked:
     """The input tensors of one call: themselves in the first run, then copies in host memory, and copies of those."""
 
-    def __init__(self, lane: _Lane) -> None:
+    def __init__(self, lane: _Lane, inputs: _Inputs) -> None:
         self._lane = lane
+        self._inputs = inputs
         self._live: list[Tensor] | None = []
         self._host: list[tuple[Tensor, Landing]] = []
         self._places: list[tuple[torch.device, bool]] = []
@@ -254,19 +282,37 @@ class _Parked:
     @contextmanager
     def present(self) -> Iterator[None]:
         """Have the tensors on their devices for one run of the call."""
-        if self._live is not None:
-            self._host = [self._to_host(tensor.detach()) for tensor in self._live]
-        else:
+        try:
+            if self._live is not None:
+                with self._kept(self._live):
+                    yield
+                return
             self.fetch()
             before = self._lane.before(self)
             if before is not None:
                 before.fetch()
             for _, landing in self._fetched or ():
                 landing.wait()
-        try:
             yield
         finally:
             self._live = self._fetched = None
+
+    @contextmanager
+    def _kept(self, tensors: list[Tensor]) -> Iterator[None]:
+        """Copy the tensors to the host as they are now, while the call runs."""
+        self._host = [self._to_host(tensor.detach()) for tensor in tensors]
+        if self._inputs.may_change:
+            self._hold_back_writes()
+        on_device = [tensor for tensor in tensors if tensor.device.type != "cpu"]
+        versions = [version_of(tensor) for tensor in on_device]
+        yield
+        self._inputs.note(on_device, versions)
+        self._hold_back_writes()
+
+    def _hold_back_writes(self) -> None:
+        """Let what is asked of the devices from now on wait for the copies to the host."""
+        for _, landing in self._host:
+            landing.wait()
 
     def take(self, slot: _Slot) -> Tensor:
         if self._live is not None:

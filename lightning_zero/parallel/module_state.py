@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ModuleState", "RunAgain", "is_empty_cache", "put_back", "without_caches"]
+__all__ = ["ModuleState", "RunAgain", "is_empty_cache", "put_back", "version_of", "without_caches"]
 
 _SMALL_BYTES = 2**16  # buffers of up to this size are copied always
 _PLAIN = (bool, int, float, complex, str, type(None), Tensor)  # attributes that are bound anew, not changed in place
@@ -79,7 +79,7 @@ class ModuleState:
             if buffer is not None
         ]
         self._large = [  # with their versions
-            (number, key, buffer, _version(buffer))
+            (number, key, buffer, version_of(buffer))
             for number, key, buffer in places
             if _is_large(self._modules[number], buffer)
         ]
@@ -95,7 +95,7 @@ class ModuleState:
         """
         for number, key, buffer, version in self._large:
             child = self._modules[number]
-            if child._buffers.get(key) is not buffer or _version(buffer) == version:
+            if child._buffers.get(key) is not buffer or version_of(buffer) == version:
                 unwritten.add((number, key))
                 self._copies.pop(id(buffer), None)
             elif id(buffer) not in self._copies:
@@ -133,7 +133,7 @@ def put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
     values = {id(value): value for _, space in spaces for key, value in space.items() if key not in _OF_MODULES}
     kept: list[Any] = [(one, copy.copy(one)) for one in values.values() if type(one) in (list, dict, set)]
     tensors = [one for one in values.values() if isinstance(one, Tensor) and not isinstance(one, nn.Parameter)]
-    written = [(one, _version(one), one.detach().clone()) for one in tensors if not one.requires_grad]
+    written = [(one, version_of(one), one.detach().clone()) for one in tensors if not one.requires_grad]
     try:
         yield
     finally:
@@ -145,7 +145,7 @@ def put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
             one.clear()
             one.extend(before) if type(one) is list else one.update(before)
         for tensor, version, before in written:
-            if _version(tensor) != version:
+            if version_of(tensor) != version:
                 tensor.copy_(before)
 
 
@@ -197,8 +197,9 @@ def _is_large(module: nn.Module, buffer: Tensor) -> bool:
     return buffer.nbytes > _SMALL_BYTES and not isinstance(module, nn.modules.batchnorm._NormBase)
 
 
-def _version(buffer: Tensor) -> int:
-    return -1 if buffer.is_inference() else buffer._version
+def version_of(tensor: Tensor) -> int:
+    """Return a number that every change in place makes larger; the same for ever where PyTorch does not count."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _copied(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:

@@ -24,6 +24,7 @@ from tests import worlds
 from tests.lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
 from tests.references import Outcome, difference, train, train_zero
 from tests.sampling import sample
+from tests.simulated_device import SimulatedDevice
 
 POLICIES = ("full", "selective", "offload")
 WIDTH, HEADS = 16, 2
@@ -366,3 +367,68 @@ def test_decoders_keep_a_cache_by_default_and_a_recomputation_adds_nothing_to_it
         if prefix:
             assert cache.get_seq_length() == prefix + 6
     assert all(torch.equal(mine, other) for mine, other in zip(*found, strict=True))
+
+
+# -- Inputs that are changed in place ----------------------------------------------------------------------------------
+
+
+class _Doubling(nn.Module):
+    """Doubles one of its inputs in place, from a call on."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.first = first
+        self.num_calls = 0
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.num_calls > self.first:
+            shift.mul_(2.0)
+        return self.linear(x + shift).sin()
+
+
+class _InPlace(nn.Module):
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.start = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(_Doubling(first) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = torch.ones_like(x)
+        x = self.start(x)
+        for block in self.blocks:
+            x += block(x, shift)
+        return x
+
+
+def _train_in_place(first: int, eager: tuple[str, ...], deaf_to: str | None = None) -> list[Tensor]:
+    with SimulatedDevice(eager, deaf_to) as device:
+        worlds.seed()
+        model = _InPlace(first).to("cuda")
+        checkpoint_activations(model, ActivationCheckpointing(policy="offload"))
+        for _ in range(3):
+            model(torch.ones(2, 4).to("cuda")).square().mean().backward()
+        device.synchronize()
+        return [param.grad.cpu() for param in model.parameters() if param.grad is not None]
+
+
+@pytest.mark.parametrize("first", [0, 100], ids=["inside", "behind"])
+@pytest.mark.parametrize("eager", [(), ("compute",), ("others",), ("stream2",)], ids=str)
+def test_an_offloaded_input_may_be_changed_in_place(first: int, eager: tuple[str, ...]) -> None:
+    """Copies to the host ran beside what changed it, so that a recomputation on a device could find other values."""
+    expected = _train_in_place(first, ("compute", "others"))
+    for mine, theirs in zip(_train_in_place(first, eager), expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(("order", "eager"), [("_hold_back_writes", "compute"), ("_to_device", "stream2")])
+def test_an_order_of_an_offload_that_is_not_heard_is_missed(order: str, eager: str) -> None:
+    expected = _train_in_place(100, ("compute", "others"))
+    found = _train_in_place(100, (eager,), f"wait_event: parallel/activation.py {order}")
+    assert not all(map(torch.equal, found, expected))
+
+
+def test_an_input_on_a_device_that_only_some_forwards_change_in_place_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="has changed one of its inputs in place, and the module's forwards before"):
+        _train_in_place(1, ())
