@@ -308,7 +308,9 @@ class PipelineRunner(Generic[Step]):
         def send(leaves: Sequence[Any]) -> None:
             outputs = self._checked(leaves, chunk + 1, self._messages[chunk + 1])
             for tensor in outputs:
-                self._mail.send((chunk + 1) % self.mesh.stages, tensor, _words_of("output", action))
+                # The next micro-batch may change a module buffer in place before the message has left.
+                sent = tensor if tensor.requires_grad else tensor.clone()
+                self._mail.send((chunk + 1) % self.mesh.stages, sent, _words_of("output", action))
             if is_training:
                 self._outputs[chunk, index] = outputs
 
