@@ -558,7 +558,7 @@ class _Calls(TorchFunctionMode):
             simulation.current().run_to(simulation.current().num_asked)
         is_pinned = kwargs.pop("pin_memory", False)
         target = kwargs.get("device")
-        if target is not None:
+        if target is not None and torch.device(target).type != "meta":
             kwargs["device"] = "cpu"
             simulation._local.target = torch.device(target).type
         try:
@@ -715,7 +715,7 @@ class _Operations(TorchDispatchMode):
     def _wait_for_copy(self, args: Any, kwargs: Any) -> None:
         simulation = self._simulation
         host = [one for one in args[:2] if simulation.block_of(one) is None]
-        if not host or host[0].dim() == 0 and host[0] is args[1]:
+        if not host or host[0].numel() == 0 or (host[0].dim() == 0 and host[0] is args[1]):
             return
         non_blocking = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
         if not (non_blocking and simulation.is_pinned(host[0])):

@@ -17,7 +17,8 @@ import torch
 
 from lightning_zero.checkpoint import directory
 from lightning_zero.checkpoint.ranks import Ranks
-from lightning_zero.storage.copies import finish_stream
+from lightning_zero.storage.copies import finish_stream, first_call_of_thread
+from lightning_zero.storage.host import HostStore
 
 if TYPE_CHECKING:
     from lightning_zero.engine.engine import ZeroEngine
@@ -40,8 +41,10 @@ class AsyncSaver:
     def __init__(self, engine: ZeroEngine) -> None:
         self.engine = engine
         self._ranks = Ranks.in_background(engine)
-        self._staging = StagingBuffer(pinned=engine.communicator.device.type == "cuda")
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero-save")
+        device = engine.communicator.device
+        self._staging = StagingBuffer(pinned=device.type == "cuda")
+        # PyTorch's writer asks for the current stream, also where all tensors are in host memory.
+        self._thread = ThreadPoolExecutor(1, "lightning_zero-save", first_call_of_thread(device))
         self._running: Future[None] | None = None  # the last save; its error is not raised yet
 
     @property
@@ -91,7 +94,7 @@ class AsyncSaver:
             self.wait()
         finally:
             self._thread.shutdown()
-            self._staging = StagingBuffer(pinned=False)
+            self._staging.close()
 
 
 def _nothing() -> None:
@@ -102,12 +105,12 @@ class StagingBuffer:
     """Host memory that takes copies of tensors, as large as the largest set of them so far.
 
     Args:
-        pinned: Page-lock it, so that copies from a CUDA device run at the speed of the bus.
+        pinned: Lock its pages, so that copies from a CUDA device run at the speed of the bus. Needs such a device.
     """
 
     def __init__(self, pinned: bool) -> None:
-        self._pinned = pinned
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._store = HostStore(pinned=pinned)
+        self._memory = self._store.allocate(0, torch.uint8)
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return copies of 1-D tensors, valid until the next call."""
@@ -116,14 +119,20 @@ class StagingBuffer:
             starts.append(nbytes)
             nbytes += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         if nbytes > self._memory.nbytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # two of them would not be bounded
-            self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+            self._memory = self._store.allocate(0, torch.uint8)  # two of them would not be bounded
+            self._store.close()
+            self._memory = self._store.allocate(nbytes, torch.uint8)
         copies = [
             self._memory[start : start + tensor.nbytes].view(tensor.dtype)
             for start, tensor in zip(starts, tensors, strict=True)
         ]
         for copied, tensor in zip(copies, tensors, strict=True):
-            copied.copy_(tensor, non_blocking=self._pinned)
-        for device in {tensor.device for tensor in tensors} if self._pinned else ():
+            copied.copy_(tensor, non_blocking=True)
+        for device in {tensor.device for tensor in tensors}:
             finish_stream(device)
         return copies
+
+    def close(self) -> None:
+        """Give the memory back; copies of it are not valid any more."""
+        self._memory = self._store.allocate(0, torch.uint8)
+        self._store.close()

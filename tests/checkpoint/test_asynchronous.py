@@ -22,6 +22,7 @@ from lightning_zero.strategy import ZeroStrategy
 from tests import worlds
 from tests.checkpoint import programs
 from tests.lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
+from tests.simulated_device import SimulatedDevice
 
 KINDS = pytest.mark.parametrize("full", [False, True], ids=["directory", "file"])
 
@@ -101,6 +102,20 @@ def test_a_staging_buffer_is_kept_and_no_larger_than_what_it_takes() -> None:
     assert storage.nbytes() == 2 * 64
     again = buffer.copy([torch.ones(3)])
     assert again[0].untyped_storage().data_ptr() == storage.data_ptr()
+
+
+def test_a_staging_buffer_of_a_device_locks_the_pages_that_it_needs() -> None:
+    """PyTorch's pinned memory is as large as the next power of two."""
+    with SimulatedDevice() as device:
+        buffer = StagingBuffer(pinned=True)
+        for numel in (1, 5000, 9000, 3000):
+            values = torch.arange(float(numel)).to("cuda")
+            copied = buffer.copy([values])[0]
+            assert torch.equal(copied, torch.arange(float(numel)))
+            assert copied.is_pinned()
+        assert list(device.driver.locked.values()) == [9 * 4096]
+        buffer.close()
+        assert not device.driver.locked
 
 
 # -- In which order, and with which errors -----------------------------------------------------------------------------

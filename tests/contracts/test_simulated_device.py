@@ -146,7 +146,7 @@ class _Run(NamedTuple):
 
 
 def _trained(case: str, eager: tuple[str, ...], deaf_to: str | None = None) -> _Run:
-    program, placement, precision = _split(case)
+    program, placement, precision = split_case(case)
     with warnings.catch_warnings(), SimulatedDevice(eager, deaf_to) as device:
         warnings.filterwarnings("error", "Parameter .* computes in 16 bits")
         one = _Training("cuda", PRECISIONS[precision], **PLACEMENTS[placement])
@@ -192,7 +192,8 @@ _FAST = (
 )
 
 
-def _split(case: str) -> tuple[str, str, str]:
+def split_case(case: str) -> tuple[str, str, str]:
+    """Return program, placement and precision of a case."""
     program, _, rest = case.partition("-")
     placement, _, precision = rest.rpartition("-")
     return program, placement, precision
@@ -205,7 +206,7 @@ def test_a_device_that_runs_late_trains_with_the_same_bits(world: int, case: str
 
 
 def _distance_from_host(rank: int, world: int, case: str) -> float:
-    program, placement, precision = _split(case)
+    program, placement, precision = split_case(case)
     one = _Training("cpu", PRECISIONS[precision], **PLACEMENTS[placement])
     for step in range(4):
         PROGRAMS[program](one, step)
@@ -217,7 +218,7 @@ def _distance_from_host(rank: int, world: int, case: str) -> float:
 
 @pytest.mark.parametrize(
     "case",
-    sample([case for case in CASES if _split(case)[1] in ON_HOST and "fp32" in case], "clipped-stage3-fp32"),
+    sample([case for case in CASES if split_case(case)[1] in ON_HOST and "fp32" in case], "clipped-stage3-fp32"),
 )
 def test_the_simulated_device_trains_as_the_host(case: str) -> None:
     """Not to the bit: on the host a step goes in chunks, whose ends are not vectorised."""
@@ -264,7 +265,7 @@ NUM_BUFFERS = {"fp32": 3, "bf16": 6}
     ),
 )
 def test_the_host_waits_for_few_copies_of_offloaded_buffers(case: str) -> None:
-    _, placement, precision = _split(case)
+    _, placement, precision = split_case(case)
     for waits in worlds.run(_waits, 2, case):
         assert sum(waits.values()) <= WAITS[placement] * NUM_BUFFERS[precision] + 2, waits
 
@@ -336,7 +337,7 @@ def test_steps_are_deferred_unless_the_program_keeps_what_they_change(keeps: str
 
 def _bytes_at_the_end_of_backward(rank: int, world: int, case: str) -> tuple[int, dict[str, int]]:
     """Return the bytes that are alive on the device, and those that the engine knows of."""
-    _, placement, precision = _split(case)
+    _, placement, precision = split_case(case)
     with SimulatedDevice(AT_ONCE) as device:
         one = _Training("cuda", PRECISIONS[precision], **PLACEMENTS[placement])
         plain(one, 0)
@@ -364,7 +365,7 @@ def _bytes_at_the_end_of_backward(rank: int, world: int, case: str) -> tuple[int
 def test_bytes_on_the_device_are_those_of_the_accounts(case: str) -> None:
     for counted, memory in worlds.run(_bytes_at_the_end_of_backward, 2, case):
         assert abs(counted - sum(memory.values())) <= 128  # scalars
-        offload = PLACEMENTS[_split(case)[1]].get("offload", Offload(optimizer=None))
+        offload = PLACEMENTS[split_case(case)[1]].get("offload", Offload(optimizer=None))
         assert (memory["gradients"] == 0) == (offload.optimizer is not None)
 
 
