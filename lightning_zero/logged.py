@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_zero.errors import PipelineError
-from lightning_zero.parallel.fakes import is_fake
+from lightning_zero.parallel.sources import is_fake
 
 __all__ = ["LoggedValue", "Logs", "MetricStates"]
 

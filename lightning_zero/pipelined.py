@@ -107,7 +107,6 @@ class PipelinedSteps:
         """
         batch, *rest = args
         number = self.runner.num_microbatches
-        self._require_same(batch)
         pieces = split_batch(batch, number)
         if is_first:
             self._engine.begin_gradients()
@@ -118,8 +117,8 @@ class PipelinedSteps:
 
         self._metrics.begin()
         step = self._step("training_step", pieces, rest, context)
-        with self._logs.recording(), self._metrics.muted(), torch.enable_grad():
-            self.runner.prepare(step, "training_step", shapes_of(pieces[0]))
+        with torch.enable_grad():
+            self._prepare(step, "training_step", batch, shapes_of(pieces[0]))
         with self._denominated(step), self._logs.recording(), torch.enable_grad():
             outputs = self.runner.train(step, loss_of, reduces=reduces)
         if reduces:
@@ -127,6 +126,13 @@ class PipelinedSteps:
         loss = torch.stack([_loss(output).detach().float() for output in outputs]).mean() if outputs else None
         mean = self._share(None if loss is None else loss.cpu())
         return torch.as_tensor(mean, device=self._device)
+
+    def _prepare(self, step: Any, name: str, batch: Any, kind: Any) -> None:
+        """Compare batches and steps of all stages. Collective: all ranks."""
+        with self._logs.recording(), self._metrics.muted():
+            changed = self.runner.is_changed(step, name, kind)
+            changed = self._require_same(batch, changed)
+            self.runner.prepare(step, name, kind, is_changed=changed)
 
     def _step(self, name: str, pieces: list[Any], rest: list[Any], context: Contexts) -> Any:
         """Return what the runner's route runs."""
@@ -190,11 +196,9 @@ class PipelinedSteps:
 
     def _evaluate(self, name: str, args: tuple[Any, ...], context: Contexts) -> Any:
         batch, *rest = args
-        self._require_same(batch)
         step = self._step(name, [batch], rest, context)
         self._metrics.begin()
-        with self._logs.recording(), self._metrics.muted():
-            self.runner.prepare(step, name, shapes_of(batch))
+        self._prepare(step, name, batch, shapes_of(batch))
         with self._logs.recording():
             return self.runner.evaluate(step, name)
 
@@ -230,10 +234,14 @@ class PipelinedSteps:
                     " `self.log` in front of the blocks."
                 )
 
-    def _require_same(self, batch: Any) -> None:
-        """Raise where the stages of a copy have different batches; let them draw the same random numbers."""
+    def _require_same(self, batch: Any, is_changed: bool) -> bool:
+        """Raise where the stages of a copy have different batches; let them draw the same random numbers.
+
+        Returns:
+            Whether ``is_changed`` is set on some stage.
+        """
         state = RandomState(self._device)
-        mine = torch.tensor([batch_digest(batch), state.digest()], dtype=torch.int64)
+        mine = torch.tensor([batch_digest(batch), state.digest(), is_changed], dtype=torch.int64)
         everyone = [torch.empty_like(mine) for _ in range(self._mesh.stages)]
         dist.all_gather(everyone, mine, group=self._mesh.host_group)
         if len({int(one[0]) for one in everyone}) > 1:
@@ -246,6 +254,7 @@ class PipelinedSteps:
             states = [state]
             dist.broadcast_object_list(states, group=self._mesh.host_group, group_src=0)
             states[0].moved_to(self._device).restore()
+        return any(bool(one[2]) for one in everyone)
 
     def timings(self, steps: int) -> dict[str, float]:
         """Return seconds of work per step and stage, and the bubble's share, since the last call.

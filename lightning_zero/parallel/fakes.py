@@ -5,13 +5,18 @@ Note [What a passed module leaves]
     behind it reads. A module that is passed over must not be left with fakes, and that code must not read old values in
     silence. So its forward finds fakes in place of the module's tensors; what it has changed is put back, and is shown
     as fakes until the step is run to its end. Modules with hooks of the program run on fakes in every call.
+
+Note [Guesses]
+    What an operation returns may depend on values (which tokens an expert is given). Where nothing is computed from the
+    result but shapes, it is guessed from ones: a module that routes tokens returns as many as it is given. The stage
+    that computes compares the shapes of what it sends, so a wrong guess is an error.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -23,20 +28,25 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    unset_fake_temporarily,
 )
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_zero.errors import PipelineError
+from lightning_zero.parallel.sources import FOR_HOOKS, Origins, Shape, Source, describe_tensor, is_fake
 
-__all__ = ["VALUES_NEEDED", "Fakes", "is_fake"]
+__all__ = ["VALUES_NEEDED", "Fakes", "attribute_spaces"]
 
 # What operations raise that need values of a fake.
 VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+Fetch = Callable[[Source], Tensor | None]
+_Key = tuple[str, str, str]  # submodule, dictionary among its attributes, and key
+_Position = tuple[_Key | None, int]  # see `Source`
 
 _MOST_CALLS = 4096  # that are remembered
 _MISSING = object()
@@ -50,7 +60,7 @@ class Fakes:
     Args:
         names: Of the modules, by ``id``; for errors.
         free: Parameters that code outside of these modules uses.
-        asleep: Lets forwards of modules go unnoticed.
+        asleep: Around forwards of modules.
     """
 
     def __init__(
@@ -68,10 +78,22 @@ class Fakes:
         self._calls: OrderedDict[Hashable, _Call] = OrderedDict()
         self._given: Counter[tuple[int, int]] = Counter()  # fakes in this run, by `id` of the call and leaf
         self._shown: list[tuple[dict[str, Any], str, Any]] = []  # what is to be put back: (attributes, name, value)
+        # - The run
+        self._times: Counter[str] = Counter()  # calls by name of the module
+        self._origins: Origins | None = None  # of a run on fakes
+        self._fetch: Fetch | None = None  # of a run that computes
 
-    def begin(self) -> None:
-        """Begin a run: tell what fake tensors make of parameters that code may add to them; they read ``grad`` else."""
+    def begin(self, *, origins: Origins | None = None, fetch: Fetch | None = None) -> None:
+        """Begin a run: tell what fake tensors make of parameters that code may add to them; they read ``grad`` else.
+
+        Args:
+            origins: In a run on fakes, follows what they are computed from.
+            fetch: Returns the tensor of a source that this chunk has, else None.
+        """
         self._given.clear()
+        self._times.clear()
+        self._origins = self._mode.origins = origins
+        self._fetch = fetch
         convert: Any = self._mode.fake_tensor_converter
         for param in self._free:
             known = self._known.get(param)
@@ -83,32 +105,69 @@ class Fakes:
 
     def end(self) -> None:
         """End a run: put back what modules that were passed over show as fakes."""
+        self._origins = self._mode.origins = self._fetch = None
         while self._shown:
             attributes, name, value = self._shown.pop()
             _assign(attributes, name, value)
 
-    def outputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what a call would return, as fakes, and show what it would leave in the module."""
-        call, inputs = self._call(module, args, kwargs)
-        return self._result(module, call, inputs, partial(self._fake, call))
+    @property
+    def shown(self) -> list[Any]:
+        """What modules show as fakes, of all calls in this run."""
+        return [space.get(name) for space, name, _ in self._shown]
+
+    def outputs(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, are_sources: bool = True
+    ) -> Any:
+        """Return what a call would return, as fakes, and show what it would leave in the module.
+
+        Args:
+            module: The module.
+            args: Of the call.
+            kwargs: Of the call.
+            are_sources: The module is one of an earlier chunk: sources that this chunk has are returned as they are.
+        """
+        name = self._names[id(module)]
+        number = self._times[name]
+        call, inputs = self._call(module, args, kwargs, are_sources=are_sources)
+        self._times[name] += 1
+
+        def make(leaf: int, known: Shape) -> Tensor:
+            left, position = call.positions[leaf]
+            source = Source(name, number, left, position)
+            fetched = self._fetched(source) if are_sources else None
+            if fetched is not None:
+                return fetched
+            fake = self._fake(call, leaf, known)
+            if self._origins is not None and are_sources:
+                self._origins.mark(fake, source)
+            return fake
+
+        return self._result(module, call, inputs, make)
+
+    def _fetched(self, source: Source) -> Tensor | None:
+        if self._fetch is None:
+            return None
+        with self._mode.paused():
+            return self._fetch(source)
 
     def zeros(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what a call would return, with zeros that take no memory."""
-        call, inputs = self._call(module, args, kwargs)
+        call, inputs = self._call(module, args, kwargs, are_sources=False)
         return self._result(module, call, inputs, lambda _, known: _zeros(known))
 
     def _result(
-        self, module: nn.Module, call: _Call, inputs: Sequence[Any], make: Callable[[int, _Shape], Tensor]
+        self, module: nn.Module, call: _Call, inputs: Sequence[Any], make: Callable[[int, Shape], Tensor]
     ) -> Any:
         leaves = [_again(leaf, inputs, partial(make, number)) for number, leaf in enumerate(call.leaves)]
         output, left = tree_unflatten(leaves, call.spec)
-        spaces = _spaces(module) if left else []
-        for (number, name), value in left.items():
-            self._shown.append((spaces[number], name, spaces[number].get(name, _MISSING)))
-            spaces[number][name] = value
+        spaces = attribute_spaces(module) if left else {}
+        for (child, kept, name), value in left.items():
+            space = spaces[child, kept]
+            self._shown.append((space, name, space.get(name, _MISSING)))
+            space[name] = value
         return output
 
-    def _fake(self, call: _Call, leaf: int, known: _Shape) -> Tensor:
+    def _fake(self, call: _Call, leaf: int, known: Shape) -> Tensor:
         """Return a fake that this run has not had yet: one of an earlier run, if nobody has changed it in place."""
         made, number = call.made.setdefault(leaf, []), self._given[id(call), leaf]
         self._given[id(call), leaf] += 1
@@ -120,9 +179,14 @@ class Fakes:
         made[number : number + 1] = [fake]
         return fake
 
-    def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Call, list[Any]]:
+    def _call(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, are_sources: bool
+    ) -> tuple[_Call, list[Any]]:
         inputs, spec = tree_flatten((args, kwargs))
-        if _runs_code_of_users(module) or not all(map(_is_known, inputs)):
+        if _runs_code_of_users(module):
+            with self._watching_inside(module) if are_sources else nullcontext(), self._hooks_outside(module):
+                return self._imagine(module, inputs, spec), inputs
+        if not all(map(_is_known, inputs)):
             return self._imagine(module, inputs, spec), inputs
         trained = tuple(param.requires_grad for param in module.parameters())
         device = _autocast_device(inputs)
@@ -145,8 +209,12 @@ class Fakes:
                 _reparametrize_module(module, dict(self._fake_parameters(module))),
                 self._apart(module) as left,
             ):
+                real = [leaf for leaf in inputs if isinstance(leaf, Tensor) and not is_fake(leaf)]
+                versions = [leaf._version for leaf in real if not leaf.is_inference()]  # which views share
                 output = self._forward(module, args, kwargs)
                 self._require_same(tree_flatten((args, kwargs)), inputs, spec)
+                if [leaf._version for leaf in real if not leaf.is_inference()] != versions:
+                    raise PipelineError("it writes into an argument that this stage has, which other stages do not see")
         except Exception as error:
             raise PipelineError(
                 f"`{self._names[id(module)]}` lies on another pipeline stage, and what it returns could not be told"
@@ -154,8 +222,10 @@ class Fakes:
             ) from error
         positions = {id(leaf): index for index, leaf in enumerate(inputs) if isinstance(leaf, Tensor)}
         leaves, out_spec = tree_flatten((output, left))
-        return _Call(out_spec, [_Input(positions[id(leaf)]) if id(leaf) in positions else _describe(leaf)
-                                for leaf in leaves])  # fmt: skip
+        places: list[_Position] = [(None, number) for number in range(len(tree_leaves(output)))]
+        places += [(key, number) for key, value in left.items() for number in range(len(tree_leaves(value)))]
+        described = [_Input(positions[id(leaf)]) if id(leaf) in positions else _describe(leaf) for leaf in leaves]
+        return _Call(out_spec, described, places)
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward with the program's hooks; without them if they read values, as those that only watch do."""
@@ -173,14 +243,67 @@ class Fakes:
             raise PipelineError("it changes a list or a dictionary among its arguments, which other stages do not see")
 
     @contextmanager
-    def _apart(self, module: nn.Module) -> Iterator[dict[tuple[int, str], Any]]:
+    def _watching_inside(self, module: nn.Module) -> Iterator[None]:
+        """Let hooks of the program on modules inside of one find sources: fakes that are known as such, or tensors."""
+        own = self._names[id(module)]
+        names = {child: f"{own}.{name}" if name else own for name, child in module.named_modules()}
+        marked: dict[int, Any] = {}  # what modules further inside have returned, by `id`
+
+        def watch(child: nn.Module, args: Any, output: Any) -> Any:
+            name, left = names[child], FOR_HOOKS if child is module else None
+            number = self._times[name]
+            self._times[name] += child is not module
+            leaves, spec = tree_flatten(output)
+            for position, leaf in enumerate(leaves):
+                if not is_fake(leaf) or id(leaf) in marked:
+                    continue
+                source = Source(name, number, left, position)
+                fetched = self._fetched(source)
+                if fetched is not None:
+                    leaves[position] = fetched
+                elif self._origins is not None:
+                    self._origins.mark(leaf, source)
+                marked[id(leaves[position])] = leaves[position]
+            return tree_unflatten(leaves, spec)
+
+        handles = [child.register_forward_hook(watch, prepend=True) for child in names]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def _hooks_outside(self, module: nn.Module) -> Iterator[None]:
+        """Let hooks of the program compute as code between modules does, with tensors where they find tensors."""
+
+        def outside(hook: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                with self._mode.paused():
+                    return hook(*args, **kwargs)
+
+            call.__module__ = ""  # not one of ours
+            return call
+
+        hooks = [one for child in module.modules() for one in (child._forward_pre_hooks, child._forward_hooks)]
+        before = [dict(one) for one in hooks]
+        for one in hooks:
+            one.update({key: outside(hook) for key, hook in one.items() if not _is_own(hook)})
+        try:
+            yield
+        finally:
+            for one, old in zip(hooks, before, strict=True):
+                one.update({key: old.get(key, hook) for key, hook in one.items()})
+
+    @contextmanager
+    def _apart(self, module: nn.Module) -> Iterator[dict[_Key, Any]]:
         """Let a forward find fakes in place of the module's tensors, and put back what it has changed.
 
         Yields:
-            A dictionary for what it has left that is fake, by number in ``_spaces`` and name.
+            A dictionary for what it has left that is fake, by submodule, dictionary and name.
         """
-        left: dict[tuple[int, str], Any] = {}
-        spaces = _spaces(module)
+        left: dict[_Key, Any] = {}
+        keys, spaces = zip(*attribute_spaces(module).items(), strict=True)
         lists = {id(value): (value, list(value)) for space in spaces for value in space.values() if type(value) is list}
         before = [dict(space) for space in spaces]
         fakes: dict[int, Tensor] = {}  # by `id` of the tensor
@@ -206,7 +329,7 @@ class Fakes:
                         value is not stood or stood._version != versions[id(stood)]
                     )  # fmt: skip
                     if is_changed and any(map(is_fake, tree_leaves(value))):
-                        left[number, name] = value
+                        left[*keys[number], name] = value
                     _assign(space, name, was)
 
     def _fake_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
@@ -223,8 +346,12 @@ class Fakes:
 
 
 class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Refuses operations that would write nothing: of a fake into a tensor with values, and any while imagining."""
+    """Refuses operations that would write nothing: of a fake into a tensor with values, and any while imagining.
 
+    In a run on fakes they are taken note of, and results that depend on values are guessed; see the note.
+    """
+
+    origins: Origins | None = None  # of a run on fakes
     _is_imagining = False
 
     @contextmanager
@@ -237,33 +364,109 @@ class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
         finally:
             self._is_imagining = False
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run code of the program while imagining."""
+        was, self._is_imagining = self._is_imagining, False
+        try:
+            with unset_fake_temporarily():
+                yield
+        finally:
+            self._is_imagining = was
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        lost = self._lost_writes(func, args, kwargs)
+        if lost and self.origins is None:
+            raise PipelineError(
+                f"`{func}` writes a value of an earlier pipeline stage into a tensor of shape {tuple(lost[0].shape)}"
+                " that is not of that stage, as in `loss += block.aux_loss`, and it could not be told before the step"
+                " that it is needed. Add it to what goes from block to block, or write `pipeline_step` and"
+                " `pipeline_loss`."
+            )
+        if lost and self.origins is not None:
+            self.origins.need((args, kwargs))
+            return lost[0]
+        if not self._is_imagining and torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            _draw(func, args, kwargs)
+        if func is torch.ops.aten._grouped_mm.default:
+            result: Any = self._empty_product(*args, **kwargs)
+            if self.origins is not None and not self._is_imagining:
+                self.origins.derive(result, (args, kwargs))
+            return result
+        try:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        except VALUES_NEEDED as error:
+            reads = isinstance(error, DataDependentOutputException)  # the code between modules may show what it reads
+            if func._schema.is_mutable or not (self._is_imagining or (self.origins is not None and not reads)):
+                raise
+            result = self._guess(func, args, kwargs)
+        if self.origins is not None and not self._is_imagining:
+            self.origins.derive(result, (args, kwargs))
+        return result
+
+    def _lost_writes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """Return the tensors with values that an operation would write fakes into."""
         schema = getattr(func, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            _refuse_lost_write(func, schema, args, kwargs or {}, is_imagined=self._is_imagining)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        if schema is None or not schema.is_mutable:
+            return []
+        given = {**dict(zip((one.name for one in schema.arguments), args, strict=False)), **kwargs}
+        written = [
+            given.get(one.name) for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write
+        ]
+        lost = [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor) and not is_fake(leaf)]
+        if lost and self._is_imagining:
+            raise PipelineError(
+                f"it writes into a tensor of shape {tuple(lost[0].shape)} (`{func}`) that is not its own"
+            )
+        return lost if any(map(is_fake, tree_leaves(given))) else []
+
+    def _empty_product(
+        self, left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
+    ) -> Tensor:
+        """Return what products of groups (of experts) are like; PyTorch's shapes are for bf16 only."""
+        groups = [right.shape[0]] if right.dim() == 3 else [0 if offs is None else offs.shape[0]]
+        shape = [*(groups if left.dim() == right.dim() else []), left.shape[-2], right.shape[-1]]
+        with self:
+            return left.new_empty(shape, dtype=out_dtype)
+
+    def _guess(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return what an operation that needs values returns for ones, and for zeros where they may be indices."""
+        with torch.no_grad(), unset_fake_temporarily():
+            result = func(*tree_map(_filled, args), **tree_map(_filled, kwargs))
+
+        def fake(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            with self:
+                return _empty(describe_tensor(leaf))
+
+        return tree_map(fake, result)
 
 
-def _refuse_lost_write(
-    func: Any, schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_imagined: bool
-) -> None:
-    given = {**dict(zip((one.name for one in schema.arguments), args, strict=False)), **kwargs}
-    written = [
-        given.get(one.name) for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write
-    ]
-    if not (is_imagined or any(map(is_fake, tree_leaves(given)))):
-        return
-    for leaf in tree_leaves(written):
-        if not isinstance(leaf, Tensor) or is_fake(leaf):
-            continue
-        if is_imagined:
-            raise PipelineError(f"it writes into a tensor of shape {tuple(leaf.shape)} (`{func}`) that is not its own")
+def _filled(leaf: Any) -> Any:
+    if not is_fake(leaf):
+        return leaf
+    value = 1 if leaf.dtype.is_floating_point or leaf.dtype is torch.bool else 0
+    return torch.full(leaf.shape, value, dtype=leaf.dtype, device=leaf.device)
+
+
+_DRAWN_BY_VALUES = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
+
+
+def _draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Draw as many random numbers as the stage that has the values: all stages draw the same ones behind it."""
+    if func._schema.name.rpartition("::")[2] in _DRAWN_BY_VALUES:
         raise PipelineError(
-            f"`{func}` writes a value of an earlier pipeline stage into a tensor of shape {tuple(leaf.shape)} that"
-            " is not of that stage, as in `loss += block.aux_loss`. A pipeline hands on what the first block of a"
-            " stage is called with, and nothing else, so the value is not there. Add it to what goes from block to"
-            " block, or write `pipeline_step` and `pipeline_loss`."
+            f"`{func}` draws random numbers for a value of an earlier pipeline stage, as many as its values tell, so"
+            " that this stage would draw others from here on. Move it into a block."
         )
+
+    def ones(leaf: Any) -> Any:
+        return torch.ones_like(_empty(_describe(leaf)), requires_grad=False) if is_fake(leaf) else leaf
+
+    with torch.no_grad():
+        func(*tree_map(ones, args), **tree_map(ones, kwargs))
 
 
 @dataclass
@@ -273,24 +476,14 @@ class _Call:
     Attributes:
         spec: Of what it returns, and of what it leaves in the module.
         leaves: Of these, described.
+        positions: Of these, as sources have them.
         made: Fakes that stand for them, by leaf.
     """
 
     spec: TreeSpec
     leaves: list[Any]
+    positions: list[_Position]
     made: dict[int, list[Tensor]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """What is known of a tensor without its values."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-    is_fake: bool
 
 
 @dataclass(frozen=True)
@@ -300,15 +493,9 @@ class _Input:
     leaf: int
 
 
-def is_fake(value: Any) -> bool:
-    """Say whether a value stands for one that another stage computes."""
-    return isinstance(value, FakeTensor)
-
-
 def _describe(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        shape, stride = tuple(leaf.shape), tuple(leaf.stride())
-        return _Shape(shape, stride, leaf.dtype, leaf.device, leaf.requires_grad, is_fake(leaf))
+        return describe_tensor(leaf)
     return leaf if isinstance(leaf, _KNOWN_BY_VALUE) else _Object(leaf)
 
 
@@ -330,22 +517,22 @@ class _Object:
         return id(self.value)
 
 
-def _empty(known: _Shape) -> Tensor:
+def _empty(known: Shape) -> Tensor:
     tensor = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device=known.device)
     return tensor.requires_grad_(known.requires_grad)
 
 
-def _zeros(known: _Shape) -> Tensor:
+def _zeros(known: Shape) -> Tensor:
     return torch.zeros((), dtype=known.dtype, device=known.device).expand(known.shape)
 
 
-def _again(output: Any, inputs: Sequence[Any], make: Callable[[_Shape], Tensor]) -> Any:
+def _again(output: Any, inputs: Sequence[Any], make: Callable[[Shape], Tensor]) -> Any:
     """Return an output of a call that is known."""
     if isinstance(output, _Input):
         return inputs[output.leaf]
     if isinstance(output, _Object):
         return output.value
-    if not isinstance(output, _Shape):
+    if not isinstance(output, Shape):
         return output
     return make(output)
 
@@ -354,14 +541,19 @@ def _autocast_device(leaves: Sequence[Any]) -> str:
     return next((leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)), "cpu")
 
 
-def _spaces(module: nn.Module) -> list[dict[str, Any]]:
-    """Return where a module and its submodules have attributes, module buffers and dictionaries of them, in order."""
-    spaces: dict[int, dict[str, Any]] = {}
-    for child in module.modules():
+def attribute_spaces(module: nn.Module) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return where a module and its submodules have attributes, module buffers and dictionaries of them.
+
+    Returns:
+        By name of the submodule, and of the dictionary among its attributes ("" for these).
+    """
+    spaces: dict[int, tuple[tuple[str, str], dict[str, Any]]] = {}
+    for child_name, child in module.named_modules():
         own = vars(child)
-        kept = [value for name, value in own.items() if type(value) is dict and name not in _OF_MODULES]
-        spaces.update({id(space): space for space in (own, child._buffers, *kept)})
-    return list(spaces.values())
+        kept = {name: value for name, value in own.items() if type(value) is dict and name not in _OF_MODULES}
+        for name, space in {"": own, "_buffers": child._buffers, **kept}.items():
+            spaces.setdefault(id(space), ((child_name, name), space))
+    return dict(spaces.values())
 
 
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -395,9 +587,9 @@ def _runs_code_of_users(module: nn.Module) -> bool:
     if _has_any_global_hook():  # type: ignore[no-untyped-call]
         return True
     return any(
-        not _is_own(hook)
+        "forward" in vars(child)  # as code does that collects what a module returns
+        or not all(map(_is_own, (*child._forward_pre_hooks.values(), *child._forward_hooks.values())))
         for child in module.modules()
-        for hook in (*child._forward_pre_hooks.values(), *child._forward_hooks.values())
     )
 
 

@@ -6,8 +6,9 @@ Note [Passing over]
     the code derives from them is fake as well; masks, positions and rotary tables that it derives from the batch are
     real. At the first block of the chunk fake arguments are replaced by what the stage before has computed. At the
     first block of the next chunk the run is broken off, and the arguments of that call are what is sent on. So the code
-    between blocks, keyword arguments and values that all blocks share need no rules. A fake value that reaches a module
-    of this chunk in another way, or the loss, is an error: nothing is ever computed from it.
+    between blocks, keyword arguments and values that all blocks share need no rules. A value that reaches a module of
+    this chunk in another way, or the loss, is computed from sources, which are sent with the arguments (see
+    ``sources.py``). A fake that does so all the same is an error: nothing is ever computed from it.
 
 Note [Gates]
     While a step runs the class of every module with a place in the split is a subclass that asks here first. Inside of
@@ -16,9 +17,11 @@ Note [Gates]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -27,8 +30,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.denominators import unwatched
-from lightning_zero.parallel.fakes import VALUES_NEEDED, Fakes, is_fake
+from lightning_zero.parallel.fakes import VALUES_NEEDED, Fakes, attribute_spaces
 from lightning_zero.parallel.module_state import without_caches
+from lightning_zero.parallel.sources import FOR_HOOKS, Origins, Shape, Source, is_fake
 from lightning_zero.parallel.split import Place, Split, modules_around
 
 __all__ = ["Gates", "Message"]
@@ -36,9 +40,16 @@ __all__ = ["Gates", "Message"]
 
 @dataclass(frozen=True)
 class Message:
-    """A tensor that goes from one chunk to the next: a leaf of the arguments of the next chunk's first block."""
+    """A tensor that goes from one chunk to the next.
 
-    leaf: int
+    Attributes:
+        leaf: Position among the leaves of the arguments of the next chunk's first block, or a source.
+        shape: Of the tensor.
+        dtype: Of the tensor.
+        requires_grad: Whether its gradient comes back.
+    """
+
+    leaf: int | Source
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
@@ -54,7 +65,12 @@ class _Visit:
     computes: bool = True  # False: a survey
     expected: Sequence[Message] = ()
     receive: Callable[[], Sequence[Tensor]] = tuple
-    send: Callable[[Sequence[Any]], None] | None = None
+    send: Callable[[Mapping[int | Source, Any]], None] | None = None
+    wanted: Collection[Source] = ()  # of this chunk, by later ones
+    origins: Origins | None = None  # of a run on fakes
+    received: dict[int | Source, Tensor] | None = None
+    computed: dict[Source, Tensor] = field(default_factory=dict)  # that are wanted
+    times: Counter[str] = field(default_factory=Counter)  # calls of modules that compute, by name
     reached: int = -1  # block that was run last
     passed: int = -1  # block that was passed over last
     is_inside: bool = False  # a gated module is running
@@ -76,7 +92,8 @@ class Gates:
         module: The root.
         split: What lies where.
         on_first_call: Called when a step calls a module of the split, at the latest for its first one.
-        asleep: Lets forwards that compute nothing go unnoticed.
+        inside: Around a module of the split that computes; given whether it is a block.
+        asleep: Around forwards that compute nothing.
     """
 
     def __init__(
@@ -84,12 +101,15 @@ class Gates:
         module: nn.Module,
         split: Split,
         on_first_call: Callable[[], None],
+        *,
+        inside: Callable[[bool], AbstractContextManager[None]] = lambda _: nullcontext(),
         asleep: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._root = module
         self._around = list(modules_around(module, split))
         self._split = split
         self._on_first_call = on_first_call
+        self._inside = inside
         self._places = {id(module.get_submodule(place.name)): place for place in split.places}
         self._modules = [module.get_submodule(place.name) for place in split.places]
         self._classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -105,7 +125,9 @@ class Gates:
         chunk: int,
         expected: Sequence[Message],
         receive: Callable[[], Sequence[Tensor]],
-        send: Callable[[Sequence[Any]], None],
+        send: Callable[[Mapping[int | Source, Any]], None],
+        *,
+        wanted: Collection[Source] = (),
     ) -> tuple[bool, Any]:
         """Run a step for one chunk.
 
@@ -113,9 +135,11 @@ class Gates:
             step: The user's code.
             chunk: The chunk that computes.
             expected: What comes from the chunk before.
-            receive: Waits for it and returns it. Called at the chunk's first block, so that what is in front of it does
-                not wait.
-            send: Called with the leaves of the arguments of the next chunk's first block, when it is called.
+            receive: Waits for it and returns it. Called at the chunk's first block, or at the first module that has
+                returned a source, so that what is in front of it does not wait.
+            send: Called with the leaves of the arguments of the next chunk's first block, when it is called, and with
+                sources.
+            wanted: Sources that this chunk computes and later ones need.
 
         Returns:
             Whether the step came to its end (the last chunk), and what it returned.
@@ -124,7 +148,9 @@ class Gates:
             PipelineError: The step cannot be run in chunks.
         """
         bounds = self._split.bounds
-        visit = _Visit(chunk, bounds[chunk], bounds[chunk + 1], expected=expected, receive=receive, send=send)
+        visit = _Visit(
+            chunk, bounds[chunk], bounds[chunk + 1], expected=expected, receive=receive, send=send, wanted=wanted
+        )
         finished, result = self._run(step, visit)
         if finished and chunk < self._split.num_chunks - 1:
             raise PipelineError(
@@ -134,22 +160,41 @@ class Gates:
         if finished and (visit.reached < visit.start or any(is_fake(leaf) for leaf in tree_leaves(result))):
             raise PipelineError(
                 f"What the step returns depends on a value of an earlier pipeline stage that did not come through the"
-                f" blocks of `{self._split.blocks}`. A pipeline hands on what the first block of a stage is called"
-                " with, and nothing else."
+                f" blocks of `{self._split.blocks}`, and it could not be told before the step that it is needed."
             )
         return finished, result
 
-    def arguments(self, step: Callable[[], Any], chunk: int) -> list[Any]:
-        """Return the leaves of the arguments of a chunk's first block, fake where other chunks compute them."""
+    def needed(self, step: Callable[[], Any], chunk: int) -> dict[Source, Shape]:
+        """Run a step for one chunk on fakes; return the sources that it needs besides its first block's arguments."""
+        bounds = self._split.bounds
+        visit = _Visit(chunk, bounds[chunk], bounds[chunk + 1], origins=Origins())
+        assert visit.origins is not None
+        with suppress(Exception):  # what a guess has led to; the step itself shows errors of the program
+            finished, result = self._run(step, visit)
+            if finished:
+                visit.origins.need(result)
+        return visit.origins.needed
+
+    def arguments(self, step: Callable[[], Any], chunk: int, available: Iterable[Source]) -> tuple[list[Any], Origins]:
+        """Return the leaves of the arguments of a chunk's first block, fake where other chunks compute them.
+
+        Args:
+            step: The user's code.
+            chunk: The chunk.
+            available: Sources that it has.
+
+        Returns:
+            The leaves, and which sources that the chunk does not have they are computed from.
+        """
         start = self._split.bounds[chunk]
-        finished, leaves = self._run(step, _Visit(chunk, start, start))
+        origins = Origins(available)
+        finished, leaves = self._run(step, _Visit(chunk, start, start, origins=origins))
         if finished:
             raise PipelineError(
                 f"The step did not call `{self._block_name(start)}`, the first block of pipeline chunk {chunk}."
                 f" A pipeline needs every block of `{self._split.blocks}` to be called in every step."
             )
-        result: list[Any] = leaves
-        return result
+        return leaves, origins
 
     def survey(self, step: Callable[[], Any]) -> Any:
         """Run a step in which no module of the split computes: what they return is zeros without memory."""
@@ -159,7 +204,7 @@ class Gates:
         assert self._visit is None
         self._visit = visit
         try:
-            self._fakes.begin()
+            self._fakes.begin(origins=visit.origins, fetch=partial(self._fetched, visit))
             with self._keeping_buffers():
                 return self._run_installed(step)
         except VALUES_NEEDED as error:
@@ -229,13 +274,85 @@ class Gates:
             self._on_first_call()
             if not self._computes(visit, place, args, kwargs):
                 return self._pass_over(module, visit, args, kwargs)
+            if visit.origins is not None:
+                return self._stand_in(module, visit, place, args, kwargs)
             args, kwargs = self._with_received(visit, place, args, kwargs)
         visit.is_inside = True
         try:
-            with nullcontext() if place.block is None else unwatched():
-                return cls.__call__(module, *args, **kwargs)
+            is_block = place.block is not None
+            with self._inside(is_block), unwatched() if is_block else nullcontext():
+                return self._compute(module, cls, visit, args, kwargs)
         finally:
             visit.is_inside = False
+
+    def _compute(
+        self, module: nn.Module, cls: type[nn.Module], visit: _Visit, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a module, and keep the sources that later chunks want of it."""
+        name = self._places[id(module)].name
+        mine = [one for one in visit.wanted if one.module == name or one.module.startswith(f"{name}.")]
+        if not mine:
+            return cls.__call__(module, *args, **kwargs)
+        seen = [one for one in mine if one.module != name or one.left == FOR_HOOKS]
+        with self._watching(visit, seen, name):
+            output = cls.__call__(module, *args, **kwargs)
+        for source in mine:
+            if source not in seen and source.call == visit.times[name]:
+                left = source.left
+                space = output if left is None else attribute_spaces(module).get(left[:2], {}).get(left[2])
+                _keep(visit, source, tree_leaves(space))
+        visit.times[name] += 1
+        return output
+
+    @contextmanager
+    def _watching(self, visit: _Visit, sources: Sequence[Source], outermost: str) -> Iterator[None]:
+        """Keep what a module, and modules inside of it, give to their hooks."""
+        names = {one.module for one in sources}
+
+        def watch(name: str, child: nn.Module, args: Any, output: Any) -> None:
+            for source in sources:
+                if source.module == name and source.call == visit.times[name]:
+                    _keep(visit, source, tree_leaves(output))
+            visit.times[name] += name != outermost
+
+        handles = [
+            self._root.get_submodule(name).register_forward_hook(partial(watch, name), prepend=True) for name in names
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _stand_in(
+        self, module: nn.Module, visit: _Visit, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return fakes for what a module of this chunk returns, and take note of the sources that it needs."""
+        assert visit.origins is not None
+        leaves = tree_leaves((args, kwargs))
+        if place.block == visit.start and not visit.swaps:
+            visit.swaps = {id(leaf): (leaf, leaf) for leaf in leaves if is_fake(leaf)}
+        visit.origins.need([leaf for leaf in leaves if id(leaf) not in visit.swaps])
+        num_shown = len(self._fakes.shown)
+        visit.is_inside = True
+        try:
+            output = self._fakes.outputs(module, args, kwargs, are_sources=False)
+        finally:
+            visit.is_inside = False
+        visit.origins.mark_own((output, self._fakes.shown[num_shown:]))
+        return output
+
+    def _fetched(self, visit: _Visit, source: Source) -> Tensor | None:
+        """Return a source that this chunk has been sent, else None."""
+        if not any(message.leaf == source for message in visit.expected):
+            return None
+        return self._received(visit)[source].clone()  # the program may write into it
+
+    def _received(self, visit: _Visit) -> dict[int | Source, Tensor]:
+        if visit.received is None:
+            tensors = visit.receive()
+            visit.received = {message.leaf: one for message, one in zip(visit.expected, tensors, strict=True)}
+        return visit.received
 
     def _computes(self, visit: _Visit, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if not visit.computes:
@@ -273,7 +390,10 @@ class Gates:
         if block == visit.stop:
             end = _BrokenOff(args, kwargs)
             if visit.send is not None:
-                visit.send(end.leaves)
+                found: dict[int | Source, Any] = dict(visit.received or {})
+                found.update(visit.computed.items())
+                found.update(enumerate(end.leaves))
+                visit.send(found)
             raise end
         if block < visit.start and visit.reached < 0:
             visit.passed = block
@@ -291,14 +411,16 @@ class Gates:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         leaves, spec = tree_flatten((args, kwargs))
         if visit.expected and place.block == visit.start and not visit.swaps:
-            for message, tensor in zip(visit.expected, visit.receive(), strict=True):
-                visit.swaps[id(leaves[message.leaf])] = (leaves[message.leaf], tensor)
+            for position, tensor in self._received(visit).items():
+                if isinstance(position, int):
+                    arrived = _arrived(tensor) if tensor.requires_grad else tensor
+                    visit.swaps[id(leaves[position])] = (leaves[position], arrived)
         leaves = [visit.swaps[id(leaf)][1] if id(leaf) in visit.swaps else leaf for leaf in leaves]
         if any(is_fake(leaf) for leaf in leaves):
             raise PipelineError(
                 f"`{place.name}` is given a value that an earlier pipeline stage computes, but not as an argument of"
-                f" `{self._block_name(visit.start)}`. A pipeline hands on what the first block of a stage is called"
-                " with: pass the value to every block, cut the list elsewhere (`Pipeline(partition=[...])`), or write"
+                f" `{self._block_name(visit.start)}`, and it could not be told before the step that it is needed. Pass"
+                " the value to every block, cut the list elsewhere (`Pipeline(partition=[...])`), or write"
                 " `pipeline_step` and `pipeline_loss`."
             )
         args, kwargs = tree_unflatten(leaves, spec)
@@ -313,6 +435,29 @@ class Gates:
 
     def _block_name(self, block: int) -> str:
         return next((place.name for place in self._split.places if place.block == block), f"block {block}")
+
+
+class _Arrived(torch.autograd.Function):
+    """Returns a tensor that a block may write into, which it may not into a leaf that requires a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor) -> Tensor:
+        return received.data
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def _arrived(received: Tensor) -> Tensor:
+    arrived: Tensor = _Arrived.apply(received)  # type: ignore[no-untyped-call]
+    return arrived
+
+
+def _keep(visit: _Visit, source: Source, leaves: Sequence[Any]) -> None:
+    """Keep a source as it is now: the program may write into what a module has returned."""
+    if source.leaf < len(leaves) and isinstance(leaves[source.leaf], Tensor):
+        visit.computed[source] = leaves[source.leaf].clone()
 
 
 def _ungated_parameters(module: nn.Module, split: Split) -> list[nn.Parameter]:

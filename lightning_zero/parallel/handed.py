@@ -6,7 +6,7 @@ last stage finishes. In between goes a tensor, or a tuple of tensors, of the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.gates import Message
 from lightning_zero.parallel.pipeline import PipelineStage
+from lightning_zero.parallel.sources import Source
 
 __all__ = ["HandedStep", "HandedSteps"]
 
@@ -65,12 +66,16 @@ class HandedSteps:
         self._known: dict[Hashable, dict[int, _Boundary]] = {}  # into every chunk, and behind the last, by kind of step
         self._boundaries: dict[int, _Boundary] = {}  # of the step that is running
 
-    def messages(self, step: HandedStep, kind: Hashable) -> dict[int, tuple[Message, ...]]:
+    def is_changed(self, step: HandedStep, kind: Hashable) -> bool:
+        """Say whether this kind of step is new."""
+        return kind not in self._known
+
+    def messages(self, step: HandedStep, kind: Hashable, *, is_changed: bool) -> dict[int, tuple[Message, ...]]:
         """Return what goes into every chunk.
 
         Collective: all ranks of this stage; where the kind of step is new to one of them, all ranks.
         """
-        if self._stage.any_copy(kind not in self._known, "agreement on a new kind of step"):
+        if self._stage.any_copy(is_changed, "agreement on a new kind of step"):
             self._known[kind] = self._stage.apart(lambda: self._described(step), self._stage.module.modules())
         self._boundaries = self._known[kind]
         return {chunk: boundary.messages for chunk, boundary in self._boundaries.items()}
@@ -85,6 +90,7 @@ class HandedSteps:
             if self._mesh.stage == stage:
                 self._streams.enter(chunk, 0)
                 self._streams.leave_common()
+                self._streams.enter_own()
                 with self._stage.engine.scope("arguments"), step.context():
                     state = self._through(chunk, self._start(step, chunk, boundaries))
                     found = [self._boundary(chunk, state)]
@@ -135,16 +141,17 @@ class HandedSteps:
         chunk: int,
         expected: Sequence[Message],
         receive: Callable[[], Sequence[Tensor]],
-        send: Callable[[Sequence[Any]], None],
+        send: Callable[[Mapping[int | Source, Any]], None],
     ) -> tuple[bool, Any]:
         """Run the blocks of a chunk; begin in front of the first, finish behind the last one."""
         self._streams.leave_common()
+        self._streams.enter_own()
         with step.context():
             state = step.begin(index) if chunk == 0 else self._boundaries[chunk].state(list(receive()))
             state = self._through(chunk, state)
             if chunk == self._split.num_chunks - 1:
                 return True, step.finish(state, index)
-            send(self._tensors(chunk, state))
+            send(dict(enumerate(self._tensors(chunk, state))))
         return False, None
 
     @property
@@ -155,5 +162,6 @@ class HandedSteps:
     def survey(self, step: HandedStep, index: int) -> None:
         """Finish a micro-batch on zeros."""
         self._streams.leave_common()
+        self._streams.enter_own()
         with step.context():
             step.finish(self._boundaries[self._split.num_chunks].zeros(self._stage.device), index)

@@ -11,6 +11,8 @@ Note [One forward, computed twice]
 from __future__ import annotations
 
 import copy
+import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ModuleState", "RunAgain", "is_empty_cache", "put_back", "version_of", "without_caches"]
+__all__ = [
+    "GeneratorState",
+    "HookState",
+    "ModuleState",
+    "RunAgain",
+    "is_empty_cache",
+    "put_back",
+    "version_of",
+    "without_caches",
+]
 
 _SMALL_BYTES = 2**16  # buffers of up to this size are copied always
 _PLAIN = (bool, int, float, complex, str, type(None), Tensor)  # attributes that are bound anew, not changed in place
@@ -150,6 +161,80 @@ def put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 _OF_MODULES = frozenset(vars(nn.Module()))
+
+
+class HookState:
+    """The hooks of a module and its submodules, as they are now.
+
+    A program that notes in an attribute that its hooks are there needs both put back, or it registers them once more.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        spaces = [vars(child) for child in module.modules()]
+        self._hooks = [
+            (space[name], tuple(space[name].items())) for space in spaces for name in _HOOKS if name in space
+        ]
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Put these hooks into the module for a while; what it has by now comes back afterwards."""
+        now = [(hooks, tuple(hooks.items())) for hooks, _ in self._hooks]
+        _fill(self._hooks)
+        try:
+            yield
+        finally:
+            _fill(now)
+
+
+class GeneratorState:
+    """The states of random generators that modules have as attributes, as they are now."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        found = {id(one): one for child in modules for one in vars(child).values() if _state_of(one) is not None}
+        self._states = [(one, _state_of(one)) for one in found.values()]
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Let the generators go on from these states for a while; what they have by now comes back afterwards."""
+        now = [(one, _state_of(one)) for one, _ in self._states]
+        for one, state in self._states:
+            _go_on(one, state)
+        try:
+            yield
+        finally:
+            for one, state in now:
+                _go_on(one, state)
+
+
+def _state_of(value: Any) -> Any:
+    """Return the state of a generator of PyTorch, Python or NumPy; None for anything else."""
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.random.Generator):
+        return value.bit_generator.state
+    return value.get_state() if numpy is not None and isinstance(value, numpy.random.RandomState) else None
+
+
+def _go_on(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def _fill(wanted: Iterable[tuple[dict[int, Any], tuple[tuple[int, Any], ...]]]) -> None:
+    for hooks, content in wanted:
+        if tuple(hooks.items()) != content:
+            hooks.clear()
+            hooks.update(content)
+
+
+_HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith(("_hooks", "_with_kwargs", "_always_called")))
 
 
 @contextmanager

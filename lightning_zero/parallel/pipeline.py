@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
@@ -17,15 +17,16 @@ from lightning_zero.comm.mail import Letter, Mailbox
 from lightning_zero.comm.mesh import Mesh
 from lightning_zero.config import Pipeline
 from lightning_zero.errors import PipelineError
-from lightning_zero.parallel.fakes import is_fake
 from lightning_zero.parallel.gates import Message
-from lightning_zero.parallel.module_state import ModuleState, put_back
+from lightning_zero.parallel.module_state import GeneratorState, HookState, ModuleState, put_back
 from lightning_zero.parallel.plan import Action, compute_order, evaluation_order, simulate
+from lightning_zero.parallel.sources import Source, is_fake
 from lightning_zero.parallel.split import Split, modules_around
 from lightning_zero.parallel.streams import RandomStreams
 
 __all__ = ["PipelineRunner", "PipelineStage", "Route", "Stepper", "Timing"]
 
+_State = ModuleState | HookState | GeneratorState
 Step = TypeVar("Step", contravariant=True)
 T = TypeVar("T")
 
@@ -80,7 +81,7 @@ class PipelineStage:
     def apart(self, run: Callable[[], T], modules: Iterable[nn.Module]) -> T:
         """Run something that leaves no trace in the generators, and in the state of modules."""
         found = list(modules)
-        with put_back(found), ModuleState(found).shown():
+        with put_back(found), ModuleState(found).shown(), HookState(self.module).shown(), GeneratorState(found).shown():
             result: T = self.streams.apart(run)
         return result
 
@@ -92,10 +93,17 @@ class PipelineStage:
 class Route(Protocol[Step]):
     """How a step gets from chunk to chunk."""
 
-    def messages(self, step: Step, kind: Hashable) -> dict[int, tuple[Message, ...]]:
+    def is_changed(self, step: Step, kind: Hashable) -> bool:
+        """Say whether something else goes from chunk to chunk than in the steps of this kind before, or it is new.
+
+        Collective: all ranks of this stage.
+        """
+        ...
+
+    def messages(self, step: Step, kind: Hashable, *, is_changed: bool) -> dict[int, tuple[Message, ...]]:
         """Return what goes into every chunk this rank sends to or receives from.
 
-        Collective: all ranks of this stage; where the kind of step is new to one of them, all ranks.
+        Collective: all ranks of this stage; where the kind of step is new to one of them, or changed, all ranks.
         """
         ...
 
@@ -115,7 +123,7 @@ class Route(Protocol[Step]):
         chunk: int,
         expected: Sequence[Message],
         receive: Callable[[], Sequence[torch.Tensor]],
-        send: Callable[[Sequence[Any]], None],
+        send: Callable[[Mapping[int | Source, Any]], None],
     ) -> tuple[bool, Any]:
         """Run a micro-batch through a chunk.
 
@@ -125,7 +133,7 @@ class Route(Protocol[Step]):
             chunk: The chunk.
             expected: What comes from the chunk before.
             receive: Waits for it and returns it; called once, at the chunk's first block.
-            send: Called with the leaves of what goes to the next chunk, as soon as they are there.
+            send: Called with what goes to the next chunk, by leaf of its message, as soon as it is there.
 
         Returns:
             Whether the step came to its end, and what it returned.
@@ -186,7 +194,7 @@ class PipelineRunner(Generic[Step]):
         self.timing = Timing()
         # - The step that is running
         self._messages: dict[int, tuple[Message, ...]] = {}  # into every chunk
-        self._states: dict[int, ModuleState] = {}  # around the model, by chunk
+        self._states: dict[int, tuple[_State, ...]] = {}  # around the model, by chunk
         self._letters: dict[Action, list[Letter]] = {}
         self._inputs: dict[tuple[int, int], list[torch.Tensor]] = {}  # received, waiting for their gradient
         self._outputs: dict[tuple[int, int], list[torch.Tensor]] = {}  # sent, waiting for their gradient
@@ -204,18 +212,29 @@ class PipelineRunner(Generic[Step]):
 
     # -- Steps ---------------------------------------------------------------------------------------------------------
 
-    def prepare(self, step: Step, name: str, kind: Hashable) -> None:
+    def is_changed(self, step: Step, name: str, kind: Hashable) -> bool:
+        """Say whether something else goes from chunk to chunk than in the steps of this kind before, or it is new.
+
+        Collective: all ranks of this stage, each of which gets an answer of its own.
+        """
+        return self._route.is_changed(step, (name, kind, self._trained))
+
+    def prepare(self, step: Step, name: str, kind: Hashable, *, is_changed: bool) -> None:
         """Find out what goes from chunk to chunk in the steps that follow, and leave no trace.
 
-        Collective: all ranks of this stage; where the kind of step is new to one of them, all ranks.
+        Collective: all ranks of this stage; where the kind of step is new to one of them, or changed, all ranks.
 
         Args:
             step: The user's step.
             name: Of its method.
             kind: Differs where shapes of tensors between stages may differ.
+            is_changed: ``is_changed`` of some rank of the copy.
         """
-        trained = hash(tuple(param.requires_grad for param in self._module.parameters()))
-        self._messages = self._route.messages(step, (name, kind, trained))
+        self._messages = self._route.messages(step, (name, kind, self._trained), is_changed=is_changed)
+
+    @property
+    def _trained(self) -> int:
+        return hash(tuple(param.requires_grad for param in self._module.parameters()))
 
     def train(self, step: Step, loss_of: Callable[[Any], torch.Tensor], *, reduces: bool) -> list[Any]:
         """Run forwards and backwards of all micro-batches, after ``prepare``.
@@ -305,7 +324,7 @@ class PipelineRunner(Generic[Step]):
                 tensor.requires_grad_(message.requires_grad)
             return received
 
-        def send(leaves: Sequence[Any]) -> None:
+        def send(leaves: Mapping[int | Source, Any]) -> None:
             outputs = self._checked(leaves, chunk + 1, self._messages[chunk + 1])
             for tensor in outputs:
                 # The next micro-batch may change a module buffer in place before the message has left.
@@ -319,7 +338,7 @@ class PipelineRunner(Generic[Step]):
             self._streams.enter(chunk, index)
             with self._state_of(chunk), self._engine.scope(name):
                 finished, result = self._route.run(step, index, chunk, expected, receive, send)
-            self._streams.leave(chunk)
+            self._streams.leave()
         if is_training:
             self._inputs[chunk, index] = received
         if finished:
@@ -335,15 +354,23 @@ class PipelineRunner(Generic[Step]):
             yield
             return
         modules = list(modules_around(self._module, self.split))
-        with (self._states.get(chunk) or ModuleState(modules)).shown():
-            yield
-            self._states[chunk] = ModuleState(modules)
 
-    def _checked(self, leaves: Sequence[Any], chunk: int, messages: Sequence[Message]) -> list[torch.Tensor]:
+        def states() -> tuple[_State, ...]:
+            return ModuleState(modules), HookState(self._module), GeneratorState(modules)
+
+        with ExitStack() as stack:
+            for state in self._states.get(chunk) or states():
+                stack.enter_context(state.shown())
+            yield
+            self._states[chunk] = states()
+
+    def _checked(
+        self, leaves: Mapping[int | Source, Any], chunk: int, messages: Sequence[Message]
+    ) -> list[torch.Tensor]:
         """Return what is sent into a chunk, after comparing it with what is expected there."""
         outputs = []
         for message in messages:
-            tensor = leaves[message.leaf] if message.leaf < len(leaves) else None
+            tensor = leaves.get(message.leaf)
             is_right = (
                 isinstance(tensor, torch.Tensor)
                 and not is_fake(tensor)

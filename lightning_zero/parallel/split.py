@@ -61,6 +61,10 @@ class Split:
         """Chunks of the whole model."""
         return len(self.bounds) - 1
 
+    def chunk_of(self, name: str) -> int:
+        """Return the chunk of a module that lies in one, by its fully qualified name."""
+        return next(place.chunk for place in self.places if f"{name}.".startswith(f"{place.name}."))
+
     def summary(self) -> str:
         """Return one line that says what lies where."""
         parts = [

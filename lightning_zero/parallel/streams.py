@@ -1,9 +1,13 @@
 """Random numbers of a step that several ranks run in parts.
 
-Every stage runs the user's step from its start, so that what it draws there (masks, noise) is the same on all of them.
-From the first module of the pipeline on each chunk goes on with a stream of its own: the dropout of two stages must not
-be the same, and how much the others draw is not known. The next micro-batch goes on where the common part of the one
-before has ended. So draws before the model are those of a run without a pipeline.
+Note [Three streams]
+    Every stage runs the user's step from its start. Up to the first module of the pipeline all chunks draw from the
+    *common* stream, and the next micro-batch goes on where it has ended, so these draws are those of a run without a
+    pipeline. Inside the modules of the pipeline each chunk has a stream of its *own*: the dropout of two stages must
+    not be the same, and how much the others draw is not known. The code between these modules runs on every stage
+    again, so it draws from the *repeated* stream, which starts from a new seed in every micro-batch, the same for all
+    chunks: a mask that is drawn behind the embedding is the same in front of the loss. The blocks draw from NumPy what
+    the code between them does, because they are many.
 """
 
 from __future__ import annotations
@@ -12,7 +16,8 @@ import copy
 import random
 import sys
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -21,22 +26,33 @@ __all__ = ["RandomState", "RandomStreams"]
 
 
 class RandomState:
-    """The state of the generators that a step draws from: PyTorch's on host and device, Python's, NumPy's if in use."""
+    """The state of the generators that a step draws from: PyTorch's on host and device, Python's, NumPy's if in use.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: Whose generator counts besides the host's.
+        numpy: Whether NumPy's counts, whose state takes as long to copy as a small layer to compute.
+    """
+
+    def __init__(self, device: torch.device, *, numpy: bool = True) -> None:
         self._device = device
         self._python = random.getstate()
         self._host = torch.get_rng_state()
         self._on_device = torch.get_device_module(device).get_rng_state(device) if device.type != "cpu" else None
-        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+        self._numpy = sys.modules["numpy"].random.get_state() if numpy and "numpy" in sys.modules else None
 
-    def restore(self) -> None:
+    def later(self, *, numpy: bool) -> RandomState:
+        """Return the state as it is now, but for NumPy's if that has not gone on from here."""
+        state = RandomState(self._device, numpy=numpy)
+        state._numpy = state._numpy if numpy else self._numpy
+        return state
+
+    def restore(self, *, numpy: bool = True) -> None:
         """Go on from here."""
         random.setstate(self._python)
         torch.set_rng_state(self._host)
         if self._on_device is not None:
             torch.get_device_module(self._device).set_rng_state(self._on_device, self._device)
-        if self._numpy is not None:
+        if numpy and self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
 
     def plain(self) -> dict[str, Any]:
@@ -77,57 +93,94 @@ def _numpy_state(plain: Sequence[Any]) -> tuple[Any, ...]:
     return (kind, key.numpy().astype("uint32"), *rest)
 
 
+_REPEATED = -1  # key of the repeated stream's seeds among those of the chunks, in a checkpoint
+
+
 class RandomStreams:
-    """The common stream and one per chunk.
+    """The common stream, the repeated one, and one per chunk; see the note.
 
     Call protocol:
         1. ``begin`` at the start of a step.
         2. ``enter`` at the start of every micro-batch of every chunk, micro-batches in order; ``leave_common`` where
-           the chunks part; ``leave`` at the end.
+           the chunks part; from there on ``inside`` around every module that the chunk computes; ``leave`` at the end.
+           A chunk whose code no other chunk repeats calls ``leave_common`` and ``enter_own``.
         3. ``end``: the common stream goes on behind the last micro-batch.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        # - From step to step
         self._own: dict[int, RandomState] = {}  # of every chunk
-        self._common: list[RandomState] = []  # before every micro-batch of the step
+        self._seeds: torch.Tensor | None = None  # state of the generator that draws seeds of the repeated stream
+        # - The step that is running
+        self._common: list[RandomState] = []  # before every micro-batch
+        self._repeated: list[int] = []  # seed of every micro-batch
+        # - The micro-batch that is running
         self._entered: tuple[int, int] | None = None  # (chunk, micro-batch) that is in the common part
+        self._chunk: int | None = None  # that has left it
+        self._is_inside = False  # it draws from its own stream
 
     def plain(self) -> dict[int, dict[str, Any]]:
         """Return the state of every chunk's stream as tensors and plain values, for a checkpoint."""
-        return {chunk: state.plain() for chunk, state in self._own.items()}
+        states = {chunk: state.plain() for chunk, state in self._own.items()}
+        return states if self._seeds is None else {**states, _REPEATED: {"torch": self._seeds}}
 
     def take(self, plain: Mapping[int, Mapping[str, Any]]) -> None:
         """Go on from what ``plain`` has returned."""
-        self._own = {chunk: RandomState.of(state, self._device) for chunk, state in plain.items()}
+        self._own = {chunk: RandomState.of(state, self._device) for chunk, state in plain.items() if chunk >= 0}
+        self._seeds = plain[_REPEATED]["torch"] if _REPEATED in plain else None
 
     def begin(self) -> None:
         """Begin a step."""
         self._common = [RandomState(self._device)]
+        self._repeated = []
 
     def enter(self, chunk: int, microbatch: int) -> None:
         """Begin a micro-batch."""
         self._common[microbatch].restore()
-        self._entered = (chunk, microbatch)
+        self._entered, self._chunk, self._is_inside = (chunk, microbatch), None, False
 
     def leave_common(self) -> None:
-        """Part from the other chunks; only the first call in a micro-batch counts."""
+        """Part from the common stream, for the repeated one; only the first call in a micro-batch counts."""
         if self._entered is None:
             return
-        chunk, microbatch = self._entered
-        self._entered = None
+        (self._chunk, microbatch), self._entered = self._entered, None
         if len(self._common) == microbatch + 1:
             self._common.append(RandomState(self._device))
-        own = self._own.get(chunk)
-        if own is not None:
-            own.restore()
-        else:
-            self._seed(chunk)
+        drawn = int(torch.randint(2**62, ()).item())
+        if self._chunk not in self._own:
+            _seed(drawn + self._chunk, self._device)
+            self._own[self._chunk] = RandomState(self._device)
+        _seed(self._seed_of(microbatch, drawn), self._device)
 
-    def leave(self, chunk: int) -> None:
+    @contextmanager
+    def inside(self, *, numpy: bool = True) -> Iterator[None]:
+        """Draw from the stream of the chunk for a while, after ``leave_common``."""
+        assert self._chunk is not None
+        repeated, chunk, own = RandomState(self._device, numpy=numpy), self._chunk, self._own[self._chunk]
+        own.restore(numpy=numpy)
+        try:
+            yield
+        finally:
+            self._own[chunk] = own.later(numpy=numpy)
+            repeated.restore()
+
+    def enter_own(self) -> None:
+        """Draw from the stream of the chunk up to ``leave``, after ``leave_common``."""
+        assert self._chunk is not None
+        self._own[self._chunk].restore()
+        self._is_inside = True
+
+    def _leave_own(self) -> None:
+        if self._is_inside and self._chunk is not None:
+            self._own[self._chunk] = RandomState(self._device)
+        self._is_inside = False
+
+    def leave(self) -> None:
         """End a micro-batch."""
         self.leave_common()
-        self._own[chunk] = RandomState(self._device)
+        self._leave_own()
+        self._chunk = None
 
     def end(self) -> None:
         """End a step."""
@@ -136,14 +189,34 @@ class RandomStreams:
     def apart(self, run: Callable[[], Any]) -> Any:
         """Run something that leaves no trace in the generators."""
         before = RandomState(self._device)
+        streams = dict(self._own), self._seeds
         try:
             return run()
         finally:
-            self._entered = None
+            self._entered, self._chunk, self._is_inside = None, None, False
+            self._own, self._seeds = streams
             before.restore()
 
-    def _seed(self, chunk: int) -> None:
-        """Start a chunk's stream from a draw of the common one."""
-        drawn = int(torch.randint(2**62, ()).item())
-        torch.manual_seed(drawn + chunk)
-        random.seed(drawn + chunk)
+    def _seed_of(self, microbatch: int, first: int) -> int:
+        """Return the seed of the repeated stream; seeds are drawn one after the other, the same on all ranks."""
+        generator = torch.Generator()
+        if self._seeds is None:
+            generator.manual_seed(first)
+        else:
+            generator.set_state(self._seeds)
+        while len(self._repeated) <= microbatch:
+            self._repeated.append(int(torch.randint(2**62, (), generator=generator).item()))
+        self._seeds = generator.get_state()
+        return self._repeated[microbatch]
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    """Start the generators of ``RandomState`` anew."""
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        with torch.get_device_module(device).device(device):
+            torch.get_device_module(device).manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        with suppress(TypeError):  # a bit generator that the user has set
+            sys.modules["numpy"].random.seed(seed % 2**32)

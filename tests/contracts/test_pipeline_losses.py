@@ -53,10 +53,31 @@ class PaddedInParts(Padded):
 
 
 class AfterTheModel(Padded):
-    """Draws what counts behind the model, where a pipeline draws other numbers."""
+    """Draws what counts behind the model, where a pipeline draws other numbers than a run without one."""
 
     def labels(self, batch: Any) -> Tensor:
         return batch[1].masked_fill(torch.rand(batch[1].shape) < 0.5, -100)
+
+
+class Drawn(Padded):
+    """Draws what counts behind the model from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def labels(self, batch: Any) -> Tensor:
+        return batch[1].masked_fill(torch.rand(batch[1].shape, generator=self.generator) < 0.5, -100)
+
+
+class DrawnElsewhere(Padded):
+    """Draws what counts from a generator that nobody can put back."""
+
+    def labels(self, batch: Any) -> Tensor:
+        return batch[1].masked_fill(torch.rand(batch[1].shape, generator=GENERATOR) < 0.5, -100)
+
+
+GENERATOR = torch.Generator().manual_seed(3)
 
 
 class Logged(Padded):
@@ -92,8 +113,45 @@ def test_labels_that_are_ignored_train_as_without_a_pipeline(make: Any, schedule
     assert outcomes[-1][2] == 4 * calls  # the survey ends at the loss
 
 
+@pytest.mark.parametrize("make", sample((AfterTheModel, Drawn), Drawn), ids=lambda make: make.__name__)
+def test_labels_that_are_drawn_behind_the_model_are_those_that_were_counted(make: Any) -> None:
+    first, second = run(_fit, 2, make, _pipeline(), {}, True)
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+class DrawnInFront(Program):
+    """Draws a mask from a generator of its own, for what goes into the blocks and for the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.net.embedding(batch[0])
+        mask = torch.rand(hidden.shape[:2], generator=self.generator) < 0.5
+        logits = self.net.head(self.net.norm(self.net.body(hidden * mask[..., None])))
+        losses = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="none")
+        return (losses * ~mask.flatten()).sum() / 10.0
+
+
+def _fit_in_pieces(rank: int, world: int, options: dict[str, Any], batch: int) -> Any:
+    strategy = ZeroStrategy(**options)
+    lightning = trainer(rank, world, strategy, max_epochs=2, accumulate_grad_batches=8 // batch)
+    module = seeded(DrawnInFront)
+    lightning.fit(module, _loader(1, 0, batch))
+    return {name: strategy.full_param(param) for name, param in module.named_parameters()}
+
+
+@pytest.mark.parametrize("schedule", sample(("gpipe", "1f1b", "interleaved_1f1b"), "interleaved_1f1b"))
+def test_generators_of_a_module_draw_what_they_draw_without_a_pipeline(schedule: str) -> None:
+    expected = run(_fit_in_pieces, 1, {"stage": 0}, 2)[0]
+    for weights in run(_fit_in_pieces, 2, _pipeline(schedule=schedule, microbatches=4), 8):
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6, msg=name)
+
+
 REFUSED: list[tuple[Any, str]] = [
-    (AfterTheModel, "`cross_entropy` is a mean over a number of elements that differs"),
+    (DrawnElsewhere, "`cross_entropy` is a mean over a number of elements that differs"),
     (Logged, "`exp` of a loss that is a mean over a number of elements"),
 ]
 

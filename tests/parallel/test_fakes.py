@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.errors import PipelineError
-from lightning_zero.parallel.fakes import Fakes, is_fake
+from lightning_zero.parallel.fakes import Fakes
+from lightning_zero.parallel.sources import is_fake
 
 
 def call(fakes: Fakes, module: nn.Module, x: Tensor) -> Tensor:

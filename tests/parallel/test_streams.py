@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy
 import torch
 
 from lightning_zero.parallel.streams import RandomState, RandomStreams
@@ -23,8 +24,9 @@ def test_draws_before_the_model_are_those_of_a_plain_run_on_every_stage() -> Non
             streams.enter(chunk, microbatch)
             drawn.append(torch.rand(3))
             streams.leave_common()
-            torch.rand(inside)
-            streams.leave(chunk)
+            with streams.inside():
+                torch.rand(inside)
+            streams.leave()
         streams.end()
         assert torch.equal(torch.stack(drawn), torch.stack(plain))
 
@@ -38,8 +40,9 @@ def test_chunks_draw_different_numbers_that_do_not_repeat() -> None:
         for chunk in range(2):
             streams.enter(chunk, microbatch)
             streams.leave_common()
-            seen.append(torch.rand(()).item())
-            streams.leave(chunk)
+            with streams.inside():
+                seen.append(torch.rand(()).item())
+            streams.leave()
     assert len(set(seen)) == 6
 
 
@@ -55,7 +58,9 @@ def test_a_resumed_stream_draws_what_an_uninterrupted_one_draws() -> None:
         streams.enter(1, 0)
         streams.leave_common()
         drawn = [torch.rand(()).item(), random.random()]
-        streams.leave(1)
+        with streams.inside():
+            drawn += [torch.rand(()).item(), random.random(), numpy.random.rand()]
+        streams.leave()
         return drawn
 
     streams = RandomStreams(CPU)
@@ -65,3 +70,27 @@ def test_a_resumed_stream_draws_what_an_uninterrupted_one_draws() -> None:
     resumed = RandomStreams(CPU)
     resumed.take(saved)
     assert draw(resumed) == second != first
+
+
+def test_code_between_modules_draws_the_same_numbers_for_every_chunk_and_others_in_every_micro_batch() -> None:
+    drawn: list[list[float]] = []
+    for chunk in range(2):
+        torch.manual_seed(5)
+        random.seed(5)
+        streams = RandomStreams(CPU)
+        mine = []
+        for _ in range(2):  # steps
+            streams.begin()
+            for microbatch in range(2):
+                streams.enter(chunk, microbatch)
+                streams.leave_common()
+                mine.append(torch.rand(()).item())
+                with streams.inside():
+                    torch.rand(1 + chunk)
+                    random.random()
+                mine += [torch.rand(()).item(), random.random(), numpy.random.rand()]
+                streams.leave()
+            streams.end()
+        drawn.append(mine)
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0])) == 16

@@ -1,0 +1,133 @@
+"""Tensors that modules of earlier pipeline chunks compute, and code of a later chunk needs.
+
+Note [Sources]
+    What goes around the blocks (a skip from the embedding to the head, the auxiliary loss of a block, hidden states
+    that a hook collects) is not among the arguments of the next chunk's first block. Before the first step of a kind,
+    every chunk runs the step on fakes and follows which modules' results reach its modules, its loss, or a tensor that
+    it writes. These *sources* go from chunk to chunk with the arguments, and their gradients come back with the
+    arguments' gradients. In the step, a module of an earlier chunk that is passed over returns its sources as they
+    were sent, and the code between the modules computes with them: it is the user's, so it needs no rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["FOR_HOOKS", "Origins", "Shape", "Source", "describe_tensor", "is_fake"]
+
+
+FOR_HOOKS = ("", "_forward_hooks", "")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor that a call of a module returns, or leaves in the module.
+
+    Attributes:
+        module: Fully qualified name.
+        call: Number of the call in a run of the step.
+        left: Submodule, dictionary of it and key, for what is left in the module; None for what it returns, and
+            ``FOR_HOOKS`` for what its forward hooks are given where the program sees it.
+        leaf: Position among the leaves of that.
+    """
+
+    module: str
+    call: int
+    left: tuple[str, str, str] | None
+    leaf: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    is_fake: bool
+
+
+def is_fake(value: Any) -> bool:
+    """Say whether a value stands for one that another stage computes."""
+    return isinstance(value, FakeTensor)
+
+
+def describe_tensor(tensor: Tensor) -> Shape:
+    """Return a tensor's description."""
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    return Shape(shape, stride, tensor.dtype, tensor.device, tensor.requires_grad, is_fake(tensor))
+
+
+class Origins:
+    """Follows in a run on fakes which sources a tensor is computed from, and which of them the chunk needs.
+
+    Tensors that share memory have the same origins, because a write into one is a write into all.
+
+    Args:
+        available: Sources that the chunk has.
+    """
+
+    def __init__(self, available: Iterable[Source] = ()) -> None:
+        self._available = frozenset(available)
+        self._of: dict[int, frozenset[Source]] = {}  # by storage
+        self._own: set[int] = set()  # storages of what the chunk computes
+        self._alive: list[torch.UntypedStorage] = []
+        self._shapes: dict[Source, Shape] = {}
+        self.needed: dict[Source, Shape] = {}
+
+    def mark(self, fake: Tensor, source: Source) -> None:
+        """Take note that a fake stands for a source."""
+        if source not in self._available:
+            self._shapes.setdefault(source, describe_tensor(fake))
+            self._add(fake, frozenset([source]))
+
+    def mark_own(self, value: Any) -> None:
+        """Take note that the chunk computes a value."""
+        for fake in filter(is_fake, tree_leaves(value)):
+            self._keep(fake)
+            self._own.add(_key(fake))
+
+    def derive(self, result: Any, arguments: Any) -> None:
+        """Take note of what an operation has returned, or written, for its arguments.
+
+        What is computed from both sources and values of the chunk can be computed nowhere but there, with the sources.
+        """
+        if any(_key(leaf) in self._own for leaf in tree_leaves(arguments) if is_fake(leaf)):
+            self.need(arguments)
+            self.mark_own(result)
+            return
+        found = self.of(arguments)
+        for fake in filter(is_fake, tree_leaves(result) if found else []):
+            self._add(fake, found)
+
+    def of(self, value: Any) -> frozenset[Source]:
+        """Return the sources of the fakes in a value that the chunk does not have."""
+        sets = [self._of.get(_key(leaf), frozenset()) for leaf in tree_leaves(value) if is_fake(leaf)]
+        return frozenset().union(*sets)
+
+    def need(self, value: Any) -> None:
+        """Take note that the chunk needs a value."""
+        for source in sorted(self.of(value), key=repr):
+            self.needed.setdefault(source, self._shapes[source])
+
+    def _add(self, fake: Tensor, sources: frozenset[Source]) -> None:
+        self._keep(fake)
+        self._of[_key(fake)] = self.of(fake) | sources
+
+    def _keep(self, fake: Tensor) -> None:
+        if _key(fake) not in self._of:
+            self._alive.append(fake.untyped_storage())
+
+
+def _key(fake: Tensor) -> int:
+    key: int = fake.untyped_storage()._cdata
+    return key
