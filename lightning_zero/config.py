@@ -313,8 +313,8 @@ class Pipeline:
             activations (PipeDream, arXiv:1806.03377). ``"interleaved_1f1b"``: several chunks of the model a stage, for
             a smaller bubble (arXiv:2104.04473).
         chunks: Chunks of the model on every stage: 1, and 2 or more for ``"interleaved_1f1b"``, whose default is 2.
-        first: Modules in front of the blocks that are registered behind them.
-        last: Modules behind the blocks that are registered in front of them.
+        first: Modules in front of the blocks that seem to lie behind them.
+        last: Modules behind the blocks that seem to lie in front of them.
         shared: Parameters that code of several stages uses by name, for example an embedding's weight as the head's;
             a parameter under two names is found.
         reduce: When the copies of a stage reduce gradients at ZeRO stage 3. ``"microbatch"``: after every backward.

@@ -429,7 +429,7 @@ class Gates:
     def _refuse_place(self, place: Place, where: str, side: str, other: str) -> NoReturn:
         raise PipelineError(
             f"`{place.name}` is called {where}, but lies {'in front of' if side == 'first' else 'behind'} the blocks"
-            f" of `{self._split.blocks}` in the order of registration. Name it:"
+            f" of `{self._split.blocks}` by the source of `forward` or in the order of registration. Name it:"
             f" `Pipeline({other}=[{place.name!r}])`, or, if both sides use it, give both a module of their own."
         )
 

@@ -1,13 +1,17 @@
 """Which part of a module lies in which chunk of a pipeline. Names and numbers only; nothing is moved.
 
-A list of blocks (a ``ModuleList`` or ``Sequential``) is cut. Modules that are registered in front of it belong to the
-first chunk, those behind it to the last. Parameters that no module of these holds, but a module around the list, may be
+A list of blocks (a ``ModuleList`` or ``Sequential``) is cut. Modules that the source of ``forward`` uses in front of it
+belong to the first chunk, those that it uses behind it to the last; where it does not tell, the order of registration
+does. Parameters that no module of these holds, but a module around the list, may be
 used anywhere: every stage has them. A parameter under names in several chunks is on each of their stages.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -169,16 +173,16 @@ def _check_blocks(name: str, blocks: dict[str, nn.Module], pipeline: Pipeline) -
 
 
 def _around(module: nn.Module, name: str, pipeline: Pipeline) -> tuple[list[str], list[str]]:
-    """Return the modules with parameters that are registered in front of the list, and behind it."""
+    """Return the modules with parameters that are used in front of the list, and behind it."""
     order: dict[str, list[str]] = {"first": [], "last": []}
     current, prefix = module, ""
     for step in name.split(".") if name else []:
-        side = "first"
+        side, told = "first", _sides_in_forward(type(current), step)
         for key, child in current.named_children():
             if key == step:
                 side = "last"
             elif next(child.parameters(), None) is not None:
-                order[side].append(f"{prefix}{key}")
+                order[told.get(key, side)].append(f"{prefix}{key}")
         current, prefix = current.get_submodule(step), f"{prefix}{step}."
     moved = {"first": pipeline.first or [], "last": pipeline.last or []}
     for side, names in moved.items():
@@ -193,6 +197,25 @@ def _around(module: nn.Module, name: str, pipeline: Pipeline) -> tuple[list[str]
                     listed.remove(one)
             order[side].append(one)
     return order["first"], order["last"]
+
+
+def _sides_in_forward(cls: type[nn.Module], step: str) -> dict[str, str]:
+    """Return on which side of ``self.<step>`` the source of ``forward`` uses attributes, where it tells."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls.forward)))
+    except (OSError, TypeError, SyntaxError):  # there is no source, or not of a function alone
+        return {}
+    lines: dict[str, list[int]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+            lines.setdefault(node.attr, []).append(node.lineno)
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
+    ends = [loop.end_lineno or 0 for loop in loops for line in lines.get(step, ()) if line == loop.iter.lineno]
+    here = lines.pop(step, [])
+    if not here:
+        return {}
+    sides = {key: "first" for key, found in lines.items() if max(found) < min(here)}
+    return sides | {key: "last" for key, found in lines.items() if min(found) > max(here + ends)}
 
 
 # -- Where it is cut ---------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_zero.config import Pipeline
 from lightning_zero.parallel.split import balanced_bounds, split_module
@@ -120,3 +120,26 @@ def test_a_list_that_holds_a_module_twice_is_refused() -> None:
     block = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="holds a module twice"):
         split(nn.Sequential(block, nn.ReLU(), block))
+
+
+class UsedElsewhere(nn.Module):
+    """Uses its modules in another order than it registers them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(2)
+        self.both = nn.Linear(2, 2)
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+        self.positions = nn.Embedding(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.both(x) + self.positions(x.long())
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(self.both(x))
+
+
+def test_modules_lie_on_the_side_on_which_forward_uses_them() -> None:
+    split = split_module(UsedElsewhere(), Pipeline(stages=2))
+    chunks = {place.name: place.chunk for place in split.places if place.block is None}
+    assert chunks == {"both": 0, "positions": 0, "norm": 1}
