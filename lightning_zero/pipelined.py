@@ -130,9 +130,9 @@ class PipelinedSteps:
     def _prepare(self, step: Any, name: str, batch: Any, kind: Any) -> None:
         """Compare batches and steps of all stages. Collective: all ranks."""
         with self._logs.recording(), self._metrics.muted():
-            changed = self.runner.is_changed(step, name, kind)
+            changed = self.runner.is_new(step, name, kind)
             changed = self._require_same(batch, changed)
-            self.runner.prepare(step, name, kind, is_changed=changed)
+            self.runner.prepare(step, name, kind, is_new=changed)
 
     def _step(self, name: str, pieces: list[Any], rest: list[Any], context: Contexts) -> Any:
         """Return what the runner's route runs."""
@@ -234,14 +234,14 @@ class PipelinedSteps:
                     " `self.log` in front of the blocks."
                 )
 
-    def _require_same(self, batch: Any, is_changed: bool) -> bool:
+    def _require_same(self, batch: Any, is_new: bool) -> bool:
         """Raise where the stages of a copy have different batches; let them draw the same random numbers.
 
         Returns:
-            Whether ``is_changed`` is set on some stage.
+            Whether ``is_new`` is set on some stage.
         """
         state = RandomState(self._device)
-        mine = torch.tensor([batch_digest(batch), state.digest(), is_changed], dtype=torch.int64)
+        mine = torch.tensor([batch_digest(batch), state.digest(), is_new], dtype=torch.int64)
         everyone = [torch.empty_like(mine) for _ in range(self._mesh.stages)]
         dist.all_gather(everyone, mine, group=self._mesh.host_group)
         if len({int(one[0]) for one in everyone}) > 1:

@@ -46,6 +46,7 @@ class AsyncSaver:
         # PyTorch's writer asks for the current stream, also where all tensors are in host memory.
         self._thread = ThreadPoolExecutor(1, "lightning_zero-save", first_call_of_thread(device))
         self._running: Future[None] | None = None  # the last save; its error is not raised yet
+        self._removals: list[Future[None]] = []  # whose errors are not raised yet
 
     @property
     def is_running(self) -> bool:
@@ -75,18 +76,21 @@ class AsyncSaver:
             if running.exception() is None:
                 directory.remove(path)
 
-        self._thread.submit(remove_after)
+        self._removals.append(self._thread.submit(remove_after))
 
     def wait(self) -> None:
         """Return when everything is on the disk.
 
         Raises:
-            CheckpointError, OSError: The last save failed. It is raised once.
+            CheckpointError, OSError: The last save failed, or a removal did. It is raised once.
         """
         self._thread.submit(_nothing).result()
+        removals, self._removals = self._removals, []
         running, self._running = self._running, None
         if running is not None:
             running.result()
+        for removal in removals:
+            removal.result()
 
     def close(self) -> None:
         """Wait, and give thread and memory back; see ``wait``."""

@@ -292,7 +292,7 @@ class SegmentWriter(FileSystemWriter):
     """
 
     def __init__(self, path: Path, *, aliases: Mapping[str, str], order: Sequence[str], world_size: int) -> None:
-        super().__init__(path)
+        super().__init__(path, per_thread_copy_ahead=0)  # it would wait for the device, also with tensors of the host
         self.nbytes: dict[str, int] = {}
         self._aliases = dict(aliases)
         self._order = list(order)

@@ -32,6 +32,7 @@ from lightning_zero.blocks import modules_of_classes, repeated_blocks
 from lightning_zero.config import ActivationCheckpointing
 from lightning_zero.parallel.forecast import Forecast
 from lightning_zero.parallel.module_state import RunAgain, is_empty_cache, version_of
+from lightning_zero.parallel.writable import writable
 from lightning_zero.storage.copies import Copies, Landing
 
 __all__ = ["checkpoint_activations", "forecast_of"]
@@ -197,6 +198,7 @@ class _Lane:
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """Return the call with its tensors taken out; the first run uses them, the next ones what is fetched."""
         parked = _Parked(self, inputs)
+        first = [(args, kwargs)]  # with the caller's own lists and dictionaries, which the call may fill
         args, kwargs = tree_map_only(Tensor, parked.add, (args, kwargs))
         self._parked = [*(one for one in self._parked if one() is not None), weakref.ref(parked)]
         if self._forecast is not None:
@@ -204,7 +206,10 @@ class _Lane:
 
         def fetching(witnesses: list[Tensor], *args: Any, **kwargs: Any) -> Any:
             with parked.present():
-                args, kwargs = tree_map_only(_Slot, parked.take, (args, kwargs))
+                if first:
+                    args, kwargs = first.pop()
+                else:
+                    args, kwargs = tree_map_only(_Slot, parked.take, (args, kwargs))
                 return run(*args, **kwargs)
 
         # `checkpoint` keeps the random state of the devices that it sees among the arguments
@@ -241,6 +246,7 @@ class _Inputs:
 
     def __init__(self) -> None:
         self.may_change = True
+        self._num_calls = 0
 
     def note(self, tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
         """Take note of a call.
@@ -255,7 +261,8 @@ class _Inputs:
                 " `activation_checkpointing` that offloads the input is being copied to the host meanwhile. Compute the"
                 " value in a new tensor (`x = x + y`), or leave the module out of `activation_checkpointing`."
             )
-        self.may_change = is_changed
+        self._num_calls += 1
+        self.may_change = is_changed or (self.may_change and self._num_calls > 1)
 
 
 class _Parked:
@@ -268,9 +275,13 @@ class _Parked:
         self._host: list[tuple[Tensor, Landing]] = []
         self._places: list[tuple[torch.device, bool]] = []
         self._fetched: list[tuple[Tensor, Landing]] | None = None
+        self._taken: dict[int, Tensor] = {}  # of these
 
     def add(self, tensor: Tensor) -> _Slot:
         assert self._live is not None
+        for number, known in enumerate(self._live):
+            if known is tensor:
+                return _Slot(number)
         self._live.append(tensor)
         self._places.append((tensor.device, tensor.requires_grad))
         return _Slot(len(self._live) - 1)
@@ -296,6 +307,7 @@ class _Parked:
             yield
         finally:
             self._live = self._fetched = None
+            self._taken.clear()
 
     @contextmanager
     def _kept(self, tensors: list[Tensor]) -> Iterator[None]:
@@ -315,10 +327,11 @@ class _Parked:
             landing.wait()
 
     def take(self, slot: _Slot) -> Tensor:
-        if self._live is not None:
-            return self._live[slot.number]
         assert self._fetched is not None
-        return self._fetched[slot.number][0].detach().requires_grad_(self._places[slot.number][1])
+        if slot.number not in self._taken:
+            leaf = self._fetched[slot.number][0].detach().requires_grad_(self._places[slot.number][1])
+            self._taken[slot.number] = writable(leaf)
+        return self._taken[slot.number]
 
     def fetch(self) -> None:
         """Start copying to the devices, once."""

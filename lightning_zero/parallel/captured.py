@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -32,15 +32,10 @@ class CapturedSteps:
         self._own_chunks = range(stage.mesh.stage, stage.split.num_chunks, stage.mesh.stages)
         self._around = list(modules_around(stage.module, stage.split))
         self._gates = Gates(
-            stage.module, stage.split, stage.streams.leave_common, inside=self._inside, asleep=self._asleep
+            stage.module, stage.split, stage.streams.leave_common, inside=stage.streams.inside, asleep=self._asleep
         )
         self._messages: dict[Hashable, dict[int, tuple[Message, ...]]] = {}  # into every chunk, by kind of step
-        self._needs: dict[Hashable, dict[int, dict[Source, Shape]]] = {}  # of own chunks, by kind of step
-        self._latest: dict[int, dict[Source, Shape]] = {}  # of own chunks, in the step that follows
         self._running: dict[int, tuple[Message, ...]] = {}  # of the steps that follow
-
-    def _inside(self, is_block: bool) -> AbstractContextManager[None]:
-        return self._stage.streams.inside(numpy=not is_block)
 
     @contextmanager
     def _asleep(self) -> Iterator[None]:
@@ -71,15 +66,11 @@ class CapturedSteps:
         """The modules whose state a survey may change."""
         return self._around
 
-    def is_changed(self, step: CapturedStep, kind: Hashable) -> bool:
-        """Say whether the chunks of this stage need other sources than in the steps of this kind before, or it is new.
+    def is_new(self, step: CapturedStep, kind: Hashable) -> bool:
+        """Say whether this kind of step is new."""
+        return kind not in self._messages
 
-        Collective: all ranks of this stage.
-        """
-        self._latest = self._needs_of(step)
-        return self._needs.get(kind) != self._latest
-
-    def messages(self, step: CapturedStep, kind: Hashable, *, is_changed: bool) -> dict[int, tuple[Message, ...]]:
+    def messages(self, step: CapturedStep, kind: Hashable, *, is_new: bool) -> dict[int, tuple[Message, ...]]:
         """Return which leaves go into every chunk this rank sends to or receives from.
 
         Every chunk runs the step on fakes and finds the sources that it needs (see ``sources.py``). Then both ends run
@@ -87,9 +78,8 @@ class CapturedSteps:
         is what differs between them, for example a mask that is drawn inside the model.
         Collective: all ranks of this stage; where the kind of step is new to one of them, or changed, all ranks.
         """
-        if self._stage.any_copy(is_changed, "agreement on a new kind of step"):
-            self._needs[kind] = self._latest
-            self._messages[kind] = self._found(step, self._on_all_stages(self._latest))
+        if self._stage.any_copy(is_new, "agreement on a new kind of step"):
+            self._messages[kind] = self._found(step, self._on_all_stages(self._needs_of(step)))
         self._running = self._messages[kind]
         return self._running
 
@@ -139,7 +129,7 @@ class CapturedSteps:
 
         def look() -> list[Any]:
             leaves, origins = self._gates.arguments(lambda: step(0), chunk, sources)
-            return [_describe(leaf, is_missing=bool(origins.of(leaf))) for leaf in leaves]
+            return [_describe(leaf, is_missing=origins.is_missing(leaf)) for leaf in leaves]
 
         return self._apart(acting, look)
 

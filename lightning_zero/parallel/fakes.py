@@ -50,6 +50,7 @@ _Position = tuple[_Key | None, int]  # see `Source`
 
 _MOST_CALLS = 4096  # that are remembered
 _MISSING = object()
+_NUMBERS = (int, float, complex, str)
 _KNOWN_BY_IDENTITY = (nn.Module, type, Enum, FunctionType, BuiltinFunctionType, torch.Generator)  # and nothing else
 _KNOWN_BY_VALUE = (int, float, complex, str, bool, bytes, type(None), torch.dtype, torch.device)
 
@@ -80,6 +81,7 @@ class Fakes:
         self._shown: list[tuple[dict[str, Any], str, Any]] = []  # what is to be put back: (attributes, name, value)
         # - The run
         self._times: Counter[str] = Counter()  # calls by name of the module
+        self._sharing: list[tuple[str, Tensor, int]] = []  # module, tensor that shares memory with others, and version
         self._origins: Origins | None = None  # of a run on fakes
         self._fetch: Fetch | None = None  # of a run that computes
 
@@ -92,6 +94,7 @@ class Fakes:
         """
         self._given.clear()
         self._times.clear()
+        self._sharing.clear()
         self._origins = self._mode.origins = origins
         self._fetch = fetch
         convert: Any = self._mode.fake_tensor_converter
@@ -109,6 +112,16 @@ class Fakes:
         while self._shown:
             attributes, name, value = self._shown.pop()
             _assign(attributes, name, value)
+
+    def require_unwritten(self) -> None:
+        """Raise where the program has written into one of several tensors that share memory on their own stage."""
+        for name, tensor, version in self._sharing:
+            if tensor._version != version:
+                raise PipelineError(
+                    f"The step writes into a tensor that `{name}` of another pipeline stage has returned or was given,"
+                    " and that shares memory with another one. This stage does not see the write in the other. Write"
+                    " into a copy (`tensor.clone()`), or compute a new tensor."
+                )
 
     @property
     def shown(self) -> list[Any]:
@@ -159,6 +172,9 @@ class Fakes:
         self, module: nn.Module, call: _Call, inputs: Sequence[Any], make: Callable[[int, Shape], Tensor]
     ) -> Any:
         leaves = [_again(leaf, inputs, partial(make, number)) for number, leaf in enumerate(call.leaves)]
+        for shared in call.sharing:
+            alike = [leaves[number] for number in shared.leaves] + [inputs[number] for number in shared.inputs]
+            self._sharing += [(self._names[id(module)], one, one._version) for one in alike if not one.is_inference()]
         output, left = tree_unflatten(leaves, call.spec)
         spaces = attribute_spaces(module) if left else {}
         for (child, kept, name), value in left.items():
@@ -171,8 +187,10 @@ class Fakes:
         """Return a fake that this run has not had yet: one of an earlier run, if nobody has changed it in place."""
         made, number = call.made.setdefault(leaf, []), self._given[id(call), leaf]
         self._given[id(call), leaf] += 1
-        if number < len(made) and _describe(made[number]) == replace(known, is_fake=True) and not made[number]._version:
-            return made[number]
+        old = made[number] if number < len(made) else None
+        is_same = old is not None and _describe(old) == replace(known, is_fake=True)
+        if old is not None and is_same and not old._version and not old._backward_hooks:
+            return old
         with self._mode:
             fake = _empty(known)
             fake = fake.clone() if fake.requires_grad else fake  # what a module returns may be changed in place
@@ -194,7 +212,10 @@ class Fakes:
         modes = (torch.is_grad_enabled(), autocast, tuple(child.training for child in module.modules()))
         key = (id(module), spec, tuple(map(_describe, inputs)), trained, modes)
         if key not in self._calls:
-            self._calls[key] = self._imagine(module, inputs, spec)
+            call = self._imagine(module, inputs, spec)
+            if any(isinstance(leaf, _NUMBERS) for leaf in call.leaves):
+                return call, inputs  # they may be others in the next call
+            self._calls[key] = call
             if len(self._calls) > _MOST_CALLS:
                 self._calls.popitem(last=False)
         self._calls.move_to_end(key)
@@ -220,12 +241,14 @@ class Fakes:
                 f"`{self._names[id(module)]}` lies on another pipeline stage, and what it returns could not be told"
                 f" from the shapes of its arguments: {error}"
             ) from error
-        positions = {id(leaf): index for index, leaf in enumerate(inputs) if isinstance(leaf, Tensor)}
+        positions = {
+            id(leaf): index for index, leaf in enumerate(inputs) if isinstance(leaf, Tensor) and not is_fake(leaf)
+        }
         leaves, out_spec = tree_flatten((output, left))
         places: list[_Position] = [(None, number) for number in range(len(tree_leaves(output)))]
         places += [(key, number) for key, value in left.items() for number in range(len(tree_leaves(value)))]
         described = [_Input(positions[id(leaf)]) if id(leaf) in positions else _describe(leaf) for leaf in leaves]
-        return _Call(out_spec, described, places)
+        return _Call(out_spec, described, places, _sharing(leaves, inputs))
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward with the program's hooks; without them if they read values, as those that only watch do."""
@@ -353,6 +376,7 @@ class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     origins: Origins | None = None  # of a run on fakes
     _is_imagining = False
+    _is_drawn = False  # an operation is running whose random numbers have been drawn
 
     @contextmanager
     def imagining(self) -> Iterator[None]:
@@ -387,8 +411,15 @@ class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if lost and self.origins is not None:
             self.origins.need((args, kwargs))
             return lost[0]
-        if not self._is_imagining and torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+        if not (self._is_imagining or self._is_drawn) and torch.Tag.nondeterministic_seeded in getattr(
+            func, "tags", ()
+        ):
             _draw(func, args, kwargs)
+            self._is_drawn = True  # also where PyTorch makes it of other random operations
+            try:
+                return self.__torch_dispatch__(func, types, args, kwargs)
+            finally:
+                self._is_drawn = False
         if func is torch.ops.aten._grouped_mm.default:
             result: Any = self._empty_product(*args, **kwargs)
             if self.origins is not None and not self._is_imagining:
@@ -397,8 +428,8 @@ class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except VALUES_NEEDED as error:
-            reads = isinstance(error, DataDependentOutputException)  # the code between modules may show what it reads
-            if func._schema.is_mutable or not (self._is_imagining or (self.origins is not None and not reads)):
+            reads = isinstance(error, DataDependentOutputException)  # what is read may be shown, or computed with
+            if reads or func._schema.is_mutable or not (self._is_imagining or self.origins is not None):
                 raise
             result = self._guess(func, args, kwargs)
         if self.origins is not None and not self._is_imagining:
@@ -477,13 +508,34 @@ class _Call:
         spec: Of what it returns, and of what it leaves in the module.
         leaves: Of these, described.
         positions: Of these, as sources have them.
+        sharing: Leaves, and inputs, that share memory on the stage that computes.
         made: Fakes that stand for them, by leaf.
     """
 
     spec: TreeSpec
     leaves: list[Any]
     positions: list[_Position]
+    sharing: list[_Sharing]
     made: dict[int, list[Tensor]] = field(default_factory=dict)
+
+
+@dataclass
+class _Sharing:
+    """Positions of tensors that share memory."""
+
+    leaves: list[int] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+
+
+def _sharing(leaves: Sequence[Any], inputs: Sequence[Any]) -> list[_Sharing]:
+    found: dict[int, _Sharing] = {}
+    for number, leaf in enumerate(leaves):
+        if is_fake(leaf):
+            found.setdefault(leaf.untyped_storage()._cdata, _Sharing()).leaves.append(number)
+    for number, leaf in enumerate(inputs):
+        if is_fake(leaf) and leaf.untyped_storage()._cdata in found:
+            found[leaf.untyped_storage()._cdata].inputs.append(number)
+    return [one for one in found.values() if len(one.leaves) + len(one.inputs) > 1]
 
 
 @dataclass(frozen=True)

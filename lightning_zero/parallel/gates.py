@@ -31,9 +31,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.denominators import unwatched
 from lightning_zero.parallel.fakes import VALUES_NEEDED, Fakes, attribute_spaces
-from lightning_zero.parallel.module_state import without_caches
+from lightning_zero.parallel.module_state import version_of, without_caches
 from lightning_zero.parallel.sources import FOR_HOOKS, Origins, Shape, Source, is_fake
 from lightning_zero.parallel.split import Place, Split, modules_around
+from lightning_zero.parallel.writable import writable
 
 __all__ = ["Gates", "Message"]
 
@@ -74,7 +75,7 @@ class _Visit:
     reached: int = -1  # block that was run last
     passed: int = -1  # block that was passed over last
     is_inside: bool = False  # a gated module is running
-    swaps: dict[int, tuple[Any, torch.Tensor]] = field(default_factory=dict)  # fake leaf, by id -> received tensor
+    swaps: dict[int, tuple[Any, int, Tensor]] = field(default_factory=dict)  # fake leaf and version, by id -> received
 
 
 class _BrokenOff(Exception):
@@ -92,7 +93,7 @@ class Gates:
         module: The root.
         split: What lies where.
         on_first_call: Called when a step calls a module of the split, at the latest for its first one.
-        inside: Around a module of the split that computes; given whether it is a block.
+        inside: Around a module of the split that computes.
         asleep: Around forwards that compute nothing.
     """
 
@@ -102,7 +103,7 @@ class Gates:
         split: Split,
         on_first_call: Callable[[], None],
         *,
-        inside: Callable[[bool], AbstractContextManager[None]] = lambda _: nullcontext(),
+        inside: Callable[[], AbstractContextManager[None]] = nullcontext,
         asleep: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._root = module
@@ -152,6 +153,7 @@ class Gates:
             chunk, bounds[chunk], bounds[chunk + 1], expected=expected, receive=receive, send=send, wanted=wanted
         )
         finished, result = self._run(step, visit)
+        self._fakes.require_unwritten()
         if finished and chunk < self._split.num_chunks - 1:
             raise PipelineError(
                 f"The step ended before it called `{self._block_name(visit.stop)}`, the first block of the next"
@@ -279,8 +281,7 @@ class Gates:
             args, kwargs = self._with_received(visit, place, args, kwargs)
         visit.is_inside = True
         try:
-            is_block = place.block is not None
-            with self._inside(is_block), unwatched() if is_block else nullcontext():
+            with self._inside(), nullcontext() if place.block is None else unwatched():
                 return self._compute(module, cls, visit, args, kwargs)
         finally:
             visit.is_inside = False
@@ -331,7 +332,7 @@ class Gates:
         assert visit.origins is not None
         leaves = tree_leaves((args, kwargs))
         if place.block == visit.start and not visit.swaps:
-            visit.swaps = {id(leaf): (leaf, leaf) for leaf in leaves if is_fake(leaf)}
+            visit.swaps = {id(leaf): (leaf, version_of(leaf), leaf) for leaf in leaves if is_fake(leaf)}
         visit.origins.need([leaf for leaf in leaves if id(leaf) not in visit.swaps])
         num_shown = len(self._fakes.shown)
         visit.is_inside = True
@@ -393,6 +394,7 @@ class Gates:
                 found: dict[int | Source, Any] = dict(visit.received or {})
                 found.update(visit.computed.items())
                 found.update(enumerate(end.leaves))
+                self._fakes.require_unwritten()
                 visit.send(found)
             raise end
         if block < visit.start and visit.reached < 0:
@@ -413,9 +415,10 @@ class Gates:
         if visit.expected and place.block == visit.start and not visit.swaps:
             for position, tensor in self._received(visit).items():
                 if isinstance(position, int):
-                    arrived = _arrived(tensor) if tensor.requires_grad else tensor
-                    visit.swaps[id(leaves[position])] = (leaves[position], arrived)
-        leaves = [visit.swaps[id(leaf)][1] if id(leaf) in visit.swaps else leaf for leaf in leaves]
+                    arrived = writable(tensor)
+                    fake = leaves[position]
+                    visit.swaps[id(fake)] = (fake, version_of(fake), arrived)
+        leaves = [self._swapped(visit, place, leaf) for leaf in leaves]
         if any(is_fake(leaf) for leaf in leaves):
             raise PipelineError(
                 f"`{place.name}` is given a value that an earlier pipeline stage computes, but not as an argument of"
@@ -426,6 +429,19 @@ class Gates:
         args, kwargs = tree_unflatten(leaves, spec)
         return args, kwargs
 
+    def _swapped(self, visit: _Visit, place: Place, leaf: Any) -> Any:
+        """Return what was received for a fake argument, and other arguments as they are."""
+        if id(leaf) not in visit.swaps:
+            return leaf
+        fake, version, received = visit.swaps[id(leaf)]
+        if version_of(fake) != version:
+            raise PipelineError(
+                f"The step writes into an argument of `{self._block_name(visit.start)}`, which an earlier pipeline"
+                f" stage computes, and gives it to `{place.name}` as well, which would not see the write. Compute a"
+                " new tensor."
+            )
+        return received
+
     def _refuse_place(self, place: Place, where: str, side: str, other: str) -> NoReturn:
         raise PipelineError(
             f"`{place.name}` is called {where}, but lies {'in front of' if side == 'first' else 'behind'} the blocks"
@@ -435,23 +451,6 @@ class Gates:
 
     def _block_name(self, block: int) -> str:
         return next((place.name for place in self._split.places if place.block == block), f"block {block}")
-
-
-class _Arrived(torch.autograd.Function):
-    """Returns a tensor that a block may write into, which it may not into a leaf that requires a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, received: Tensor) -> Tensor:
-        return received.data
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
-
-
-def _arrived(received: Tensor) -> Tensor:
-    arrived: Tensor = _Arrived.apply(received)  # type: ignore[no-untyped-call]
-    return arrived
 
 
 def _keep(visit: _Visit, source: Source, leaves: Sequence[Any]) -> None:

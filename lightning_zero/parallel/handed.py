@@ -19,6 +19,7 @@ from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.gates import Message
 from lightning_zero.parallel.pipeline import PipelineStage
 from lightning_zero.parallel.sources import Source
+from lightning_zero.parallel.writable import writable
 
 __all__ = ["HandedStep", "HandedSteps"]
 
@@ -66,16 +67,16 @@ class HandedSteps:
         self._known: dict[Hashable, dict[int, _Boundary]] = {}  # into every chunk, and behind the last, by kind of step
         self._boundaries: dict[int, _Boundary] = {}  # of the step that is running
 
-    def is_changed(self, step: HandedStep, kind: Hashable) -> bool:
+    def is_new(self, step: HandedStep, kind: Hashable) -> bool:
         """Say whether this kind of step is new."""
         return kind not in self._known
 
-    def messages(self, step: HandedStep, kind: Hashable, *, is_changed: bool) -> dict[int, tuple[Message, ...]]:
+    def messages(self, step: HandedStep, kind: Hashable, *, is_new: bool) -> dict[int, tuple[Message, ...]]:
         """Return what goes into every chunk.
 
         Collective: all ranks of this stage; where the kind of step is new to one of them, all ranks.
         """
-        if self._stage.any_copy(is_changed, "agreement on a new kind of step"):
+        if self._stage.any_copy(is_new, "agreement on a new kind of step"):
             self._known[kind] = self._stage.apart(lambda: self._described(step), self._stage.module.modules())
         self._boundaries = self._known[kind]
         return {chunk: boundary.messages for chunk, boundary in self._boundaries.items()}
@@ -106,7 +107,7 @@ class HandedSteps:
             torch.zeros(one.shape, dtype=one.dtype, device=self._stage.device).requires_grad_(one.requires_grad)
             for one in boundaries[chunk].messages
         ]
-        return boundaries[chunk].state(tensors)
+        return boundaries[chunk].state([writable(tensor) for tensor in tensors])
 
     def _boundary(self, chunk: int, state: Any) -> _Boundary:
         tensors = self._tensors(chunk, state)
@@ -147,7 +148,9 @@ class HandedSteps:
         self._streams.leave_common()
         self._streams.enter_own()
         with step.context():
-            state = step.begin(index) if chunk == 0 else self._boundaries[chunk].state(list(receive()))
+            state = (
+                step.begin(index) if chunk == 0 else self._boundaries[chunk].state([writable(one) for one in receive()])
+            )
             state = self._through(chunk, state)
             if chunk == self._split.num_chunks - 1:
                 return True, step.finish(state, index)

@@ -13,9 +13,10 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -141,10 +142,11 @@ class ModuleState:
 def put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Put back the attributes of modules, and what is changed in place in those that are lists, sets or tensors."""
     spaces = [(vars(child), dict(vars(child))) for child in modules]
-    values = {id(value): value for _, space in spaces for key, value in space.items() if key not in _OF_MODULES}
-    kept: list[Any] = [(one, copy.copy(one)) for one in values.values() if type(one) in (list, dict, set)]
-    tensors = [one for one in values.values() if isinstance(one, Tensor) and not isinstance(one, nn.Parameter)]
-    written = [(one, version_of(one), one.detach().clone()) for one in tensors if not one.requires_grad]
+    kept = _Kept()
+    for _, space in spaces:
+        for key, value in space.items():
+            if key not in _OF_MODULES:
+                kept.add(value)
     try:
         yield
     finally:
@@ -152,12 +154,69 @@ def put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
             for key in [key for key in space if key not in attributes]:
                 del space[key]
             space.update(attributes)
-        for one, before in kept:
-            one.clear()
-            one.extend(before) if type(one) is list else one.update(before)
-        for tensor, version, before in written:
-            if version_of(tensor) != version:
-                tensor.copy_(before)
+        kept.put_back()
+
+
+class _Kept:
+    """What can change in place among attributes: lists and the like, tensors, and objects of the program's classes."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._undo: list[Callable[[], None]] = []
+
+    def put_back(self) -> None:
+        for undo in self._undo:
+            undo()
+
+    def add(self, value: Any, depth: int = 3) -> None:
+        """Keep a value as it is now, and what it holds."""
+        if id(value) in self._seen or isinstance(value, (nn.Module, nn.Parameter)):
+            return
+        self._seen.add(id(value))
+        held: Iterable[Any] = ()
+        if isinstance(value, Tensor):
+            if not value.requires_grad:
+                self._undo.append(partial(_write_back, value, version_of(value), value.detach().clone()))
+        elif isinstance(value, dict):
+            held = value.values()
+            self._undo.append(partial(_refill_with, value, dict.clear, dict.update, dict(value)))
+        elif isinstance(value, list):
+            held = value
+            self._undo.append(partial(_refill_with, value, list.clear, list.extend, list(value)))
+        elif isinstance(value, set):
+            self._undo.append(partial(_refill_with, value, set.clear, set.update, set(value)))
+        elif isinstance(value, deque):
+            held = value
+            self._undo.append(partial(_refill_with, value, deque.clear, deque.extend, list(value)))
+        elif isinstance(value, tuple):
+            held = value
+        elif _is_of_the_program(value):
+            held = vars(value).values()
+            self._undo.append(partial(_refill_with, vars(value), dict.clear, dict.update, dict(vars(value))))
+        if depth and len(self._seen) < _MOST_KEPT:
+            for one in list(held):
+                self.add(one, depth - 1)
+
+
+_MOST_KEPT = 10_000
+_LIBRARIES = ("torch", "lightning", "torchmetrics", "transformers", "builtins", "lightning_zero", "numpy")
+
+
+def _is_of_the_program(value: Any) -> bool:
+    return hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value) and (
+        type(value).__module__.partition(".")[0] not in _LIBRARIES
+    )  # fmt: skip
+
+
+def _refill_with(value: Any, clear: Callable[[Any], None], fill: Callable[[Any, Any], None], content: Any) -> None:
+    clear(value)
+    fill(value, content)
+
+
+def _write_back(tensor: Tensor, version: int, before: Tensor) -> None:
+    if version_of(tensor) != version or version < 0:
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+            tensor.copy_(before)
 
 
 _OF_MODULES = frozenset(vars(nn.Module()))

@@ -93,17 +93,14 @@ class PipelineStage:
 class Route(Protocol[Step]):
     """How a step gets from chunk to chunk."""
 
-    def is_changed(self, step: Step, kind: Hashable) -> bool:
-        """Say whether something else goes from chunk to chunk than in the steps of this kind before, or it is new.
-
-        Collective: all ranks of this stage.
-        """
+    def is_new(self, step: Step, kind: Hashable) -> bool:
+        """Say whether a kind of step is new to this rank."""
         ...
 
-    def messages(self, step: Step, kind: Hashable, *, is_changed: bool) -> dict[int, tuple[Message, ...]]:
+    def messages(self, step: Step, kind: Hashable, *, is_new: bool) -> dict[int, tuple[Message, ...]]:
         """Return what goes into every chunk this rank sends to or receives from.
 
-        Collective: all ranks of this stage; where the kind of step is new to one of them, or changed, all ranks.
+        Collective: all ranks of this stage; where the kind of step is new to one of them, all ranks.
         """
         ...
 
@@ -212,25 +209,22 @@ class PipelineRunner(Generic[Step]):
 
     # -- Steps ---------------------------------------------------------------------------------------------------------
 
-    def is_changed(self, step: Step, name: str, kind: Hashable) -> bool:
-        """Say whether something else goes from chunk to chunk than in the steps of this kind before, or it is new.
+    def is_new(self, step: Step, name: str, kind: Hashable) -> bool:
+        """Say whether a kind of step is new to this rank."""
+        return self._route.is_new(step, (name, kind, self._trained))
 
-        Collective: all ranks of this stage, each of which gets an answer of its own.
-        """
-        return self._route.is_changed(step, (name, kind, self._trained))
-
-    def prepare(self, step: Step, name: str, kind: Hashable, *, is_changed: bool) -> None:
+    def prepare(self, step: Step, name: str, kind: Hashable, *, is_new: bool) -> None:
         """Find out what goes from chunk to chunk in the steps that follow, and leave no trace.
 
-        Collective: all ranks of this stage; where the kind of step is new to one of them, or changed, all ranks.
+        Collective: all ranks of this stage; where the kind of step is new to one of them, all ranks.
 
         Args:
             step: The user's step.
             name: Of its method.
             kind: Differs where shapes of tensors between stages may differ.
-            is_changed: ``is_changed`` of some rank of the copy.
+            is_new: ``is_new`` of some rank of the copy.
         """
-        self._messages = self._route.messages(step, (name, kind, self._trained), is_changed=is_changed)
+        self._messages = self._route.messages(step, (name, kind, self._trained), is_new=is_new)
 
     @property
     def _trained(self) -> int:

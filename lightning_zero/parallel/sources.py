@@ -80,15 +80,23 @@ class Origins:
         self._available = frozenset(available)
         self._of: dict[int, frozenset[Source]] = {}  # by storage
         self._own: set[int] = set()  # storages of what the chunk computes
+        self._had: set[int] = set()  # storages of sources that it has, and of what is computed from nothing else
         self._alive: list[torch.UntypedStorage] = []
         self._shapes: dict[Source, Shape] = {}
         self.needed: dict[Source, Shape] = {}
 
     def mark(self, fake: Tensor, source: Source) -> None:
         """Take note that a fake stands for a source."""
-        if source not in self._available:
+        if source in self._available:
+            self._keep(fake)
+            self._had.add(_key(fake))
+        else:
             self._shapes.setdefault(source, describe_tensor(fake))
             self._add(fake, frozenset([source]))
+
+    def is_missing(self, value: Any) -> bool:
+        """Say whether a value is a fake that is not computed from available sources alone."""
+        return is_fake(value) and (_key(value) not in self._had or bool(self.of(value)))
 
     def mark_own(self, value: Any) -> None:
         """Take note that the chunk computes a value."""
@@ -106,8 +114,13 @@ class Origins:
             self.mark_own(result)
             return
         found = self.of(arguments)
-        for fake in filter(is_fake, tree_leaves(result) if found else []):
-            self._add(fake, found)
+        has_all = not any(map(self.is_missing, tree_leaves(arguments)))
+        for fake in filter(is_fake, tree_leaves(result)):
+            if found:
+                self._add(fake, found)
+            elif has_all:
+                self._keep(fake)
+                self._had.add(_key(fake))
 
     def of(self, value: Any) -> frozenset[Source]:
         """Return the sources of the fakes in a value that the chunk does not have."""
@@ -124,8 +137,7 @@ class Origins:
         self._of[_key(fake)] = self.of(fake) | sources
 
     def _keep(self, fake: Tensor) -> None:
-        if _key(fake) not in self._of:
-            self._alive.append(fake.untyped_storage())
+        self._alive.append(fake.untyped_storage())
 
 
 def _key(fake: Tensor) -> int:

@@ -6,8 +6,7 @@ Note [Three streams]
     pipeline. Inside the modules of the pipeline each chunk has a stream of its *own*: the dropout of two stages must
     not be the same, and how much the others draw is not known. The code between these modules runs on every stage
     again, so it draws from the *repeated* stream, which starts from a new seed in every micro-batch, the same for all
-    chunks: a mask that is drawn behind the embedding is the same in front of the loss. The blocks draw from NumPy what
-    the code between them does, because they are many.
+    chunks: a mask that is drawn behind the embedding is the same in front of the loss.
 """
 
 from __future__ import annotations
@@ -26,33 +25,22 @@ __all__ = ["RandomState", "RandomStreams"]
 
 
 class RandomState:
-    """The state of the generators that a step draws from: PyTorch's on host and device, Python's, NumPy's if in use.
+    """The state of the generators that a step draws from: PyTorch's on host and device, Python's, NumPy's if in use."""
 
-    Args:
-        device: Whose generator counts besides the host's.
-        numpy: Whether NumPy's counts, whose state takes as long to copy as a small layer to compute.
-    """
-
-    def __init__(self, device: torch.device, *, numpy: bool = True) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._python = random.getstate()
         self._host = torch.get_rng_state()
         self._on_device = torch.get_device_module(device).get_rng_state(device) if device.type != "cpu" else None
-        self._numpy = sys.modules["numpy"].random.get_state() if numpy and "numpy" in sys.modules else None
+        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
 
-    def later(self, *, numpy: bool) -> RandomState:
-        """Return the state as it is now, but for NumPy's if that has not gone on from here."""
-        state = RandomState(self._device, numpy=numpy)
-        state._numpy = state._numpy if numpy else self._numpy
-        return state
-
-    def restore(self, *, numpy: bool = True) -> None:
+    def restore(self) -> None:
         """Go on from here."""
         random.setstate(self._python)
         torch.set_rng_state(self._host)
         if self._on_device is not None:
             torch.get_device_module(self._device).set_rng_state(self._on_device, self._device)
-        if numpy and self._numpy is not None:
+        if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
 
     def plain(self) -> dict[str, Any]:
@@ -154,15 +142,15 @@ class RandomStreams:
         _seed(self._seed_of(microbatch, drawn), self._device)
 
     @contextmanager
-    def inside(self, *, numpy: bool = True) -> Iterator[None]:
+    def inside(self) -> Iterator[None]:
         """Draw from the stream of the chunk for a while, after ``leave_common``."""
         assert self._chunk is not None
-        repeated, chunk, own = RandomState(self._device, numpy=numpy), self._chunk, self._own[self._chunk]
-        own.restore(numpy=numpy)
+        repeated, chunk = RandomState(self._device), self._chunk
+        self._own[chunk].restore()
         try:
             yield
         finally:
-            self._own[chunk] = own.later(numpy=numpy)
+            self._own[chunk] = RandomState(self._device)
             repeated.restore()
 
     def enter_own(self) -> None:

@@ -172,6 +172,96 @@ class SkipsWhatIsWritten(Program):
         return self.net.head(self.net.norm(self.net.body(start) + start))
 
 
+class Measures(nn.Embedding):
+    """Returns a number that it reads from what it computes."""
+
+    def forward(self, ids: Tensor) -> Any:
+        hidden = super().forward(ids)
+        return hidden, float(hidden.detach().abs().mean())
+
+
+class ReadsInside(Program):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.embedding = Measures(VOCAB, self.net.embedding.embedding_dim)
+
+    def logits(self, ids: Tensor) -> Tensor:
+        hidden, scale = self.net.embedding(ids)
+        return self.net.head(self.net.norm(self.net.body(hidden))) * scale
+
+
+class ReturnsView(nn.Embedding):
+    def forward(self, ids: Tensor) -> Any:
+        hidden = super().forward(ids)
+        return hidden, hidden[:, :1]
+
+
+class WritesShared(Program):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.embedding = ReturnsView(VOCAB, self.net.embedding.embedding_dim)
+
+    def logits(self, ids: Tensor) -> Tensor:
+        hidden, first = self.net.embedding(ids)
+        hidden *= 3.0
+        return self.net.head(self.net.norm(self.net.body(hidden)) + first)
+
+
+class AddsMask(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, *, mask: Tensor) -> Tensor:
+        return self.layer(x) + mask
+
+
+class WritesArgument(Program):
+    """Changes between blocks what all of them are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.blocks = nn.ModuleList(AddsMask(self.net.embedding.embedding_dim) for _ in range(4))
+
+    def logits(self, ids: Tensor) -> Tensor:
+        hidden = self.net.embedding(ids)
+        mask = hidden.detach().mean((0, 2))[:, None] * 1.0
+        for block in self.net.blocks:
+            hidden = block(hidden, mask=mask)
+            mask.mul_(0.5)
+        return self.net.head(hidden)
+
+
+class Toggles(nn.Module):
+    """A block that does nothing in its first epoch."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+        self.is_on = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x) if self.is_on else x
+
+
+class TogglesProgram(Program):
+    """Needs at its end what a block that is switched on later has returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.blocks = nn.ModuleList(Toggles(self.net.embedding.embedding_dim) for _ in range(4))
+
+    def on_train_epoch_start(self) -> None:
+        for block in self.net.blocks:
+            block.is_on = self.current_epoch > 0
+
+    def logits(self, ids: Tensor) -> Tensor:
+        hidden = first = self.net.blocks[0](self.net.embedding(ids))
+        for block in self.net.blocks[1:]:
+            hidden = block(hidden)
+        return self.net.head(self.net.norm(hidden + 0.5 * first))
+
+
 class LaterValue(Program):
     """Begins to add a value of its first stage to its loss after some steps."""
 
@@ -462,7 +552,7 @@ PROGRAMS: list[tuple[Any, dict[str, Any]]] = [
     *((partial(RoutedProgram, keeps), {}) for keeps in ("attribute", "written", "list", "buffer")),
     *((partial(RoutedProgram, keeps, "anew"), {}) for keeps in ("attribute", "list", "buffer")),
     (Taps, {}),
-    (LaterValue, {}),
+    (TogglesProgram, {}),
 ]
 
 
@@ -688,6 +778,10 @@ ON_ONE_STAGE: list[tuple[Any, str]] = [
     (partial(KeepsProgram, "list-argument"), "it changes a list or a dictionary among its arguments"),
     (partial(KeepsProgram, "real-argument"), "it writes into a tensor of shape ()"),
     (SkipsWhatIsWritten, "it writes into an argument that this stage has"),
+    (LaterValue, "it could not be told before the step that it is needed"),
+    (ReadsInside, "could not be told from the shapes of its arguments"),
+    (WritesShared, "that shares memory with another one"),
+    (WritesArgument, "which would not see the write"),
 ]
 ON_ALL_STAGES: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (SkipsBlock, {}, PipelineError, "`net.norm` is called before `net.blocks.2`"),

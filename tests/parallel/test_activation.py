@@ -432,3 +432,37 @@ def test_an_order_of_an_offload_that_is_not_heard_is_missed(order: str, eager: s
 def test_an_input_on_a_device_that_only_some_forwards_change_in_place_is_refused() -> None:
     with pytest.raises(RuntimeError, match="has changed one of its inputs in place, and the module's forwards before"):
         _train_in_place(1, ())
+
+
+class Collects(nn.Module):
+    """Adds to what it was given: a loss in a dictionary, a list, and its input, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, other: Tensor, kept: dict[str, Any]) -> Tensor:
+        x.mul_(2.0)
+        y: Tensor = self.layer((x + other).tanh())
+        kept["loss"] = kept["loss"] + 3.0 * y.mean()
+        kept["outputs"].append(y)
+        return y
+
+
+def _gradients_of_collected(policy: str | None) -> list[Tensor]:
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(Collects() for _ in range(3))
+    if policy is not None:
+        checkpoint_activations(blocks, ActivationCheckpointing(modules=["Collects"], policy=policy))
+    start = torch.randn(2, 4, requires_grad=True)
+    kept: dict[str, Any] = {"loss": torch.zeros(()), "outputs": []}
+    hidden = start * 1.0
+    for block in blocks:
+        hidden = block(hidden, hidden, kept)
+    (hidden.sum() + kept["loss"] + sum(one.sum() for one in kept["outputs"])).backward()
+    return [start.grad, *(param.grad for param in blocks.parameters())]
+
+
+def test_an_offloaded_module_may_fill_what_it_is_given_and_write_into_an_input_that_it_has_twice() -> None:
+    for mine, plain in zip(_gradients_of_collected("offload"), _gradients_of_collected(None), strict=True):
+        torch.testing.assert_close(mine, plain)
