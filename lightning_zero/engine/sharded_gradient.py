@@ -345,13 +345,16 @@ def norm_in_double(values: torch.Tensor, order: float = 2.0) -> torch.Tensor:
     """
     if order == 2.0 and values.is_cuda and _is_flat(values) and kernels_agree(values.device):
         return sq_norm(values).sqrt()
-    if values.numel() > _NORM_NUMEL:
-        return norm_of_norms(
-            [norm_in_double(piece, order) for piece in torch.split(values.reshape(-1), _NORM_NUMEL)], order
-        )
     dtype = torch.complex128 if values.is_complex() else torch.float64
-    norm: torch.Tensor = torch.linalg.vector_norm(values, order, dtype=dtype)
-    return norm
+    if values.numel() <= _NORM_NUMEL:
+        norm: torch.Tensor = torch.linalg.vector_norm(values, order, dtype=dtype)
+        return norm
+    pieces = torch.split(values.reshape(-1), _NORM_NUMEL)
+    if values.requires_grad:
+        return norm_of_norms([norm_in_double(piece, order) for piece in pieces], order)
+    scratch = torch.empty(_NORM_NUMEL, dtype=dtype, device=values.device)  # one for all: allocators may not reuse them
+    doubles = (scratch[: piece.numel()].copy_(piece) for piece in pieces)
+    return norm_of_norms([torch.linalg.vector_norm(double, order) for double in doubles], order)
 
 
 def _is_flat(values: torch.Tensor) -> bool:
