@@ -1,1 +1,1 @@
-"""Measurements of speed, each behind a check that what is compared computes the same."""
+"""Measurements of speed, each behind a check that both sides compute the same."""

@@ -1,4 +1,4 @@
-"""Which ops are timed beside their peers, on which tensors, and how many bytes each must move."""
+"""The ops that are timed beside their peers, their tensors, and the bytes that each must move."""
 
 from __future__ import annotations
 

@@ -16,10 +16,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from xml.etree import ElementTree
 
 import torch
 
@@ -42,6 +44,7 @@ _ESTIMATES_S = {  # of files that are not short
 }
 _SHORT_S = 30
 _STEP_S = 35
+_OK = "ok"
 _FAILED = "FAIL"
 _SKIPPED = "skipped"
 _NO_TIME = f"{_SKIPPED}: no time left"
@@ -68,7 +71,7 @@ class Task:
 
 
 def tasks() -> list[Task]:
-    """Return all rows: what is quick and most likely to fail comes first."""
+    """Return all rows: quick ones that are likely to fail come first."""
     steps = [
         Task(name=f"step/{name}", arguments=("-m", "benchmarks.device_step", name), estimate_s=_STEP_S)
         for name in PLACEMENTS
@@ -117,13 +120,32 @@ def run(chosen: Sequence[Task], *, num_gpus: int, again: bool, budget_s: float =
 
 
 def _verdict(task: Task, num_gpus: int, left_s: float) -> str:
-    """Run a row, if it can be run, and return what came of it."""
+    """Run a row, if it can be run, and return its verdict."""
     if task.num_gpus > num_gpus:
         return f"{_SKIPPED}: needs {task.num_gpus} GPUs, has {num_gpus}"
     if left_s < task.estimate_s:
         return _NO_TIME
     limit_s = min(_LIMIT * task.estimate_s, left_s)
-    process = subprocess.Popen([sys.executable, *task.arguments], cwd=ROOT, start_new_session=True)
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        arguments = [*task.arguments, f"--junitxml={report}"] if "pytest" in task.arguments else task.arguments
+        verdict = _verdict_of(arguments, limit_s)
+        return _skips(report) if verdict == _OK and report.exists() else verdict
+
+
+def _skips(report: Path) -> str:
+    """Return the verdict of tests of which none has failed: skipping all of them shows nothing."""
+    tests = list(ElementTree.parse(report).iter("testcase"))
+    reasons = [skip.get("message", "") for test in tests for skip in test.iter("skipped")]
+    if not reasons:
+        return _OK
+    if len(reasons) == len(tests):
+        return f"{_SKIPPED}: {reasons[0]}"
+    return f"{_OK}, {len(reasons)} of {len(tests)} skipped: {reasons[0]}"
+
+
+def _verdict_of(arguments: Sequence[str], limit_s: float) -> str:
+    process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, start_new_session=True)
     try:
         status = process.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -132,7 +154,7 @@ def _verdict(task: Task, num_gpus: int, left_s: float) -> str:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)  # with the ranks that it has started
             process.wait()
-    return "ok" if status == 0 else f"{_FAILED}: exit status {status}"
+    return _OK if status == 0 else f"{_FAILED}: exit status {status}"
 
 
 def _row(task: Task, commit: str, seconds: float, verdict: str) -> Row:
@@ -158,7 +180,7 @@ def _device() -> str:
 
 
 def main() -> None:
-    """Run what is asked for, or say what would be run."""
+    """Run the chosen rows, or list them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="text that a row's name contains, as in step/ or test_gpu_ops")
     parser.add_argument("--again", action="store_true", help="run rows that are there as well")

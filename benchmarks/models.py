@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 __all__ = ["GPT", "SHAPES", "UNITS", "Block", "GPTShape", "random_batch"]
 
-UNITS = ("Block",)  # what the engine gathers and reduces as one
+UNITS = ("Block",)  # the engine's units
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,7 +126,7 @@ def measure_flat(numel: int, repeats: int) -> Iterator[Row]:
 
 
 def measure_step(numel: int, repeats: int) -> Iterator[Row]:
-    """Yield the rows of ``step``: what the engine does on a GPU with kernels, beside what it does without."""
+    """Yield the rows of ``step``: the engine's step on a GPU with kernels, beside the one without."""
     if not kernels_agree(torch.device(device())):
         reason = "no GPU" if device() == "cpu" else "Triton's kernels do not agree with PyTorch's"
         yield Row(
@@ -183,7 +183,7 @@ GROUPS = {
 
 
 def main() -> None:
-    """Measure what this machine can, print and append the rows."""
+    """Measure the groups of this machine's device, print and append the rows."""
     groups = GROUPS[device()]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=groups, action="append", help="may be given more than once")

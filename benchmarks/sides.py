@@ -1,4 +1,4 @@
-"""One op beside a copy of the same bytes, plain PyTorch, what ``torch.compile`` makes of it, and Liger-Kernel.
+"""One op beside a copy of the same bytes, plain PyTorch, the output of ``torch.compile``, and Liger-Kernel.
 
 Every side first has to agree with plain PyTorch in fp32 on the same values. Sides have inputs of their own, because
 some of Liger's kernels write into theirs. A side that cannot run here has a row that says why.
@@ -63,7 +63,7 @@ def _measure(
             sides[name] = expected.checked(way(contest, make()))
         except _Absent as reason:
             absent[name] = str(reason)
-        except Exception as error:  # whatever a compiler or somebody else's kernel raises is the answer
+        except Exception as error:  # any error of a compiler or a foreign kernel is the answer
             absent[name] = f"failed: {type(error).__name__}"
     source = torch.empty(nbytes // 2, dtype=torch.uint8, device=device())
     target = torch.empty_like(source)
@@ -77,7 +77,7 @@ def _measure(
 
 
 def _bound(side: str) -> float | None:
-    """Return what is promised; on CPUs the op is a reference, of which nothing is."""
+    """Return the promised bound; None on CPUs, where the op is a reference."""
     if device() == "cpu" or side == "eager":
         return None
     return COPY_BOUND if side == "copy" else PEER_BOUND
@@ -124,7 +124,7 @@ def _as_list(result: Any) -> list[Tensor]:
 
 
 class _Expected:
-    """What sides have to give.
+    """The expected results of every side.
 
     Args:
         exact: Of plain PyTorch in fp32.
@@ -136,7 +136,7 @@ class _Expected:
         self._bounds = [_bound_of(*pair) for pair in zip(exact, plain, strict=True)]
 
     def checked(self, run: _Run) -> _Run:
-        """Return ``run`` if it gives what is expected.
+        """Return ``run`` if it gives the expected results.
 
         Raises:
             AssertionError: It does not.

@@ -1,4 +1,4 @@
-"""How long Python in another thread stands still while AdamW steps on a CPU, and who is to blame.
+"""How long Python in another thread stands still while AdamW steps on a CPU, and the cause of each stall.
 
 A thread sleeps for 0.1 ms without the interpreter's lock, again and again, and notes how much later it goes on than it
 wanted to. Of the time that it is late:

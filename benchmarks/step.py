@@ -64,11 +64,11 @@ class Comparison:
 
     @property
     def name(self) -> str:
-        """What is compared, as in ``engine3/fsdp2 10m-64tok``."""
+        """The variant and shape that are compared, as in ``engine3/fsdp2 10m-64tok``."""
         return f"{self._variant} {self._shape}"
 
     def row(self, **measured: str) -> Row:
-        """Return a row of the table with what was measured."""
+        """Return a row of the table with the measured numbers."""
         return Row(
             what="step",
             variant=self._variant,

@@ -25,10 +25,10 @@ def device() -> str:
 
 @dataclass(frozen=True)
 class Timing:
-    """How long a function took, turn by turn.
+    """The seconds of a function, turn by turn.
 
     Args:
-        nbytes: What it must read or write once.
+        nbytes: Bytes it must read or write once.
         seconds: One per turn.
     """
 

@@ -81,10 +81,10 @@ def _writing() -> Generator[None, None, None]:
 
 
 class _OnSegments(Callback):
-    """What the classes below have in common."""
+    """Common part of the averaging callbacks below: averages of this rank's segments."""
 
     _average_model: Any
-    user_class: type  # without what is here
+    user_class: type  # the user's own, without this class
     _made_for: weakref.ref[ZeroEngine] | None = None  # the engine of the segments that are averaged
 
     def begin(self, module: pl.LightningModule) -> None:

@@ -56,7 +56,7 @@ def inner_module(module: nn.Module) -> nn.Module:
 
 
 def hookable_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules outermost first, compiled ones in the place of what they wrap."""
+    """Yield modules outermost first; a compiled one stands for the module that it wraps."""
     yield prefix.rstrip("."), module
     for key, child in inner_module(module)._modules.items():
         if child is not None:

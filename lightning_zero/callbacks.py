@@ -27,7 +27,7 @@ __all__ = ["ExportSafetensors", "ZeroMonitor"]
 
 
 class ZeroMonitor(Callback):
-    """Log what a run costs to every logger of the Trainer, each ``log_every_n_steps``.
+    """Log memory, traffic, time and throughput to every logger of the Trainer, each ``log_every_n_steps``.
 
     Scalars: ``memory/{parameters,gradients,optimizer,gathered,gathered_peak,other}`` in bytes on rank 0,
     ``traffic/<collective>`` in bytes that rank 0 sent per step, ``time/wait_s`` in seconds per step that it waited,
@@ -122,7 +122,7 @@ class ExportSafetensors(Callback):
         dtype: In which floating-point weights are written; by default that of the values that are stepped.
         max_shard_size: Most bytes of a file.
         include: ``"trained"``, patterns of names, or a function of the name. The default is everything.
-        prefix: Write only weights whose name starts so, without it: ``"model."`` for what is ``self.model`` in the
+        prefix: Write only weights whose names start with it, without it: ``"model."`` for ``self.model`` in the
             ``LightningModule``.
     """
 

@@ -1,4 +1,4 @@
-"""The strategy's hooks for checkpoints: what Lightning calls to save, load and remove them."""
+"""The strategy's hooks for checkpoints, which Lightning calls to save, load and remove them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class CheckpointHooks(ParallelStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Every rank reads what it holds, so the module is sharded first."""
+        """Every rank reads only its own ranges, so the module is sharded first."""
         return True
 
     @property
@@ -454,7 +454,7 @@ def raw(optimizer: Optimizer) -> Optimizer:
 
 
 def _begin_epoch_as_uninterrupted(trainer: pl.Trainer) -> None:
-    """Draw for the iterator of the next epoch's data what an uninterrupted run draws, if the last epoch was complete.
+    """Draw the same numbers for the next epoch's iterator as an uninterrupted run, if the last epoch was complete.
 
     Lightning has made that iterator before the generators were set, and making one draws numbers.
     """

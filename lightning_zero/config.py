@@ -33,7 +33,7 @@ ReduceDtype = Literal["fp32", "bf16", "fp16"]
 Place = Literal["cpu", "nvme"]
 Moments = Literal["fp32", "bf16", "int8"]
 CheckpointPolicy = Literal["full", "selective", "offload", "auto"]
-Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b"]
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1"]
 ReduceTime = Literal["auto", "step", "microbatch"]
 StepTime = Literal["auto", "now", "deferred", "backward"]
 
@@ -47,9 +47,7 @@ _PARTITION_USE = (
 _POLICY_USE = (
     "Use 'full', 'selective', 'offload' or 'auto'. 'partition' needs tensor parallelism, which does not exist yet."
 )
-_SCHEDULE_USE = (
-    "Use 'gpipe', '1f1b' or 'interleaved_1f1b'. Zero-bubble schedules set gradients past the hooks that reduce them."
-)
+_SCHEDULE_USE = "Use 'gpipe', '1f1b', 'interleaved_1f1b' or 'zb_h1'."
 _DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -81,7 +79,7 @@ class Sharding:
 @checked_fields()
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """How ranks exchange parameters and gradients.
+    """Dtypes, prefetching and timeouts of the collectives on parameters and gradients.
 
     Args:
         reduce_dtype: Dtype in which gradients are accumulated, reduced and kept until the step. The default is fp32,
@@ -117,13 +115,13 @@ class Communication:
 @checked_fields(use={"fraction": "Use a number from 0 to 1, or 'auto'."})
 @dataclass(frozen=True, kw_only=True)
 class Offload:
-    """Where optimizer states, masters and parameters sleep between their uses.
+    """Storage for optimizer states, masters and parameters between their uses.
 
     Args:
         optimizer: ``"cpu"``: masters, optimizer states and reduced gradients are in host memory; the CPU steps them.
             ``"nvme"``: they are in files below ``path``, and in memory for a few units at a time. None: they stay on
             the device.
-        params: At stage 3, where parameters sleep between uses: ``"cpu"``, ``"nvme"``, or None (the device).
+        params: At stage 3, where parameters are stored between uses: ``"cpu"``, ``"nvme"``, or None (the device).
         path: A directory on a local disk, or several, over which blocks are striped. Needed for ``"nvme"``, and used
             for nothing else. Nothing is left in it when the process ends, however it ends.
         fraction: Part of the parameters, by number of elements, whose units are offloaded; the first units of the model
@@ -177,7 +175,7 @@ class Offload:
 
     @classmethod
     def of(cls, value: Any) -> Offload | None:
-        """Return what the option means: ``"cpu"``, a dict of fields, an ``Offload``, or nothing.
+        """Return the option as an ``Offload``; given are ``"cpu"``, a dict of fields, an ``Offload``, or nothing.
 
         Raises:
             ValueError: Another word.
@@ -190,7 +188,7 @@ class Offload:
         return offload
 
     def check(self, stage: int, *, in_pipeline: bool = False) -> None:
-        """Refuse what a stage, or a pipeline, cannot do.
+        """Refuse fields that a stage, or a pipeline, does not support.
 
         Raises:
             ValueError: Parameters are to be offloaded below stage 3, or something to disks in a pipeline.
@@ -210,15 +208,15 @@ class Offload:
 @checked_fields(use={"policy": _POLICY_USE})
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointing:
-    """Which activations are computed again in the backward pass instead of being kept.
+    """Recompute activations of chosen modules in the backward pass instead of keeping them.
 
     Args:
         modules: Classes, or names of classes, whose calls are checkpointed; by default the repeated blocks.
         every: Checkpoint every n-th of the modules; the others keep their activations.
-        policy: What is kept of a call. ``"full"``: its inputs. ``"selective"``: the results of matrix products and
-            attention too. ``"offload"``: its inputs, in host memory. ``"auto"``: after two steps the cheapest of
+        policy: Tensors of a call that are kept. ``"full"``: its inputs. ``"selective"``: the results of matrix products
+            and attention too. ``"offload"``: its inputs, in host memory. ``"auto"``: after two steps the cheapest of
             everything, selective, full and offload that a forecast says will fit.
-        budget_bytes: With ``"auto"``: what the chosen modules may keep on a rank; None: what a GPU has free.
+        budget_bytes: With ``"auto"``: bytes the chosen modules may keep on a rank; None: the free bytes of the GPU.
         preserve_rng_state: Compute again with the same random numbers (dropout). Costs a little time; off is right only
             where nothing is random.
     """
@@ -240,7 +238,7 @@ class ActivationCheckpointing:
 
     @classmethod
     def of(cls, value: Any) -> ActivationCheckpointing | None:
-        """Return what the option of the strategy means: True, classes, a dict of fields, or nothing."""
+        """Return the strategy's option as a config; given are True, classes, a dict of fields, or nothing."""
         if value is None or value is False:
             return None
         if value is True:
@@ -298,7 +296,7 @@ class MixedPrecision:
 @checked_fields(use={"partition": _PARTITION_USE, "schedule": _SCHEDULE_USE})
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """How a model is cut into pipeline stages, and in which order micro-batches go through them.
+    """The cut of a model into pipeline stages, and the order in which micro-batches go through them.
 
     Args:
         stages: Number of stages; the ranks are stages times copies of the model. 1 is no pipeline.
@@ -308,18 +306,22 @@ class Pipeline:
             blocks, ``"type:Regex"`` the blocks whose class name matches, ``"flops"`` the counted operations of a
             forward, ``"measured"`` the time it takes: rank 0 runs a step on the first batch. A list names the first
             block of every stage but the first, by name or position.
-        microbatches: Pieces into which a training batch is cut; they must divide it. The default is as many as stages.
+        microbatches: Pieces into which a training batch is cut, along the first dimension of its tensors. The default
+            is as many as stages. Where they do not divide a batch, sizes differ by one.
         schedule: ``"gpipe"``: all forwards, then all backwards. ``"1f1b"``: one forward, one backward; keeps fewer
             activations (PipeDream, arXiv:1806.03377). ``"interleaved_1f1b"``: several chunks of the model a stage, for
-            a smaller bubble (arXiv:2104.04473).
+            a smaller bubble (arXiv:2104.04473). ``"zb_h1"``: as ``"1f1b"``, and gradients of weight matrices are
+            computed where a stage would wait (arXiv:2401.10241); every stage keeps as much as the first, and
+            the inputs of products until then, those of recomputed blocks, too.
         chunks: Chunks of the model on every stage: 1, and 2 or more for ``"interleaved_1f1b"``, whose default is 2.
         first: Modules in front of the blocks that seem to lie behind them.
         last: Modules behind the blocks that seem to lie in front of them.
         shared: Parameters that code of several stages uses by name, for example an embedding's weight as the head's;
             a parameter under two names is found.
         reduce: When the copies of a stage reduce gradients at ZeRO stage 3. ``"microbatch"``: after every backward.
-            ``"step"``: once per batch, and hold the stage's whole gradients until then; what the other ZeRO stages and
-            several chunks a stage do anyway. ``"auto"``: once if they take at most a tenth of the device's memory.
+            ``"step"``: once per batch, and hold the stage's whole gradients until then; what the other ZeRO stages,
+            several chunks a stage and ``"zb_h1"`` do anyway. ``"auto"``: once if they take at most a tenth of the
+            device's memory.
     """
 
     stages: int = 2
@@ -341,16 +343,20 @@ class Pipeline:
                 f"`chunks={self.chunks}` does not fit `schedule={self.schedule!r}`: 'interleaved_1f1b' needs 2 or more"
                 " chunks a stage, the others have 1."
             )
-        if self.reduce == "microbatch" and is_interleaved:
+        if self.reduce == "microbatch" and (is_interleaved or self.splits_backward):
+            why = (
+                "a backward brings a part of the gradients"
+                if self.splits_backward
+                else ("a reduction takes all chunks of a stage")
+            )
             raise ValueError(
-                "`reduce='microbatch'` does not work with `schedule='interleaved_1f1b'`: a reduction takes all chunks"
-                " of a stage. Use 'auto' or 'step'."
+                f"`reduce='microbatch'` does not work with `schedule={self.schedule!r}`: {why}. Use 'auto' or 'step'."
             )
         self._check_microbatches()
         self._check_partition()
 
     def check(self, stage: int) -> None:
-        """Refuse what a ZeRO stage cannot do.
+        """Refuse fields that a ZeRO stage does not support.
 
         Raises:
             ValueError: Gradients are to be reduced after every micro-batch below stage 3.
@@ -363,9 +369,9 @@ class Pipeline:
 
     def _check_microbatches(self) -> None:
         number = self.num_microbatches
-        if self.schedule == "1f1b" and number < self.stages:
+        if self.schedule in ("1f1b", "zb_h1") and number < self.stages:
             raise ValueError(
-                f"`microbatches={number}` leaves stages of `schedule='1f1b'` without work. Use at least"
+                f"`microbatches={number}` leaves stages of `schedule={self.schedule!r}` without work. Use at least"
                 f" `stages={self.stages}` micro-batches, or 'gpipe'."
             )
         if self.schedule == "interleaved_1f1b" and number % self.stages:
@@ -396,6 +402,16 @@ class Pipeline:
     def num_chunks(self) -> int:
         """Chunks of the whole model."""
         return self.stages * (self.chunks or (2 if self.schedule == "interleaved_1f1b" else 1))
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are computed apart from those of activations."""
+        return self.schedule == "zb_h1"
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether the schedule has gradients reduced once per batch at every ZeRO stage."""
+        return self.num_chunks > self.stages or self.splits_backward
 
     @property
     def num_microbatches(self) -> int:

@@ -1,4 +1,4 @@
-"""Options of other strategies, and what they are called here."""
+"""Options of other strategies, and their names here."""
 
 from __future__ import annotations
 

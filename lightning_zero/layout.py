@@ -1,4 +1,4 @@
-"""Where every parameter lies in a flat buffer and which range of it each rank owns.
+"""The slot of every parameter in a flat buffer, and the range of it that each rank owns.
 
 Pure integers: no tensors, no device, no process group. The same object serves every stage, placement and checkpoint.
 
@@ -120,7 +120,7 @@ class FlatLayout:
 
     @classmethod
     def from_json(cls, text: str) -> FlatLayout:
-        """Read what ``to_json`` wrote."""
+        """Read a layout that ``to_json`` wrote."""
         data = json.loads(text)
         slots = tuple(Slot(**{**slot, "shape": tuple(slot["shape"])}) for slot in data["slots"])
         return cls(slots=slots, world_size=data["world_size"], padded_numel=data["padded_numel"])

@@ -1,24 +1,30 @@
-"""What a step logs where only one stage of a pipeline runs it to its end: recorded there, replayed on all ranks.
+"""Values logged by a step that only the last stage runs to its end: recorded there, replayed on all ranks.
 
 Note [Metrics]
     Metric objects are updated on the last stage, micro-batch by micro-batch. Afterwards their states go to the other
     stages, so every rank computes them, over the ranks of its own stage: one per copy of the model. The value of a step
     is that of all its micro-batches together: the metric starts a step empty, is computed at its end, and is merged
-    with what it held. A metric whose states cannot be merged is right at the end of an epoch, and refused in a step.
+    with the states it held. A metric whose states cannot be merged is right at the end of an epoch, and refused in a
+    step.
+    Wrappers of torchmetrics count no updates. The metrics inside of them are treated like any other, and the numbers
+    and tensors of a wrapper's own (the window of a running mean) go to the other stages as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection, MetricTracker
+from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_zero.errors import PipelineError
+from lightning_zero.parallel.microbatches import weighted_mean
 from lightning_zero.parallel.sources import is_fake
 
 __all__ = ["LoggedValue", "Logs", "MetricStates"]
@@ -30,7 +36,8 @@ class LoggedValue:
 
     Attributes:
         name: Under which it is logged.
-        value: The mean over the micro-batches; None of a metric object, and where another stage computes it.
+        value: The mean over the micro-batches, by their samples, or the sum, largest or smallest value where
+            ``reduce_fx`` says so; None of a metric object, and where another stage computes it.
         metric: Name of a metric object in the module, instead of a value.
         options: Of the call.
     """
@@ -47,7 +54,7 @@ class LoggedValue:
 
     @property
     def key(self) -> str:
-        """What tells it from the other calls of a step."""
+        """A key that tells it from the other calls of a step."""
         return f"{self.name}/{self.options.get('on_step')}/{self.options.get('on_epoch')}"
 
 
@@ -56,7 +63,17 @@ class Logs:
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        self._calls: list[tuple[str, Any, dict[str, Any]]] = []
+        self._calls: list[tuple[str, Any, dict[str, Any], int]] = []  # name, value, options, samples
+        self._size = 1
+
+    @contextmanager
+    def microbatch(self, size: int) -> Iterator[None]:
+        """Record calls of a micro-batch of a number of samples, by which values are averaged."""
+        self._size = size
+        try:
+            yield
+        finally:
+            self._size = 1
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -67,7 +84,7 @@ class Logs:
             names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
             if isinstance(value, Tensor):  # as it is now, without the graph, which would hold its micro-batch
                 value = value.detach().clone()
-            self._calls.append((name, value, {**dict(zip(names, args, strict=False)), **options}))
+            self._calls.append((name, value, {**dict(zip(names, args, strict=False)), **options}, self._size))
 
         vars(self._module)["log"] = log
         try:
@@ -78,14 +95,14 @@ class Logs:
     def merged(self) -> list[LoggedValue]:
         """Return the recorded calls, one per name and options, values averaged over the micro-batches."""
         metrics = {id(child): name for name, child in self._module.named_modules() if isinstance(child, Metric)}
-        merged: dict[str, list[tuple[Any, dict[str, Any]]]] = {}
-        for name, value, options in self._calls:
+        merged: dict[str, list[tuple[Any, dict[str, Any], int]]] = {}
+        for name, value, options, size in self._calls:
             key = f"{name}/{options.get('on_step')}/{options.get('on_epoch')}"
-            merged.setdefault(key, []).append((value, {**options, "name": name}))
+            merged.setdefault(key, []).append((value, {**options, "name": name}, size))
         return [self._merge(calls, metrics) for calls in merged.values()]
 
-    def _merge(self, calls: Sequence[tuple[Any, dict[str, Any]]], metrics: dict[int, str]) -> LoggedValue:
-        value, options = calls[0]
+    def _merge(self, calls: Sequence[tuple[Any, dict[str, Any], int]], metrics: dict[int, str]) -> LoggedValue:
+        value, options, _ = calls[0]
         options = dict(options)
         name = options.pop("name")
         if isinstance(value, Metric):
@@ -95,18 +112,18 @@ class Logs:
                 )
             return LoggedValue(name, None, metrics[id(value)], options)
         if options.get("batch_size") is not None:
-            options["batch_size"] = sum(one["batch_size"] for _, one in calls)
+            options["batch_size"] = sum(one["batch_size"] for _, one, _ in calls)
         if isinstance(value, dict):
             raise PipelineError(f"`self.log({name!r}, ...)` logs a dictionary. Use `self.log_dict` in a pipeline.")
-        computed = [one for one, _ in calls if not is_fake(one)]
+        computed = [(one, size) for one, _, size in calls if not is_fake(one)]
         if not computed:
             return LoggedValue(name, None, None, options)
-        values = [one if isinstance(one, Tensor) else torch.tensor(float(one)) for one in computed]
-        mean = values[0] if len(values) == 1 else torch.stack([one.float() for one in values]).mean(0)
-        return LoggedValue(name, mean.cpu(), None, options)
+        values = [one if isinstance(one, Tensor) else torch.tensor(float(one)) for one, _ in computed]
+        reduced = _reduced(values, [size for _, size in computed], options.get("reduce_fx", "mean"))
+        return LoggedValue(name, reduced.cpu(), None, options)
 
     def replay(self, logged: Sequence[LoggedValue], sync_group: Any, device: torch.device) -> None:
-        """Log on this rank; what is averaged over ranks is averaged over the copies of the model. Collective then."""
+        """Log on this rank; values averaged over ranks are averaged over the copies of the model. Collective then."""
         for one in logged:
             options = dict(one.options)
             if options.get("sync_dist") and options.get("sync_dist_group") is None:
@@ -129,38 +146,73 @@ class MetricStates:
     """
 
     def __init__(self, module: nn.Module, group: Any) -> None:
-        self._metrics = {name: child for name, child in module.named_modules() if isinstance(child, Metric)}
-        self._held: dict[str, tuple[int, dict[str, Any]]] = {}  # before the step
-        for metric in self._metrics.values():
-            metric.process_group = metric.process_group or group
+        self._module = module
+        self._group = group
+        # - Of the step that is running
+        self._metrics: dict[str, Metric] = {}
+        self._wrappers: dict[str, WrapperMetric] = {}
+        self._held: dict[str, tuple[int, dict[str, Any]]] = {}  # states before the step
+        self._attributes: dict[str, dict[str, Any]] = {}  # of the wrappers before the step
+        self._caches: dict[str, Any] = {}  # of the wrappers before the step
+
+    def _found(self) -> dict[str, Metric]:
+        """Return all metrics and wrappers: a tracker gets new ones during a fit."""
+        trackers = [child for child in self._module.modules() if isinstance(child, MetricTracker)]
+        bases = {id(base) for tracker in trackers for base in tracker._base_metric.modules()}  # only copied
+        modules = self._module.named_modules()
+        return {name: child for name, child in modules if isinstance(child, Metric) and id(child) not in bases}
+
+    def _collections(self) -> list[MetricCollection]:
+        return [child for child in self._module.modules() if isinstance(child, MetricCollection)]
+
+    def _share_in_groups(self) -> None:
+        """Give all metrics of a collection's group the states of the first one, which alone is updated."""
+        for collection in self._collections():
+            if collection._enable_compute_groups and collection._groups_checked:
+                collection._state_is_copy = False
+                collection._compute_groups_create_state_ref()
 
     @contextmanager
     def muted(self) -> Iterator[None]:
         """Let calls of the metrics do nothing."""
-        before = {name: {key: vars(metric).get(key) for key in _CALLS} for name, metric in self._metrics.items()}
-        for metric in self._metrics.values():
+        metrics, collections = self._found(), self._collections()
+        groups = [copy.deepcopy({key: vars(one)[key] for key in _GROUPS}) for one in collections]
+        before = {name: {key: vars(metric).get(key) for key in _CALLS} for name, metric in metrics.items()}
+        for metric in metrics.values():
             vars(metric).update(dict.fromkeys(_CALLS, _do_nothing))
         try:
             yield
         finally:
-            for name, metric in self._metrics.items():
+            for collection, group in zip(collections, groups, strict=True):
+                vars(collection).update(group)
+            for name, metric in metrics.items():
                 for key, value in before[name].items():
                     vars(metric).pop(key)
                     vars(metric).update({} if value is None else {key: value})
 
     def begin(self) -> None:
-        """Set aside what the metrics hold."""
+        """Store the states of the metrics, and reset those that can be merged."""
+        self._share_in_groups()
+        found = self._found()
+        self._wrappers = {name: one for name, one in found.items() if isinstance(one, WrapperMetric)}
+        self._metrics = {name: one for name, one in found.items() if name not in self._wrappers}
+        self._attributes = {name: _attributes(wrapper) for name, wrapper in self._wrappers.items()}
+        self._caches = {name: vars(wrapper).get("_forward_cache") for name, wrapper in self._wrappers.items()}
         self._held = {}
         for name, metric in self._metrics.items():
+            metric.process_group = metric.process_group or self._group
             states = {key: _copy(value) for key, value in metric.metric_state.items()}
             self._held[name] = (metric._update_count, states)
+        for metric in self._metrics.values():
             if _is_mergeable(metric):
                 metric.reset()
 
     def collect(self, logged: Sequence[LoggedValue]) -> dict[str, Any]:
-        """Finish the step on the last stage and return what the others need, in host memory."""
+        """Finish the step on the last stage and return its metric states for the others, in host memory."""
         in_step = {one.metric for one in logged if one.metric and one.options.get("on_step", True) is not False}
-        message = {}
+        self._require_known()
+        self._share_in_groups()
+        message: dict[str, Any] = {name: changed for name in self._wrappers if (changed := self._changed(name))}
         for name, metric in self._metrics.items():
             held, states = self._held[name]
             mergeable = _is_mergeable(metric)
@@ -186,8 +238,30 @@ class MetricStates:
                              _to(metric._forward_cache, "cpu"))  # fmt: skip
         return message
 
+    def _require_known(self) -> None:
+        """Refuse changes of metrics in a step that the other stages cannot be told."""
+        for name, metric in self._found().items():
+            if name not in self._held and name not in self._wrappers:
+                raise PipelineError(
+                    f"The metric `{name}` came into the module during a step of a pipeline. Make it before, for example"
+                    " call `increment` of a `MetricTracker` in `on_train_epoch_start` or `on_validation_epoch_start`."
+                )
+            if name in self._wrappers and vars(metric).get("_forward_cache") is not self._caches[name]:
+                raise PipelineError(
+                    f"`{name}(...)` of a `{type(metric).__name__}` resets the metrics inside of it, and a pipeline"
+                    f" cannot merge them. Call `{name}.update(...)` in a step, and `{name}.compute()` behind it."
+                )
+
+    def _changed(self, name: str) -> dict[str, Any]:
+        """Return the numbers and tensors of a wrapper that the step has changed, in host memory."""
+        before, now = self._attributes[name], _attributes(self._wrappers[name])
+        changed = [key for key, mark in now.items() if before.get(key) != mark]
+        return {key: _to(vars(self._wrappers[name])[key], "cpu") for key in changed}
+
     def apply(self, message: dict[str, Any]) -> None:
         """Take over the states of the last stage."""
+        for name, wrapper in self._wrappers.items():
+            vars(wrapper).update(_to(message.get(name, {}), wrapper.device))
         for name, metric in self._metrics.items():
             held, states = self._held[name]
             if name not in message:
@@ -200,6 +274,23 @@ class MetricStates:
 
 
 _CALLS = ("update", "forward", "compute")
+_GROUPS = ("_groups", "_groups_checked", "_state_is_copy")
+_COMPUTED = ("_computed", "_forward_cache", "_cache")
+
+
+def _reduced(values: Sequence[Tensor], sizes: Sequence[int], reduce_fx: Any) -> Tensor:
+    """Reduce the values of a batch's micro-batches as Lightning reduces those of an epoch's steps."""
+    if len(values) == 1:
+        return values[0]
+    name = reduce_fx.lower() if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+    if name not in _REDUCTIONS:
+        return weighted_mean(values, sizes)
+    return _REDUCTIONS[name](torch.stack(list(values)))
+
+
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda values: values.sum(0), "max": lambda values: values.amax(0), "min": lambda values: values.amin(0)
+}  # fmt: skip
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> Tensor:
@@ -211,6 +302,29 @@ def _is_mergeable(metric: Metric) -> bool:
     return metric.full_state_update is False and all(
         name in ("dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min") for name in reductions
     )
+
+
+def _attributes(wrapper: WrapperMetric) -> dict[str, list[Any]]:
+    """Return marks of a wrapper's own numbers, tensors and lists of tensors, by which a change is seen."""
+    marks = {}
+    for key, value in vars(wrapper).items():
+        items = value if isinstance(value, list) else [value]
+        if key not in _COMPUTED and all(isinstance(item, (Tensor, bool, int, float)) for item in items):
+            marks[key] = [_Mark(item, item._version) if isinstance(item, Tensor) else item for item in items]
+    return marks
+
+
+@dataclass(frozen=True, eq=False)
+class _Mark:
+    """A tensor as it was; equal to another one of the same tensor if nothing wrote into it in between."""
+
+    tensor: Tensor
+    version: int
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Mark) and self.tensor is other.tensor and self.version == other.version
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _set(metric: Metric, count: int, states: dict[str, Any]) -> None:

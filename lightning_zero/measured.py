@@ -1,4 +1,4 @@
-"""What the layers of a LightningModule cost on its first batch, for a pipeline that is cut by it."""
+"""The cost of each layer of a LightningModule on its first batch, for a pipeline that is cut by it."""
 
 from __future__ import annotations
 

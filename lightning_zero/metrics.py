@@ -1,4 +1,4 @@
-"""States of torchmetrics in checkpoints: every rank has its own, and what was counted is counted once afterwards."""
+"""States of torchmetrics in checkpoints: every rank has its own, and a count is counted once afterwards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def with_own_metric_states(
     Args:
         module: Has the metrics, on their device.
         state_dict: As saved; the metric states in it are rank 0's.
-        saved: What ``metric_states`` returned on every rank, or nothing, if the checkpoint is of another strategy.
+        saved: Results of ``metric_states`` on every rank, or nothing, if the checkpoint is of another strategy.
         rank: This rank.
         world_size: Number of ranks now.
     """
@@ -52,7 +52,7 @@ def with_own_metric_states(
                 values[name] = merged if rank == 0 or reduction in _ALL_TAKE else metric._defaults[key]
             else:
                 undivided.append(name)
-        # The metric keeps what it is given: not a tensor that is read later, and on its own device.
+        # The metric keeps its arguments: so no tensors that are read later, and tensors on its own device.
         values[name] = _map(partial(_copy, device=metric.device), values[name])
     return values, undivided
 

@@ -1,4 +1,4 @@
-"""What a run costs, as named numbers: memory by class, bytes sent, time waited, throughput.
+"""The cost of a run as named numbers: memory by class, bytes sent, time waited, throughput.
 
 Knows the engine's statistics and nothing of who draws them.
 """
@@ -57,7 +57,7 @@ class Meter:
             self._traffic, self._wait_s = dict(stats.traffic), stats.wait_s
 
     def count(self, *, tokens: int | None, samples: int | None) -> None:
-        """Add what one micro-batch of this rank has."""
+        """Add the tokens and samples of one micro-batch of this rank."""
         self._tokens += tokens or 0
         self._samples += samples or 0
 

@@ -35,7 +35,7 @@ def checked_arguments(
 
     Args:
         use: By option, the sentence that an error says instead of the types of the annotation.
-        foreign: By option of another library, the sentence that says what it is here.
+        foreign: By option of another library, the sentence that names its counterpart here.
         unchecked: Options that ``__init__`` checks itself.
     """
 
@@ -88,7 +88,7 @@ class _Check:
         use: See ``checked_arguments``.
         foreign: See ``checked_arguments``.
         unchecked: See ``checked_arguments``.
-        owner: Of fields, the dataclass, which is part of what an error shows: ``Offload(params='disk')``.
+        owner: Of fields, the dataclass, which is part of the name in an error: ``Offload(params='disk')``.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ def _choices(hint: Any) -> Iterator[Any]:
 
 
 def _described(hint: Any) -> str:
-    """Return what an annotation allows, in words."""
+    """Return the values that an annotation allows, in words."""
     items = list(dict.fromkeys(_allowed(hint)))
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} or {items[-1]}"
 
@@ -210,7 +210,7 @@ def _allowed(hint: Any) -> Iterator[str]:
 
 
 def _kind(value: Any, hint: Any) -> str:
-    """Return what was given instead of what an annotation allows; of a list, its first wrong element."""
+    """Return the kind of a given value that an annotation does not allow; of a list, of its first wrong element."""
     if isinstance(value, type):
         return "a class"
     items = next(_element_hints(hint), None)

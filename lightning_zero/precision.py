@@ -45,7 +45,7 @@ _SCALER_STATES = ("MixedPrecision", "FSDPPrecision")  # where other strategies' 
 @checked_fields()
 @dataclass(frozen=True, kw_only=True)
 class LossScale:
-    """How the loss is scaled so that small fp16 gradients do not vanish.
+    """The rule of the loss scale, which keeps small fp16 gradients from vanishing.
 
     Args:
         init_scale: Factor of the first step.
@@ -131,7 +131,7 @@ class LossScaler:
             self.hysteresis = self.config.hysteresis
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to go on."""
+        """Return the scale and its counters, which a resumed run needs."""
         return {
             "scale": self.scale,
             "hysteresis": self.hysteresis,
@@ -168,7 +168,7 @@ class ZeroStep(Precision):
         self.engine: ZeroEngine | None = None
         self.scaler: LossScaler | None = None
         self.grad_norm: Tensor | None = None  # norm that the last clipping has computed
-        self._overflows: dict[Optimizer, bool] = {}  # optimizers unscaled since their last step, and what was found
+        self._overflows: dict[Optimizer, bool] = {}  # by optimizer unscaled since its last step
 
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
         """Scale the loss and call ``on_before_backward``."""
@@ -324,7 +324,7 @@ class ZeroDoublePrecision(ZeroStep, DoublePrecision):
 
 
 def adopt(plugin: Precision) -> ZeroStep:
-    """Return the plugin of this package that does what a stock plugin of Lightning does.
+    """Return this package's counterpart of a stock precision plugin of Lightning.
 
     Raises:
         TypeError: the plugin is none of the four that can work on shards.

@@ -1,4 +1,4 @@
-"""The strategy's hooks for processes: who this rank is, how the others are started, what they tell one another."""
+"""The strategy's hooks for processes: ranks, devices, how the others are started, errors told to one another."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class ProcessHooks(ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which slice of the data this rank sees; the stages of a pipeline see the same."""
+        """The slice of the data that this rank sees; the stages of a pipeline see the same."""
         if self.pipeline is not None:
             copies = self.num_nodes * self.num_processes // self.pipeline.stages
             return {"num_replicas": copies, "rank": self.global_rank % max(copies, 1)}
@@ -119,7 +119,7 @@ class ProcessHooks(ParallelStrategy):
             self._mesh = Mesh(self.pipeline.stages, self.communication.timeout_s)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the other ranks of the error, or say what the first of theirs was. No collective."""
+        """Tell the other ranks of the error, or add the first of their errors to it. No collective."""
         super().on_exception(exception)
         self._is_alone = False
         peers = Peers.of_world()
@@ -209,7 +209,7 @@ class _Launcher(_MultiProcessingLauncher):
 
 @contextmanager
 def _failure_named(what: str) -> Iterator[None]:
-    """Say which call of the program's failed, and what the first error was."""
+    """Name the call of the program that failed, and the first error of any rank."""
     try:
         yield
     except RuntimeError as error:

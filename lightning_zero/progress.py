@@ -1,4 +1,4 @@
-"""Where a rank is in a run, and whether all ranks are at the same place when they save."""
+"""The place of a rank in a run, which must be the same on all ranks when they save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options and callbacks that would not do what their names say, refused before the first step."""
+"""Refuse options and callbacks that would not live up to their names, before the first step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["refuse_options"]
 
 
 class _Options(Protocol):
-    """What is read of ``ZeroStrategy``."""
+    """The parts of ``ZeroStrategy`` that are read here."""
 
     stage: int
     state_dict_type: Literal["sharded", "full"]
@@ -45,10 +45,10 @@ class _Options(Protocol):
 
 
 def refuse_options(strategy: _Options, trainer: pl.Trainer) -> None:
-    """Refuse what would not do what its name says.
+    """Refuse options that would not live up to their names.
 
     Raises:
-        ValueError: Names the option, and what to do.
+        ValueError: Names the option, and the remedy.
     """
     if strategy.state_dict_type == "sharded" and not strategy.has_plain_checkpoint_io:
         raise ValueError(

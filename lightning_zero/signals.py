@@ -3,9 +3,9 @@
 Note [Between two batches]
     A handler runs wherever its rank happens to be, in the middle of a step too. A save there needs ranks that are in
     other places, or wait for this one. So a handler takes a note and returns. Lightning asks in front of every training
-    batch whether rank 0 has seen SIGTERM; in this place the ranks agree on what any of them has noted. No batch follows
-    the last one, its validation and `on_train_end`, so they agree in front of `on_train_end` and behind it as well. A
-    rank that has noted SIGTERM still later sends it to itself again when it has given the handlers back.
+    batch whether rank 0 has seen SIGTERM; in this place the ranks agree on the signals that any of them has noted. No
+    batch follows the last one, its validation and `on_train_end`, so they agree in front of `on_train_end` and behind
+    it as well. A rank that has noted SIGTERM still later sends it to itself again when it has given the handlers back.
 """
 
 from __future__ import annotations

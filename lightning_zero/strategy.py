@@ -79,7 +79,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
     """Train with the redundancy of data parallelism removed (ZeRO, arXiv:1910.02054).
 
     Args:
-        stage: What is kept sharded over the ranks. 0: nothing; 1: optimizer states; 2: gradients as well;
+        stage: Tensors that are kept sharded over the ranks. 0: none; 1: optimizer states; 2: gradients as well;
             3: parameters as well.
         units: Modules whose parameters are gathered and reduced together, by class or class name, usually the
             repeated block: ``["Block"]``. By default they are found in the module.
@@ -98,7 +98,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             says it in full and offloads parameters too; a dict of its fields is taken.
         step: When each unit is stepped; the bits are the same. ``"now"``: in ``optimizer.step()``. ``"deferred"``:
             during the next forward, before the unit is used. ``"backward"``: in the backward, as soon as the unit's
-            gradients are reduced, which frees them; what needs all gradients at once is refused: clipping, loss
+            gradients are reduced, which frees them; operations on all gradients at once are refused: clipping, loss
             scaling, accumulation, several optimizers, hooks that see gradients. ``"auto"``: deferred where the unit is
             offloaded, now elsewhere.
         activation_checkpointing: Compute activations again in the backward pass: ``True`` those of the repeated blocks,
@@ -147,7 +147,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         checkpoint_io: Optional[CheckpointIO] = None,
         precision_plugin: Optional[Precision] = None,
     ) -> None:
-        # - What the user asked for
+        # - Options of the user
         self.stage = Sharding.from_stage(stage).stage
         self.state_dict_type = state_dict_type or ("sharded" if self.stage == 3 else "full")
         self.units = units
@@ -168,9 +168,9 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self.weights_only = weights_only
         self._start_method = start_method
         self._process_group_backend = process_group_backend
-        # - What Lightning sets
+        # - Set by Lightning
         self.num_nodes = 1
-        # - What `setup` makes
+        # - Made by `setup`
         self._engine: ZeroEngine | None = None
         self.followers: list[CheckpointFollower] = []  # told of checkpoints, in this order
         self._saver: AsyncSaver | None = None  # from the first asynchronous save to teardown
@@ -181,7 +181,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self._forecast: Forecast | None = None  # chooses the policy of `activation_checkpointing`
         self._evaluation: UnevenEvaluation | None = None  # the last that has begun
         self._warned_of_none = False
-        # - What a checkpoint leaves for the start of training
+        # - Left by a checkpoint for the start of training
         self._random_states: tuple[list[dict[str, Any]], int] | None = None
         self._stored: dict[int, dict[str, Hashable]] = {}
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
@@ -249,7 +249,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         """
         assert self.accelerator is not None
         assert self.lightning_module is not None
-        self._meet_peers("Setting up the model")  # behind what the program does on its own, before there are groups
+        self._meet_peers("Setting up the model")  # after the program's own code, before there are groups
         self.accelerator.setup(trainer)
         refuse_options(self, trainer)
         self._shard(self.lightning_module, is_fitting=trainer.state.fn == TrainerFn.FITTING)
@@ -270,7 +270,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
 
     @contextmanager
     def _saves_wait(self) -> Generator[None, None, None]:
-        """Let saves return when they are on the disk, whatever `async_save` says."""
+        """Let saves return when they are on the disk, also with `async_save`."""
         was, self.async_save = self.async_save, False
         try:
             yield
@@ -307,13 +307,13 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self._forecast = forecast_of(module)
 
     def _offload_without_optimizer(self) -> Offload | None:
-        """Return what is offloaded of a model that is only evaluated: at stage 3 its parameters, unit by unit."""
+        """Return the offload options of a model that is only evaluated: at stage 3 its parameters, unit by unit."""
         if self.offload is None or self.stage < 3:
             return self.offload
         return replace(self.offload, params=self.offload.params or self.offload.optimizer)
 
     def _split(self, module: pl.LightningModule) -> Split | None:
-        """Build the layers that are specified, and return what lies on which stage of a pipeline."""
+        """Build this stage's specified layers, and return the split of the module; None without a pipeline."""
         layers = SpecifiedLayers(module)
         if self.pipeline is None or self._mesh is None:
             layers.build(None)
@@ -402,7 +402,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             type(callback).finetune_function(callback, *args)
 
     def model_to_device(self) -> None:
-        """Move what the engine does not hold: metrics and the module's idea of its device."""
+        """Move metrics, which the engine does not hold, and set the module's device."""
         assert self.lightning_module is not None
         _update_properties(self.lightning_module, device=self.root_device)
         metrics = [module for module in self.lightning_module.modules() if isinstance(module, Metric)]
@@ -586,7 +586,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
     # -- The end ---------------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
-        """Release what belongs to the run. No collectives; the module stays sharded, so it can still be saved.
+        """Release the run's resources. No collectives; the module stays sharded, so it can still be saved.
 
         Raises:
             CheckpointError, OSError: The last asynchronous save failed, and nothing else has.

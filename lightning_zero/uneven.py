@@ -3,7 +3,7 @@
 Note [Who has no batch serves]
     At stage 3 a forward needs all ranks. So where the numbers of batches may differ, each rank tells the others before
     every batch that it has one. A rank that has come to the end of a loader takes part in the steps of the others, with
-    empty steps of its own, until nobody has a batch. Then they reduce what was logged. All ranks end all loaders, one
+    empty steps of its own, until nobody has a batch. Then they reduce the logged values. All ranks end all loaders, one
     after the other: a rank for which a loader is empty ends it like the others, though Lightning shows it nothing of
     it. Loaders of one known length need none of this. Lightning skips an evaluation on a rank whose loaders are all of
     length 0; here it is skipped if they are so on every rank.
@@ -175,7 +175,7 @@ class UnevenEvaluation:
             self._refuse(loader, logged)
 
     def _reduced_values(self) -> list[str]:
-        """Return the names of what was logged for the last loader and is reduced over the ranks behind it."""
+        """Return the names of values logged for the last loader that are reduced over the ranks behind it."""
         results: Any = getattr(self._loop, "_results", None)  # a prediction has none
         return [metric.meta.name for _, metric in results.valid_items() if _is_reduced(metric)] if results else []
 

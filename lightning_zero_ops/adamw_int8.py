@@ -81,12 +81,12 @@ def _padded(values: Tensor) -> Tensor:
 
 
 def _decode(codes: Tensor, scales: Tensor) -> Tensor:
-    """Return what signed codes stand for, with zeros up to whole blocks."""
+    """Return the values of signed codes, with zeros up to whole blocks."""
     return _looked_up(_values(codes.device), codes, scales)
 
 
 def _decode_root(codes: Tensor, scales: Tensor) -> Tensor:
-    """Return what codes of roots stand for, with zeros up to whole blocks."""
+    """Return the values of codes of roots, with zeros up to whole blocks."""
     return _looked_up(_root_values(codes.device), codes, scales)
 
 
@@ -98,14 +98,14 @@ def _looked_up(values: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
 
 @cache
 def _values(device: torch.device) -> Tensor:
-    """Return what the 256 signed codes stand for, by their bits; -128 does not occur."""
+    """Return the values of the 256 signed codes, by their bits; -128 does not occur."""
     positive = _magnitudes(torch.arange(128), _MANTISSA)
     return torch.cat((positive, -positive.flip(0)[:1], -positive[1:].flip(0))).to(device)
 
 
 @cache
 def _root_values(device: torch.device) -> Tensor:
-    """Return what the 256 codes of roots stand for."""
+    """Return the values of the 256 codes of roots."""
     return _magnitudes(torch.arange(256), _MANTISSA_SQ).to(device)
 
 
@@ -152,7 +152,7 @@ def _codes(relative: Tensor, chance: Tensor | int, mantissa: int) -> Tensor:
 
 # -- Reference ---------------------------------------------------------------------------------------------------------
 
-# Elements at a time: on a CPU what a cache holds, elsewhere what bounds the fp32 copies of the moments.
+# Elements at a time: on a CPU they fit a cache, elsewhere they bound the fp32 copies of the moments.
 _CPU_CHUNK = 65536
 _CHUNK = 1 << 24
 

@@ -1,8 +1,8 @@
 """Causal attention by the best of torch's ``scaled_dot_product_attention``.
 
-Note [What makes torch slow]
+Note [Slow arguments]
     Torch has fast kernels and a plain one that holds all scores, ``(B, heads, S, S)``; it takes the plain one without a
-    word where the arguments suit no other. This function passes what the fast ones take:
+    word where the arguments suit no other. This function passes arguments that the fast ones take:
 
     * no mask tensor: ``is_causal`` for squares, no mask for one query, and for several queries behind a cache a
       ``causal_lower_right`` bias, which torch's kernels know, because ``is_causal`` aligns the first query with the

@@ -1,12 +1,12 @@
 """Optimizer steps on flat tensors on a CPU: PyTorch's fused kernels over pieces that stay in the cache.
 
 Note [Whose bits]
-    PyTorch's fused kernels compute whole vectors, and what is left at the end of a tensor in a loop of its own. The two
+    PyTorch's fused kernels compute whole vectors, and the rest at the end of a tensor in a loop of its own. The two
     differ in the last bit: the compiler contracts products and sums in one and not in the other. So that no bit depends
     on how a tensor is cut, every element is computed in a vector; an incomplete one is padded in scratch memory. The
-    exception is *tails*: what PyTorch, stepping each parameter by itself, would leave to that loop. With them a step of
-    many parameters, or of a part of one, has the bits of PyTorch's own fused step (ADR 0018). The loop is itself
-    compiled to vectors of up to 8 elements, so a tail may be cut at multiples of 8 only; shards are.
+    exception is *tails*: elements that PyTorch, stepping each parameter by itself, would leave to that loop. With them
+    a step of many parameters, or of a part of one, has the bits of PyTorch's own fused step (ADR 0018). The loop is
+    itself compiled to vectors of up to 8 elements, so a tail may be cut at multiples of 8 only; shards are.
 
 Note [Threads]
     A piece is small, so PyTorch's own threads would cost more than they bring. With more than one thread, each works on
@@ -196,7 +196,7 @@ def _workers(num_threads: int) -> ThreadPoolExecutor:
     pool = ThreadPoolExecutor(num_threads, "chunks")
     for started in [pool.submit(begin) for _ in range(num_threads)]:
         started.result()
-    torch.set_num_threads(here)  # a call in any thread decides what others begin with
+    torch.set_num_threads(here)  # a call in any thread sets the number that others begin with
     return pool
 
 

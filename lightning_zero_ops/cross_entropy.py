@@ -76,7 +76,7 @@ _SCRATCH_TOKENS = 64
 
 @dataclass(frozen=True)
 class _Terms:
-    """What is constant over rows: see Note [Formula]. ``softcap`` and ``z_loss`` are 0 where there is none."""
+    """Constants over rows: see Note [Formula]. ``softcap`` and ``z_loss`` are 0 where there is none."""
 
     ignore_index: int
     label_smoothing: float
@@ -269,7 +269,7 @@ def _check_labels(target: Tensor, vocabulary: int, ignore_index: int) -> None:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """How many tokens are projected at a time, and whether the sum over chunks is kept in fp32."""
+    """The number of tokens projected at a time, and whether the sum over chunks is kept in fp32."""
 
     tokens: int
     is_wide: bool

@@ -1,4 +1,4 @@
-"""Flat tensors piece by piece: a program of a kernel for each, or what a CPU's cache holds at a time."""
+"""Flat tensors piece by piece: one program of a kernel for each piece, or pieces that fit a CPU's cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def launch(kernel: Any, first: Tensor, *rest: Any, **constants: Any) -> None:
             kernel[(cdiv(first.numel(), BLOCK),)](first, *rest, **constants, BLOCK=BLOCK, num_warps=NUM_WARPS)
 
 
-# So that what lies between input and result stays in a cache of 1 MB; a multiple of all blocks that share a scale.
+# So that values between input and result stay in a cache of 1 MB; a multiple of all blocks that share a scale.
 _CPU_CHUNK = 65536
 
 

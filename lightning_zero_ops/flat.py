@@ -168,8 +168,8 @@ def accumulate_(total: Tensor, grad: Tensor, *, alpha: float = 1.0, beta: float 
     Args:
         total: (n,) fp32, bf16 or fp16. Not read where ``beta`` is 0.
         grad: (n,) fp32, bf16 or fp16.
-        alpha: Factor of what is added.
-        beta: Factor of what is there: 1 adds, 0 overwrites.
+        alpha: Factor of the addend.
+        beta: Factor of the present values: 1 adds, 0 overwrites.
 
     Raises:
         ValueError: A tensor is not flat and contiguous, or lengths or devices differ.

@@ -74,7 +74,7 @@ def _activate(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
 
 
 def _logistic(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``s(x)`` and ``s(-x)``; the larger one is what the smaller one, which is exact, leaves of 1."""
+    """Return ``s(x)`` and ``s(-x)``; the larger one is computed as 1 minus the smaller one, which is exact."""
     tail = torch.sigmoid(-x.abs())
     return torch.where(x >= 0, 1.0 - tail, tail), torch.where(x >= 0, tail, 1.0 - tail)
 

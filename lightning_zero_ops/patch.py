@@ -1,6 +1,6 @@
-"""Put this package's ops into a model of Hugging Face's: what matches, what changes, and the way back.
+"""Put this package's ops into a model of Hugging Face's: matching modules, their replacement, and undoing it.
 
-Note [What a patch is]
+Note [Patches]
     A module's ``forward`` is replaced on the instance; its class, parameters, names and hooks stay, so units,
     checkpoints and optimizers notice nothing. A replacement is an object of this file that holds the module: it
     pickles and copies with the model. A class of Hugging Face's is matched by the code of its ``forward`` and of its
@@ -120,7 +120,7 @@ def _is_of(function: Any, package: str) -> bool:
 
 
 def _essence(function: Any) -> tuple[Any, ...]:
-    """Return what a function computes: its code but for docstrings, the names it reads, its defaults."""
+    """Return the parts of a function that decide its results: code without docstrings, names it reads, defaults."""
     function = inspect.unwrap(function)
     code = function.__code__
     constants = [None if isinstance(one, str) and "\n" in one else one for one in code.co_consts]
@@ -167,7 +167,7 @@ class _Forward:
         raise NotImplementedError
 
     def suits(self) -> bool:
-        """Whether the module still is what was matched."""
+        """Whether the module still is as it was matched."""
         return True
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
@@ -338,7 +338,7 @@ class _GatedMLP(_Forward):
 
     @classmethod
     def _has_op(cls, activation: Any) -> bool:
-        """Whether the op computes what the activation does: it is of a known class, and nobody has replaced it."""
+        """Whether an op computes the same as the activation: it is of a known class, and nobody has replaced it."""
         op = cls.activations.get(_class_name(activation))
         if op is None or "forward" in activation.__dict__ or _is_watched(activation):
             return False
@@ -413,7 +413,7 @@ def _rotate_with_positions(
 
 
 def _stand_in(function: Any) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """Return the stand-in that takes what a family's ``apply_rotary_pos_emb`` takes."""
+    """Return the stand-in with the same arguments as a family's ``apply_rotary_pos_emb``."""
     taken = inspect.getfullargspec(function)[:4]
     return next((one for one in (_rotate, _rotate_with_positions) if inspect.getfullargspec(one)[:4] == taken), None)
 
@@ -445,7 +445,7 @@ def _plainly_turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _is_known_rotation(names: dict[str, Any]) -> bool:
-    """Whether the functions of a family's module turn halves, as Llama's, and take what a stand-in takes."""
+    """Whether the functions of a family's module turn halves, as Llama's, with a stand-in's arguments."""
     function, halves = names.get(_ROTARY), names.get(_HALVES)
     if function is None or halves is None or not _same_code(halves, _template("llama", _HALVES)):
         return False
@@ -467,7 +467,7 @@ def _is_rewrappable(function: Any) -> bool:
 
 
 def _with_names(function: Any, names: dict[str, Any]) -> types.FunctionType:
-    """Return a copy of a function that reads these global names; of what wraps it copies that wrap the copy."""
+    """Return a copy of a function that reads these global names; functions it wraps are copied too."""
     wrapped, closure = getattr(function, "__wrapped__", None), function.__closure__
     inner = None
     if wrapped is not None:
@@ -594,7 +594,7 @@ class _CausalLM(_Forward):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Do what the class's forward does, with the head's loss in the place of its logits."""
+        """Run the class's forward, with the head's loss in the place of its logits."""
         from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, CausalLMOutputWithPast
 
         # Transformers 4 gives Gemma 3's for causal models a prefix of none of its modules: the model is its own base.
@@ -667,7 +667,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Patch:
-    """What ``patch_model`` changed. ``str`` of it is a table; ``undo`` takes it back."""
+    """The changes that ``patch_model`` made. ``str`` of it is a table; ``undo`` takes them back."""
 
     changes: tuple[Change, ...]
     model: nn.Module = field(repr=False)
@@ -724,7 +724,7 @@ def _is_covered(module: nn.Module, kinds: tuple[type[_Forward], ...]) -> bool:
 
 
 def patch_model(model: nn.Module, ops: Sequence[str] | None = None) -> Patch:
-    """Let a model of Hugging Face's compute with the ops of this package: Note [What a patch is]. Warns if none fits.
+    """Let a model of Hugging Face's compute with the ops of this package: Note [Patches]. Warns if none fits.
 
     Call it on every rank, before or after ``shard``. Results and gradients are those of the model up to rounding;
     16-bit ones are rounded less often.
@@ -735,7 +735,7 @@ def patch_model(model: nn.Module, ops: Sequence[str] | None = None) -> Patch:
             that match something.
 
     Returns:
-        What was changed, with ``undo``.
+        The changes, with ``undo``.
 
     Raises:
         ValueError: An unknown name, a name that matches no module of this model, or a module with another forward on

@@ -304,7 +304,7 @@ def dequantize_blockwise(
     Args:
         codes: As ``quantize_blockwise`` returned them.
         scales: As ``quantize_blockwise`` returned them.
-        numel: Length of what was quantized.
+        numel: Length of the quantized tensor.
         bits: As there.
         block: As there.
         dtype: Of the result.
@@ -328,12 +328,12 @@ def dequantize_reduce(
     factor: float = 1.0,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Add what several ranks quantized, in fp32 and in rank order, and multiply the sum by ``factor``, in one pass.
+    """Add the quantized values of several ranks, in fp32 and in rank order, times ``factor``, in one pass.
 
     Args:
         codes: ``(ranks, ...)``: the codes of every rank.
         scales: ``(ranks, ceil(numel / block))`` fp32.
-        numel: Length of what every rank quantized.
+        numel: Length of every rank's quantized tensor.
         bits: As in ``quantize_blockwise``.
         block: As in ``quantize_blockwise``.
         factor: ``1 / ranks`` gives the mean.

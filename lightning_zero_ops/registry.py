@@ -1,6 +1,6 @@
 """The op library ``lightning_zero``: how an op is defined, and which implementation runs where.
 
-Note [What an op is]
+Note [Ops]
     ``define`` takes a schema and three functions. The *reference* is plain PyTorch and runs on CPUs; the *launcher*
     starts a Triton kernel and runs on CUDA devices; the *fake* says shapes and dtypes, so ``torch.compile`` sees one
     node. ``Library.define`` and ``Library.impl`` make ops whose calls cost less than ``torch.library.custom_op``'s (ADR
@@ -152,7 +152,7 @@ def refuse_transforms(op: str, *tensors: Tensor | None) -> None:
     PyTorch knows no derivative of the op in the first case, and would drop the tangent in the second.
 
     Raises:
-        NotImplementedError: Names the op and what to use.
+        NotImplementedError: Names the op and its substitute.
     """
     if is_transformed() and any(tensor is not None and _is_tracked(tensor) for tensor in tensors):
         raise NotImplementedError(
@@ -171,7 +171,7 @@ def refuse_transforms(op: str, *tensors: Tensor | None) -> None:
 
 
 def _is_tracked(tensor: Tensor) -> bool:
-    """Whether a transform differentiates by the tensor, or by what it was computed from."""
+    """Whether a transform differentiates by the tensor, or by one that it was computed from."""
     functorch: Any = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         if functorch.is_gradtrackingtensor(tensor) and tensor.requires_grad:
@@ -206,7 +206,7 @@ def check_factor(op: str, factor: Tensor | None, param: Tensor) -> None:
     """Refuse a factor that is not one fp32 number on the device of ``param``: kernels read no more and nothing else.
 
     Raises:
-        ValueError: Names the op and what it got.
+        ValueError: Names the op and the tensor that it got.
     """
     if factor is None or (factor.shape, factor.dtype, factor.device) == ((), torch.float32, param.device):
         return
@@ -220,7 +220,7 @@ def check_flat(op: str, dtypes: Sequence[torch.dtype], **tensors: Tensor | None)
     """Refuse tensors that are not flat, contiguous, of one length and device, and of one of ``dtypes``; None passes.
 
     Raises:
-        ValueError: Names the op, the argument and what it got.
+        ValueError: Names the op, the argument and the tensor that it got.
         TypeError: A dtype is not among ``dtypes``.
     """
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}

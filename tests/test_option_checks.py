@@ -112,7 +112,7 @@ WRITTEN: list[tuple[Make, dict[str, Any], str]] = [
     (Pipeline, {"partition": [1.5]}, "is a list with a `float` in it. Use 'parameters', 'uniform'"),
     (Pipeline, {"partition": "flop"}, "`Pipeline.partition='flop'.` is not known. Did you mean `flops`"),
     (Pipeline, {"first": "embed"}, r"is a `str`. Use a list \(each element a string\) or None"),
-    (Pipeline, {"schedule": "zb"}, "is not known. Use 'gpipe', .* Zero-bubble schedules set gradients past"),
+    (Pipeline, {"schedule": "zb"}, "is not known.* Use 'gpipe', '1f1b', 'interleaved_1f1b' or 'zb_h1'"),
     (MixedPrecision, {"compute_dtype": "bf16"}, "is a `str`. Use torch.bfloat16, torch.float16 or None"),
 ]
 

@@ -1,4 +1,4 @@
-"""What the engine is measured against; every opponent trains the same model with the same fused AdamW."""
+"""Opponents of the engine; every one trains the same model with the same fused AdamW."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Checkpoints that are written while training goes on.
 
-Note [What a caller waits for]
+Note [Waits of a caller]
     For the previous save, if it still runs, and for one copy of this rank's part of the state into host memory that is
     kept from save to save. Files, sums and agreements are the business of a thread.
     Removals are queued behind the save: an old checkpoint goes when the new one is whole, and stays if that failed.

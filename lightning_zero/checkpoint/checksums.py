@@ -28,7 +28,7 @@ def write_sums(directory: Path, sums: dict[str, list[int]]) -> None:
 
     Args:
         directory: The checkpoint.
-        sums: What ``block_sums`` returned, by the file's name in the checkpoint.
+        sums: Results of ``block_sums``, by the file's name in the checkpoint.
     """
     files = {name: {"nbytes": (directory / name).stat().st_size, "crc32": sums[name]} for name in sorted(sums)}
     table = {"block_bytes": BLOCK_BYTES, "files": files}

@@ -40,11 +40,11 @@ def consolidate(
 ) -> None:
     """Make files that other programs read of a checkpoint, tensor by tensor.
 
-    Needs memory for the largest tensor at most, whatever the checkpoint's size.
+    Needs memory for the largest tensor at most, for checkpoints of any size.
 
     Args:
         checkpoint: A checkpoint directory, or a file of a single device.
-        out: What to write: a folder, a file ending in ``.safetensors``, or for ``ckpt`` a file.
+        out: The path to write: a folder, a file ending in ``.safetensors``, or for ``ckpt`` a file.
         format: ``safetensors``: the weights, in the manner of Hugging Face. ``ckpt``: everything, as a single device
             saves it, for ``load_from_checkpoint`` and for resuming.
         dtype: In which floating-point weights are written. The default is that of the checkpoint.
@@ -52,7 +52,7 @@ def consolidate(
         include: Name of the weights to write, with ``*`` and ``?`` as wildcards, such as ``*.weight``, or a list of
             them: ``[*.weight,*.bias]``. The default is all.
         prefix: Write only weights whose name starts so, without it, such as ``model.``. Applies after ``include``.
-        overwrite: Replace what is at ``out``: a file, or a folder of safetensors files and nothing else.
+        overwrite: Replace the entry at ``out``: a file, or a folder of safetensors files and nothing else.
         weights_only: Refuse to run code that the checkpoint contains. ``false`` is for checkpoints you trust.
 
     Raises:
@@ -75,7 +75,7 @@ def consolidate(
         else:
             is_file = target.suffix == ".safetensors"
             _write_safetensors(temporary, weights, dtype_named(dtype), max_shard_size, is_file=is_file)
-        check_replaceable(target, EXPORTED)  # again: what was put there meanwhile
+        check_replaceable(target, EXPORTED)  # again: something may have been put there meanwhile
         put_in_place(temporary, target)
     finally:
         delete(temporary)

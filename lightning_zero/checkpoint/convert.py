@@ -12,7 +12,7 @@ from lightning_zero.checkpoint.deepspeed import find_deepspeed, read_deepspeed
 
 __all__ = ["convert", "read_foreign"]
 
-# What a Trainer wants to find when it resumes.
+# Entries that a Trainer needs to resume.
 EXPECTED: dict[str, Any] = {
     "pytorch-lightning_version": "2.6.0",
     "epoch": 0,

@@ -32,7 +32,7 @@ __all__ = ["find_deepspeed", "read_deepspeed"]
 MODEL_STATES = "*mp_rank_*_model_states.pt"
 OPTIMIZER_STATES = "*_optim_states.pt"
 
-# What DeepSpeed puts beside the user's own entries; those that hold progress are kept under "deepspeed".
+# Entries that DeepSpeed puts beside the user's own; those that hold progress are kept under "deepspeed".
 PROGRESS = ("lr_scheduler", "global_steps", "global_samples", "skipped_steps", "ds_version")
 INTERNAL = frozenset(
     {
@@ -51,7 +51,7 @@ def find_deepspeed(path: Path) -> Path | None:
 
 
 def read_deepspeed(folder: Path) -> dict[str, Any]:
-    """Return what a folder of DeepSpeed holds, as a strategy's checkpoint.
+    """Read a folder of DeepSpeed's ZeRO as a strategy's checkpoint.
 
     ``state_dict`` has the fp32 masters, and buffers and frozen parameters as they are. ``optimizer_states`` are by
     parameter name. Tensors are ``StoredTensor``s: files are mapped into memory and read tensor by tensor. What the user
@@ -119,7 +119,7 @@ def _client_state(model: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Parameter:
-    """Where a parameter is: its flat group, its offset in there (at stage 3 in a rank's vector), its shape."""
+    """The place of a parameter: its flat group, its offset in there (at stage 3 in a rank's vector), its shape."""
 
     name: str
     group: int
@@ -231,11 +231,11 @@ class _Partitions:
                     target.local[lo - target.start : hi - target.start].copy_(piece[lo - start : hi - start])
 
     def identity(self, key: str) -> Any:
-        """Return what is equal for two names of the same bytes."""
+        """Return a key that is equal for two names of the same bytes."""
         return key
 
 
-# -- What is not in the flat groups ------------------------------------------------------------------------------------
+# -- Tensors outside of the flat groups --------------------------------------------------------------------------------
 
 
 def _frozen(source: _Partitions, models: Sequence[Any]) -> dict[str, Any]:

@@ -85,18 +85,18 @@ def save(engine: ZeroEngine | None, checkpoint: Mapping[str, Any], path: str | o
     Args:
         engine: Whose segments the dictionary holds. Without one this process writes a directory alone.
         checkpoint: May hold ``Segment``s anywhere, under the same names on every rank.
-        path: Rank 0's is used. What is there is replaced at the end.
+        path: Rank 0's is used. A checkpoint there is replaced at the end.
         full: Write one file with whole tensors, as single-device training does, instead of a directory.
 
     Raises:
-        CheckpointError: Writing failed on another rank. What was at the path is untouched.
+        CheckpointError: Writing failed on another rank. A checkpoint at the path is untouched.
     """
     write(prepare(engine, checkpoint, path, full), Ranks(engine))
 
 
 @dataclass
 class Prepared:
-    """What a rank writes of a checkpoint. The values of a directory are the live ones until they are detached.
+    """A rank's part of a checkpoint. The values of a directory are the live ones until they are detached.
 
     Attributes:
         target: The path, the same on all ranks.
@@ -125,7 +125,7 @@ class Prepared:
 def prepare(
     engine: ZeroEngine | None, checkpoint: Mapping[str, Any], path: str | os.PathLike[str], full: bool
 ) -> Prepared:
-    """Take what this rank will write; see ``save``. Collective: all ranks."""
+    """Take this rank's part of a checkpoint; see ``save``. Collective: all ranks."""
     ranks = Ranks(engine)
     with ranks.agree("Saving"):
         target = local_path(os.fspath(path))
@@ -143,7 +143,7 @@ def prepare(
 
 
 def write(prepared: Prepared, ranks: Ranks) -> None:
-    """Write what was prepared, and give it its name at the end. Collective: all ranks."""
+    """Write a prepared checkpoint, and give it its name at the end. Collective: all ranks."""
     target, temporary = prepared.target, prepared.temporary
     try:
         if prepared.flat is None:
@@ -155,7 +155,7 @@ def write(prepared: Prepared, ranks: Ranks) -> None:
             _write_directory(ranks, prepared.flat, target, temporary, prepared.stage)
         with ranks.agree(f"Saving `{target}`"):
             if ranks.rank == 0:
-                _check_target(target)  # again: what was put there meanwhile
+                _check_target(target)  # again: something may have been put there meanwhile
                 put_in_place(temporary, target)
     finally:
         if ranks.rank == 0:
@@ -177,7 +177,7 @@ def is_directory(path: str | os.PathLike[str]) -> bool:
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Remove a checkpoint. What else lies in its folder stays there, which a warning says."""
+    """Remove a checkpoint. Other files in its folder stay there, and a warning says so."""
     remove_path(path, FILES)
 
 
@@ -254,7 +254,7 @@ def write_file(path: Path, content: Any) -> None:
     with path.open("wb") as file:
         try:
             torch.save(content, file)
-        except RuntimeError as error:  # torch's writer hides what the system said
+        except RuntimeError as error:  # torch's writer hides the system's error
             free = shutil.disk_usage(path.parent).free
             raise OSError(f"`{path}` could not be written; {free} bytes are free on its disk: {error}") from error
         file.flush()
@@ -296,7 +296,7 @@ def gather_full(engine: ZeroEngine, checkpoint: Mapping[str, Any]) -> dict[str, 
 
 @dataclass(frozen=True)
 class _Piece:
-    """What a rank has of a value: a range of a tensor, or the value itself, which travels if it is not on rank 0."""
+    """A rank's part of a value: a range of a tensor, or the value itself, which travels if it is not on rank 0."""
 
     dtype: torch.dtype | None = None
     shape: torch.Size | None = None

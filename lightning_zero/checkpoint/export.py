@@ -34,7 +34,7 @@ __all__ = ["DTYPES", "EXPORTED", "DtypeName", "Include", "choose", "dtype_named"
 DtypeName = Literal["fp64", "fp32", "bf16", "fp16"]
 Include = Literal["trained"] | Sequence[str] | Callable[[str], bool]
 
-EXPORTED = ("*.safetensors", "model.safetensors.index.json")  # what a folder holds
+EXPORTED = ("*.safetensors", "model.safetensors.index.json")  # files of a folder
 
 DTYPES: dict[str, torch.dtype] = {
     "fp64": torch.float64,
@@ -58,7 +58,7 @@ def export_safetensors(
 
     Collective: all ranks, outside of ``gathered``. Nothing is gathered: every rank writes its own ranges, through a few
     MiB of host memory. The names are those of ``state_dict``, all names of a tied parameter among them; the values
-    those that are stepped (fp32 masters). What is at the path appears by one rename.
+    those that are stepped (fp32 masters). The files are published atomically by a rename.
 
     Args:
         module: A module, sharded or not, a part of one, or an engine.
@@ -68,7 +68,7 @@ def export_safetensors(
         include: ``"trained"``: parameters that require gradients; or patterns of names with ``*`` and ``?``; or a
             function of the name. The default is all, buffers too.
         prefix: Write only weights whose name starts so, without it. Applies after ``include``.
-        overwrite: Replace what is at the path: a file, or a folder of safetensors files and nothing else.
+        overwrite: Replace the entry at the path: a file, or a folder of safetensors files and nothing else.
 
     Raises:
         FileExistsError: There is something at the path, and not ``overwrite``, or a folder with other files.
@@ -103,7 +103,7 @@ def export_safetensors(
             _write(ranks, plan, folder, weights)
         with ranks.agree(what):
             if ranks.rank == 0:
-                check_replaceable(target, EXPORTED)  # again: what was put there meanwhile
+                check_replaceable(target, EXPORTED)  # again: something may have been put there meanwhile
                 put_in_place(temporary, target)
     finally:
         if ranks.rank == 0:
@@ -140,7 +140,7 @@ def _write(ranks: Ranks, plan: SafetensorsPlan, folder: Path, weights: Mapping[s
                 writer.write(name, 0, value.reshape(-1))
 
 
-# -- What is written ---------------------------------------------------------------------------------------------------
+# -- Tensors to write --------------------------------------------------------------------------------------------------
 
 
 def plan_files(

@@ -1,4 +1,4 @@
-"""A checkpoint dictionary as named tensors and what is left, and back."""
+"""A checkpoint dictionary as named tensors and the remaining values, and back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARAMETER_NAMES = "parameter_names"  # key of a file: names of the parameters, b
 
 
 class FlatCheckpoint:
-    """A checkpoint dictionary, cut into what ``.distcp`` files hold and what ``meta.pt`` holds.
+    """A checkpoint dictionary, cut into the values of ``.distcp`` files and the rest in ``meta.pt``.
 
     Args:
         engine: Whose segments the dictionary holds. Without one this process writes everything.
@@ -32,7 +32,7 @@ class FlatCheckpoint:
         values: Segments of every rank; tensors and objects of the rank that writes them.
         aliases: Further name of a segment -> its name in ``values``.
         paths: For every name its place in the nested dictionary, those of aliases included.
-        meta: What is left, with a ``_Reference`` in place of each segment.
+        meta: The remaining values, with a ``_Reference`` in place of each segment.
     """
 
     def __init__(self, engine: ZeroEngine | None, checkpoint: Mapping[str, Any]) -> None:
@@ -41,7 +41,7 @@ class FlatCheckpoint:
         self.paths: dict[str, KeyPath] = {}
         self._rank = 0 if engine is None else engine.everyone.rank
         self._names: dict[Any, str] = {}  # of segments and tensors of another checkpoint, by identity
-        # Ranks that hold the first element write what is not sharded of an optimizer's state: only they surely have it.
+        # Ranks that hold the first element write unsharded optimizer states: only they surely have them.
         self._writes = None if engine is None else _written_first(engine, self._rank)  # None: all names
         self.meta = {key: self._take(key, value) for key, value in checkpoint.items()}
         self.meta = {key: value for key, value in self.meta.items() if value is not _TAKEN}
@@ -104,7 +104,7 @@ class FlatCheckpoint:
 
 
 def _identity(value: Segment | StoredTensor) -> Any:
-    """Return what is equal for two names of one tensor."""
+    """Return a key that is equal for two names of one tensor."""
     return (id(value.source), value.source.identity(value.key)) if isinstance(value, StoredTensor) else id(value)
 
 

@@ -1,6 +1,6 @@
 """Entries that an optimizer's own ``state_dict`` or its hooks add, saved beside its states and options, and loaded.
 
-Note [What is kept]
+Note [Kept entries]
     Checkpoints keep ``optimizer.state`` by parameter and ``param_groups``. An overridden ``state_dict`` or a hook of it
     may add more: plain values are saved beside, as rank 0 has them. Tensors that are not in ``optimizer.state`` have no
     place in a parameter by which they could be cut for another number of ranks, so saving refuses them.
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 __all__ = ["after_loading", "before_loading", "own_entries"]
 
-OTHER_STATES = "other_states"  # key of a saved optimizer: what `optimizer.state` has under keys that are no parameters
+OTHER_STATES = "other_states"  # key of a saved optimizer: entries of `optimizer.state` that are of no parameter
 _KEPT = frozenset({"state", "param_groups", OTHER_STATES})
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 
@@ -30,7 +30,7 @@ def own_entries(optimizer: Optimizer) -> dict[str, Any]:
     """Return the plain values that the optimizer saves besides the states of parameters and the options.
 
     Raises:
-        ValueError: It saves what would be lost.
+        ValueError: It saves tensors that would be lost.
     """
     others = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
     lost = [f"state[{key!r}]" for key, value in others.items() if not _is_plain(value)]
@@ -92,7 +92,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield what containers hold in the end, keys of dictionaries included."""
+    """Yield the innermost values of containers, keys of dictionaries included."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _leaves(key)
@@ -108,7 +108,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def before_loading(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Return what the hooks before `load_state_dict` make of a state whose parameters are counted."""
+    """Run the hooks before `load_state_dict` on a state whose parameters are counted; return the changed state."""
     for hook in vars(optimizer).get("_optimizer_load_state_dict_pre_hooks", {}).values():
         result = hook(optimizer, state)
         state = state if result is None else result
@@ -116,7 +116,7 @@ def before_loading(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any
 
 
 def after_loading(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Give an optimizer whose states are loaded what is saved beside, and call the hooks behind `load_state_dict`.
+    """Give an optimizer whose states are loaded its own entries, and call the hooks behind `load_state_dict`.
 
     Raises:
         ValueError: The checkpoint has tensors that are of no parameter.

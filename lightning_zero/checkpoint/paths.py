@@ -1,13 +1,12 @@
-"""Names in the file system: what is written appears by one rename, and disappears by one.
+"""Names in the file system: files are published atomically by a rename, and removed by one.
 
 Note [Atomic]
-    All ranks write to ``.tmp-<token>`` beside the path. When all have succeeded rank 0 exchanges it with what is at the
-    path, by one rename. What was at the path before is whole until then, and removed afterwards. A directory ``.tmp-*``
-    is what a killed run left: nothing reads it, and it can be deleted. It does not hold the path's name, so that nobody
-    who looks for names takes it for a checkpoint, as Lightning for ``hpc_ckpt_<version>``. Ranks agree on rank 0's path
-    and on errors.
-    The order holds over a power cut, too: files and folders are on the disk before the rename, and the rename is before
-    the old checkpoint is deleted.
+    All ranks write to ``.tmp-<token>`` beside the path. When all have succeeded rank 0 exchanges it with the
+    entry at the path, atomically by one rename. An old checkpoint is whole until then, and removed afterwards. A
+    directory ``.tmp-*`` is left by a killed run: nothing reads it, and it can be deleted. It does not hold the path's
+    name, so that nobody who looks for names takes it for a checkpoint, as Lightning for ``hpc_ckpt_<version>``. Ranks
+    agree on rank 0's path and on errors. The order holds over a power cut, too: files and folders are on the disk
+    before the rename, and the rename is before the old checkpoint is deleted.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def local_path(path: str) -> Path:
 
 
 def new_token() -> str:
-    """Return what tells the temporary names of two runs apart."""
+    """Return a random token that tells the temporary names of two runs apart."""
     return secrets.token_hex(4)
 
 
@@ -63,7 +62,7 @@ def remove_path(path: str | os.PathLike[str], names: Sequence[str]) -> None:
 
     Args:
         path: The checkpoint.
-        names: What is removed of a directory, with ``*`` as a wildcard, first to last. If there is something else, it
+        names: Files to remove from a directory, with ``*`` as a wildcard, first to last. If there is something else, it
             stays in the directory, which a warning says.
     """
     target = local_path(os.fspath(path))
@@ -94,7 +93,7 @@ def check_replaceable(target: Path, names: Sequence[str]) -> None:
     """Refuse to replace a folder, and so to delete all that is in it, if it has something else than these names.
 
     Args:
-        target: What will be replaced; a file, a link, or nothing may be.
+        target: The path that will be replaced; a file, a link, or nothing may be there.
         names: Of the files that the folder may hold, with ``*`` as a wildcard.
 
     Raises:
@@ -109,7 +108,7 @@ def check_replaceable(target: Path, names: Sequence[str]) -> None:
 
 
 def _others(target: Path, names: Sequence[str]) -> list[Path]:
-    """Return what a folder has besides files with these names; nothing of a file or a link."""
+    """Return the entries of a folder besides files with these names; none of a file or a link."""
     if not _is_real_directory(target):
         return []
     return sorted(path for path in target.iterdir() if not (path.is_file() and any(path.match(name) for name in names)))
@@ -125,7 +124,7 @@ def make_folder(folder: Path) -> None:
 
 
 def put_in_place(temporary: Path, target: Path) -> None:
-    """Make ``temporary`` the checkpoint at ``target``; what was there is then at ``temporary``, or gone."""
+    """Make ``temporary`` the checkpoint at ``target``; the former one is then at ``temporary``, or gone."""
     if temporary.is_dir():
         for path in temporary.iterdir():
             _sync(path)

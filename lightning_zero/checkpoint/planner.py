@@ -101,7 +101,7 @@ class Segment:
         start: Where ``local`` begins in the flattened tensor.
         shape: Shape of the whole tensor.
         saved: Range of the flattened tensor that this rank writes. Over all ranks these ranges tile the tensor once.
-            The default is what the rank holds.
+            The default is the range that the rank holds.
         saved_dtype: Dtype in which it is written, that of ``local`` by default.
     """
 
@@ -184,7 +184,7 @@ class Deferred:
 class SegmentSavePlanner(DefaultSavePlanner):
     """Plans a flat dictionary of segments, tensors and objects.
 
-    Every rank writes what it has in the dictionary: a segment's boxes, and tensors and objects as they are. So a plain
+    Every rank writes its values in the dictionary: a segment's boxes, and tensors and objects as they are. So a plain
     tensor or object must be in the dictionary of one rank only.
 
     Args:
@@ -226,7 +226,7 @@ class SegmentSavePlanner(DefaultSavePlanner):
             yield WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return what a write item of this rank's plan writes."""
+        """Return the value of a write item of this rank's plan."""
         value = self.state_dict[index.fqn]
         if isinstance(value, Deferred):
             return value.read()

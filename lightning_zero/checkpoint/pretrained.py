@@ -40,7 +40,7 @@ NAMED = 5  # how many names an error lists
 
 
 class IncompatibleKeys(NamedTuple):
-    """What was not loaded; both are empty unless ``strict=False``."""
+    """Names that were not loaded; both lists are empty unless ``strict=False``."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -64,8 +64,8 @@ def load_pretrained(
             directory of this package; a file of ``torch.save`` (``.bin``, ``.ckpt``, ``.pt``) that holds a state
             dictionary, itself or under ``"state_dict"``: it is mapped into memory.
         strict: Refuse names that the module or the file does not have.
-        rename: From names in the file to names in the module: a function, which returns None for what is left out, or
-            prefixes and what takes their place, such as ``{"transformer.": "model."}``.
+        rename: From names in the file to names in the module: a function, which returns None for names to leave out, or
+            prefixes and their replacements, such as ``{"transformer.": "model."}``.
 
     Returns:
         The names that were not loaded.
@@ -115,7 +115,7 @@ def _check_is_sharded(engine: ZeroEngine) -> None:
 
 @dataclass(frozen=True)
 class PretrainedValues:
-    """What of a file goes where.
+    """The parameters and buffers that a file has values for, with their names in it.
 
     Attributes:
         path: The file or folder.
@@ -128,7 +128,7 @@ class PretrainedValues:
 
     @property
     def places(self) -> Sequence[Place]:
-        """What gets values."""
+        """The parameters and buffers that get values."""
         return [place for place, _ in self.found]
 
     def load(self, engine: ZeroEngine) -> None:
@@ -166,7 +166,7 @@ class PretrainedValues:
 
 
 def _load_range(record: ParameterRecord, sources: Sequence[Any], wanted: tuple[int, int]) -> None:
-    """Read a range of a parameter into its master. Parts of a pipeline that share one each read what they hold."""
+    """Read a range of a parameter into its master. Pipeline stages that share it each read their own range."""
     start, stop = wanted
     base = record.own_range[0]
     if start == stop:

@@ -31,11 +31,11 @@ def gather_random_states(engine: ZeroEngine, more: Mapping[str, Any] | None = No
 
 
 def restore_random_state(engine: ZeroEngine, states: Sequence[dict[str, Any]], copies: int) -> str | None:
-    """Set this rank's generators, as far as a checkpoint has them, and return what could not carry over.
+    """Set this rank's generators, as far as a checkpoint has them; return a sentence on those that it has not.
 
     Args:
         engine: Whose rank and device it is.
-        states: What ``gather_random_states`` returned.
+        states: Results of ``gather_random_states``.
         copies: Copies of the model that there were.
     """
     saved = len(states), copies

@@ -1,4 +1,4 @@
-"""What the ranks tell one another while they save or load."""
+"""Messages among the ranks while they save or load: paths and errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CheckpointError(RuntimeError):
 
 
 class Ranks:
-    """What the ranks tell one another while they save or load; over gloo on the host.
+    """Messages among the ranks while they save or load; over gloo on the host.
 
     Every method is collective: all ranks, in one order. One thread at a time.
 
@@ -40,7 +40,7 @@ class Ranks:
 
     @classmethod
     def in_background(cls, engine: ZeroEngine) -> Ranks:
-        """Make one for another thread: what it exchanges never meets what the main thread does. Collective."""
+        """Make one for another thread, whose messages never meet those of the main thread. Collective."""
         ranks = cls(engine)
         ranks.group = engine.everyone.background_group
         return ranks
@@ -49,7 +49,7 @@ class Ranks:
         """Wait until all ranks are here.
 
         Args:
-            what: Named in the error.
+            what: Name of the operation, for the error.
             timeout_s: Seconds to wait; by default ``communication.timeout_s``.
 
         Raises:

@@ -63,7 +63,7 @@ class Entry:
 
 
 def is_safetensors(path: Path) -> bool:
-    """Say whether a file begins as one of this format does, whatever its name is."""
+    """Say whether a file begins as one of this format does; its name does not matter."""
     with path.open("rb") as file:
         head = file.read(9)
     return head[8:] == b"{" and int.from_bytes(head[:8], "little") <= min(path.stat().st_size - 8, MAX_HEADER_BYTES)
@@ -96,7 +96,7 @@ class SafetensorsFile:
         }
 
     def identity(self, key: str) -> Any:
-        """Return what is equal for two names of the same bytes."""
+        """Return a key that is equal for two names of the same bytes."""
         return self.path, self.entries[key].start, self.entries[key].shape
 
     def read(self, targets: Sequence[tuple[str, Segment]]) -> None:
@@ -173,7 +173,7 @@ def parse_size(text: str | int) -> int:
 
 
 class SafetensorsPlan:
-    """Which file and which bytes every tensor gets; the same on every rank that makes it from the same tensors.
+    """The file and the byte range of every tensor; the same on every rank that makes it from the same tensors.
 
     Args:
         tensors: Name, dtype and shape of every tensor; the order is kept.

@@ -27,7 +27,7 @@ class StandIn(nn.Parameter):
     """A tensor's shape and dtype. See Note [Stand-ins]."""
 
     fqn: str
-    sources: list[Any]  # what was copied into it, one entry per name of a tied parameter
+    sources: list[Any]  # values copied into it, one entry per name of a tied parameter
 
     def __new__(cls, name: str, shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor | None = None) -> StandIn:
         """Make the stand-in of a tensor, with the class and the attributes of ``like``."""
@@ -44,7 +44,7 @@ class StandIn(nn.Parameter):
         pass
 
     def give_attributes(self, like: torch.Tensor) -> None:
-        """Give the tensor it stands for what code has set on it."""
+        """Copy the attributes that code has set on this stand-in to the tensor it stands for."""
         mine = {key: value for key, value in vars(self).items() if key not in ("fqn", "sources")}
         if mine:
             vars(like).update(mine)
@@ -73,7 +73,7 @@ class StandIn(nn.Parameter):
 
 @contextlib.contextmanager
 def stand_ins(module: nn.Module, wanted: Mapping[int, StandIn]) -> Iterator[None]:
-    """Put stand-ins in place of a module's parameters and buffers, given by the ``id`` of what they stand for."""
+    """Put stand-ins in place of a module's parameters and buffers, by the ``id`` of the tensor each stands for."""
     places = _tensors_of(module, wanted)
     try:
         with replaced(module, wanted):
@@ -85,7 +85,7 @@ def stand_ins(module: nn.Module, wanted: Mapping[int, StandIn]) -> Iterator[None
 
 @contextlib.contextmanager
 def replaced(module: nn.Module, wanted: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Put tensors in place of a module's parameters and buffers, given by the ``id`` of what they replace."""
+    """Put tensors in place of a module's parameters and buffers, by the ``id`` of the tensor each replaces."""
     places = _tensors_of(module, wanted)
     try:
         for tensors, key, tensor in places:

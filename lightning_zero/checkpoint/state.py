@@ -67,11 +67,11 @@ def model_state(engine: ZeroEngine, module: nn.Module, average: nn.Module | None
 def load_model_state(engine: ZeroEngine, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
     """Load a ``state_dict`` into the masters, buffers and extra state, and publish it.
 
-    Collective: all ranks, each with the same names; of what lies in a directory a rank reads only its own ranges.
+    Collective: all ranks, each with the same names; a rank reads only its own ranges of tensors in a directory.
 
     Raises:
         RuntimeError: Names are missing or unexpected and ``strict``, or shapes differ; in the words of ``nn.Module``.
-        ValueError, FileNotFoundError: What is read is damaged or missing.
+        ValueError, FileNotFoundError: A file is damaged or missing.
         CheckpointError: Another rank had an error.
     """
     with Ranks(engine).agree("Loading the model"), _names_the_file(state_dict):
@@ -107,7 +107,7 @@ def _names_the_file(state_dict: Mapping[str, Any]) -> Iterator[None]:
 
 
 def load_average(engine: ZeroEngine, average: nn.Module, state_dict: Mapping[str, Any]) -> None:
-    """Load what ``model_state`` has made of an average. Collective: all ranks.
+    """Load an average from the state dictionary that ``model_state`` made of one. Collective: all ranks.
 
     Raises:
         ValueError: A parameter or buffer is missing, or a shape is another one.
@@ -128,7 +128,7 @@ def load_average(engine: ZeroEngine, average: nn.Module, state_dict: Mapping[str
 
 
 def _master_segment(record: ParameterRecord, local: torch.Tensor | None = None) -> Segment:
-    """Return a record's segment of the master, or of what is in its place."""
+    """Return a record's segment of the master, or of ``local`` in its place."""
     local = record.master() if local is None else local
     return Segment(local.detach(), record.own_range[0], torch.Size(record.shape), record.save_range)
 
@@ -167,7 +167,7 @@ def copy_ranges(items: Sequence[tuple[str, Any, Segment]]) -> None:
 
 
 def identities(state_dict: Mapping[str, Any]) -> dict[str, Hashable]:
-    """Return for every name in a state dictionary what is equal for two names of one tensor."""
+    """Return for every name in a state dictionary a key that is equal for two names of one tensor."""
     return {name: _identity(value) for name, value in state_dict.items()}
 
 
@@ -229,12 +229,12 @@ def load_optimizer_state(
 ) -> list[Optimizer]:
     """Load the states of all optimizers, by parameter name or, as torch saves them, by index.
 
-    Collective: all ranks; of what lies in a directory a rank reads only its own ranges.
+    Collective: all ranks; a rank reads only its own ranges of tensors in a directory.
 
     Args:
         engine: Whose optimizers these are.
         optimizers: The optimizers.
-        states: What ``optimizer_state`` or ``Optimizer.state_dict`` returned of each.
+        states: Results of ``optimizer_state`` or ``Optimizer.state_dict`` of each.
         names: Of states by index: names of the parameters by optimizer and group, where the checkpoint has them.
         stored: Of states by index: ``identities`` of the checkpoint's model, as it was saved.
 
@@ -504,7 +504,7 @@ def _new_slot(
     options: Mapping[str, Any],
     items: list[tuple[str, Any, Segment]],
 ) -> Any:
-    """Return what becomes a slot of the optimizer's state; values to be read are added to ``items``."""
+    """Return a new value for a slot of the optimizer's state; values to be read are added to ``items``."""
     if not isinstance(value, torch.Tensor | Segment):
         return copy.deepcopy(value)
     master = record.master()

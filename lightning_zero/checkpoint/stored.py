@@ -28,7 +28,7 @@ from lightning_zero.checkpoint.unpickling import read_index
 __all__ = ["METADATA_FUNCTIONS", "Lent", "StoredTensor", "StoredTensors", "TensorSource", "fill"]
 
 PIECE_BYTES = 8 << 20  # how much of a tensor is read at once
-SMALL_BYTES = 1 << 18  # chunks up to this size are read in one go to learn what is in them
+SMALL_BYTES = 1 << 18  # chunks up to this size are read in one go to learn their contents
 
 
 class StoredTensors:
@@ -69,7 +69,7 @@ class StoredTensors:
         return self._load(MetadataIndex(key), weights_only=weights_only)
 
     def identity(self, key: str) -> Any:
-        """Return what is equal for two names of the same bytes."""
+        """Return a key that is equal for two names of the same bytes."""
         entry = self.metadata.state_dict_metadata[key]
         chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else []
         return tuple(self._range(MetadataIndex(key, chunk.offsets)) for chunk in chunks)
@@ -80,7 +80,7 @@ class StoredTensors:
         Of each stored chunk the range is read that a target covers, piece by piece, in the order of the files.
 
         Raises:
-            ValueError: The index does not cover a target, or what it names is damaged.
+            ValueError: The index does not cover a target, or a file that it names is damaged.
         """
         views: list[dict[Any, torch.Tensor]] = []
         requests: dict[MetadataIndex, list[ReadItem]] = {}
@@ -102,7 +102,7 @@ class StoredTensors:
     def _pieces(
         self, index: MetadataIndex, items: Sequence[ReadItem], views: Sequence[Mapping[Any, torch.Tensor]]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield parts of targets with what a chunk has for them."""
+        """Yield parts of targets with a chunk's values for them."""
         with self._names(index):
             chunk = self._chunk(index)
             for item in items:
@@ -198,7 +198,7 @@ class _Chunk:
     """A tensor that ``torch.save`` wrote into a range of a file; its elements are read without reading all of it.
 
     Raises:
-        ValueError: What is there is not one tensor.
+        ValueError: The entry is not one tensor.
     """
 
     def __init__(self, reader: BlockReader, name: str, offset: int, length: int) -> None:
@@ -295,7 +295,7 @@ def _narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) 
 
 
 class TensorSource(Protocol):
-    """Where stored tensors lie: files of a directory."""
+    """The files of a directory in which stored tensors lie."""
 
     directory: Path
 
@@ -304,14 +304,14 @@ class TensorSource(Protocol):
         ...
 
     def identity(self, key: str) -> Any:
-        """Return what is equal for two names of the same bytes."""
+        """Return a key that is equal for two names of the same bytes."""
         ...
 
 
 class Lent:
     """Lends stored tensors to code that may keep some of them: those are plain tensors afterwards.
 
-    Such code may be a hook, or a ``load_state_dict`` of a user's. What it keeps is needed when the files have gone.
+    Such code may be a hook, or a ``load_state_dict`` of a user's. Tensors that it keeps must outlive the files.
     """
 
     def __init__(self) -> None:
@@ -330,7 +330,7 @@ class Lent:
         return lent
 
     def take_back(self) -> None:
-        """Make plain what is still referred to. Whoever was to give it back has done so."""
+        """Make plain the lent tensors that are still referred to. Whoever was to give them back has done so."""
         for reference in self._lent:
             stored = reference()
             if isinstance(stored, StoredTensor):  # not plain already
@@ -377,7 +377,7 @@ class StoredTensor(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             self.__class__ = torch.Tensor  # type: ignore[assignment]
             vars(self).clear()
-            torch._C._swap_tensor_impl(self, plain)  # what `torch.utils.swap_tensors` does; weak references may be
+            torch._C._swap_tensor_impl(self, plain)  # as in `torch.utils.swap_tensors`; weak references may be
 
     @classmethod
     def __torch_function__(
@@ -401,7 +401,7 @@ class StoredTensor(torch.Tensor):
         shared = [stored for stored, values in copies if _shares(result, values, arguments)]
         if not shared:
             return result
-        for stored in shared:  # what is written into the result is written into the tensor
+        for stored in shared:  # writes into the result are writes into the tensor
             if isinstance(stored, StoredTensor):  # one may be given twice
                 stored.make_plain()
         return func(*args, **kwargs)
@@ -461,7 +461,7 @@ def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def _shares(result: Any, values: torch.Tensor, arguments: Container[int]) -> bool:
-    """Say whether a result may have the memory of a tensor; what is neither tensor nor number may.
+    """Say whether a result may have the memory of a tensor; one that is neither tensor nor number may.
 
     A tensor of a subclass that does not tell its memory may, too, unless it was an argument.
     """

@@ -26,18 +26,18 @@ from lightning_zero.checkpoint.stored import StoredTensor
 __all__ = ["load", "refuse_others", "save", "values_of"]
 
 EXPECTED = "Give a checkpoint directory, or a file that `torch.save` or a `Trainer` has written."
-ALIGN = 64  # bytes, as ``torch.save``: what is mapped into memory can be used with wide loads
+ALIGN = 64  # bytes, as ``torch.save``: mapped memory can be used with wide loads
 
 
 def save(path: Path, content: Any, dtypes: Mapping[int, tuple[str, torch.dtype]] | None = None) -> None:
     """Write a file that ``torch.load`` reads; it is on the disk afterwards.
 
-    Needs memory for a piece of a tensor and for what is no tensor. Two names of one tensor share their values in the
-    file, as they do in memory.
+    Needs memory for a piece of a tensor and for the values that are no tensors. Two names of one tensor share their
+    values in the file, as they do in memory.
 
     Args:
         path: The file.
-        content: What ``torch.save`` takes; may hold ``StoredTensor``s.
+        content: An argument for ``torch.save``; may hold ``StoredTensor``s.
         dtypes: By ``id`` of a tensor in ``content``: its name, for errors, and the dtype in which it is written.
 
     Raises:
@@ -98,7 +98,7 @@ def refuse_others(path: Path) -> None:
 
 
 def _other_kind(path: Path) -> str | None:
-    """Say what a file is that ``torch.save`` has not written, as far as its first bytes tell."""
+    """Name the kind of a file that ``torch.save`` has not written, by its first bytes; None if it may have."""
     with path.open("rb") as file:
         head = file.read(512)
     if not head:
@@ -175,7 +175,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _identity(tensor: torch.Tensor) -> Any:
-    """Return what is equal for two tensors that are the same values in the same place."""
+    """Return a key that is equal for two tensors with the same values in the same place."""
     if isinstance(tensor, StoredTensor):
         return id(tensor.source), tensor.source.identity(tensor.key)
     if tensor.numel() == 0:

@@ -107,7 +107,7 @@ class _IndexUnpickler(pickle.Unpickler):
     """Knows the names of ``_INDEX_NAMES`` and torch's dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what a name stands for."""
+        """Return the object that a name stands for."""
         if (module, name) in _INDEX_NAMES:
             return _INDEX_NAMES[module, name]
         if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype):

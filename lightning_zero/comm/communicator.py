@@ -1,4 +1,4 @@
-"""Collectives on flat tensors: what the engine may ask of the network, and what it cost.
+"""Collectives on flat tensors for the engine, with the bytes and seconds that they cost.
 
 Note [One order of sums]
     On gloo a reduction is an exchange of chunks between every pair of ranks, after which each owner adds the chunks in
@@ -9,12 +9,12 @@ Note [Own groups]
     The engine never communicates on the default group: Lightning broadcasts on it in every batch. Gathers and
     reductions have a group each, so their order relative to one another is free; host-side agreements travel over gloo.
 
-Note [Agreements say what they are for]
+Note [Agreements name their topic]
     Ranks that run different code meet in agreements on different things, and gloo ends the process where one rank sends
     more than another one receives. So on the control group there is one message for everything: two int64, whose upper
     halves say what the agreement is on, and whose lower halves are a number each. In the largest of all ranks the upper
     half of the first is another rank's for the ranks with a smaller one, and that of the second for those with a larger
-    one: all see that they differ, and tell one another what they came for. The flags of a backward, one per parameter,
+    one: all see that they differ, and tell one another their topics. The flags of a backward, one per parameter,
     have a group to themselves. An exchange of tensors has a tag made of its name, its size and its number, so different
     ones never meet: they wait for the timeout.
 """
@@ -95,7 +95,7 @@ class Pending:
                     self._await_works()
         except (RuntimeError, ValueError) as error:
             self._end()
-            raise self._communicator.failure(self._what, error) from error
+            raise self._communicator.failure(self._what, error) from None
         finish = self._finish
         self._end()
         if finish is not None:
@@ -174,7 +174,7 @@ class Communicator:
         self.running: dict[Pending, None] = {}  # nobody has waited for them, in the order in which they were started
         self._late: deque[_LateGather] = deque()  # in the order in which all ranks start them
         self._loan = 0  # of the groups
-        # - What it cost since the last reset
+        # - Cost since the last reset
         self.sent_bytes: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
         self.waits = Waits(device)
@@ -214,7 +214,7 @@ class Communicator:
         Args:
             full: (numel,) contiguous.
             shard: (numel / world,) of the same dtype.
-            what: Named in errors.
+            what: Name of the call, for errors.
         """
         self._start_late()
         return self._gather_now(full, shard, what)
@@ -249,7 +249,7 @@ class Communicator:
         Args:
             full: (numel,) contiguous.
             fetch: Returns when this rank's place in ``full`` is filled.
-            what: Named in errors.
+            what: Name of the call, for errors.
         """
         if self.world_size == 1:
             return Pending(self, what, finish=fetch)
@@ -270,7 +270,7 @@ class Communicator:
         Args:
             shard: (numel / world,); may be this rank's place in ``full``.
             full: (numel,) of the same dtype; its content is used up.
-            what: Named in errors.
+            what: Name of the call, for errors.
         """
         own = full.chunk(self.world_size)[self.rank]
         if self.world_size == 1:
@@ -318,7 +318,7 @@ class Communicator:
                 works.append(dist.isend(host, group=group, tag=tag, group_dst=peer))
                 works.append(dist.irecv(incoming.get(peer, received[peer]), group=group, tag=tag, group_src=peer))
         except (RuntimeError, ValueError) as error:
-            raise self.failure(what, error) from error
+            raise self.failure(what, error) from None
 
         def finish() -> None:
             for peer, host in incoming.items():
@@ -358,7 +358,7 @@ class Communicator:
             dist.send(staged, group=self._reduce_group, group_dst=peer)
 
     def receive(self, tensor: torch.Tensor, peer: int, what: str) -> None:
-        """Overwrite ``tensor`` with what one rank sends; returns when it is there."""
+        """Overwrite ``tensor`` with one from another rank; returns when it is there."""
         staged = tensor.cpu() if self._backend == "gloo" else tensor
         with self._waiting(f"receiving of {what}", self._reduce_group):
             dist.recv(staged, group=self._reduce_group, group_src=peer)
@@ -370,10 +370,10 @@ class Communicator:
 
         Args:
             numbers: From 0 to 2**32 - 1, as many on every rank; two at a time are sent in one message.
-            what: Named in errors, the same on every rank up to an end in brackets.
+            what: Name of the call, for errors; the same on every rank up to an end in brackets.
 
         Raises:
-            CollectiveError: A peer did not come in time, or came for something else than ``what``.
+            CollectiveError: A peer did not come in time, or came for another call.
         """
         if self.world_size == 1:
             return list(numbers)
@@ -400,9 +400,9 @@ class Communicator:
         return first & _LARGEST, second & _LARGEST
 
     def _refuse_others(self, what: str) -> None:
-        """Raise an error that names what the other ranks came for. Collective: all ranks."""
+        """Raise an error that names the agreements the other ranks came for. Collective: all ranks."""
         self.gather_objects(None, what)
-        raise self.failure(what, RuntimeError("another rank came for something else"))
+        raise self.failure(what, "another rank came for something else")
 
     def agree_on_flags(self, flags: torch.Tensor, what: str) -> torch.Tensor:
         """Set each flag that is set on some rank, in place. Collective: all ranks, over gloo whatever the backend.
@@ -411,7 +411,7 @@ class Communicator:
 
         Args:
             flags: (num_flags,) uint8, as many on every rank.
-            what: Named in errors.
+            what: Name of the call, for errors.
         """
         if self.world_size == 1:
             return flags
@@ -428,7 +428,7 @@ class Communicator:
         try:
             work = dist.all_reduce(values, op=op, group=self.promise_group, async_op=True)
         except (RuntimeError, ValueError) as error:
-            raise self.failure(what, error) from error
+            raise self.failure(what, error) from None
         return Pending(self, what, [work], keep=[values], call=self.waits.start(what, self.promise_group))
 
     def meet(self, number: int, what: str) -> None:
@@ -448,7 +448,7 @@ class Communicator:
             self._await_peers(work, what)
             work.wait()
         if values[0] != -values[1]:
-            raise self.failure(what, RuntimeError("another rank reads something else"))
+            raise self.failure(what, "another rank reads something else")
 
     def _await_peers(self, work: Any, what: str) -> None:
         """Return when a call is done; tell after a while that the other ranks have not come."""
@@ -472,11 +472,11 @@ class Communicator:
 
         Args:
             value: Of this rank.
-            what: Named in errors, the same on every rank up to an end in brackets.
+            what: Name of the call, for errors; the same on every rank up to an end in brackets.
             group: By default the one for objects.
 
         Raises:
-            CollectiveError: A peer did not come in time, or came for something else than ``what``.
+            CollectiveError: A peer did not come in time, or came for another call.
         """
         if self.world_size == 1:
             return [value]
@@ -487,7 +487,7 @@ class Communicator:
         others = {rank: other for rank, (other, _) in enumerate(found) if _topic(other) != _topic(what)}
         if others:
             came = ", ".join(f"rank {rank} came for the {other}" for rank, other in others.items())
-            raise self.failure(what, RuntimeError(f"{came}. {_HOW_RANKS_DIFFER}"))
+            raise self.failure(what, f"{came}. {_HOW_RANKS_DIFFER}")
         return [other for _, other in found]
 
     # -- Bookkeeping -----------------------------------------------------------------------------------------------
@@ -504,18 +504,26 @@ class Communicator:
         try:
             yield
         except (RuntimeError, ValueError) as error:
-            raise self.failure(what, error) from error
+            raise self.failure(what, error) from None
 
     @property
     def wait_s(self) -> float:
         """Seconds that this rank has waited for collectives: the host, and over NCCL the device."""
         return self.waits.seconds
 
-    def failure(self, what: str, error: Exception) -> CollectiveError:
-        """Return the error to raise when ``what`` failed; its groups are not used again."""
+    def failure(self, what: str, reason: Exception | str) -> CollectiveError:
+        """Return the error to raise when a collective failed; its groups are not used again.
+
+        Args:
+            what: Name of the call.
+            reason: The cause, or the transport's error, which is left out where another rank has told the cause.
+        """
         self.distrust()
+        start = f"rank {self.rank} of {self.world_size}: the {what} failed"
+        if isinstance(reason, Exception) and (told := told_error()):
+            return CollectiveError(f"{start}.{told}")
         return CollectiveError(
-            f"rank {self.rank} of {self.world_size}: the {what} failed: {error}.{told_error()} A peer has stopped, runs"
+            f"{start}: {reason}. A peer has stopped, runs"
             " other code, or was slower than `timeout`: the first error of the other ranks says which. Every rank must"
             " make the same calls; code that only some ranks run belongs inside `lightning_zero.gathered(module)`. A"
             " collective of your own (`dist.all_reduce`) inside a step needs ranks that have used the same modules"
@@ -568,12 +576,12 @@ class Communicator:
         self._is_abandoned = True
 
     def distrust(self) -> None:
-        """Let nobody use the groups after this communicator: a call on them has failed."""
+        """Mark the groups as broken, so that they are not lent again: a call on them has failed."""
         if self._groups is not None:
             self._groups.is_broken = True
 
     def interrupt(self) -> None:
-        """Let nobody else use the groups until ``settle``: calls of an interrupted step may be in flight."""
+        """Keep the groups from being lent until ``settle``: calls of an interrupted step may be in flight."""
         if self._groups is not None and not self._is_interrupted:
             self._is_interrupted = True
             self._groups.num_interrupted += 1
@@ -611,7 +619,7 @@ class Communicator:
 
 
 def _topic(what: str) -> str:
-    """Return what all ranks must have come for, without what is this rank's own."""
+    """Return the topic of an agreement, without this rank's own details."""
     return what.partition(" (")[0]
 
 

@@ -7,9 +7,9 @@ Note [Groups are lent]
     ranks tell one another, through the store of the default group, which sets they could take, and take the first that
     is free everywhere. More than four sets over the same ranks are not made: further communicators that are alive at
     the same time share the one that was lent longest ago. Exchanges between pairs of ranks carry the number of the
-    loan, so what an earlier user left behind does not meet a later one; other calls are ordered within a set, as the
-    program orders them. A set on which a call has failed is not lent again, nor is one whose user was interrupted,
-    before that user has finished what was in flight. The groups of a pipeline's mesh are lent in the same way.
+    loan, so calls that an earlier user left behind do not meet a later one; other calls are ordered within a set, as
+    the program orders them. A set on which a call has failed is not lent again, nor is one whose user was interrupted,
+    before that user has finished its calls in flight. The groups of a pipeline's mesh are lent in the same way.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Lent:
         self._users.discard(user)
 
     def destroy(self) -> None:
-        """Do not lend it again; subclasses give back to the system what a rank may give back on its own."""
+        """Do not lend it again; subclasses free the resources that a rank may free on its own."""
         self.is_broken = True
 
 

@@ -10,9 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.comm.mesh import Mesh
-from lightning_zero.comm.peers import told_error
 from lightning_zero.comm.waits import Call, Waits, lets_device_wait
-from lightning_zero.errors import CollectiveError
 
 __all__ = ["Letter", "Mailbox"]
 
@@ -20,8 +18,9 @@ __all__ = ["Letter", "Mailbox"]
 class Letter:
     """A tensor that is on its way here."""
 
-    def __init__(self, mailbox: Mailbox, call: Call, work: Any, buffer: torch.Tensor) -> None:
+    def __init__(self, mailbox: Mailbox, peer: int, call: Call, work: Any, buffer: torch.Tensor) -> None:
         self._mailbox = mailbox
+        self._peer = peer
         self._call = call
         self._work = work
         self._buffer = buffer
@@ -32,7 +31,7 @@ class Letter:
         Raises:
             CollectiveError: The sender failed or did not send in time.
         """
-        self._mailbox.finish(self._call, self._work)
+        self._mailbox.finish(self._peer, self._call, self._work)
         return self._buffer.to(self._mailbox.device)
 
 
@@ -57,7 +56,7 @@ class Mailbox:
         self._is_gloo = backend == "gloo"
         self._waits = Waits(device, [self._group] if lets_device_wait(device, backend) else [])
         self._numbers: Counter[tuple[str, int]] = Counter()  # messages so far, by direction and peer
-        self._outgoing: list[tuple[Call, Any, torch.Tensor]] = []  # sends that may be running, and what they read
+        self._outgoing: list[tuple[int, Call, Any, torch.Tensor]] = []  # running sends: receiver, call, work, tensor
 
     def send(self, peer: int, tensor: torch.Tensor, what: str) -> None:
         """Start sending; ``flush`` before the end of the step."""
@@ -67,9 +66,9 @@ class Mailbox:
         try:
             work = dist.isend(host, group=self._group, group_dst=peer, tag=self._tag("send", peer))
         except (RuntimeError, ValueError) as error:
-            raise self._failure(what, error) from error
+            raise self._mesh.failure(what, error, peer) from None
         self.sent_bytes += host.nbytes
-        self._outgoing.append((self._waits.start(what, self._group), work, host))
+        self._outgoing.append((peer, self._waits.start(what, self._group), work, host))
 
     def receive(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> Letter:
         """Start receiving."""
@@ -78,23 +77,23 @@ class Mailbox:
         try:
             work = dist.irecv(buffer, group=self._group, group_src=peer, tag=self._tag("receive", peer))
         except (RuntimeError, ValueError) as error:
-            raise self._failure(what, error) from error
-        return Letter(self, self._waits.start(what, self._group), work, buffer)
+            raise self._mesh.failure(what, error, peer) from None
+        return Letter(self, peer, self._waits.start(what, self._group), work, buffer)
 
     def flush(self) -> None:
         """Return when everything has been sent."""
-        for call, work, _ in self._outgoing:
-            self.finish(call, work)
+        for peer, call, work, _ in self._outgoing:
+            self.finish(peer, call, work)
         self._outgoing.clear()
 
-    def finish(self, call: Call, work: Any) -> None:
-        """Wait for a message."""
+    def finish(self, peer: int, call: Call, work: Any) -> None:
+        """Wait for a message to or from another stage."""
         started = time.perf_counter()
         try:
             with self._waits.wait(call):
                 work.wait()
         except (RuntimeError, ValueError) as error:
-            raise self._failure(call.what, error) from error
+            raise self._mesh.failure(call.what, error, peer) from None
         finally:
             self.wait_s += time.perf_counter() - started
 
@@ -102,16 +101,8 @@ class Mailbox:
         """Refuse to send or receive more behind a message that the group has given up."""
         failure = self._waits.failure()
         if failure is not None:
-            raise self._failure(failure.what, RuntimeError(failure.reason))
+            raise self._mesh.failure(failure.what, failure.reason)
 
     def _tag(self, direction: str, peer: int) -> int:
         self._numbers[direction, peer] += 1
         return self._mesh.loan % 2**15 * 2**15 + self._numbers[direction, peer] % 2**15
-
-    def _failure(self, what: str, error: Exception) -> CollectiveError:
-        self._mesh.distrust()
-        return CollectiveError(
-            f"pipeline stage {dist.get_rank(self._group)} of {dist.get_world_size(self._group)}: {what} failed:"
-            f" {error}.{told_error()} The other stage has stopped, or was slower than `timeout`: the first error of the"
-            " other ranks says which."
-        )

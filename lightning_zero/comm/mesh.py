@@ -6,13 +6,18 @@ one copy, which send activations, are far apart.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lightning_zero.comm.groups import Lent, lend
+from lightning_zero.comm.peers import told_error
+from lightning_zero.errors import CollectiveError
 
 __all__ = ["Mesh"]
 
@@ -46,10 +51,69 @@ class Mesh:
         self.copy_group = self._groups.copy  # the ranks of this stage, one per copy
         self.stage_group = self._groups.stage  # the ranks of this copy, one per stage
         self.message_group = self._groups.message  # the same, for activations and their gradients
-        self.host_group = self._groups.host  # the same, for objects
+        self._host_group = self._groups.host  # the same, for objects
+
+    # -- Messages between the stages of a copy -------------------------------------------------------------------------
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """Return the objects of all stages. Collective: all ranks of a copy.
+
+        Args:
+            value: This stage's.
+            what: Name of the message, for errors.
+
+        Raises:
+            CollectiveError: Another stage has failed or did not come in time.
+        """
+        everyone: list[Any] = [None] * self.stages
+        with self._naming(what):
+            dist.all_gather_object(everyone, value, group=self._host_group)
+        return everyone
+
+    def gather_numbers(self, numbers: torch.Tensor, what: str) -> list[torch.Tensor]:
+        """Return the tensors of all stages, which lie in host memory and have one shape; otherwise as ``gather``."""
+        everyone = [torch.empty_like(numbers) for _ in range(self.stages)]
+        with self._naming(what):
+            dist.all_gather(everyone, numbers, group=self._host_group)
+        return everyone
+
+    def broadcast(self, value: Any, stage: int, what: str) -> Any:
+        """Return the object of one stage; otherwise as ``gather``."""
+        values = [value]
+        with self._naming(what):
+            dist.broadcast_object_list(values, group=self._host_group, group_src=stage)
+        return values[0]
+
+    @contextmanager
+    def _naming(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            raise self.failure(what, error) from None
+
+    def failure(self, what: str, reason: Exception | str, peer: int | None = None) -> CollectiveError:
+        """Return the error to raise where something did not come from another stage. No collective.
+
+        Args:
+            what: The message that did not come.
+            reason: Why, or the transport's error.
+            peer: The stage; None: any of them.
+        """
+        self.distrust()
+        start = f"pipeline stage {self.stage} of {self.stages}: {what} failed"
+        if told := told_error():
+            return CollectiveError(f"{start}.{told}")
+        if isinstance(reason, str):
+            return CollectiveError(f"{start}: {reason}")
+        others = [stage for stage in range(self.stages) if stage != self.stage] if peer is None else [peer]
+        names = " or ".join(f"stage {stage} (rank {stage * self.copies + self.copy})" for stage in others)
+        return CollectiveError(
+            f"{start}: {names} has stopped, was ended from outside (killed, out of memory), or was slower than"
+            f" `timeout`. The first error of the other ranks says more. The transport says: {reason}"
+        )
 
     def distrust(self) -> None:
-        """Let nobody use the groups after this mesh: calls of an interrupted step may be in flight. No collective."""
+        """Do not lend the groups again: calls of an interrupted step may be in flight. No collective."""
         self._groups.destroy()
 
 

@@ -56,7 +56,7 @@ class Watched(Protocol):
     """Something that may fail while the main thread is in a call that does not return."""
 
     def failure(self) -> object | None:
-        """Return what has failed, as a text; asked from another thread."""
+        """Return the error, if there is one, as a text; asked from another thread."""
 
 
 class Peers:
@@ -206,7 +206,7 @@ class Peers:
         """Wait for all ranks and return rank 0's verdict on their facts. Collective: all ranks.
 
         Args:
-            what: Named in the error.
+            what: Name of the meeting, for the error.
             facts: Of this rank.
             judge: Called on rank 0 with the facts of all ranks.
             timeout_s: Seconds to wait.

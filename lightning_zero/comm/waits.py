@@ -51,7 +51,7 @@ class Call:
     """A call that was started.
 
     Attributes:
-        what: Named in errors.
+        what: Name of the call, for errors.
         group: That was called.
         number: In the order in which calls were started.
     """
@@ -72,7 +72,7 @@ class _Wait:
 
 
 class Waits:
-    """What a rank waits for on some process groups.
+    """Calls of some process groups that a rank waits for.
 
     Call protocol:
 
@@ -174,7 +174,7 @@ def lets_device_wait(device: torch.device, backend: str) -> bool:
 
 
 def _backend(group: Any, device: torch.device) -> Any:
-    """Return what knows the error state of a group; None if nothing does."""
+    """Return the backend that knows a group's error state; None if none does."""
     try:
         backend = group._get_backend(torch.device(device.type))
     except RuntimeError:  # a transport that is not PyTorch's

@@ -1,10 +1,10 @@
 """The hooks of one parameter that autograd calls when it has put a gradient down: the program's, and the engine's.
 
 Note [Hooks of the program]
-    What ``param.register_post_accumulate_grad_hook`` gets, before ``shard`` or behind it, runs before the engine takes
-    the gradient away. Autograd calls what lies in a dictionary, in the order in which it was inserted: the engine's
-    entry is put behind each new one. Where the program has a hook, another entry comes first and shows the sum over
-    the micro-batches, as plain PyTorch does.
+    Hooks of ``param.register_post_accumulate_grad_hook``, from before ``shard`` or after it, run before the engine
+    takes the gradient away. Autograd calls the hooks of a dictionary in the order in which they were inserted: the
+    engine's entry is put behind each new one. Where the program has a hook, another entry comes first and shows the sum
+    over the micro-batches, as plain PyTorch does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["on_accumulated"]
+__all__ = ["has_hooks_of_program", "on_accumulated"]
 
 Hook = Callable[[nn.Parameter], Any]
 
@@ -28,7 +28,7 @@ def on_accumulated(param: nn.Parameter, show: Hook, take: Hook) -> RemovableHand
     """Call ``take`` when a gradient of a parameter is there, behind all hooks of the program; ``show`` before them.
 
     Returns:
-        What takes both out again.
+        A function that removes both.
     """
     with torch._C.DisableTorchFunctionSubclass():
         hooks = param._post_accumulate_grad_hooks
@@ -51,6 +51,7 @@ class _Hooks(OrderedDict[Any, Hook]):
     def __init__(self, earlier: Mapping[Any, Hook] | None) -> None:
         super().__init__()
         self._own: dict[Any, Hook] = {}  # the engine's
+        self._earlier = earlier or {}
         if earlier is not None:
             super().__setitem__(_EARLIER, lambda param: _call_all(earlier, param))
 
@@ -60,6 +61,11 @@ class _Hooks(OrderedDict[Any, Hook]):
         self._own = {_FIRST: show, handle.id: take}
         self._arrange()
         return handle
+
+    @property
+    def num_of_program(self) -> int:
+        """Entries that are not the engine's."""
+        return len(self.keys() - self._own.keys() - {_EARLIER}) + len(self._earlier)
 
     def __setitem__(self, key: Any, hook: Hook) -> None:
         """Take a hook of the program in."""
@@ -86,3 +92,11 @@ class _Hooks(OrderedDict[Any, Hook]):
 def _call_all(hooks: Mapping[Any, Hook], param: nn.Parameter) -> Any:
     """Call hooks until one returns something, which autograd refuses."""
     return next((found for hook in tuple(hooks.values()) if (found := hook(param)) is not None), None)
+
+
+def has_hooks_of_program(param: nn.Parameter) -> bool:
+    """Say whether the program has hooks on a parameter's gradient."""
+    with torch._C.DisableTorchFunctionSubclass():
+        hooks = param._post_accumulate_grad_hooks
+        after = hooks.num_of_program if isinstance(hooks, _Hooks) else len(hooks or ())
+        return bool(param._backward_hooks) or after > 0

@@ -22,8 +22,8 @@ def require_same(communicator: Communicator, facts: Facts, what: str, remedy: st
     Args:
         communicator: The ranks.
         facts: A value by name, in an order that matters.
-        what: Whose facts, for the error.
-        remedy: What to do about it, for the error.
+        what: The subject of the facts, for the error.
+        remedy: The remedy, for the error.
 
     Raises:
         ValueError: They differ; names the first difference, the values and the ranks.
@@ -39,7 +39,7 @@ def require_same(communicator: Communicator, facts: Facts, what: str, remedy: st
 
 
 def first_difference(facts: Mapping[int, Facts]) -> str:
-    """Say what the first difference between the facts of several ranks, given by rank, is."""
+    """Name the first fact in which the ranks differ, with its value on each; ``facts`` is given by rank."""
     names = dict.fromkeys(name for one in facts.values() for name in one)
     for name in names:
         values = {rank: one.get(name, "missing") for rank, one in facts.items()}

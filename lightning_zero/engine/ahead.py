@@ -12,7 +12,7 @@ __all__ = ["StepsAhead"]
 
 
 class StepsAhead:
-    """Which buffers were stepped, and with which options.
+    """The buffers that were stepped in the backward, and the options of these steps.
 
     Call protocol: ``begin`` before each, ``add`` behind it; ``refuse_moved_options`` and ``take`` when ``step`` is
     called, or ``finish`` when it never is.

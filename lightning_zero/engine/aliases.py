@@ -17,7 +17,7 @@ class Aliases:
     """Lets the attributes that share a parameter's memory follow it; without that each rank would keep all of it.
 
     Attributes of the parameter, and of plain objects that its module holds, are looked through. While the parameter is
-    sharded they are the parameter itself, which refuses what needs values.
+    sharded they are the parameter itself, which refuses operations that need values.
 
     Args:
         param: The parameter, with memory of its own.
@@ -27,7 +27,7 @@ class Aliases:
     def __init__(self, param: nn.Parameter, owner: nn.Module) -> None:
         self._param = param
         self._owner = owner
-        self._given: torch.Tensor = param  # what the attributes are now, unless a layer has changed them
+        self._given: torch.Tensor = param  # value of the attributes, unless a layer has changed them
         self._places: list[Place] = []
         self.hide()
 

@@ -1,9 +1,9 @@
 """Masters, optimizer states and gradients in host memory for a while: the device is free for something else.
 
 Note [Read there, stepped here]
-    What is put aside may be read and saved where it is: buffers and optimizers refer to the tensors in host memory.
-    Whoever steps, adds to gradients or shows them calls ``take_back`` first, so that every number is computed on the
-    processor that computes it always.
+    The offloaded states may be read and saved where they are: buffers and optimizers refer to the tensors in host
+    memory. Whoever steps, adds to gradients or shows them calls ``take_back`` first, so that every number is computed
+    on the processor that computes it always.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Aside"]
 
 
 class Aside:
-    """What was put aside.
+    """Parameter shards, masters, gradients and optimizer states that are offloaded to host memory for a while.
 
     Args:
         store: Memory of the device.
@@ -40,7 +40,7 @@ class Aside:
         return not self._buffers
 
     def put(self, buffers: Sequence[FlatBuffer], optimizers: Sequence[ShardedOptimizer]) -> None:
-        """Move what sleeps on the device to host memory. No step is due and no window is open."""
+        """Move shards, masters and optimizer states from the device to host memory. No step is due, no window open."""
         self._buffers = [buffer for buffer in buffers if buffer.home is self._store]
         self._masters = [buffer for buffer in buffers if buffer.master_home is self._store]
         self._optimizers = list(optimizers)
@@ -49,7 +49,7 @@ class Aside:
             buffer.wake = self.take_back
 
     def take_back(self) -> None:
-        """Move it back; does nothing if nothing was put aside."""
+        """Move the states back to the device; does nothing if none were moved."""
         if self.is_empty:
             return
         for buffer in self._buffers:

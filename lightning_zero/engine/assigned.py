@@ -25,7 +25,7 @@ _TOLERANCE = 1e-4  # ranks that add in other orders differ in the last bits, gra
 
 
 class Digest(NamedTuple):
-    """What tells one gradient from another.
+    """A fingerprint of a gradient that distinguishes it from another rank's.
 
     Attributes:
         norm: Its norm.
@@ -122,7 +122,7 @@ def _sum_of_bits(grad: torch.Tensor) -> int:
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # the golden ratio in 64 bits, which spreads neighbours
-_AT_ONCE = 2**20  # elements: what is beside them takes little memory
+_AT_ONCE = 2**20  # elements: temporaries of so many take little memory
 
 
 def _both_nan(mine: float, theirs: float) -> bool:
@@ -130,7 +130,7 @@ def _both_nan(mine: float, theirs: float) -> bool:
 
 
 def compare(assigned: Mapping[str, Digest], communicator: Communicator) -> None:
-    """Compare what ranks have assigned, by parameter. Collective: all ranks that have assigned something.
+    """Compare the ranks' assigned gradients by parameter. Collective: all ranks that have assigned a gradient.
 
     Raises:
         RuntimeError: They have not assigned the same, or changed it in two places.

@@ -57,7 +57,7 @@ class Attached:
         self._former.clear()
 
     def of(self, optimizer: Optimizer) -> ShardedOptimizer:
-        """Return what steps an optimizer, which may be wrapped.
+        """Return the sharded optimizer that steps a torch optimizer, which may be wrapped.
 
         Raises:
             RuntimeError: It is not attached.
@@ -71,7 +71,7 @@ class Attached:
         )
 
     def refuse_step(self, param: nn.Parameter, place: Place, optimizer: Optimizer) -> None:
-        """Refuse that an optimizer that is not attached steps a gradient of the engine: nobody would publish it.
+        """Refuse that an unattached optimizer steps a gradient of the engine: its values would not be published.
 
         Raises:
             RuntimeError: The parameter has or gets a gradient, and no attached optimizer calls the step.

@@ -1,8 +1,8 @@
 """Values that a module on the meta device waits for until it is sharded, because only then it has memory.
 
 Note [On the module]
-    What a module waits for is noted in its ``__dict__``. A table of ours would lose the note where a module is pickled
-    for a new process, or copied, and the parameters would start with other values without a word (ADR 0020).
+    The values that a module waits for are noted in its ``__dict__``. A table of ours would lose the note where a module
+    is pickled for a new process, or copied, and the parameters would start with other values without a word (ADR 0020).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KEY = "_lightning_zero_awaited"
 
 @dataclass(frozen=True)
 class Place:
-    """A parameter or buffer of a module: what is at ``module.<key>``, whichever object that is."""
+    """The attribute ``module.<key>``, a parameter or buffer: whichever tensor is registered there."""
 
     name: str
     module: nn.Module
@@ -29,17 +29,17 @@ class Place:
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        """What is there now."""
+        """The parameter or buffer that is registered there now; None if there is none."""
         found = self.module._parameters.get(self.key)
         return self.module._buffers.get(self.key) if found is None else found
 
 
 class AwaitedValues(Protocol):
-    """Where values come from. Must pickle."""
+    """A source of values for parameters and buffers. Must pickle."""
 
     @property
     def places(self) -> Sequence[Place]:
-        """What gets values."""
+        """The parameters and buffers that get values."""
         ...
 
     def load(self, engine: Any) -> None:
@@ -53,7 +53,7 @@ def await_values(module: nn.Module, values: AwaitedValues) -> None:
 
 
 def awaited_values(root: nn.Module) -> list[AwaitedValues]:
-    """Return what a module and its submodules wait for, in the order in which it was noted.
+    """Return the values that a module and its submodules wait for, in the order in which they were registered.
 
     Raises:
         ValueError: A part of the module that waits for values is not there any more.

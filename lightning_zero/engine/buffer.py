@@ -3,9 +3,9 @@
 Memory of a buffer of n padded elements on N ranks (stage 3 keeps ``full`` only while the unit is whole):
 
 ============  =================  =========================================================================
-``full``      n compute dtype    what the parameters are views of; storage given back at stage 3
+``full``      n compute dtype    parameters are views of it; storage freed at stage 3
 ``shard``     n/N compute dtype  this rank's part; a view of ``full`` below stage 3
-``master``    own range          what the optimizer steps; the shard itself when the dtypes agree. A frozen buffer
+``master``    own range          stepped by the optimizer; the shard itself when the dtypes agree. A frozen buffer
                                  has one if 16 bits do not hold its values
 ``original``  n own dtype        the masters of all ranks, while parameters are shown in their own dtype
 ``local``     n reduce dtype     sum of this rank's gradients; kept between steps at stages 0 and 1
@@ -58,7 +58,7 @@ __all__ = ["BufferKind", "FlatBuffer"]
 
 @dataclass(frozen=True)
 class BufferKind:
-    """What the parameters of one buffer have in common.
+    """The dtypes and properties that all parameters of one flat buffer share.
 
     ``shared`` is the name of a parameter that several parts of the model hold; it has a buffer to itself, so that the
     buffer is the same in all of them.
@@ -90,11 +90,11 @@ class FlatBuffer:
         params: The parameters, with their values on any device; they are bound to the buffer.
         names: Their fully qualified names.
         kind: The dtypes.
-        sharding: What is kept sharded.
+        sharding: The tensors that are kept sharded.
         communicator: Moves shards.
         store: Memory of the device.
-        home: Where the master, the states of the optimizer and the reduced gradients sleep, if not on the device.
-        params_home: Where the shard sleeps at stage 3, if not on the device.
+        home: The store of the master, the optimizer states and the gradient shard, if not the device.
+        params_home: The store of the shard at stage 3, if not the device.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class FlatBuffer:
         home: ShardStore | None = None,
         params_home: ShardStore | None = None,
     ) -> None:
-        # - What lies where
+        # - Parameters, dtypes, stores
         self.name = name
         self.params = list(params)
         self.kind = kind
@@ -145,13 +145,13 @@ class FlatBuffer:
         self._own_references: int | None = None  # to the storage, when the buffer is released
         # - A step that was asked for
         self._update: Update | None = None  # not made yet
-        self.steps_on: torch.device | None = None  # where states are streamed to for a step; None: where they sleep
+        self.steps_on: torch.device | None = None  # states are streamed to it for a step; None: they are not
         self._uploads: Sequence[Landing] = ()  # of the last gather, from a shard in host memory
         self._rounding: Rounding | None = None  # of the last step, until its values are there
-        self.is_stale = False  # whole parameters do not show a step that was asked for
+        self.is_stale = False  # whole parameters are older than the master: a step is due, or is not gathered yet
         self._rounded: set[int] = set()  # slots whose stepped values the step has rounded into the own range
         self.aliases: dict[int, Aliases] = {}  # by slot; set when the buffer is made
-        self.wake: Callable[[], None] | None = None  # brings back what was put aside, which is not computed with
+        self.wake: Callable[[], None] | None = None  # brings back the states that ``offload_states`` has moved
         # - Gradients
         self.gradients = BufferGradients(self, kind.reduce)
         self.window = BufferWindow(self, self.gradients)
@@ -204,22 +204,22 @@ class FlatBuffer:
 
     @property
     def stepped(self) -> torch.Tensor:
-        """What the optimizer steps: (own range,)."""
+        """The master, or this rank's range of the computed parameters if there is none: (own range,)."""
         self.flush()
         return self.raw_computed if self.master is None else self.master
 
     def segment(self, index: int) -> torch.Tensor:
-        """Return a parameter's segment of what the optimizer steps: 1-D, or whole and in shape at stage 0."""
+        """Return a parameter's segment of ``stepped``: 1-D, or the whole parameter in its shape at stage 0."""
         return self.own_range.segment(index, self.stepped)
 
     @property
     def entered(self) -> Set[int]:
-        """The slots whose parameters show what is stepped: a step window is open there."""
+        """The slots whose parameters show their segment of ``stepped``: a step window is open there."""
         return self.window.entered
 
     @property
     def is_on_host(self) -> bool:
-        """Whether what is stepped sleeps elsewhere than on the device, for a while or always."""
+        """Whether ``stepped`` is stored off the device, in host memory or on disks, for a while or always."""
         return self.home is not self.store
 
     # -- A step that was asked for -------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ class FlatBuffer:
             self._become_stale()
 
     def _become_stale(self) -> None:
-        """Let whole parameters say that they do not show what is stepped."""
+        """Mark whole parameters as older than the master: touching one makes the step or the gather that is due."""
         self.is_stale = True
         for index, param in enumerate(self.params):
             if index not in self.entered:  # another optimizer's
@@ -257,7 +257,7 @@ class FlatBuffer:
         """Whether a step was asked for that is not made yet."""
         return self._update is not None
 
-    # -- Where values sleep --------------------------------------------------------------------------------------------
+    # -- Stores of the values ------------------------------------------------------------------------------------------
 
     def make_master(self) -> None:
         """Make a master if one is needed and not there: an optimizer is going to step the buffer."""
@@ -305,14 +305,14 @@ class FlatBuffer:
         return self.master is not None and bool((self.master != self.computed.to(self.master.device)).any())
 
     def narrow(self, *, needs_master: bool) -> None:
-        """End what ``widen`` began: drop the master unless some rank needs it."""
+        """End ``widen``: drop the master unless some rank needs it."""
         self._is_widened = False
         if self.master is not None and not needs_master:
             self.master_home.give_back("optimizer", self.master)
             self.master = None
 
     def move_shard(self, home: ShardStore) -> None:
-        """Let the shard sleep elsewhere (stage 3), before optimizers are attached."""
+        """Move the shard to another store (stage 3), before optimizers are attached."""
         if not self.sharding.params or self.params_home is home:
             return
         self.flush()
@@ -322,7 +322,7 @@ class FlatBuffer:
         self.shard, self.params_home = shard, home
 
     def take_back(self) -> None:
-        """Bring back what was put aside; does nothing if nothing was."""
+        """Bring shard, master and states back to the device if ``offload_states`` has moved them."""
         if self.wake is not None:
             self.wake()
 
@@ -348,7 +348,7 @@ class FlatBuffer:
             return self._gather_into(self.full)
 
     def _gather_into(self, full: torch.Tensor) -> Pending:
-        """Start gathering; a shard in host memory comes up beside what the device computes."""
+        """Start gathering; a shard in host memory is uploaded while the device computes."""
         what = f"unit `{self.name}`"
         if isinstance(self.params_home, DiskStore):
             lo, hi = self.layout.shard_range(self.communicator.rank)
@@ -378,7 +378,7 @@ class FlatBuffer:
 
     @property
     def shown(self) -> torch.Tensor:
-        """What whole parameters are views of: (n,) in the compute dtype, or for a while in their own."""
+        """The buffer whose views whole parameters are: (n,) in the compute dtype, or for a while in their own."""
         original = self.original.flat if self.original is not None else None
         return self.full if original is None else original
 
@@ -472,12 +472,12 @@ class FlatBuffer:
         try:
             self.original.gather().wait()
         except BaseException:
-            self.original.drop()  # what came does not show the masters
+            self.original.drop()  # the gathered values are not the masters'
             raise
         self.bind()
 
     def hide_original(self) -> None:
-        """Show whole parameters as they compute again, with what was written into them. No collective."""
+        """Show whole parameters in the compute dtype again, with writes to them taken over. No collective."""
         if self.original is None or self.original.flat is None:
             return
         self.collect_writes()
@@ -562,7 +562,7 @@ class FlatBuffer:
             self._all_placeholders[dtype] = [placeholder(view, dtype=dtype) for view in self.views]
         return self._all_placeholders[dtype]
 
-    # -- What is written from outside ----------------------------------------------------------------------------------
+    # -- Writes from outside -------------------------------------------------------------------------------------------
 
     def is_written(self) -> bool:
         """Say whether somebody wrote into a parameter since it was bound."""
@@ -580,7 +580,7 @@ class FlatBuffer:
         return [base + slot.offset * size if slot.numel else 0 for slot in self.layout.slots]
 
     def collect_writes(self) -> None:
-        """Take over what was written into whole parameters from outside (clamping, weight swaps)."""
+        """Take over writes into whole parameters from outside (clamping, weight swaps)."""
         if self.is_stale:  # a write would have made the step
             return
         written: int | None = None
@@ -605,7 +605,7 @@ class FlatBuffer:
 
     @property
     def _rounded_writes(self) -> RoundedWrites | None:
-        """Who is told of writes, if parameters show fewer bits than they have."""
+        """The recorder of writes, if parameters show fewer bits than they have."""
         return self.on_rounded_write if self.original is not None and self.original.flat is None else None
 
     def _take_back_data(self, indices: Sequence[int]) -> None:
@@ -660,7 +660,7 @@ class FlatBuffer:
         self._show_stepped(stepping)
 
     def _stepping(self) -> list[int]:
-        """Return the slots whose parameters show their segments of what is stepped."""
+        """Return the slots whose parameters show their segments of ``stepped``."""
         return [one for one in self.entered if self.params[one].data_ptr() == ordinary(self.segment(one)).data_ptr()]
 
     def _show_stepped(self, indices: Iterable[int]) -> None:
@@ -693,7 +693,7 @@ class FlatBuffer:
                 self.shard.copy_(values)
 
     def refresh_master(self, but_for: Set[int] = frozenset()) -> None:
-        """Bring the master up to date where its rounded value is not what the parameters hold.
+        """Overwrite the master with the parameters' values wherever its rounded value differs from them.
 
         Below stage 3 the values themselves are compared, because a write through ``.data`` leaves no other trace.
 
@@ -726,7 +726,7 @@ class FlatBuffer:
             if self._rounded_writes is not None:
                 self._rounded_writes.ask(f"{self.name}.*", is_written, self.store.copies)
 
-    # -- Publishing what was stepped -----------------------------------------------------------------------------------
+    # -- Publishing ----------------------------------------------------------------------------------------------------
 
     def gather_stepped(self) -> Pending | None:
         """Start gathering every rank's shard of the masters where each holds all of them (stage 0).
@@ -762,7 +762,7 @@ class FlatBuffer:
         return None
 
     def accept_stepped(self, written: Set[int]) -> bool:
-        """Publish what was written into segments of what is stepped, outside of a step.
+        """Publish writes into segments of ``stepped`` that were made outside of a step.
 
         Args:
             written: The slots. Others may have been written as they compute, which comes first.
@@ -790,7 +790,7 @@ class FlatBuffer:
         return True
 
     def begin_rounding(self) -> Rounding | None:
-        """Return where a step rounds what it steps; None if nothing has to be rounded, or not by the step."""
+        """Return the target into which a step casts the master; None if nothing is cast, or not by the step."""
         target = self.raw_computed
         if self.master is None or (is_asleep(target) and self.sleep is None):
             return None
@@ -818,13 +818,13 @@ class FlatBuffer:
         self._rounded.clear()
 
     def round_in_place(self) -> None:
-        """Round what is stepped, in memory, where the step has not."""
+        """Cast the in-memory master into the compute shard unless the step already did."""
         if self.master is not None and not self._is_rounded():
             ordinary(self.raw_computed).copy_(ordinary(self.master))
             self.note_rounded(range(len(self.params)))
 
     def note_rounded(self, indices: Iterable[int]) -> None:
-        """Note that a step has rounded what it stepped, so that ``publish`` need not."""
+        """Note that a step has cast these slots of the master, so that ``publish`` need not."""
         self._rounded.update(indices)
 
     def forget_rounding(self) -> None:
@@ -853,7 +853,7 @@ class FlatBuffer:
     def spend_gradients(self) -> None:
         """Give up the reduced gradients to a step that was made in the backward."""
         self.gradients.spend()
-        if self.master is None and not self.sharding.params:  # whoever has saved the values for this backward must know
+        if self.master is None and not self.sharding.params:  # saved tensors of this backward must notice the write
             for index in range(len(self.params)):
                 self.mark_stepped(index)
 

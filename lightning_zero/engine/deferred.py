@@ -1,9 +1,9 @@
-"""Steps that are made later: asked for by ``optimizer.step()``, made before anybody reads what they change (ADR 0012).
+"""Steps that ``optimizer.step()`` requests and that are made before anybody reads a changed value (ADR 0012).
 
 Note [The exact deferred step]
     ``optimizer.step()`` finishes norms and clip factors, takes note of the options as they are, and returns. Where a
     buffer is offloaded a thread steps the buffers in the order of the units, beside the next forward; elsewhere each
-    is stepped when its unit is needed. What a buffer has on disks is read while the one before is stepped.
+    is stepped when its unit is needed. Tensors of a buffer on disks are read while the one before is stepped.
     Before a unit's next gather, and before anybody reads or writes its parameters, masters or states, its step is
     finished. The arithmetic is the same, so the bits are.
 """
@@ -30,9 +30,9 @@ class Update:
 
     Args:
         name: Of the unit, for errors.
-        calls: What makes the step.
+        calls: The calls that make the step.
         thread: Makes it as soon as it can; without one it is made when it is finished.
-        upcoming: What the step and those behind it in the thread need from disks, in order.
+        upcoming: Visits to disks of the step and of those behind it in the thread, in order.
         announcing: Around an error of the disks.
     """
 
@@ -90,7 +90,7 @@ def _first_awake(upcoming: deque[Visit]) -> Iterator[None]:
 
 
 class Deferral:
-    """Which steps are deferred, and the thread that makes those of offloaded buffers.
+    """The deferred steps, and the thread that makes those of offloaded buffers.
 
     Args:
         step: The option of the engine. ``"deferred"`` defers the steps of all buffers, ``"now"`` those of none, the

@@ -1,4 +1,4 @@
-"""Which optimizers give the same numbers on the segments of parameters as on the parameters (ADR 0035).
+"""Find out, by a trial, whether an optimizer gives the same numbers on segments as on whole parameters (ADR 0035).
 
 Note [The trial]
     An optimizer of an unknown class is tried. A copy steps sample parameters whole; three more copies step what three
@@ -76,7 +76,7 @@ class ElementwiseTrial:
         return self._class not in _KNOWN and self._kinds() not in self._tried
 
     def find_obstacle(self) -> Obstacle | None:
-        """Try the optimizer with its groups as they are; return what keeps it from stepping segments."""
+        """Try the optimizer with its groups as they are; return its obstacle to stepping segments, or None."""
         groups = self._sample_groups()
         with _undisturbed(sample.device for group in groups for sample in group.samples):
             obstacle = self._try(groups) if groups else None
@@ -215,7 +215,7 @@ class _Attempt:
         self.changed_options: set[str] = set()  # by the steps
 
     def run(self, cut: _Cut) -> list[list[Tensor]]:
-        """Step what ``cut`` leaves of the samples; return it after the steps, and for evaluation if that differs."""
+        """Step the samples as cut by ``cut``; return them after the steps, and for evaluation if those differ."""
         torch.manual_seed(0)
         samples = [sample for group in self._groups for sample in group.samples]
         params = {id(sample): _tagged(nn.Parameter(cut(sample.start).clone()), sample.param) for sample in samples}
@@ -265,7 +265,7 @@ class _Attempt:
 
 
 def _copy_of_optimizer(optimizer: Optimizer, of_class: type[Optimizer], memo: dict[int, Any]) -> Any:
-    """Return a copy without hooks; what is in ``memo`` takes the place of its original, also in wrapped optimizers."""
+    """Return a copy without hooks; ``memo`` gives replacements by ``id``, also inside wrapped optimizers."""
     probe = memo[id(optimizer)] = object.__new__(of_class)
     for key, value in vars(optimizer).items():
         if key.endswith("_hooks"):
@@ -309,7 +309,7 @@ def _is_filled(state: dict[str, Any]) -> bool:
     return all(value.numel() for value in state.values() if torch.is_tensor(value))
 
 
-# -- What is compared --------------------------------------------------------------------------------------------------
+# -- Comparison --------------------------------------------------------------------------------------------------------
 
 
 def _place_of_cut(tensor: Tensor) -> int:
@@ -402,7 +402,7 @@ def _kinds_of_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kind(value: Any) -> Any:
-    """Return what two values of an option have in common if one trial speaks for both; for numbers, whether it is 0."""
+    """Return a key that two values of an option share if one trial speaks for both; for numbers, whether it is 0."""
     if value is None or isinstance(value, bool | int | str):
         return type(value).__name__, value
     if isinstance(value, float):

@@ -38,11 +38,11 @@ class _Absent:
 
 
 class Elsewhere:
-    """What of a module other parts of the model hold.
+    """The parameters of a module that only other parts of the model hold.
 
     Args:
         module: The whole module. The values that are not of this part are given up.
-        parts: Which part holds what.
+        parts: The parameters of each part.
         names: First fully qualified name and aliases of every parameter, by ``id``; names of absent ones are added.
         precision: Compute and master dtypes.
         lowering: Which parameters compute in 16 bits.

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import OFFLOAD_USE, Communication, MixedPrecision, Moments, Offload, StepTime
+from lightning_zero.engine.accumulated import has_hooks_of_program
 from lightning_zero.engine.agreement import require_same
 from lightning_zero.engine.attached import Attached
 from lightning_zero.engine.awaited import awaited_places, awaited_values, forget_awaited
@@ -112,10 +113,10 @@ class ZeroEngine:
             one rank, and nothing is sharded or sent.
         parts_group: One rank of every part of a model that is cut into pipeline stages, each with an engine over its
             own ``process_group``; norms, overflows and checkpoints are those of all parts.
-        offload: Where optimizer states, masters and parameters sleep: ``"cpu"``, or ``Offload``.
+        offload: Where optimizer states, masters and parameters are stored: ``"cpu"``, or ``Offload``.
         step: When each unit is stepped; the bits are the same. ``"now"``: in ``optimizer.step()``. ``"deferred"``:
             during the next forward, before the unit is used. ``"backward"``: in the backward, as soon as the unit's
-            gradients are reduced, which frees them; what needs all gradients at once (clipping, norms, accumulation)
+            gradients are reduced, which frees them; operations on all gradients (clipping, norms, accumulation)
             is refused. ``"auto"``: deferred where the unit is offloaded, now elsewhere.
         moments: How the moments of ``torch.optim.AdamW`` and ``Adam`` are kept: ``"fp32"``, ``"bf16"``, or ``"int8"``
             (a byte each, with one scale for 256 elements). Arithmetic is fp32, and so are moments in checkpoints.
@@ -335,7 +336,7 @@ class ZeroEngine:
         self._sharded.whole.rest(together=True)
 
     def resume(self) -> None:
-        """Go on after ``pause`` or ``show_masters``, with what was written since; else does nothing. No collective."""
+        """Go on after ``pause`` or ``show_masters``, with the values written since; else do nothing. No collective."""
         module = self._require_module()
         self._sharded.whole.end_rest()
         self._sharded.hooks.install(module)
@@ -373,7 +374,7 @@ class ZeroEngine:
         """Take the hooks out and let other engines use the process groups. No collective.
 
         Where steps are deferred, ``flush`` before. Parameters stay readable at stages 0 to 2, as after ``pause``; at
-        stage 3 gather what is needed before.
+        stage 3 gather the parameters that it needs before.
         """
         if self.module is None:
             return
@@ -488,6 +489,10 @@ class ZeroEngine:
         finally:
             hooks.is_last_microbatch, hooks.has_more_backwards, hooks.keeps_gradients = before
 
+    def has_hooks_of_program(self, param: nn.Parameter) -> bool:
+        """Say whether the program has hooks on a parameter's gradient."""
+        return has_hooks_of_program(param)
+
     def open_window(self, optimizer: Optimizer) -> None:
         """Open the step window: each parameter shows its master's segment and the reduced gradient's."""
         self._require_module()
@@ -521,14 +526,16 @@ class ZeroEngine:
         self._require_module()
         self._attached.end_gradients()
 
-    def sum_shared_gradients(self) -> None:
+    def sum_shared_gradients(self) -> list[str]:
         """Sum the gradients of parameters that several parts of the model hold; once, after the last micro-batch.
 
         Collective: all ranks.
+
+        Returns:
+            The names of those of which several parts had a gradient.
         """
         self._require_module()
-        if self.parts is not None:
-            self.parts.sum_gradients(self._buffers)
+        return [] if self.parts is None else self.parts.sum_gradients(self._buffers)
 
     def grad_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> torch.Tensor:
         """Return the norm of the reduced gradients of one optimizer, or of all parameters: () fp32.
@@ -576,7 +583,7 @@ class ZeroEngine:
 
         Collective at stages 1 and 2 where a step is deferred: all ranks. Parameters stay. Reading and saving work as
         they are; the next step or backward brings everything back by itself, as ``reload_states`` does. The bits of
-        training do not change. Does nothing to what is offloaded always.
+        training do not change. Does nothing to tensors that are always offloaded.
         """
         if not self._sharded.aside.is_empty:
             return
@@ -585,11 +592,11 @@ class ZeroEngine:
         self._sharded.aside.put(self._buffers, list(self._attached))
 
     def reload_states(self) -> None:
-        """Bring back what ``offload_states`` has moved; does nothing if nothing was. No collective."""
+        """Bring back the states that ``offload_states`` has moved; does nothing if none were. No collective."""
         self._sharded.aside.take_back()
 
     def keep_params_on_device(self) -> None:
-        """Let the shards of parameters sleep on the device from now on, before optimizers are attached (stage 3)."""
+        """Keep the shards of parameters on the device from now on, before optimizers are attached (stage 3)."""
         store = self._sharded.store
         for buffer in self._buffers:
             buffer.move_shard(store)
@@ -600,12 +607,12 @@ class ZeroEngine:
     def gathered(self, params_or_module: Gatherable, write: Write | None = None) -> Iterator[None]:
         """Make parameters whole for a while. Collective on entry, and on exit with ``write="rank0"``: all ranks.
 
-        Inside, forwards of what is gathered do not communicate, so one rank alone may run them. Parameters of other
+        Inside, forwards of gathered modules do not communicate, so one rank alone may run them. Parameters of other
         pipeline stages come along.
 
         Args:
             params_or_module: A module, a parameter, or several.
-            write: What happens to changes: ``"rank0"`` takes rank 0's on all ranks, ``"all"`` takes every rank's own
+            write: The fate of changes: ``"rank0"`` takes rank 0's on all ranks, ``"all"`` takes every rank's own
                 (they must agree), None means there are none.
 
         Raises:
@@ -679,7 +686,7 @@ class ZeroEngine:
         return self._attached.of(optimizer).state_place(param, key)
 
     def complete_masters(self) -> None:
-        """Give every rank what the others wrote into their ``save_range`` of masters. Collective: all ranks.
+        """Give every rank the masters that the others wrote in their ``save_range``. Collective: all ranks.
 
         Above stage 0 a rank has no more than its range, and nothing is sent.
         """
@@ -714,7 +721,7 @@ class ZeroEngine:
             for buffer, flag in zip(widened, flags, strict=True):
                 buffer.narrow(needs_master=bool(flag))
 
-    # -- What is going on ------------------------------------------------------------------------------------------
+    # -- Statistics and plan ---------------------------------------------------------------------------------------
 
     @property
     def parts(self) -> Parts | None:
@@ -723,7 +730,7 @@ class ZeroEngine:
 
     @property
     def units(self) -> list[Unit]:
-        """What is gathered and reduced as one, the root's first."""
+        """The units, the root's first."""
         return self._places.units
 
     @property
@@ -747,7 +754,7 @@ class ZeroEngine:
 
     @property
     def communicator(self) -> Communicator:
-        """What moves the shards.
+        """The communicator over the ranks that share the parameters.
 
         Raises:
             RuntimeError: There is no module yet.
@@ -778,7 +785,7 @@ class ZeroEngine:
         return self._places.name(param)
 
     def stats(self) -> EngineStats:
-        """Return what the engine holds and has sent on this rank. No collective."""
+        """Return bytes held, bytes sent and seconds waited on this rank. No collective."""
         return self._sharded.statistics.take(self.optimizers)
 
     def reset_stats(self) -> None:
@@ -786,7 +793,7 @@ class ZeroEngine:
         self._sharded.statistics.reset()
 
     def plan(self) -> list[str]:
-        """Return about six lines that say what the engine is going to do."""
+        """Return about six lines of text: units, memory, traffic and where steps are made."""
         return [*self._sharded.statistics.plan(), *self._sharded.step_devices.plan()]
 
     # -- Inside ----------------------------------------------------------------------------------------------------
@@ -890,7 +897,7 @@ class ZeroEngine:
             )
 
     def _show_gradient(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Bring a gradient into ``grad``, or return what waits on this rank for the last micro-batch."""
+        """Bring a gradient into ``grad``, or return this rank's local sum that waits for the last micro-batch."""
         buffer, index = self._places.of(param)
         self._recover()
         if index in buffer.gradients.waiting and is_called_by(nn.Module.zero_grad):

@@ -1,4 +1,4 @@
-"""What the ranks must have in common before they communicate: models, units and optimizers, in words."""
+"""Facts that must agree on all ranks before they communicate: models, units and optimizers, in words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["model_facts", "optimizer_facts", "unit_facts"]
 
 
 def model_facts(module: nn.Module, holders: Mapping[str, tuple[int, ...]] | None = None) -> dict[str, str]:
-    """Return what decides the buffers of the engine: every name of every parameter, in the order of the module."""
+    """Return the facts that decide the flat buffers: every name of every parameter, in the order of the module."""
     first: dict[int, str] = {}
     facts = {}
     for name, param in module.named_parameters(remove_duplicate=False):

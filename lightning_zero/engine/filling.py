@@ -1,4 +1,4 @@
-"""Which units stay on the device and which sleep in host memory or on disks: the fastest memory is filled first.
+"""Distribution of units over device, host memory and disks: the fastest memory is filled first.
 
 Units are taken in the order of the model, so that those whose steps are made beside the next forward come last.
 """
@@ -21,7 +21,7 @@ __all__ = ["Home", "fill", "free_bytes", "homes_of_units"]
 Home = Literal["device", "cpu", "nvme"]
 
 _STATE_BYTES = 16  # per trained parameter: master, two moments, gradient
-_USED = 0.7  # of what is free; the rest is for activations and for what else the program needs
+_USED = 0.7  # of the free bytes; the rest is for activations and the program's other tensors
 
 
 def fill(needs: Sequence[int], device_bytes: int, host_bytes: int, last: Home) -> list[Home]:
@@ -29,8 +29,8 @@ def fill(needs: Sequence[int], device_bytes: int, host_bytes: int, last: Home) -
 
     Args:
         needs: Bytes of each unit.
-        device_bytes: What units may take on the device.
-        host_bytes: What they may take in host memory.
+        device_bytes: Bytes that units may take on the device.
+        host_bytes: Bytes that they may take in host memory.
         last: Where units go that fit nowhere else; ``"cpu"`` where there are no disks.
     """
     homes: list[Home] = []
@@ -62,12 +62,12 @@ def free_bytes(device: torch.device) -> tuple[int, int]:
 def homes_of_units(
     offload: Offload, numels: Sequence[tuple[int, int]], sharding: Sharding, communicator: Communicator, itemsize: int
 ) -> list[Home]:
-    """Return where each unit sleeps with ``fraction="auto"``, the same on all ranks. Collective: all ranks.
+    """Return the placement of each unit with ``fraction="auto"``, the same on all ranks. Collective: all ranks.
 
     Args:
         offload: The option.
         numels: All and trained parameters of each unit.
-        sharding: What is kept sharded.
+        sharding: The tensors that are kept sharded.
         communicator: Over the ranks; the one with the least memory decides.
         itemsize: Bytes of a parameter as it computes.
     """

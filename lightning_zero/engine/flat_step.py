@@ -45,7 +45,7 @@ _UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable", "foreach"
 
 @dataclass(frozen=True)
 class _Rule:
-    """How one class of optimizers steps a run.
+    """The step of one class of optimizers over a flat range.
 
     Args:
         moments: The keys of its state that the op takes, for a group.
@@ -159,7 +159,7 @@ class FlatStep:
         return id(buffer) in self._calls
 
     def take_calls(self, buffer: FlatBuffer) -> list[Callable[[], None]]:
-        """Return what makes the step of a buffer, in order."""
+        """Return the calls that make a buffer's step, in order, and forget them."""
         return self._calls.pop(id(buffer), [])
 
     def flat_states(self, buffer: FlatBuffer) -> list[Tensor]:
@@ -193,9 +193,9 @@ class FlatStep:
         return buffer.own_range.segment(index, self._flat_state(buffer, key))
 
     def step(self, group: dict[str, Any], *, rounds: bool) -> list[nn.Parameter]:
-        """Prepare to step what can be stepped by runs; return the parameters that PyTorch has to step.
+        """Prepare to step a group's flat ranges; return the parameters that PyTorch has to step.
 
-        States are made and steps counted; ``take_calls`` gives what is left to do.
+        States are made and steps counted; ``take_calls`` gives the calls to make.
 
         Args:
             group: One of the optimizer's groups. Its step window is open.
@@ -225,7 +225,7 @@ class FlatStep:
         return left
 
     def step_early(self, groups: Iterable[dict[str, Any]], buffer: FlatBuffer) -> None:
-        """Prepare to step a buffer, all of whose parameters are in ``groups``; ``take_calls`` gives what is left to do.
+        """Prepare to step a buffer, all of whose parameters are in ``groups``; ``take_calls`` gives the calls to make.
 
         Raises:
             RuntimeError: PyTorch would have to step one of them.
@@ -287,7 +287,7 @@ class FlatStep:
                 self._flat[place] = move(flat)
                 self._note_tensors(place)
 
-    # -- What can be stepped ---------------------------------------------------------------------------------------
+    # -- Conditions of a flat step ---------------------------------------------------------------------------------
 
     def refuse_moments(self, group: Mapping[str, Any]) -> None:
         """Refuse a group whose moments PyTorch would have to keep, where they are to be kept otherwise.
@@ -322,7 +322,7 @@ class FlatStep:
             )
 
     def _obstacle(self, group: Mapping[str, Any], buffers: Iterable[FlatBuffer]) -> str | None:
-        """Return what keeps a group from being stepped by runs, if something does."""
+        """Return the options or values that keep a group from being stepped by flat ranges; None if none do."""
         names = ("lr", "weight_decay", "betas", "fused", *_UNSUPPORTED)
         if not self._covers(group):
             return ", ".join(f"`{name}={group[name]!r}`" for name in names if name in group)
@@ -382,7 +382,7 @@ class FlatStep:
         group = {key: value for key, value in group.items() if key != "params"}  # schedulers move its options
         steps = self._make_states(group, buffer, indices)
         calls = self._calls.setdefault(id(buffer), [])  # none where this rank has no element: others may have some
-        # What is on disks is in memory when the calls are made.
+        # Tensors on disks are in memory when the calls are made.
         gradient, stepped = ordinary(buffer.gradients.unscaled()), ordinary(buffer.stepped)
         factor = buffer.gradients.factor
         rounding = buffer.begin_rounding() if rounds else None
@@ -560,7 +560,7 @@ class _CountsOnDevice:
         return {key: self._known[key].number for key in counters}
 
     def note(self, key: tuple[int, int], counter: Tensor, number: int) -> None:
-        """Note what a counter says."""
+        """Store the number that a counter on the device holds, with the counter's version."""
         version = -1 if counter.is_inference() else counter._version  # those have none, and are read each time
         self._known[key] = _Count(counter, version, number)
 
@@ -572,7 +572,7 @@ class _CountsOnDevice:
 
 
 def _zeros(buffer: FlatBuffer, dtype: torch.dtype) -> Tensor:
-    """Return a state over the own range, where the master sleeps: (own range,)."""
+    """Return a state of zeros over the own range, in the same store as the master: (own range,)."""
     if buffer.sleep is not None:
         return buffer.sleep.zeros(dtype)
     if isinstance(buffer.home, HostStore):  # locked, so that it can be streamed; statistics count states themselves

@@ -40,7 +40,7 @@ __all__ = ["BufferGradients", "Stepped"]
 
 
 class Stepped(Protocol):
-    """What must be known of a flat buffer; see ``lightning_zero/engine/buffer.py``."""
+    """The parts of a flat buffer that its gradients use; see ``lightning_zero/engine/buffer.py``."""
 
     name: str
     params: list[nn.Parameter]
@@ -55,7 +55,7 @@ class Stepped(Protocol):
 
     @property
     def stepped(self) -> torch.Tensor:
-        """What the optimizer steps: (own range,)."""
+        """The master, or this rank's range of the computed parameters if there is none: (own range,)."""
         ...
 
     @property
@@ -68,12 +68,12 @@ class Stepped(Protocol):
         ...
 
     def take_back(self) -> None:
-        """Bring back what was put aside."""
+        """Bring shard, master and states back to the device if ``offload_states`` has moved them."""
         ...
 
 
 class _Earlier(NamedTuple):
-    """An earlier average that sleeps in host memory, on its way to the device.
+    """An earlier average that is offloaded to host memory, on its way to the device.
 
     Attributes:
         values: Where it comes.
@@ -94,7 +94,7 @@ class BufferGradients:
     1. ``accumulate``, any number of times: ``local`` is n elements.
     2. ``reduce``, wait, ``finish_reduce``; at stage 0 ``gather_reduced`` and wait. ``reduced`` is the own range.
     3. ``agreed`` and ``mark_reduced``: the ranks know who had a gradient, and parameters say so.
-    4. The step reads ``unscaled`` and ``factor``, or what ``for_writing`` returned. 1 may come first: sums are kept.
+    4. The step reads ``unscaled`` and ``factor``, or the result of ``for_writing``. 1 may come first: sums are kept.
     5. ``forget``.
 
     Args:
@@ -117,14 +117,14 @@ class BufferGradients:
         self.sources: dict[int, Source] = {}  # whole tensors that were assigned, by slot
         self._brought: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # tensors to which a backward has added
         self.outdated: dict[int, Source] = {}  # of them, those to which a backward has added, which they do not show
-        self.is_read = False  # a program has, so that it may keep what lies in ``local``
+        self.is_read = False  # a program has read a gradient, and may keep a view of ``local``
         self._reduced: torch.Tensor | None = None
         self._landing = Landing()  # of the average at home
         self._num_at_home = 0  # tensors in its memory when it was sent there
-        self._earlier: _Earlier | None = None  # what a running reduction is to be added to
+        self._earlier: _Earlier | None = None  # a running reduction is to be added to it
         self._retained: torch.Tensor | None = None  # an earlier average whose place ``local`` needs
         self._lent: list[torch.Tensor] = []  # at home; nobody needs them but a step that may be running
-        # - What the step is to see
+        # - Gradients for the step
         self.factor: torch.Tensor | None = None  # () fp32; the average is still to be multiplied by it
         self._written: torch.Tensor | None = None  # see Note [Two dtypes]
         self._kept: torch.Tensor | None = None  # an earlier one that a program keeps; shows the next average, too
@@ -156,7 +156,7 @@ class BufferGradients:
             self._brought[index] = weakref.ref(grad), grad._version
 
     def with_sum(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
-        """Return a gradient and what was summed before, in the gradient's dtype; None if nothing was."""
+        """Return a gradient plus the slot's local sum, in the gradient's dtype; None if there is no sum."""
         if index not in self._summed or self.local is None:
             return None
         slot = self._buffer.layout.slots[index]
@@ -164,7 +164,7 @@ class BufferGradients:
         return total.to(grad.dtype)
 
     def drop_sum(self, index: int) -> None:
-        """Drop what was summed of a slot."""
+        """Drop the local sum of a slot."""
         self._summed.discard(index)
         self.used.discard(index)
 
@@ -213,14 +213,14 @@ class BufferGradients:
         return self._summed | (self.has_grad if self._retained is not None else set())
 
     def is_sum(self, index: int, grad: torch.Tensor) -> bool:
-        """Say whether a tensor is what ``show_sum`` returns."""
+        """Say whether a tensor is the local sum that ``show_sum`` returns."""
         if index not in self._summed or self.local is None or not self.is_summing:
             return False
         slot = self._buffer.layout.slots[index]
         return (grad.data_ptr(), grad.shape) == (self.local[slot.offset :].data_ptr(), torch.Size(slot.shape))
 
     def show_sum(self, index: int) -> torch.Tensor | None:
-        """Return what was summed of a slot on this rank while it waits, or None: what is written there counts.
+        """Return a view of a slot's local sum while it waits, or None: writes into it count.
 
         Raises:
             RuntimeError: An average of an earlier backward waits, too.
@@ -242,7 +242,7 @@ class BufferGradients:
     def reduce(self) -> Pending:
         """Start averaging the local sums over the ranks; ``finish_reduce`` when the result has been waited for.
 
-        Collective: all ranks, also those without a gradient here: what they miss counts as zero.
+        Collective: all ranks, also those without a gradient: a missing gradient counts as zero.
         ZeRO (arXiv:1910.02054) section 5.2.
         """
         buffer = self._buffer
@@ -260,7 +260,7 @@ class BufferGradients:
             return buffer.communicator.reduce_scatter(self._target, local, f"gradients of unit `{buffer.name}`")
 
     def _fetch_earlier(self) -> None:
-        """Start bringing an average that sleeps in host memory to the device, beside the reduction."""
+        """Start uploading an earlier average from host memory, beside the reduction."""
         buffer, at_home = self._buffer, self._reduced
         is_in_host_memory = buffer.is_offloaded and buffer.sharding.grads and buffer.sleep is None
         if at_home is None or not is_in_host_memory or not self._is_as_reduced:
@@ -271,7 +271,7 @@ class BufferGradients:
         self._earlier = _Earlier(values, landing, at_home._version)
 
     def _take_earlier(self) -> _Earlier | None:
-        """Return what was brought, if it still is the average and nobody else has that."""
+        """Return the uploaded earlier average, if it still is the gradient shard and nobody else has that."""
         earlier, self._earlier = self._earlier, None
         if earlier is None:
             return None
@@ -288,19 +288,19 @@ class BufferGradients:
         return num_tensors_in(self._reduced) == self._num_at_home
 
     def _sum_assigned(self, index: int) -> bool:
-        """Sum what somebody assigned to ``grad`` and this backward added nothing to; say whether there is something."""
+        """Add an assigned ``grad`` that this backward did not touch into the local sum; say whether there was one."""
         param = self._buffer.params[index]
         grad = raw_grad(param) if param.requires_grad else None
         if grad is None:
             return False
         self.accumulate(index, grad)
-        if not grad.is_inference():  # whoever keeps it has a part of the average
+        if not grad.is_inference():  # a program that keeps it has a part of the average
             self._brought[index] = weakref.ref(grad), grad._version
         set_raw_grad(param, None)
         return True
 
     def finish_reduce(self) -> None:
-        """Add the average to what was reduced before. No collective; stage 0 still needs ``gather_reduced``."""
+        """Add the average to the gradient shard of before. No collective; stage 0 still needs ``gather_reduced``."""
         buffer, target, local = self._buffer, self._target, self.local
         assert target is not None
         assert local is not None
@@ -317,7 +317,7 @@ class BufferGradients:
         self._reduced, self._target = (target if is_own_range else local), None
         self._summed.clear()
         if buffer.sharding.grads:
-            if buffer.communicator.world_size > 1:  # alone, what was summed here is the average
+            if buffer.communicator.world_size > 1:  # on one rank the local sum is the average
                 buffer.store.release("gradients", local.nbytes)
             self.local = None
 
@@ -356,7 +356,7 @@ class BufferGradients:
         self._written.copy_(self.reduced)
 
     def _bring_home(self, target: torch.Tensor) -> torch.Tensor:
-        """Move the average to where it sleeps."""
+        """Move the average to its store, off the device."""
         buffer = self._buffer
         if buffer.sleep is None:
             return self._send_home(target, buffer.home.create("gradients", target.numel(), target.dtype))
@@ -392,7 +392,7 @@ class BufferGradients:
         """Take note of slots that have a gradient on some rank: the ranks have agreed."""
         agreed = set(indices)
         self.has_grad |= agreed
-        for index in agreed & self.sources.keys():  # what was assigned before is only a part now
+        for index in agreed & self.sources.keys():  # the gradient assigned before is only a part now
             self.outdated[index] = self.sources.pop(index)
         for index, (brought, version) in self._brought.items():
             self._note_outdated(index, brought(), version)
@@ -405,7 +405,7 @@ class BufferGradients:
             self.outdated[index] = Source.of(tensor)._replace(version=version)
 
     def show_kept(self) -> None:
-        """Show the average in what a program keeps of an earlier one. At stage 0 it is gathered before."""
+        """Copy the average into the earlier one that a program keeps. At stage 0 it is gathered before."""
         if self._kept is not None and self._reduced is not None:
             assert self.reduced is not None
             with torch.no_grad():
@@ -521,7 +521,7 @@ class BufferGradients:
             self.is_spent = bool(self.has_grad)
             self.is_ahead = self.is_ahead and self.is_spent
         elif self.has_grad:
-            self._zero(dropped)  # what comes next is added to it
+            self._zero(dropped)  # the next gradient is added to it
         else:
             self._drop_average()
         for index in gone - self.given_out:
@@ -537,8 +537,8 @@ class BufferGradients:
     def abandon(self) -> None:
         """Drop the sums of a backward that an error has ended; the average before it stays. No collective.
 
-        Of what was reduced already a sum is left where there was an average, as in plain PyTorch. At stage 0 no rank
-        has the average whole any more where a reduction has begun: it goes, too.
+        Where an average was there before, a reduction that has ended leaves the sum of both, as in plain PyTorch. At
+        stage 0 no rank has the average whole any more where a reduction has begun: it goes, too.
         """
         buffer, target, self._target = self._buffer, self._target, None
         self._kept = None
@@ -565,7 +565,7 @@ class BufferGradients:
             self.forget()
 
     def change_sources(self, indices: Iterable[int], change: Callable[[torch.Tensor], Any]) -> None:
-        """Do to tensors that were assigned, and that the program still has, what is done to the gradients made of them.
+        """Apply ``change`` to assigned tensors that the program still holds, as to the gradients made of them.
 
         In PyTorch they are one tensor. One that several parameters have is changed for each, and taken over again.
         """
@@ -629,7 +629,7 @@ class BufferGradients:
             self._buffer.home.give_back("gradients", self._lent.pop())
 
     def move(self, before: ShardStore, home: ShardStore) -> None:
-        """Move what sleeps in one store to another."""
+        """Move gradient shard and local sums from one store to another."""
         if self.reduced is not None and self._buffer.sharding.grads:
             reduced = home.create("gradients", self.reduced.numel(), self.reduced.dtype).copy_(self.reduced)
             before.give_back("gradients", self.reduced)
@@ -648,7 +648,7 @@ class BufferGradients:
             self._reduced = self.local[self._buffer.own_range.start : self._buffer.own_range.stop]
         before.give_back("gradients", local)
 
-    # -- What the step is to see -----------------------------------------------------------------------------------
+    # -- Gradients for the step ------------------------------------------------------------------------------------
 
     def for_reading(self) -> torch.Tensor | None:
         """Return the average in either dtype: (own range,)."""
@@ -737,7 +737,7 @@ class BufferGradients:
                     values[start:stop].zero_()
 
     def accept_writes(self) -> None:
-        """Keep what was written, in the dtype in which the average is kept."""
+        """Copy the written gradients into the gradient shard, in the dtype in which that is kept."""
         if self._written is not None and self.reduced is not None:
             with torch.no_grad():
                 self.reduced.copy_(self._written)

@@ -1,4 +1,4 @@
-"""Module and autograd hooks that turn what PyTorch does into unit verbs.
+"""Module and autograd hooks that turn PyTorch's events into unit verbs.
 
 Note [Gathering again in backward]
     Two mechanisms together. A hook on the gradients of a unit's outputs gathers the unit before its backward starts.
@@ -9,8 +9,8 @@ Note [Gathering again in backward]
 
 Note [Giving back in backward]
     A unit is given back when all its gradients have arrived. A frozen parameter brings no gradient, so a unit with one
-    also waits for the gradients of its inputs. What is left goes at the end of backward. A forward that ends while a
-    backward runs is a recomputation: its unit is needed right away, and is not given back.
+    also waits for the gradients of its inputs. The remaining units go at the end of backward. A forward that ends while
+    a backward runs is a recomputation: its unit is needed right away, and is not given back.
 
 Note [Backward that builds a graph]
     With ``create_graph`` the new graph needs the parameters again, so units stay whole and nothing is reduced; the next
@@ -35,12 +35,12 @@ Note [Backwards inside a backward]
     that function run in the backward around it, where they ask again. All ranks make the same calls.
 
 Note [After an error]
-    What an error leaves is put aside without a collective, since the other ranks may be elsewhere: whole units that
-    nobody holds are given back, sums of an interrupted backward are dropped, and the pass is abandoned (see the order's
-    note). Where the error leaves a ``with`` block, a hook that PyTorch always calls, or both, this happens at once.
-    PyTorch tells nobody that a backward has failed, or that a ``KeyboardInterrupt`` has ended a forward: then it
-    happens at the next forward, backward or step (``recover``). An error that does not leave the scope leaves the pass
-    alone.
+    The passes that an error leaves are abandoned without a collective, since the other ranks may be elsewhere: whole
+    units that nobody holds are given back, sums of an interrupted backward are dropped, and the pass is abandoned (see
+    the order's note). Where the error leaves a ``with`` block, a hook that PyTorch always calls, or both, this happens
+    at once. PyTorch tells nobody that a backward has failed, or that a ``KeyboardInterrupt`` has ended a forward: then
+    it happens at the next forward, backward or step (``recover``). An error that does not leave the scope leaves the
+    pass alone.
 
 Note [Forwards of submodules]
     Every module with parameters below it may be called on its own at stage 3, wherever all ranks do so. Its forward
@@ -188,7 +188,7 @@ class _Call(NamedTuple):
 
 
 class _BeforeUsers(NamedTuple):
-    """What a parameter was before hooks of the program had its gradient."""
+    """A parameter's version and gradient before hooks of the program had the gradient."""
 
     version: int
     grad: torch.Tensor | None  # the gradient, if the sum is shown in its place
@@ -256,7 +256,7 @@ class Hooks:
         self._scope = ""
         self._ordinal = 0  # of the pass in its step
         self._opened_by: _Opener | None = None  # None: `scope` has
-        self._holds_all_below = False  # whoever has opened it uses units that `gathered` holds, and no others
+        self._holds_all_below = False  # the scope uses only units that `gathered` holds
         self._below = units_below(units)
         self._net: AbstractContextManager[Any] | None = None
         self._outer_hooks: Any = None  # the saved-tensor hooks around the scope, e.g. of a checkpoint
@@ -351,7 +351,7 @@ class Hooks:
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
-        """Run a step of the program: the root unit is whole, and what lies between is one pass per direction."""
+        """Run a step of the program: the root unit is whole, and the step is one pass per direction."""
         self.recover()
         depth, uses = self._depth, self._root.uses
         try:
@@ -425,7 +425,7 @@ class Hooks:
                 self._net.__enter__()
         if with_root:
             self._use(self._root)
-            # What the root holds is used by code, not by a forward of the root: its gradients may be the last to come.
+            # The root's parameters are used by code, not by a forward of the root: their gradients may come last.
             self._root.ran_forward = self._root.ran_forward or torch.is_grad_enabled()
 
     def _leave_scope(self, *, with_root: bool) -> None:
@@ -458,7 +458,7 @@ class Hooks:
     # -- After an error --------------------------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """Put aside what an error has ended without notice. No collective."""
+        """Abandon a backward or a scope that an error has ended without notice. No collective."""
         if _in_backward():
             return
         if self._has_nested_end and not self._is_end_known:
@@ -469,7 +469,7 @@ class Hooks:
             self._abandon()
 
     def _abandon(self) -> None:
-        """Put an interrupted step aside. No collective."""
+        """Abandon an interrupted step. No collective."""
         self._cast_net_off()
         self._depth = 0
         self._opened_by = None
@@ -487,7 +487,7 @@ class Hooks:
         self._end_computing()
 
     def _abandon_backward(self) -> None:
-        """Put an interrupted backward aside. No collective."""
+        """Abandon an interrupted backward. No collective."""
         if not self._armed:
             return
         if self._has_own_pass:
@@ -758,7 +758,7 @@ class Hooks:
             kept.buffer.fill_computed()
         if torch.is_grad_enabled():
             self._keep_next_graph()
-        if tensor._version != kept.version:  # autograd leaves the check to whoever packs
+        if tensor._version != kept.version:  # autograd leaves the check to the hook that packs
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation:"
                 f" [{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version"
@@ -796,7 +796,7 @@ class Hooks:
         """Keep a unit in backwards that come to its outputs, until its inputs have their gradients, or to the end.
 
         Returns:
-            What stands for them in ``Unit.awaited``.
+            The objects that stand for them in ``Unit.awaited``.
         """
         awaited, is_counted = object(), not _in_backward()
         # A leaf is an input of a reentrant recomputation. `autograd.grad` by a leaf that has such a hook would fail.
@@ -918,7 +918,7 @@ class Hooks:
     def _behind_users(
         self, buffer: FlatBuffer, index: int, param: nn.Parameter, grad: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Return what is to be added to the sum, given what hooks of the program have left of the gradient.
+        """Return the gradient to add to the local sum, after hooks of the program may have changed it.
 
         Raises:
             RuntimeError: One of them wrote the parameter, as an optimizer in the backward does.
@@ -960,10 +960,8 @@ class Hooks:
         if reduces and not self._order.in_pass:  # `backward(inputs=...)` below stage 3
             self._order.begin((self._scope, self._ordinal, "backward of inputs"), gathers=False)
         if ends_pass:
-            self._order.finish(reduces=reduces)
-        if reduces:
-            self._reducer.finish(has_more_backwards=self.has_more_backwards)
-        else:
+            self._order.finish(reduces=reduces, has_more_backwards=self.has_more_backwards)
+        if not reduces:
             self._reducer.cancel()
             for buffer in [buffer for unit in self._units for buffer in unit.buffers]:
                 buffer.gradients.mark_reduced()

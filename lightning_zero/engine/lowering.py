@@ -1,4 +1,4 @@
-"""Which parameters compute in 16 bits under mixed precision: matrices that only lowered operations take (ADR 0014)."""
+"""Parameters that compute in 16 bits under mixed precision: matrices that only lowered operations take (ADR 0014)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LOWERED: dict[type[nn.Module], frozenset[str]] = {
     **dict.fromkeys(_CONVOLUTIONS, _WEIGHT),
 }
 _LOWERED_OF_OTHERS = {"transformers.pytorch_utils.Conv1D": _WEIGHT}
-_CODE = ("forward", "_conv_forward")  # what decides which operation takes the weight
+_CODE = ("forward", "_conv_forward")  # methods that decide which operation takes the weight
 
 
 class Lowering:
@@ -71,7 +71,7 @@ class Lowering:
         return id(holder) in self._named or is_lowered(holder, key)
 
     def plan(self) -> str:
-        """Return what is said of matrices that stay in fp32; empty if none does."""
+        """Return the plan's words about matrices that stay in fp32; empty if none do."""
         if not self.kept:
             return ""
         classes = ", ".join(f"`{name}`" for name, _ in self.kept.most_common(4)) + ", …" * (len(self.kept) > 4)

@@ -1,7 +1,7 @@
 """Methods of an optimizer beside ``step`` (``train`` and ``eval`` of schedule-free ones), run on segments (ADR 0035).
 
 Note [Methods see segments]
-    A method that reads or writes parameters, or its states of them, must see what ``step`` sees: this rank's segments.
+    A method that reads or writes parameters, or its states of them, must see this rank's segments, as ``step`` does.
     So the parameters of the optimizer are watched while a method runs. When it asks about one of them, the step window
     opens; when it uses values, these are made the parameters' when it returns. A method that touches no parameter, such
     as one that returns a learning rate, costs nothing and may be called by one rank alone.
@@ -54,7 +54,7 @@ class RunningStep:
 
 
 class Segments(Protocol):
-    """What is used of ``ShardedOptimizer``."""
+    """The parts of ``ShardedOptimizer`` that are used here."""
 
     @property
     def params(self) -> Iterable[nn.Parameter]:
@@ -78,7 +78,7 @@ class MethodCalls:
     """Watches the parameters of an optimizer while one of its methods runs; see Note [Methods see segments].
 
     Args:
-        segments: What the optimizer steps.
+        segments: The sharded optimizer.
         running_step: A method that ``step`` calls needs nothing of this.
     """
 

@@ -51,7 +51,7 @@ class ModuleBuffers:
                     # Modules of other parts of the model were not made real.
                     is_meta = buffer.is_meta
                     child._buffers[key] = torch.zeros_like(buffer, device=device) if is_meta else buffer.to(device)
-        # - What the ranks have agreed on
+        # - Facts that the ranks have agreed on
         self._layout: tuple[object, ...] = ()
         self._facts: dict[str, str] = {}
         self._nbytes = 0
@@ -134,7 +134,7 @@ class ModuleBuffers:
 
 
 def buffer_facts(module: nn.Module) -> dict[str, str]:
-    """Return what the ranks must have in common of the buffers of a module: kind, dtype and shape, by name."""
+    """Return the facts that must agree on all ranks about module buffers: kind, dtype and shape, by name."""
     return _facts(dict(module.named_buffers()))
 
 
@@ -151,7 +151,7 @@ def _describe(name: str, buffer: Tensor) -> str:
 
 
 def _layout(buffers: Mapping[str, Tensor]) -> tuple[object, ...]:
-    """Return what is in ``_facts``, faster."""
+    """Return a key that is equal where ``_facts`` is, faster."""
     return tuple(
         (name, buffer.dtype, buffer.shape)
         if buffer.layout is torch.strided and type(buffer) in (Tensor, nn.Buffer)
@@ -161,7 +161,7 @@ def _layout(buffers: Mapping[str, Tensor]) -> tuple[object, ...]:
 
 
 def _parts(name: str, buffer: Tensor) -> list[Tensor]:
-    """Return the ordinary tensors that a buffer consists of; what is written into them is in the buffer.
+    """Return the ordinary tensors that a buffer consists of; writing into them writes the buffer.
 
     Raises:
         ValueError: It is of a kind of which that is not known.

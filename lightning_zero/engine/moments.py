@@ -28,11 +28,11 @@ _CODES = {
 
 
 def make_codes(state: dict[str, Any], segment: Tensor) -> None:
-    """Make the moments of a parameter int8: zeros at first, else what was loaded, rounded.
+    """Make the moments of a parameter int8: zeros at first, else the loaded ones, quantized.
 
     Args:
         state: The parameter's state, changed.
-        segment: What is stepped of the parameter.
+        segment: The parameter's segment of the master.
     """
     for key, (encode, _) in _CODES.items():
         present, scales = state.get(key), f"{key}_scales"

@@ -150,7 +150,7 @@ class ShardedOptimizer:
         return self._flat_step is not None and self._flat_step.is_on_disks
 
     def leave_states(self, successor: ShardedOptimizer | None) -> None:
-        """Leave states on disks to whoever steps the optimizer now; if nobody does, give their room back."""
+        """Leave states on disks to the sharded optimizer that follows; free their room if there is none."""
         assert self._flat_step is not None
         if successor is None or successor._flat_step is None:
             self._flat_step.give_back()
@@ -161,7 +161,7 @@ class ShardedOptimizer:
 
     @property
     def places(self) -> Iterable[Place]:
-        """Where the optimizer's parameters lie, but for those that the program has taken out of ``param_groups``."""
+        """Buffer and slot of each parameter, without those that the program has removed from ``param_groups``."""
         if not self._lacks_some:
             return self._attached.values()
         left = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
@@ -279,7 +279,7 @@ class ShardedOptimizer:
         whole = torch.Size(buffer.layout.slots[index].shape)
         state = self.optimizer.state.get(param, {})
         for key, value in state.items():
-            if isinstance(value, ShardedGradient):  # a segment: it was made of what the step window shows
+            if isinstance(value, ShardedGradient):  # a segment: it was made of the step window's segments
                 state[key] = value.as_subclass(torch.Tensor)
             elif torch.is_tensor(value) and key != "step" and value.shape == whole and buffer.sharding.optim:
                 state[key] = value.reshape(-1)[start:stop].to(buffer.stepped.dtype).clone()
@@ -341,14 +341,14 @@ class ShardedOptimizer:
             self._enter()
 
     def _prepare(self) -> None:
-        """Bring what is stepped up to date."""
+        """Bring masters up to date with the parameters before the step window opens."""
         self._before_open(self)
         for buffer in self.buffers:
             if not buffer.gradients.is_ahead:
                 buffer.refresh_master()
                 buffer.forget_rounding()
             else:
-                buffer.window.take_gradients()  # refuses what was assigned
+                buffer.window.take_gradients()  # refuses assigned gradients
 
     def _enter(self) -> None:
         self._in_window = [(buffer, index) for buffer, index in self.places if not buffer.gradients.is_ahead]
@@ -494,7 +494,7 @@ class ShardedOptimizer:
             buffer.window.strip(index)
 
     def step_runs(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Step what can be stepped by runs; return a group of what PyTorch has to step."""
+        """Step a group's flat ranges; return a group of the parameters that PyTorch has to step."""
         assert self._flat_step is not None
         self._ahead.refuse_moved_options(self.optimizer.param_groups)
         params = [param for param in group["params"] if not self._attached[id(param)][0].gradients.is_spent]
@@ -549,7 +549,7 @@ class ShardedOptimizer:
                 self._deferred.append(buffer)
                 self._after_defer(buffer)
         if self._are_states_kept or any(buffer.window.is_kept for buffer in self._deferred):
-            self.finish_deferred()  # the program may change what the steps read
+            self.finish_deferred()  # the program may change the inputs of the steps
 
     # -- Steps in the backward -------------------------------------------------------------------------------------
 
@@ -614,7 +614,7 @@ class ShardedOptimizer:
         return None if place is None else place.reshape(-1)
 
     def move_states(self, buffers: Sequence[FlatBuffer], move: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Put ``move(state)`` in the place of the states of what the optimizer steps of some buffers."""
+        """Replace the optimizer states of some buffers' own ranges by ``move(state)``."""
         chosen = {id(buffer) for buffer in buffers}
         for param, state in vars(self.optimizer)["state"].items():
             place = self._attached.get(id(param))
@@ -742,7 +742,7 @@ def gradient_norm(
 
 
 def _take_gradients(places: Iterable[Place], communicator: Communicator) -> None:
-    """Take over what was done to gradients. Collective: all ranks that have assigned some by hand."""
+    """Take over changes to gradients. Collective: all ranks that have assigned some by hand."""
     by_buffer = _by_buffer(places)
     for buffer, indices in by_buffer:
         if buffer.gradients.is_summing and indices & buffer.gradients.waiting:
@@ -788,7 +788,7 @@ def _has_hooks(step: Any) -> bool:
 
 
 def _make_hookable(optimizer: Optimizer) -> None:
-    """Give an optimizer whose constructor has not called that of ``Optimizer`` what hooks are kept in.
+    """Add hook dictionaries to an optimizer whose constructor has not called that of ``Optimizer``.
 
     Raises:
         ValueError: A learning rate scheduler calls its step, which has no hooks.

@@ -2,12 +2,12 @@
 
 Note [One order of collectives]
     Ranks may run different code (a branch that only some take), yet every gather and every reduction needs all of them.
-    A *pass* is what lies between two points that every rank reaches: a scope's begin and end, a backward's begin and
-    end. For every kind of pass there is one recorded list of entries, *gather unit k* and *reduce unit k*, the same on
-    all ranks, and every rank starts them in this order. A rank that needs a later entry first takes part in what it
-    skips: it serves the gathers, and starts the reductions with what it has, zeros where it has nothing. At the end of
-    the pass it does the same with what is left. As everybody starts everything in one order, and waits for nothing
-    that it has not started, no rank waits for ever.
+    A *pass* is the collectives between two points that every rank reaches: a scope's begin and end, a backward's begin
+    and end. For every kind of pass there is one recorded list of entries, *gather unit k* and *reduce unit k*, the same
+    on all ranks, and every rank starts them in this order. A rank that needs a later entry first takes part in the
+    skipped ones: it serves the gathers, and starts the reductions with its gradients, or zeros if it has none. At the
+    end of the pass it does the same with the remaining entries. As everybody starts everything in one order, and waits
+    for nothing that it has not started, no rank waits for ever.
 
     The first pass of a kind has no list. Before each entry the ranks agree on the next one: the smallest that somebody
     is ready for, reductions before gathers. The same agreement follows a list that is used up, so a rank whose need is
@@ -15,8 +15,8 @@ Note [One order of collectives]
     forgotten; a kind of pass whose list keeps failing goes on by agreement alone, which is slower and always right.
 
     A pass that an error has interrupted cannot be finished then, for nobody knows where the other ranks are. Each rank
-    finishes it at its first call in a later pass: it takes part in what is left, for ranks that came further before the
-    same error, and waits for what was started.
+    finishes it at its first call in a later pass: it takes part in the remaining entries, for ranks that came further
+    before the same error, and waits for the started ones.
 
 Note [Reading ahead]
     A list is recorded without reading ahead, so each unit's reduction stands before the next unit's gather. To let
@@ -71,7 +71,7 @@ class PassOrder:
         self._reducer = reducer
         self._prefetch = prefetch
         self.is_suspended = 0  # > 0 while everything is held whole: forwards do not communicate
-        # - What was learned
+        # - Recorded lists
         self._lists: dict[Hashable, list[int]] = {}
         self._failures: dict[Hashable, int] = {}
         # - Passes
@@ -88,7 +88,7 @@ class PassOrder:
         """Begin a pass. Every rank begins the same kind. No collective.
 
         Args:
-            kind: What its list is remembered by.
+            kind: The key of its list.
             gathers: Whether units may be gathered in it, the same on every rank; by default whether they are sharded
                 between uses.
             in_original: Gather parameters in their own dtype, the same on every rank.
@@ -123,7 +123,7 @@ class PassOrder:
         self._look_ahead(current)
 
     def completed(self, unit: Unit) -> None:
-        """Take note that a unit's gradients have arrived; start what may be started. Collective, in order."""
+        """Note that a unit's gradients have arrived; start the reductions whose turn it is. Collective, in order."""
         self._settle()
         assert self._running is not None
         if self._running.entries is None:
@@ -133,17 +133,18 @@ class PassOrder:
             return
         self._advance(self._running)
 
-    def finish(self, *, reduces: bool = False) -> None:
-        """End the pass: take part in what other ranks still need, reduce what is left. Collective: all ranks.
+    def finish(self, *, reduces: bool = False, has_more_backwards: bool = False) -> None:
+        """End the pass: join collectives that other ranks still need, reduce the units left. Collective: all ranks.
 
         Args:
             reduces: The pass is a backward, after which every unit that may have a gradient is reduced.
+            has_more_backwards: Backwards of forwards that have run follow, and bring gradients again.
         """
         self._settle()
         current = self._running
         if current is None:
             return
-        self._end(current)
+        is_as_before = self._end(current, reduces)
         if reduces:
             for unit in self._units:
                 if unit.expected and not unit.is_reduced:
@@ -151,11 +152,18 @@ class PassOrder:
                     self._reducer.start(unit)
         self._learn(current)
         self._running = None
+        if reduces:
+            self._reducer.finish(current.kind, is_as_before=is_as_before, has_more_backwards=has_more_backwards)
 
-    def _end(self, current: _Pass) -> None:
+    def _end(self, current: _Pass, reduces: bool = False) -> bool:
+        """Join collectives that other ranks still need; say whether all ranks have used the parameters of before."""
         self._join_the_rest(current)
-        if current.gathers or current.entries is None:
-            self._agree_until(_DONE, current)
+        if not (current.gathers or current.entries is None):
+            return False
+        # Units that are reduced behind the agreement may bring gradients that somebody has assigned.
+        is_whole = reduces and all(unit.is_reduced for unit in self._units if unit.expected)
+        has_news = not (is_whole and self._reducer.is_as_before(current.kind))
+        return not self._agree_until(_DONE, current, has_news=has_news)
 
     def abandon(self) -> None:
         """Leave the pass after an error; it is finished at the next call. No collective."""
@@ -172,7 +180,7 @@ class PassOrder:
         return bool(self._communicator.running) or any(unit.state is UnitState.UNSHARDING for unit in self._units)
 
     def _settle(self) -> None:
-        """Finish what was abandoned. Collective: all ranks."""
+        """Finish passes that were abandoned. Collective: all ranks."""
         if self._is_settled:
             return
         while self._abandoned:
@@ -186,17 +194,21 @@ class PassOrder:
         self._communicator.settle()
         self._is_settled = True
 
-    def _agree_until(self, wanted: int, current: _Pass) -> None:
-        """Join the entries that other ranks are ready for, until it is this rank's turn."""
+    def _agree_until(self, wanted: int, current: _Pass, *, has_news: bool = False) -> bool:
+        """Join the entries that other ranks are ready for, until it is this rank's turn; say if a rank has news."""
         self._join_the_rest(current)
-        while (agreed := self._agree(wanted, current)) != wanted:
+        while True:
+            agreed, any_news = self._agree(wanted, has_news, current)
+            if agreed == wanted:
+                break
             current.record.append(agreed)
             self._join(agreed, current)
         if wanted != _DONE:
             current.record.append(wanted)
+        return any_news
 
     def _join_the_rest(self, current: _Pass) -> None:
-        """Start what is left of the list."""
+        """Start the collectives that are left of the list."""
         self._drop_ahead(current)
         while current.entries is not None and current.position < len(current.entries):
             self._join(current.entries[current.position], current)
@@ -243,14 +255,15 @@ class PassOrder:
         if not unit.is_busy:
             unit.reshard()
 
-    def _agree(self, wanted: int, current: _Pass) -> int:
+    def _agree(self, wanted: int, has_news: bool, current: _Pass) -> tuple[int, bool]:
         if wanted == _DONE:
             own = f"the pass {current.kind} has ended"
         else:
             verb = "reduced" if wanted < len(self._units) else "needed"
             own = f"unit `{self._units[wanted % len(self._units)].name}` is {verb}"
         what = f"agreement on the next collective ({own})"
-        return _DONE - self._communicator.agree_on([_DONE - wanted], what)[0]
+        left, any_news = self._communicator.agree_on([_DONE - wanted, has_news], what)
+        return _DONE - left, bool(any_news)
 
     def _learn(self, current: _Pass) -> None:
         kind = current.kind

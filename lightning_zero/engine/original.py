@@ -19,7 +19,7 @@ __all__ = ["Original", "RoundedWrites", "flat_views"]
 
 
 class Lowered(Protocol):
-    """What must be known of a flat buffer; see ``lightning_zero/engine/buffer.py``."""
+    """The parts of a flat buffer that its original parameters use; see ``lightning_zero/engine/buffer.py``."""
 
     name: str
     full: torch.Tensor
@@ -32,7 +32,7 @@ class Lowered(Protocol):
 
     @property
     def stepped(self) -> torch.Tensor:
-        """What the optimizer steps: (own range,)."""
+        """The master, or this rank's range of the computed parameters if there is none: (own range,)."""
         ...
 
     @property
@@ -55,7 +55,7 @@ class Original:
     Call protocol:
 
     1. ``gather`` and wait: ``flat`` is whole, and parameters may be bound to ``views``.
-    2. ``accept`` takes what was written into ``flat`` over, exactly.
+    2. ``accept`` takes over writes into ``flat``, exactly.
     3. ``drop``. Graphs and copies of views that the user has kept keep the memory.
 
     Args:
@@ -101,7 +101,7 @@ class Original:
             return buffer.communicator.all_gather(flat, own, what)
 
     def is_changed(self) -> bool:
-        """Say whether the own range is not what is stepped: a write through ``.data`` leaves no other trace."""
+        """Say whether the own range differs from the master: a write through ``.data`` leaves no other trace."""
         buffer = self._buffer
         assert self.flat is not None
         own = self.flat[buffer.own_range.start : buffer.own_range.stop]
@@ -110,7 +110,7 @@ class Original:
         return not torch.equal(own.to(buffer.master.device), buffer.master)
 
     def accept(self) -> None:
-        """Make the values of ``flat`` the master's, and round them into what computes. No collective."""
+        """Copy ``flat`` into the master, and round it into the compute dtype. No collective."""
         buffer = self._buffer
         assert self.flat is not None
         with torch.inference_mode(False), torch.no_grad():
@@ -152,7 +152,7 @@ class Original:
             buffer.store.release("parameters", buffer.full.nbytes)
 
     def restore_computed(self) -> None:
-        """Make the whole buffer that computes what it was before ``free_computed``, rounded anew. No collective."""
+        """Restore the flat buffer in the compute dtype that ``free_computed`` freed, rounded anew. No collective."""
         full = self._buffer.full
         if not self._buffer.sharding.params and not full.untyped_storage().nbytes():
             full.untyped_storage().resize_(full.nbytes)
@@ -183,10 +183,10 @@ class RoundedWrites:
     def __init__(self, rank: int) -> None:
         self._is_first = rank == 0
         self._is_told = False
-        self._asked: dict[str, tuple[torch.Tensor, Landing]] = {}  # what is on its way from the device, by name
+        self._asked: dict[str, tuple[torch.Tensor, Landing]] = {}  # answers on their way from the device, by name
 
     def ask(self, name: str, is_written: torch.Tensor, copies: Copies) -> None:
-        """Take note of what the values say: on a device at a later call, when it is known here without waiting.
+        """Note whether values were written: on a device at a later call, when it is known here without waiting.
 
         Args:
             name: As below.

@@ -70,8 +70,8 @@ def merge_written(master: torch.Tensor, values: torch.Tensor, own: OwnRange, but
     """Take over values that are not the rounded master's. Where they are on a device, the host does not wait for it.
 
     Args:
-        master: What is stepped: (own range,).
-        values: What parameters hold; may be the parameters themselves: (own range,).
+        master: The master: (own range,).
+        values: The parameters' values; may be the compute shard itself: (own range,).
         own: The range.
         but_for: Slots that show the master itself.
 

@@ -1,4 +1,4 @@
-"""What a parameter is while the engine owns it: classes that are swapped in and out of the user's own objects.
+"""Parameter classes, swapped in and out of the user's own parameters while the engine owns them.
 
 The user's ``nn.Parameter`` stays the same object from ``shard`` to ``close``; its ``data`` and, for a moment, its class
 change (ADR 0011):
@@ -70,7 +70,7 @@ __all__ = [
 
 
 class Owner(Protocol):
-    """Who answers for a parameter (its flat buffer)."""
+    """The object that answers for a parameter (its flat buffer)."""
 
     def param_name(self, param: nn.Parameter) -> str:
         """Return the fully qualified name."""
@@ -81,7 +81,7 @@ class Owner(Protocol):
         ...
 
     def own_dtype(self, param: nn.Parameter) -> torch.dtype:
-        """Return the dtype that a parameter has for its user, whatever it computes in."""
+        """Return the dtype that a parameter has for its user, which may differ from the compute dtype."""
         ...
 
     def show_original(self, param: nn.Parameter) -> None:
@@ -122,7 +122,7 @@ def owner_of(param: torch.Tensor) -> Owner | None:
 
 
 def user_class(param: torch.Tensor) -> type[torch.Tensor]:
-    """Return the class that the user gave a parameter, whatever it has now."""
+    """Return the class that the user gave a parameter, which may differ from its present one."""
     cls = type(param)
     return getattr(cls, "user_class", cls)
 
@@ -197,14 +197,14 @@ _set_grad = _Tensor.grad.__set__
 
 
 def raw_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return what autograd sees as ``param.grad``, without opening a step window."""
+    """Return ``param.grad`` as autograd sees it, without opening a step window."""
     with torch._C.DisableTorchFunctionSubclass():
         grad: torch.Tensor | None = _get_grad(param)
     return grad
 
 
 def set_raw_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
-    """Set what autograd sees as ``param.grad``."""
+    """Set ``param.grad`` as autograd sees it."""
     with torch._C.DisableTorchFunctionSubclass():
         _set_grad(param, grad)
 
@@ -224,13 +224,13 @@ def _write_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
         owner.write_gradient(param, grad)
 
 
-_HANDED_OUT: dict[int, list[tuple[torch.Tensor, int]]] = {}  # what `data` has returned in a step window, and versions
+_HANDED_OUT: dict[int, list[tuple[torch.Tensor, int]]] = {}  # results of `data` in a step window, and versions
 
 
 def begin_writes(param: nn.Parameter) -> int:
     """Watch writes into a parameter in the step window; return its version. ``end_writes`` ends it.
 
-    What ``data`` returns has a version counter of its own, so it is kept to be asked. All ranks that make the same
+    A result of ``data`` has a version counter of its own, so it is kept to be asked. All ranks that make the same
     write find it, also those whose segment is empty or stays as it was.
     """
     _HANDED_OUT[id(param)] = []
@@ -239,7 +239,7 @@ def begin_writes(param: nn.Parameter) -> int:
 
 
 def is_written(param: nn.Parameter, version: int) -> bool:
-    """Say whether somebody wrote into a parameter, or what its ``data`` returned, since ``begin_writes``."""
+    """Say whether somebody wrote into a parameter, or into its ``data``, since ``begin_writes``."""
     with torch._C.DisableTorchFunctionSubclass():
         moved = param._version != version
         return moved or any(data._version != before for data, before in _HANDED_OUT.get(id(param), ()))
@@ -279,11 +279,11 @@ class ReducedParameter(nn.Parameter):
     grad = property(_read_grad, _write_grad, lambda param: _write_grad(param, None))
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """Copy the parameter as what it is to the user."""
+        """Copy the parameter in the user's own class."""
         return _as_user_class(self, lambda: copy.deepcopy(self, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the parameter as what it is to the user."""
+        """Pickle the parameter in the user's own class."""
         return _as_user_class(self, lambda: self.__reduce_ex__(protocol))
 
 
@@ -310,7 +310,7 @@ _METADATA: frozenset[Any] = QUESTION_FUNCTIONS | _getters(
     _Tensor.requires_grad.__set__, _Tensor.grad.__set__, _Tensor.grad.__delete__, _Tensor._backward_hooks.__set__,
 }  # fmt: skip
 
-# What depends on the dtype: that in which the parameter computes is not what the user made.
+# Functions that depend on the dtype: the parameter computes in another one than the user's.
 _DTYPE_QUESTIONS: dict[Any, Callable[[torch.Tensor, torch.dtype], Any]] = {
     _Tensor.dtype.__get__: lambda _, dtype: dtype,
     _Tensor.itemsize.__get__: lambda _, dtype: dtype.itemsize,
@@ -327,7 +327,7 @@ _FILL: dict[Any, Callable[..., float]] = {
 
 
 class _OwnedParameter(nn.Parameter):
-    """A parameter whose values are not there: metadata is answered, ``_use`` does what everything else needs."""
+    """A parameter without values: metadata is answered, ``_use`` handles every other operation."""
 
     user_class: ClassVar[type[torch.Tensor]] = nn.Parameter
     grad = property(_read_grad, _write_grad, lambda param: _write_grad(param, None))
@@ -384,14 +384,14 @@ class ReleasedParameter(_OwnedParameter):
         return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Say what the parameter is, without its values."""
+        """Describe the parameter without its values."""
         return (
             f"ReleasedParameter({name_of(self)!r}, shape={tuple(self.shape)}, dtype={self.dtype},"
             f" requires_grad={self.requires_grad}; its values are sharded over the ranks)"
         )
 
     def __format__(self, format_spec: str) -> str:
-        """Say whatever ``repr`` says."""
+        """Return the same text as ``repr``."""
         return format(repr(self), format_spec)
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -412,10 +412,10 @@ class _OutdatedParameter(_OwnedParameter):
         for leaf in tree_leaves((args, kwargs)):
             if has_class(leaf, _OutdatedParameter):
                 _show(leaf)
-        return func(*args, **kwargs)  # other arguments, or what the parameter is now, may have something to say
+        return func(*args, **kwargs)  # other arguments, or the parameter's present class, may handle the call
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Say what a parameter says."""
+        """Show the current values, then return the parameter's own ``repr``."""
         _show(self)
         return repr(self)
 
@@ -486,7 +486,7 @@ class WatchedParameter(_OwnedParameter):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))  # now the window shows what a step sees
+        return func(*args, **(kwargs or {}))  # now the window shows the segments, as to a step
 
 
 class SleepingParameter(_OwnedParameter):
@@ -580,7 +580,7 @@ def name_of(param: torch.Tensor) -> str:
 
 
 def operation_of(func: Callable[..., Any]) -> str:
-    """Return what the user wrote: an attribute is read and set by functions of the same two names for all."""
+    """Return an operation as the user wrote it: functions that read and set attributes share two names."""
     name: str = getattr(func, "__name__", str(func))
     owner = getattr(func, "__self__", None)
     attribute = getattr(getattr(owner, "fget", owner), "__name__", None)  # properties have no name of their own

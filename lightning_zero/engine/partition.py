@@ -25,7 +25,7 @@ ROOT = "(root)"
 
 @dataclass
 class Territory:
-    """What becomes one unit: a module and the parameters below it that no inner unit holds.
+    """A unit to be: a module and the parameters below it that no inner unit holds.
 
     ``names`` holds every name of a parameter, the first one first; ``owners`` the module of the first name. ``modules``
     are those that are initialised when the territory is made real: the outermost that one of their parameters is in.
@@ -44,7 +44,7 @@ class Territory:
 def choose_territories(
     module: nn.Module, units: Sequence[str | type[nn.Module]] | None, elsewhere: Collection[int] = ()
 ) -> list[Territory]:
-    """Cut a module into units; the first one is the root, which takes what is left.
+    """Cut a module into units; the first one is the root, which takes the parameters that no other unit has.
 
     Without ``units``: the repeated blocks of every container (several children of one class), and large leaf modules
     outside of them, such as embeddings and output heads. A parameter that several units use belongs to the innermost
@@ -181,7 +181,7 @@ def kind_of(
     communication: Communication,
     shared: str | None = None,
 ) -> BufferKind:
-    """Return what decides in which buffer a parameter that computes in ``compute`` lies."""
+    """Return the kind of flat buffer for a parameter that computes in ``compute``."""
     return BufferKind(
         original=param.dtype,
         compute=compute,
@@ -193,7 +193,7 @@ def kind_of(
 
 
 def _materialize(territory: Territory, root: nn.Module, device: torch.device, awaited: set[tuple[int, str]]) -> None:
-    """Give meta parameters and buffers of a territory memory and their initial values; move what quantises itself."""
+    """Give a territory's meta parameters and buffers memory and values; move modules that quantise themselves."""
     fresh: set[int] = set()
     for position, param in enumerate(territory.params):
         if param.is_meta:

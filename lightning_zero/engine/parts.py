@@ -81,19 +81,28 @@ class Parts:
                 pending.wait()
             buffer.published()
 
-    def sum_gradients(self, buffers: Iterable[FlatBuffer]) -> None:
+    def sum_gradients(self, buffers: Iterable[FlatBuffer]) -> list[str]:
         """Sum the reduced gradients of shared parameters over their holders, in their order. Collective: all parts.
 
         A parameter that is used in some of its parts only has a gradient in all of them.
+
+        Returns:
+            The names of those of which several parts had a gradient, the same in all parts.
         """
         if not self._shared:
-            return
+            return []
         shared = {buffer.kind.shared: buffer for buffer in _shared_of(buffers)}
         used = [name in shared and bool(shared[name].gradients.has_grad) for name in self._shared]
-        flags = self.communicator.agree_on(used, "agreement on used shared parameters")
-        for name, flag in zip(self._shared, flags, strict=True):
-            if flag and name in shared:
+        rank, last = self.communicator.rank, self.communicator.world_size - 1
+        mine = [number for flag in used for number in ((rank + 1, last - rank + 1) if flag else (0, 0))]
+        agreed = self.communicator.agree_on(mine, "agreement on used shared parameters")
+        several = []
+        for name, highest, from_end in zip(self._shared, agreed[::2], agreed[1::2], strict=True):
+            if highest and name in shared:
                 self._sum(shared[name])
+            if highest - 1 > last - (from_end - 1):  # the lowest user
+                several.append(name)
+        return several
 
     def _sum(self, buffer: FlatBuffer) -> None:
         what = f"gradient of the shared parameter `{buffer.kind.shared}`"

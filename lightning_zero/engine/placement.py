@@ -1,4 +1,4 @@
-"""Where each unit sleeps: on the device, in host memory or on disks."""
+"""The placement of each unit: on the device, in host memory or on disks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Offload, Sharding
 from lightning_zero.engine.filling import Home, homes_of_units
 from lightning_zero.engine.partition import Territory
+from lightning_zero.storage.copies import Copies, first_call_of_thread
 from lightning_zero.storage.disk import DiskStore
+from lightning_zero.storage.downloads import Downloads
 from lightning_zero.storage.host import HostStore
 from lightning_zero.storage.nvme import NvmeStore, StorageError
 from lightning_zero.storage.store import ShardStore
@@ -25,10 +27,11 @@ class Placement:
 
     Args:
         offload: The option; None for nothing.
-        territories: What becomes the units, in order.
+        territories: The units to be, in order.
         communicator: Over the ranks that share the model.
-        sharding: What is kept sharded.
+        sharding: The tensors that are kept sharded.
         itemsize: Bytes of a parameter as it computes, for ``fraction="auto"``.
+        copies: The streams of the device.
 
     Raises:
         StorageError: A path cannot be used here, or on another rank.
@@ -41,6 +44,7 @@ class Placement:
         communicator: Communicator,
         sharding: Sharding,
         itemsize: int,
+        copies: Copies,
     ) -> None:
         self._offload = offload
         self._communicator = communicator
@@ -54,9 +58,9 @@ class Placement:
         elif offload is not None:
             self._homes = _by_fraction(offload, [_numel(one.params) for one in territories])
         if offload is not None and offload.uses_disks:
-            self.disk = self._open(offload)
+            self.disk = self._open(offload, copies)
 
-    def _open(self, offload: Offload) -> DiskStore:
+    def _open(self, offload: Offload, copies: Copies) -> DiskStore:
         error: StorageError | None = None
         try:
             disks = NvmeStore(
@@ -64,11 +68,13 @@ class Placement:
                 block_bytes=offload.buffer_bytes,
                 threads=offload.io_threads,
                 direct=offload.direct,
+                first_call=first_call_of_thread(self._communicator.device),
             )
         except StorageError as caught:
             error = caught
         self.agree(error)
-        store = DiskStore(disks)
+        has_streams = self._communicator.device.type != "cpu"
+        store = DiskStore(disks, Downloads(self.host, copies) if has_streams else None)
         store.on_failure = self._communicator.abandon
         return store
 
@@ -86,11 +92,11 @@ class Placement:
             )
 
     def home(self, index: int) -> ShardStore | None:
-        """Return where masters, states and reduced gradients of a unit sleep; None is the device."""
+        """Return the store of a unit's masters, states and gradient shards; None is the device."""
         return self._store(self._offload.optimizer if self._offload is not None else None, index)
 
     def params_home(self, index: int) -> ShardStore | None:
-        """Return where the parameters of a unit sleep at stage 3; None is the device."""
+        """Return the store of a unit's parameters at stage 3; None is the device."""
         return self._store(self._offload.params if self._offload is not None else None, index)
 
     def _store(self, place: str | None, index: int) -> ShardStore | None:
@@ -100,13 +106,13 @@ class Placement:
 
     def close(self) -> None:
         """Give host memory and the room on disks back."""
-        self.host.close()
         if self.disk is not None:
-            self.disk.close()
+            self.disk.close()  # its last values come through host memory
+        self.host.close()
 
 
 def _by_fraction(offload: Offload, sizes: Sequence[int]) -> list[Home]:
-    """Return where each unit sleeps at the most; the first ones stay on the device."""
+    """Return the store of each unit under ``fraction``; the first ones stay on the device."""
     stays = (1.0 - float(offload.fraction)) * sum(sizes)
     away: Home = "nvme" if offload.uses_disks else "cpu"
     return [away if sum(sizes[: index + 1]) > stays else "device" for index in range(len(sizes))]

@@ -1,4 +1,4 @@
-"""Where the parameters of a module lie, and what they are called."""
+"""Each parameter's flat buffer and slot, its unit and its names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Places:
         by_id: Where each parameter that lies here does, by ``id``, in the order of the units.
         names: All fully qualified names of every parameter, the first one first, by ``id``.
         units: The units, the root's first.
-        elsewhere: What other parts of the model hold; None if it is whole.
+        elsewhere: The parameters of other parts of the model; None if it is whole.
     """
 
     def __init__(self) -> None:

@@ -74,7 +74,7 @@ class ParameterRecord:
         Live, except for moments that are kept in other dtypes than the master's: those are copies in its dtype.
         """
         state = optimizer.state.get(self.parameter, {})
-        if any(isinstance(one, ShardedGradient) for one in state.values()):  # made of what the step window shows
+        if any(isinstance(one, ShardedGradient) for one in state.values()):  # made of the step window's segments
             state = {key: _plain(one) for key, one in state.items()}
         return widened(state, self._moments, self.master().dtype)
 

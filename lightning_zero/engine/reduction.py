@@ -4,11 +4,15 @@ After the reductions of a backward the ranks agree, in one small message, which 
 that is unused on some ranks counts as zero there; one that is unused on all keeps ``grad`` None, and the optimizer
 leaves it alone. A gradient that arrives after its unit was reduced (reentrant checkpointing of a shared parameter, a
 rank that was overtaken) is reduced once more, on all ranks.
+
+Most backwards use the parameters that the last one of their kind has used. Where the ranks agree on the end of a
+backward anyway (see the note in ``order``), each also says whether this is so; if it is on all ranks, the message is
+not sent, because its result is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -28,7 +32,7 @@ class Reducer:
         units: All units.
         communicator: Over which ranks agree.
         in_flight: How many buffers may be reducing while backward goes on.
-        early: Steps what is reduced, while backward goes on; None: nothing is stepped in the backward.
+        early: Steps reduced units while backward goes on; None: nothing is stepped in the backward.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class Reducer:
         self._early = early
         self._in_flight: list[tuple[Unit, FlatBuffer, Pending]] = []
         self._late: set[Unit] = set()  # got a gradient after their reduction had started
+        self._last: dict[Hashable, tuple[bytes, bytes]] = {}  # flags of this rank, and of any, by kind of pass
 
     def begin(self) -> None:
         """Begin a backward."""
@@ -55,7 +60,7 @@ class Reducer:
             self._drain(0)
 
     def start(self, unit: Unit) -> None:
-        """Start reducing what a unit has, zeros where it has nothing. Collective: all ranks."""
+        """Start reducing a unit's gradients, with zeros where it has none. Collective: all ranks."""
         if unit.is_reduced:
             return
         unit.is_reduced = True
@@ -68,20 +73,26 @@ class Reducer:
             if self._max_in_flight == 0:
                 self._drain(0)
 
-    def finish(self, *, has_more_backwards: bool = False) -> None:
+    def is_as_before(self, kind: Hashable) -> bool:
+        """Whether this rank has used the parameters that it used in the last backward of this kind."""
+        return kind in self._last and self._last[kind][0] == self._flags()
+
+    def finish(self, kind: Hashable = None, *, is_as_before: bool = False, has_more_backwards: bool = False) -> None:
         """Finish all reductions and agree on who had gradients. Collective: all ranks.
 
         Args:
+            kind: The key of the agreement.
+            is_as_before: ``is_as_before(kind)`` on all ranks; the same on every rank.
             has_more_backwards: Backwards of forwards that have run follow, and bring gradients again.
         """
         self._drain(0)
-        self._settle()
+        self._settle(kind, is_as_before)
         for unit in self._units:
             unit.ran_forward = unit.ran_forward and has_more_backwards
             unit.is_reduced = False
 
     def cancel(self) -> None:
-        """End a backward that brought no gradients: what was started were sums of zeros. No collective."""
+        """End a backward that brought no gradients: the reductions in flight were sums of zeros. No collective."""
         self._drain(0)
         self._late.clear()
         for unit in self._units:
@@ -95,6 +106,7 @@ class Reducer:
         """Drop the gradients of a backward that an error has ended. No collective; ``settle`` is to follow."""
         self._in_flight.clear()
         self._late.clear()
+        self._last.clear()
         for unit in self._units:
             unit.arrived.clear()
             unit.is_reduced = False
@@ -123,14 +135,28 @@ class Reducer:
             if self._early is not None:
                 self._early.reduced(unit, buffer)
 
-    def _settle(self) -> None:
-        buffers = [buffer for unit in self._units for buffer in unit.reducing_buffers]
+    @property
+    def _buffers(self) -> list[FlatBuffer]:
+        return [buffer for unit in self._units for buffer in unit.reducing_buffers]
+
+    def _flags(self) -> bytes:
+        """Return which units had gradients after their reduction, and which parameters had one at all."""
         flags = [unit in self._late for unit in self._units]
-        for buffer in buffers:
+        for buffer in self._buffers:
             flags += [index in buffer.gradients.used for index in range(len(buffer.params))]
-        agreed = self._communicator.agree_on_flags(
-            torch.tensor(flags, dtype=torch.uint8), "agreement on used parameters"
-        ).tolist()
+        return bytes(flags)
+
+    def _agree_on_flags(self, kind: Hashable) -> bytes:
+        own = self._flags()
+        self._last.pop(kind, None)  # an error leaves nothing that other ranks may not have
+        message = torch.tensor(list(own), dtype=torch.uint8)
+        agreed = bytes(self._communicator.agree_on_flags(message, "agreement on used parameters").tolist())
+        self._last[kind] = own, agreed
+        return agreed
+
+    def _settle(self, kind: Hashable, is_as_before: bool) -> None:
+        buffers = self._buffers
+        agreed = self._last[kind][1] if is_as_before else self._agree_on_flags(kind)
         late = [unit for unit, flag in zip(self._units, agreed[: len(self._units)], strict=True) if flag]
         if self._early is not None:
             self._early.refuse_late(late)

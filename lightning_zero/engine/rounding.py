@@ -1,4 +1,4 @@
-"""Where a step rounds what it steps: into the parameters, or into page-locked memory on its way to them."""
+"""Targets into which a step casts the master: the parameters, or page-locked memory on its way to them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Rounding:
 
     Call protocol:
 
-    1. ``out`` is given to the step, range by range; ``around`` says what is called for each.
+    1. ``out`` is given to the step, range by range; ``around`` returns the calls for each.
     2. When the step is made, ``land`` lets the device wait for the values.
 
     Args:
         target: The parameters: (own range,) in the dtype in which they compute.
         copies: The streams of the device.
-        slot: What lies on the way, if the step cannot write the parameters.
+        slot: Page-locked memory on the way, if the step cannot write the parameters.
     """
 
     def __init__(self, target: torch.Tensor, copies: Copies, slot: StagingSlot | None) -> None:
@@ -37,7 +37,7 @@ class Rounding:
         self._is_first = True
 
     def around(self, call: Callable[[], None], lo: int, hi: int) -> list[Callable[[], None]]:
-        """Return what makes the step of ``[lo, hi)``, in order."""
+        """Return the calls that make the step of ``[lo, hi)`` and send its parameters, in order."""
         if self._slot is None:
             return [call]
         before = [self._slot.wait] if self._is_first else []

@@ -52,9 +52,9 @@ class ShardedValues(ShardedGradient):
 
 
 class SegmentParameter(ReducedParameter):
-    """A parameter in the step window whose values are this rank's segment: what needs all of them is refused.
+    """A parameter in the step window that shows this rank's segment; operations on the whole parameter are refused.
 
-    In methods of the optimizer, which are written for segments as its step is, what it returns are plain tensors.
+    In methods of the optimizer, which are written for segments as its step is, it returns plain tensors.
     """
 
     values_class: ClassVar[type[ShardedValues] | None] = None
@@ -68,7 +68,7 @@ class SegmentParameter(ReducedParameter):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run what works on each element, refuse the rest by name, or leave it to the gradient beside it."""
+        """Run elementwise operations, refuse others by name, or leave them to the gradient beside it."""
         if func not in QUESTION_FUNCTIONS and func not in _FILLS and not is_elementwise(func, args, kwargs or {}):
             _refuse(next(leaf for leaf in _tensors(args, kwargs) if has_class(leaf, SegmentParameter)), func)
         if any(not issubclass(one, SegmentParameter) for one in types):
@@ -142,7 +142,7 @@ def _cut_beside(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
 
 
 def _as_values(values: type[ShardedValues], args: Sequence[Any], result: Any) -> Any:
-    """Return tensors that an operation has made as segments of what they were made of."""
+    """Mark the results of an operation on segments as segments of the same parameters."""
     if isinstance(result, (list, tuple)) and args and isinstance(args[0], (list, tuple)):
         made = [_as_values(_values_of(source, values), (), one) for source, one in zip(args[0], result, strict=False)]
         return type(result)(made)

@@ -34,7 +34,7 @@ def check_shardable(module: nn.Module) -> None:
         _check_memory(params, list(module.named_buffers()))
 
 
-# -- What a parameter is -----------------------------------------------------------------------------------------------
+# -- Kinds of parameters -----------------------------------------------------------------------------------------------
 
 _LAZY = (
     "has no shape before its module's first forward",
@@ -49,7 +49,7 @@ def _check_kind(name: str, param: torch.Tensor) -> None:
 
 
 def _unshardable(param: torch.Tensor) -> tuple[str, str] | None:
-    """Return why a parameter cannot be sharded, and what to do; None if it can."""
+    """Return why a parameter cannot be sharded, and the remedy; None if it can."""
     if is_lazy(param):
         return _LAZY
     if _is_distributed(param):

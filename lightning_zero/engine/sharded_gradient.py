@@ -58,7 +58,7 @@ RANDOM = frozenset([
     "cauchy_", "geometric_", "log_normal_", "bernoulli", "dropout", "dropout_", "alpha_dropout",
     "alpha_dropout_", "normal",
 ])  # fmt: skip
-_QUESTIONS = frozenset(["to", "type", "type_as"])  # what else they get is asked for its dtype only
+_QUESTIONS = frozenset(["to", "type", "type_as"])  # other arguments give their dtype only
 _OF_WHOLE = frozenset([".T", ".mT", ".H", ".mH", ".__cuda_array_interface__"])  # attributes
 _EXTREMA = frozenset(["max", "min"])  # element-wise with a second tensor only
 _OPERATORS = {"truediv": "div", "floordiv": "div", "or": "bitwise_or", "and": "bitwise_and"}
@@ -223,7 +223,7 @@ def _first_gradient(values: Iterable[Any]) -> ShardedGradient | None:
 
 
 def _cut_beside(grad: ShardedGradient | None, value: Any, name: str, is_written: bool) -> Any:
-    """Return what belongs to a gradient's segment of a tensor that is whole, or has the segment's shape.
+    """Return the part of a tensor that belongs to a gradient's segment; it is whole, or has the segment's shape.
 
     Raises:
         ShardedGradientError: It has another shape, or is whole and written to.
@@ -341,7 +341,7 @@ def norm_over_ranks(segments: Sequence[torch.Tensor], order: float, communicator
 def norm_in_double(values: torch.Tensor, order: float = 2.0) -> torch.Tensor:
     """Return the norm of real or complex values, added in float64: () float64.
 
-    PyTorch makes a copy in float64 of what it adds, so it is given pieces; a kernel on a GPU needs none.
+    PyTorch makes a copy in float64 of its operands, so it is given pieces; a kernel on a GPU needs none.
     """
     if order == 2.0 and values.is_cuda and _is_flat(values) and kernels_agree(values.device):
         return sq_norm(values).sqrt()

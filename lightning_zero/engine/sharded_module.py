@@ -1,4 +1,4 @@
-"""A module in units over the ranks, and what drives it: put together by ``ZeroEngine.shard``."""
+"""A module in units over the ranks, with its hooks, order and reductions: assembled by ``ZeroEngine.shard``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _REMEDY = (
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What a ``ZeroEngine`` was made with; see there."""
+    """The options of a ``ZeroEngine``; see there."""
 
     stage: int
     units: Sequence[str | type[nn.Module]] | None
@@ -70,7 +70,7 @@ class EngineOptions:
         return self.step == "backward"
 
     def sharding(self, world_size: int) -> Sharding:
-        """Return what is kept sharded; alone a rank gives up only what is to sleep elsewhere (ADR 0016)."""
+        """Return the tensors kept sharded; a single rank gives up only those to be offloaded (ADR 0016)."""
         sharding = Sharding.from_stage(self.stage)
         if world_size > 1 or (self.offload is not None and self.offload.params is not None):
             return sharding
@@ -79,7 +79,7 @@ class EngineOptions:
         return Sharding(params=False, grads=leaves, optim=False)
 
     def facts(self, device: torch.device) -> dict[str, str]:
-        """Return the options that decide what is sent, and what sums are; paths, threads and timeouts may differ."""
+        """Return the options that decide collectives and their sums; paths, threads and timeouts may differ."""
         units = None if self.units is None else [one if isinstance(one, str) else one.__name__ for one in self.units]
         facts = {
             "stage": self.stage,
@@ -106,7 +106,7 @@ class ShardedModule:
         module: The module.
         options: The engine's.
         holders: Which parts of the model hold a parameter, by name; None if it is whole.
-        awaited: What needs no initial values; see ``build_unit``.
+        awaited: Parameters and buffers that need no initial values; see ``build_unit``.
         places: Is filled.
         close_windows: Called when a forward or backward begins.
         owner: Makes who answers for the parameters of a unit.
@@ -141,17 +141,19 @@ class ShardedModule:
         absent = [] if places.elsewhere is None else places.elsewhere.params
         territories = choose_territories(module, options.units, {id(param) for param in absent})
         require_same(self.communicator, unit_facts(territories), "units", _REMEDY)
-        # Blocks of freed memory are not used again for what is a little larger, and pile up.
+        # Blocks of freed memory are not used again for slightly larger tensors, and pile up.
         self.store = DeviceStore(device, keeps_freed=options.offload is None or not options.offload.uses_disks)
         itemsize = (options.precision.compute_dtype or torch.get_default_dtype()).itemsize
-        self.placement = Placement(options.offload, territories, self.communicator, self._sharding, itemsize)
+        self.placement = Placement(
+            options.offload, territories, self.communicator, self._sharding, itemsize, self.store.copies
+        )
         self.aside = Aside(self.store, self.placement.host)
         # - Units
         self._owners: list[Owner] = []  # parameters do not hold theirs
         self._build_units(module, territories, awaited, owner)
         self.module_buffers = ModuleBuffers(module, device, self.communicator)
         self.membership = Membership(module, lambda param: param in places)
-        # - What drives them
+        # - Hooks, order, reductions
         ahead = options.communication.prefetch
         self.early = self._early_steps() if options.steps_in_backward else None
         in_flight = 0 if self.early is not None and self.communicator.world_size == 1 else min(ahead, 1)

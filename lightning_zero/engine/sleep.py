@@ -1,9 +1,9 @@
-"""What of a flat buffer is on disks: its master, the states of its optimizer, its reduced gradients (ADR 0025).
+"""A flat buffer's tensors on disks: its master, its optimizer states, its reduced gradients (ADR 0025).
 
 Note [Reading each tensor once a step]
     A gradient goes down when it is reduced, and its norm is taken on the way, so that clipping reads nothing. A step
     reads master, states and gradient of one buffer while those of the buffer before are stepped, and writes masters
-    and states while those of the next one are. What was written into parameters from outside is taken over in the same
+    and states while those of the next one are. Writes into parameters from outside are taken over in the same
     visit. Everybody else who uses one of these tensors wakes it, after the step that is due.
 """
 
@@ -24,7 +24,7 @@ __all__ = ["BufferSleep", "Sleeping"]
 
 
 class Sleeping(Protocol):
-    """What must be known of a flat buffer; see ``lightning_zero/engine/buffer.py``."""
+    """The parts of a flat buffer that its state on disks uses; see ``lightning_zero/engine/buffer.py``."""
 
     name: str
     params: list[nn.Parameter]
@@ -46,16 +46,16 @@ class Sleeping(Protocol):
         ...
 
     def round_in_place(self) -> None:
-        """Round what is stepped, in memory, where the step has not."""
+        """Cast the in-memory master into the compute shard unless the step already did."""
         ...
 
 
 class BufferSleep:
-    """The sleeping tensors of one buffer.
+    """The tensors of one buffer on disks.
 
     Args:
         buffer: The buffer, whose values are filled in.
-        store: Where they sleep.
+        store: Their store on disks.
     """
 
     def __init__(self, buffer: Sleeping, store: DiskStore) -> None:
@@ -66,7 +66,7 @@ class BufferSleep:
         self._to_merge: set[int] = set()  # slots whose parameters may have been written from outside
 
     def watch_master(self) -> None:
-        """Let a master be used by anybody: the step that is due comes first, and what was written from outside."""
+        """Let anybody use the master: the step that is due comes first, then writes from outside."""
         assert self._buffer.master is not None
         self._store.watch(self._buffer.master, self._buffer.flush, self._merge_if_due)
 
@@ -89,7 +89,7 @@ class BufferSleep:
     # -- Gradients -------------------------------------------------------------------------------------------------
 
     def keep_gradient(self, values: torch.Tensor) -> torch.Tensor:
-        """Return reduced gradients as they sleep, of which the norm is known. What slept before is overwritten."""
+        """Write reduced gradients over earlier ones on disk, keep their norm, and return the tensor on disk."""
         buffer = self._buffer
         if self._gradient is None:
             name = f"gradients of unit `{buffer.name}`"
@@ -102,7 +102,7 @@ class BufferSleep:
         return self._gradient
 
     def norm(self, order: float) -> torch.Tensor | None:
-        """Return the norm of the sleeping gradient, if it is known: () float64."""
+        """Return the norm of the gradient on disk, if it is known: () float64."""
         if order != 2.0 or self._norm is None or self._gradient is None:
             return None
         version, norm = self._norm
@@ -137,10 +137,10 @@ class BufferSleep:
         *,
         rounds: bool,
     ) -> tuple[Visit, list[Callable[[], None]]]:
-        """Return what a step needs in memory, and what is to be called when it is there.
+        """Return the visit that brings a step's tensors into memory, and the calls to make when they are there.
 
         Args:
-            calls: What makes the step, on ordinary tensors over the memory of the sleeping ones.
+            calls: The calls that make the step, on ordinary tensors over the memory of the sleeping ones.
             states: The optimizer's, over the own range.
             gradient: The reduced gradient, asleep or not.
             rounds: Write the parameters in the dtype in which they compute too.

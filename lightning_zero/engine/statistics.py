@@ -1,4 +1,4 @@
-"""What an engine holds, has sent and is going to do, in numbers and in words."""
+"""The engine's memory, traffic and plan, in numbers and in words."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["EngineStats", "Statistics"]
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What an engine holds and has sent.
+    """The engine's memory and traffic on this rank.
 
     Attributes:
         stage: ZeRO stage.
@@ -61,10 +61,10 @@ class Statistics:
         stage: ZeRO stage, as the user gave it.
         units: The engine's units.
         places: Where its parameters lie, by ``id``.
-        communicator: What moves the shards.
-        store: What lies on the device.
-        host: What is in host memory.
-        disk: What is offloaded to disks; None if nothing is.
+        communicator: That of the shards.
+        store: The store on the device.
+        host: The store in host memory.
+        disk: The store on disks; None if nothing is offloaded to disks.
         prefetch: Units that are gathered ahead.
         moments: How the moments of AdamW and Adam are kept.
         lowering: Which matrices compute in 16 bits.
@@ -96,7 +96,7 @@ class Statistics:
         self._lowering = lowering
 
     def take(self, optimizers: Iterable[Optimizer]) -> EngineStats:
-        """Return what the engine holds and has sent on this rank. No collective."""
+        """Return bytes held, bytes sent and seconds waited on this rank. No collective."""
         memory, host = self._held(self._store), self._held(self._host)
         for optimizer in optimizers:
             device_bytes, host_bytes = self._state_bytes(optimizer)
@@ -122,7 +122,7 @@ class Statistics:
         self._store.reset_peak()
 
     def plan(self) -> list[str]:
-        """Return about six lines that say what the engine is going to do."""
+        """Return about six lines of text: units, dtypes, memory and traffic."""
         buffers = [buffer for unit in self._units for buffer in unit.buffers]
         trained = [buffer for buffer in buffers if buffer.kind.trained]
         total = sum(buffer.layout.numel for buffer in buffers)

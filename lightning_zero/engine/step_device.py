@@ -1,4 +1,4 @@
-"""On which processor an offloaded unit is stepped: where its states sleep, or where they are streamed to (ADR 0028).
+"""The processor on which an offloaded unit is stepped: the host, or a device that states are streamed to (ADR 0028).
 
 Note [Which is faster]
     The host steps at the speed of its memory. The device steps in no time, and its time is that of the copies: masters,
@@ -35,7 +35,7 @@ _REPEATS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a machine does in a second.
+    """Speeds of a machine, per second.
 
     Attributes:
         host_step: Elements that the host steps.
@@ -183,7 +183,7 @@ class StepDevices:
 
     @property
     def chosen(self) -> dict[str, StepDevice]:
-        """Where each offloaded unit is stepped, by name."""
+        """The processor of each offloaded unit's step, by name."""
         return {
             unit.name: "cuda" if any(buffer.steps_on is not None for buffer in unit.buffers) else "cpu"
             for unit in self._units

@@ -1,4 +1,4 @@
-"""A step on the device of what sleeps in host memory."""
+"""A step on the device of masters and states that are stored in host memory."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def step_streamed(
     factor: Tensor | None,
     tails: Sequence[int],
 ) -> None:
-    """Step on the device what sleeps elsewhere: everything goes up, is stepped there, and comes down.
+    """Step offloaded tensors on the device: they are uploaded, stepped there, and copied back.
 
     Args:
-        step: Makes a step where its tensors are; takes what follows ``behind``.
+        step: Makes a step where its tensors are; takes the arguments that follow ``behind``.
         device: Where.
         copies: Its streams.
-        behind: What must be done before ``out`` may be written.
+        behind: Landing to wait for before ``out`` is written.
         group: Options.
         number: Of the step.
         param: (n,) the master; written.

@@ -16,10 +16,10 @@ __all__ = ["Unit", "UnitState"]
 
 
 class UnitState(Enum):
-    """What of a unit is in memory.
+    """Which tensors of a unit are in memory.
 
-    SHARDED:    the shards. Parameters are placeholders. Below stage 3: a step was asked for that the whole parameters
-                do not show.
+    SHARDED:    the shards. Parameters are placeholders. Below stage 3: whole parameters that are stale, because a step
+                is due or not gathered yet.
     UNSHARDING: shards and whole buffers; the all-gathers may still be running. ``wait`` before use.
     UNSHARDED:  shards and whole buffers. Parameters are views of them.
     """
@@ -35,7 +35,7 @@ class Unit:
     It knows nothing of other units, of order, of optimizers.
 
     Args:
-        name: Fully qualified name of the unit's module; ``(root)`` for what no other unit holds.
+        name: Fully qualified name of the unit's module; ``(root)`` for the parameters that no other unit holds.
         index: Position among the units; the same on every rank.
         module: The module whose forward needs the unit.
         buffers: One per kind of parameter.
@@ -50,7 +50,7 @@ class Unit:
         buffers: list[FlatBuffer],
         watched: Sequence[nn.Module] = (),
     ) -> None:
-        # - What it is
+        # - Module and buffers
         self.name = name
         self.index = index
         self.module = module
@@ -79,7 +79,7 @@ class Unit:
 
     @property
     def is_busy(self) -> bool:
-        """Whether somebody needs the unit whole."""
+        """Whether a use of the unit keeps it gathered."""
         return self.uses > 0 or self.holds > 0 or self.is_touched
 
     def unshard(self, *, in_original: bool = False) -> None:

@@ -36,7 +36,7 @@ class Whole:
         communicator: Over the ranks that share the model.
         hooks: The engine's hooks.
         order: The engine's order of gathers.
-        elsewhere: What other parts of the model hold; None if it is whole.
+        elsewhere: The parameters of other parts of the model; None if it is whole.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class Whole:
 
 
 def _can_show_alone(unit: Unit) -> bool:
-    """Say whether this rank has all masters of a unit, none of which is ahead of what was asked for."""
+    """Say whether this rank has all masters of a unit, and none was stepped before ``optimizer.step()``."""
     return not any(
         buffer.original is not None and (buffer.original.needs_others or buffer.gradients.is_ahead)
         for buffer in unit.buffers

@@ -1,4 +1,4 @@
-"""The step window of one flat buffer: parameters show what is stepped, and their gradients (ADR 0011)."""
+"""The step window of one flat buffer: parameters show segments of the master, and their gradients (ADR 0011)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = ["BufferWindow", "Shown", "Windowed", "compare_assigned"]
 
 
 class Shown(Protocol):
-    """What must be known of a flat buffer; see ``lightning_zero/engine/buffer.py``."""
+    """The parts of a flat buffer that its step window uses; see ``lightning_zero/engine/buffer.py``."""
 
     params: list[nn.Parameter]
     sharding: Sharding
@@ -47,11 +47,11 @@ class Shown(Protocol):
     sleep: BufferSleep | None
 
     def segment(self, index: int) -> torch.Tensor:
-        """Return a parameter's segment of what the optimizer steps."""
+        """Return a parameter's segment of the master, or of the computed parameters if there is none."""
         ...
 
     def take_back(self) -> None:
-        """Bring back what was put aside."""
+        """Bring shard, master and states back to the device if ``offload_states`` has moved them."""
         ...
 
     def await_uploads(self) -> None:
@@ -71,7 +71,7 @@ class Shown(Protocol):
         ...
 
     def accept_stepped(self, written: Set[int]) -> bool:
-        """Publish what was written into the segments of some slots; say whether other ranks' are to be gathered."""
+        """Publish writes into the segments of some slots; say whether other ranks' parts are to be gathered."""
         ...
 
 
@@ -98,8 +98,8 @@ class BufferWindow:
         self._gradients = gradients
         self._classes: dict[int, type[ShardedGradient]] = {}  # of gradients that are shown
         self._param_classes: dict[int, type[SegmentParameter]] = {}  # of entered parameters
-        self._entered: set[int] = set()  # slots whose parameter shows what is stepped
-        self._versions: dict[int, int] = {}  # of entered parameters when what they show was last published
+        self._entered: set[int] = set()  # slots whose parameter shows its segment of the master
+        self._versions: dict[int, int] = {}  # of entered parameters when their segments were last published
         self._moved: set[int] = set()  # entered slots whose ``data`` was taken over, and nothing published it
         self._written: set[int] = set()  # slots that have left and were written, and nothing published it
         self._shown: dict[int, torch.Tensor] = {}  # segments of the average that parameters show as ``grad``
@@ -136,10 +136,10 @@ class BufferWindow:
 
     @property
     def entered(self) -> Set[int]:
-        """The slots whose parameters show what is stepped."""
+        """The slots whose parameters show their segment of the master."""
         return self._entered
 
-    # -- What parameters show --------------------------------------------------------------------------------------
+    # -- Values that parameters show -------------------------------------------------------------------------------
 
     def show(self, index: int) -> None:
         """Let an entered parameter's ``grad`` be its segment of the reduced gradient, if it has one."""
@@ -160,7 +160,7 @@ class BufferWindow:
         set_raw_grad(param, shown)
 
     def give_out(self, index: int) -> None:
-        """Show a gradient to the program, which may assign what it makes of it, also when it has dropped it."""
+        """Show a gradient to the program, which may change it and assign the result, also after dropping it."""
         if index in self._gradients.sources:
             self._take_source(index)
         self.show(index)
@@ -221,10 +221,10 @@ class BufferWindow:
         """Whether the program keeps a gradient that was shown to it."""
         return any(given() is not None for given in self._given.values())
 
-    # -- What is done to gradients ---------------------------------------------------------------------------------
+    # -- Changes of gradients --------------------------------------------------------------------------------------
 
     def write(self, index: int, grad: torch.Tensor | None) -> None:
-        """Let a parameter's ``grad`` be what was assigned to it; None drops the gradient.
+        """Set a parameter's ``grad`` to an assigned tensor; None drops the gradient.
 
         In the window that is this rank's segment, or the whole gradient, of which the segment is taken.
         """
@@ -256,7 +256,7 @@ class BufferWindow:
         return self._as_shown(index, grad.detach()) if grad.shape == self._buffer.segment(index).shape else grad
 
     def _is_whole(self, index: int, grad: torch.Tensor) -> bool:
-        """Say whether what is assigned to an entered parameter is a whole gradient, or a segment of all elements."""
+        """Say whether a tensor assigned to an entered parameter is a whole gradient, or a segment of all elements."""
         if not self._buffer.sharding.optim or isinstance(grad, ShardedGradient):
             return False
         return grad.shape == torch.Size(self._buffer.layout.slots[index].shape)
@@ -298,7 +298,7 @@ class BufferWindow:
         self._gradients.zero(indices)
 
     def take_gradients(self) -> None:
-        """Take over what was done to the ``grad`` of every parameter of the buffer."""
+        """Take over the program's changes to the ``grad`` of every parameter of the buffer."""
         for index in range(len(self._buffer.params)):
             self.take_gradient(index)
 
@@ -312,7 +312,7 @@ class BufferWindow:
                 self.show(index)
 
     def take_gradient(self, index: int) -> bool:
-        """Take over what was done to a parameter's ``grad``; say whether it has a reduced gradient now."""
+        """Take over the program's changes to a parameter's ``grad``; say whether it has a reduced gradient now."""
         if self._gradients.outdated:
             grad = raw_grad(self._buffer.params[index])
             if grad is not None and grad is not self._shown.get(index):  # another one has been assigned
@@ -329,7 +329,7 @@ class BufferWindow:
         return index in self._gradients.has_grad and self._gradients.reduced is not None
 
     def _take_moved(self, index: int, shown: torch.Tensor) -> None:
-        """Take over what the ``data`` of a gradient that is shown was pointed to (``p.grad.data = ...``)."""
+        """Take over the tensor to which ``data`` of a shown gradient was pointed (``p.grad.data = ...``)."""
         with torch._C.DisableTorchFunctionSubclass():
             if shown.data_ptr() == self._shown_at[index]:
                 return
@@ -358,7 +358,7 @@ class BufferWindow:
         self._gradients.sources[index] = Source.of(grad)
 
     def _take_source(self, index: int) -> None:
-        """Take over what was done since to the tensor that was assigned (``grads = [p.grad ...]``, then ``g.mul_``).
+        """Take over later changes to the tensor that was assigned (``grads = [p.grad ...]``, then ``g.mul_``).
 
         Raises:
             RuntimeError: A backward has added to it in between, and the tensor does not show that.
@@ -437,7 +437,7 @@ class BufferWindow:
         self._moved.update(found)
 
     def _own_part(self, index: int, values: torch.Tensor, segment: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of what ``data`` was pointed to: that, or a whole parameter."""
+        """Return this rank's part of the tensor to which ``data`` was pointed: a segment, or a whole parameter."""
         slot = self._buffer.layout.slots[index]
         if values.numel() != segment.numel() and values.shape == torch.Size(slot.shape):
             start, stop = self._buffer.own_range.elements(index)
@@ -451,13 +451,13 @@ class BufferWindow:
         return values.reshape(segment.shape)
 
     def published(self) -> None:
-        """Take note that what was written into entered parameters is published, or is going to be."""
+        """Note that writes into entered parameters are published, or are going to be."""
         self._moved.clear()
         for index in self._entered:
             self._versions[index] = begin_writes(self._buffer.params[index])
 
     def leave(self, index: int) -> None:
-        """Show a parameter as its module computes with it, and take over what was done to its ``grad`` and values."""
+        """Show a parameter as its module computes with it, and take over changes to its ``grad`` and values."""
         param = self._buffer.params[index]
         if index in self._entered:
             is_moved = self.take_values(index)
@@ -469,13 +469,13 @@ class BufferWindow:
         self._keep_source(index)
         set_raw_grad(param, None)
         shown = self._shown.pop(index, None)
-        if shown is not None and self._buffer.sharding.optim:  # whoever keeps it has a segment
+        if shown is not None and self._buffer.sharding.optim:  # a program that keeps it has a segment
             shown.__class__ = self._class_of(index)
         self._entered.discard(index)
         self._buffer.bind_one(index)
 
     def close(self) -> bool:
-        """Keep what was done to the values, and to the gradients in the dtype in which they are kept.
+        """Take over changes to the values, and to the gradients in the dtype in which they are kept.
 
         Returns:
             Whether other ranks' parts of the values have to be gathered before they are used.
@@ -488,7 +488,7 @@ class BufferWindow:
 
 
 def compare_assigned(buffers: Iterable[Windowed], communicator: Communicator) -> None:
-    """Compare what the ranks have assigned by hand, once. Collective: all ranks that have assigned something.
+    """Compare the gradients that the ranks have assigned by hand, once. Collective: all ranks that assigned some.
 
     Raises:
         RuntimeError: They have not assigned the same.

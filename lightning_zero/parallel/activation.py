@@ -2,7 +2,7 @@
 
 A chosen module's ``forward`` runs inside ``torch.utils.checkpoint`` (non-reentrant); the module, its names, hooks and
 parameters stay what they are. A recomputation changes no module buffer: ``lightning_zero/parallel/module_state.py``.
-What is kept of a call, besides its result:
+Tensors of a call that are kept, besides its result:
 
 =============  =====================================================================================================
 ``full``       its inputs (arXiv:1604.06174)
@@ -31,6 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lightning_zero.blocks import modules_of_classes, repeated_blocks
 from lightning_zero.config import ActivationCheckpointing
 from lightning_zero.parallel.forecast import Forecast
+from lightning_zero.parallel.input_versions import with_first_inputs
 from lightning_zero.parallel.module_state import RunAgain, is_empty_cache, version_of
 from lightning_zero.parallel.writable import writable
 from lightning_zero.storage.copies import Copies, Landing
@@ -58,7 +59,7 @@ def checkpoint_activations(module: nn.Module, options: ActivationCheckpointing |
 
 
 def forecast_of(module: nn.Module) -> Forecast | None:
-    """Return what chooses the policy of the modules below ``module``, where the option says ``"auto"``."""
+    """Return the forecast that chooses the policy of modules below ``module``, where the option is ``"auto"``."""
     stand_ins = (child.__dict__.get("forward") for child in module.modules())
     return next((one.forecast for one in stand_ins if isinstance(one, _Forward)), None)
 
@@ -92,7 +93,7 @@ class _Forward:
         self.forecast = forecast
         self._options = options
         self._lane = lane
-        self._own = module.__dict__.get("forward")  # somebody else's stand-in
+        self.stands_in_for = module.__dict__.get("forward")  # somebody else's stand-in
         self._unwritten: set[tuple[int, str]] = set()  # see `RunAgain`
         self._inputs = _Inputs()
         module.forward = self
@@ -100,11 +101,11 @@ class _Forward:
     def remove(self) -> None:
         """Let the module keep its activations again."""
         del self.module.forward
-        if self._own is not None:
-            self.module.forward = self._own
+        if self.stands_in_for is not None:
+            self.module.forward = self.stands_in_for
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = self._own if self._own is not None else partial(type(self.module).forward, self.module)
+        run = self.stands_in_for if self.stands_in_for is not None else partial(type(self.module).forward, self.module)
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
         policy: str = self._options.policy
@@ -119,6 +120,8 @@ class _Forward:
             kwargs = {name: None if is_empty_cache(value) else value for name, value in kwargs.items()}
         if not torch.compiler.is_compiling():  # compiled code recomputes values, and writes to buffers once
             run = RunAgain(self.module, run, self._unwritten)
+            if policy != "offload":
+                run, args, kwargs = with_first_inputs(run, type(self.module).__name__, args, kwargs)
         call = partial(
             checkpoint,
             use_reentrant=False,
@@ -196,7 +199,7 @@ class _Lane:
     def send(
         self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], inputs: _Inputs
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """Return the call with its tensors taken out; the first run uses them, the next ones what is fetched."""
+        """Return the call with its tensors offloaded; the first run uses the originals, later ones fetched copies."""
         parked = _Parked(self, inputs)
         first = [(args, kwargs)]  # with the caller's own lists and dictionaries, which the call may fill
         args, kwargs = tree_map_only(Tensor, parked.add, (args, kwargs))
@@ -222,7 +225,7 @@ class _Lane:
         return alive[place - 1] if place else None
 
     def copies(self, device: torch.device) -> Copies:
-        """Return what copies from and to a device."""
+        """Return the copy streams of a device."""
         if device not in self._copies:
             self._copies[device] = Copies(device)
         return self._copies[device]
@@ -240,7 +243,7 @@ class _Slot:
 class _Inputs:
     """Whether the calls of a module change their input tensors in place.
 
-    A recomputation needs the inputs as the call found them, so what changes them waits for their copies to the host:
+    A recomputation needs the inputs as the call found them, so later writes wait for their copies to the host:
     code behind the call always, code inside where a call has been seen to do it. The first call is not known.
     """
 
@@ -322,7 +325,7 @@ class _Parked:
         self._hold_back_writes()
 
     def _hold_back_writes(self) -> None:
-        """Let what is asked of the devices from now on wait for the copies to the host."""
+        """Let later work of the devices wait for the copies to the host."""
         for _, landing in self._host:
             landing.wait()
 

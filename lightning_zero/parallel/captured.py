@@ -1,18 +1,20 @@
-"""Steps as the user wrote them, from chunk to chunk: both ends of a boundary compare what they have there."""
+"""Steps as the user wrote them, from chunk to chunk: both ends of a boundary compare their tensors there."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.gates import Gates, Message
+from lightning_zero.parallel.outcomes import Outcome
 from lightning_zero.parallel.pipeline import PipelineStage
 from lightning_zero.parallel.sources import Shape, Source, is_fake
 from lightning_zero.parallel.split import modules_around
@@ -31,11 +33,21 @@ class CapturedSteps:
         self._stage = stage
         self._own_chunks = range(stage.mesh.stage, stage.split.num_chunks, stage.mesh.stages)
         self._around = list(modules_around(stage.module, stage.split))
-        self._gates = Gates(
-            stage.module, stage.split, stage.streams.leave_common, inside=stage.streams.inside, asleep=self._asleep
-        )
+        self._gates = Gates(stage.module, stage.split, self._on_call, inside=self._inside, asleep=self._asleep)
         self._messages: dict[Hashable, dict[int, tuple[Message, ...]]] = {}  # into every chunk, by kind of step
-        self._running: dict[int, tuple[Message, ...]] = {}  # of the steps that follow
+        self._outcomes: dict[Hashable, dict[int, dict[tuple[str, int], Outcome]]] = {}  # of own chunks, by kind of step
+        self._kinds: Sequence[Hashable] = ()  # of the step that follows, by micro-batch
+        self._running: list[dict[int, tuple[Message, ...]]] = []  # of the step that follows, by micro-batch
+
+    def _on_call(self) -> None:
+        self._stage.streams.leave_common()
+        self._stage.draws.note()
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Run a module of this chunk with its own random numbers."""
+        with self._stage.streams.inside(), self._stage.draws.inside():
+            yield
 
     @contextmanager
     def _asleep(self) -> Iterator[None]:
@@ -53,9 +65,12 @@ class CapturedSteps:
         send: Callable[[Mapping[int | Source, Any]], None],
     ) -> tuple[bool, Any]:
         """Run the step until the next chunk's first block; see ``Gates.run``."""
-        later = [message.leaf for message in self._running.get(chunk + 1, ()) if isinstance(message.leaf, Source)]
+        later = [
+            message.leaf for message in self._running[index].get(chunk + 1, ()) if isinstance(message.leaf, Source)
+        ]
         wanted = [source for source in later if self._stage.split.chunk_of(source.module) == chunk]
-        return self._gates.run(lambda: step(index), chunk, expected, receive, send, wanted=wanted)
+        outcomes = self._outcomes[self._kinds[index]][chunk]
+        return self._gates.run(lambda: step(index), chunk, expected, receive, send, wanted=wanted, outcomes=outcomes)
 
     def survey(self, step: CapturedStep, index: int) -> None:
         """Run the step as it would go on if no module of the split computed."""
@@ -66,44 +81,75 @@ class CapturedSteps:
         """The modules whose state a survey may change."""
         return self._around
 
-    def is_new(self, step: CapturedStep, kind: Hashable) -> bool:
-        """Say whether this kind of step is new."""
+    def is_new(self, kind: Hashable) -> bool:
+        """Say whether this kind of micro-batch is new."""
         return kind not in self._messages
 
-    def messages(self, step: CapturedStep, kind: Hashable, *, is_new: bool) -> dict[int, tuple[Message, ...]]:
-        """Return which leaves go into every chunk this rank sends to or receives from.
+    def messages(self, kinds: Sequence[Hashable]) -> list[dict[int, tuple[Message, ...]]]:
+        """Return which leaves go into every chunk in the step that follows, by micro-batch."""
+        self._kinds = kinds
+        self._running = [self._messages[kind] for kind in kinds]
+        return self._running
+
+    def describe(self, step: CapturedStep, index: int, kind: Hashable) -> None:
+        """Find out which leaves go into every chunk.
 
         Every chunk runs the step on fakes and finds the sources that it needs (see ``sources.py``). Then both ends run
         it as the receiving chunk does, and compare: what is computed from sources that it does not have is sent, and so
         is what differs between them, for example a mask that is drawn inside the model.
-        Collective: all ranks of this stage; where the kind of step is new to one of them, or changed, all ranks.
+        Collective: all ranks.
         """
-        if self._stage.any_copy(is_new, "agreement on a new kind of step"):
-            self._messages[kind] = self._found(step, self._on_all_stages(self._needs_of(step)))
-        self._running = self._messages[kind]
-        return self._running
+        run = partial(step, index)
+        needed = {chunk: self._apart(chunk, partial(self._gates.needed, run, chunk)) for chunk in self._own_chunks}
+        self._outcomes[kind] = {chunk: outcomes for chunk, (_, outcomes) in needed.items()}
+        mine = {chunk: sources for chunk, (sources, _) in needed.items()}
+        self._messages[kind] = self._found(run, self._on_all_stages(mine))
 
     def _found(
-        self, step: CapturedStep, needed: Mapping[int, Mapping[Source, Shape]]
+        self, run: Callable[[], Any], needed: Mapping[int, Mapping[Source, Shape]]
     ) -> dict[int, tuple[Message, ...]]:
         num_chunks = self._stage.split.num_chunks
         sources = {chunk: self._passing(chunk, needed) for chunk in range(1, num_chunks)}
         table = self._on_all_stages({
-            (chunk, acting): self._description(step, chunk, acting, sources[chunk])
+            (chunk, acting): self._description(run, chunk, acting, sources[chunk])
             for acting in self._own_chunks
             for chunk in (acting, acting + 1)
             if 0 < chunk < num_chunks
         })  # fmt: skip
+        lacking = {
+            chunk: self._lacking(chunk, table[chunk, chunk].origins, sources.get(chunk - 1, {})) for chunk in sources
+        }
+        if any(lacking.values()):
+            return self._found(
+                run, {chunk: {**found, **lacking.get(chunk, {})} for chunk, found in sorted(needed.items())}
+            )
         return {
-            chunk: _differing(chunk, table[chunk, chunk], table[chunk, chunk - 1])
+            chunk: _differing(chunk, table[chunk, chunk].leaves, table[chunk, chunk - 1].leaves)
             + tuple(Message(source, one.shape, one.dtype, one.requires_grad) for source, one in sources[chunk].items())
             for chunk in range(1, num_chunks)
         }
 
+    def _lacking(
+        self, chunk: int, origins: Iterable[Mapping[Source, Shape]], sources: Collection[Source]
+    ) -> dict[Source, Shape]:
+        """Return the sources of arguments that the chunk before does not have: both are sent them instead.
+
+        Args:
+            chunk: Whose first block has the arguments.
+            origins: Of each argument, the sources that the chunk does not have.
+            sources: That the chunk before is sent.
+        """
+        chunk_of = self._stage.split.chunk_of
+        return {
+            source: shape
+            for one in origins
+            if any(chunk_of(source.module) < chunk - 1 and source not in sources for source in one)
+            for source, shape in one.items()
+        }
+
     def _on_all_stages(self, mine: dict[Any, Any]) -> dict[Any, Any]:
         """Return the entries of all stages. Collective: all ranks of a copy."""
-        everyone: list[Any] = [None] * self._stage.mesh.stages
-        dist.all_gather_object(everyone, mine, group=self._stage.mesh.host_group)
+        everyone = self._stage.mesh.gather(mine, "the description of a step")
         return {key: value for one in everyone for key, value in one.items()}
 
     def _passing(self, chunk: int, needed: Mapping[int, Mapping[Source, Shape]]) -> dict[Source, Shape]:
@@ -116,20 +162,14 @@ class CapturedSteps:
             if self._stage.split.chunk_of(source.module) < chunk
         }
 
-    def _needs_of(self, step: CapturedStep) -> dict[int, dict[Source, Shape]]:
-        """Return the sources that each chunk of this stage needs."""
-
-        def needed(chunk: int) -> dict[Source, Shape]:
-            return self._apart(chunk, lambda: self._gates.needed(lambda: step(0), chunk))
-
-        return {chunk: needed(chunk) for chunk in self._own_chunks}
-
-    def _description(self, step: CapturedStep, chunk: int, acting: int, sources: Iterable[Source]) -> list[Any]:
+    def _description(self, run: Callable[[], Any], chunk: int, acting: int, sources: Iterable[Source]) -> _Description:
         """Describe the arguments of a chunk's first block as ``acting`` would find them."""
 
-        def look() -> list[Any]:
-            leaves, origins = self._gates.arguments(lambda: step(0), chunk, sources)
-            return [_describe(leaf, is_missing=origins.is_missing(leaf)) for leaf in leaves]
+        def look() -> _Description:
+            leaves, origins = self._gates.arguments(run, chunk, sources)
+            missing = [origins.is_missing(leaf) for leaf in leaves]
+            described = [_describe(leaf, is_missing=one) for leaf, one in zip(leaves, missing, strict=True)]
+            return _Description(described, [origins.shapes_of(leaf) for leaf in leaves])
 
         return self._apart(acting, look)
 
@@ -143,6 +183,19 @@ class CapturedSteps:
                 return look()
 
         return self._stage.apart(run, self._around)
+
+
+@dataclass(frozen=True)
+class _Description:
+    """The arguments of a chunk's first block.
+
+    Attributes:
+        leaves: Described.
+        origins: Of each, the sources that the chunk does not have.
+    """
+
+    leaves: list[Any]
+    origins: list[dict[Source, Shape]]
 
 
 _MISSING = "missing"
@@ -161,7 +214,7 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def _differing(chunk: int, here: Sequence[Any], there: Sequence[Any]) -> tuple[Message, ...]:
-    """Return what must be sent into a chunk, given what both ends have."""
+    """Return the messages to send into a chunk, given the descriptions of its arguments on both ends."""
     if len(here) != len(there):
         raise PipelineError(f"Pipeline stages call the first block of chunk {chunk} with different arguments.")
     messages = []

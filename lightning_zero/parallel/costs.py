@@ -1,4 +1,4 @@
-"""What the layers of a model cost in a step, in nanoseconds or in operations; a pipeline is cut by it."""
+"""The cost of each layer of a model in a step, in nanoseconds or operations; a pipeline is cut by it."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _as_it_was(module: nn.Module, device: torch.device) -> Iterator[None]:
 def _watched(
     module: nn.Module, names: Sequence[str], spent: Counter[str], now: Callable[[], int], device: torch.device
 ) -> Iterator[None]:
-    """Note what the calls of some layers take, each on the device while it runs."""
+    """Add up the time or operations of some layers' calls, each on the device while it runs."""
     layers = [(name, module.get_submodule(name)) for name in names]
     inside = {id(tensor) for _, layer in layers for tensor in _tensors(layer)}
     with ExitStack() as stack:

@@ -1,26 +1,27 @@
-"""What modules of other pipeline stages return, as PyTorch's ``FakeTensor``: shapes and dtypes, no values.
+"""Outputs of modules of other pipeline stages, as PyTorch's ``FakeTensor``: shapes and dtypes, no values.
 
-Note [What a passed module leaves]
+Note [State of a passed module]
     A forward may leave tensors in its module (``self.aux_loss = ...``, statistics in a module buffer), which code
     behind it reads. A module that is passed over must not be left with fakes, and that code must not read old values in
     silence. So its forward finds fakes in place of the module's tensors; what it has changed is put back, and is shown
     as fakes until the step is run to its end. Modules with hooks of the program run on fakes in every call.
 
 Note [Guesses]
-    What an operation returns may depend on values (which tokens an expert is given). Where nothing is computed from the
+    An operation's result may depend on values (which tokens an expert is given). Where nothing is computed from the
     result but shapes, it is guessed from ones: a module that routes tokens returns as many as it is given. The stage
     that computes compares the shapes of what it sends, so a wrong guess is an error.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import itertools
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -32,21 +33,30 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
-from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_zero.errors import PipelineError
+from lightning_zero.parallel.attributes import Key, attribute_spaces
+from lightning_zero.parallel.outcomes import Outcome
+from lightning_zero.parallel.replays import Recording
 from lightning_zero.parallel.sources import FOR_HOOKS, Origins, Shape, Source, describe_tensor, is_fake
+from lightning_zero.parallel.user_hooks import (
+    has_hooks_only,
+    hooks_of_users,
+    is_own,
+    kind_of_hook,
+    runs_code_of_users,
+    without_hooks,
+)
 
-__all__ = ["VALUES_NEEDED", "Fakes", "attribute_spaces"]
+__all__ = ["VALUES_NEEDED", "Fakes"]
 
-# What operations raise that need values of a fake.
+# Errors of operations that need values of a fake.
 VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 Fetch = Callable[[Source], Tensor | None]
-_Key = tuple[str, str, str]  # submodule, dictionary among its attributes, and key
-_Position = tuple[_Key | None, int]  # see `Source`
+_Position = tuple[Key | None, int]  # see `Source`
 
 _MOST_CALLS = 4096  # that are remembered
 _MISSING = object()
@@ -56,7 +66,7 @@ _KNOWN_BY_VALUE = (int, float, complex, str, bool, bytes, type(None), torch.dtyp
 
 
 class Fakes:
-    """Tells what modules return from what they are called with, and remembers it.
+    """Computes the shapes and dtypes of modules' outputs from their arguments, and remembers them.
 
     Args:
         names: Of the modules, by ``id``; for errors.
@@ -77,8 +87,11 @@ class Fakes:
         self._free = free
         self._known: dict[nn.Parameter, Tensor] = {}  # of these, as fakes
         self._calls: OrderedDict[Hashable, _Call] = OrderedDict()
+        self._recorded: OrderedDict[Hashable, tuple[_Call, Recording]] = OrderedDict()  # those with hooks
         self._given: Counter[tuple[int, int]] = Counter()  # fakes in this run, by `id` of the call and leaf
-        self._shown: list[tuple[dict[str, Any], str, Any]] = []  # what is to be put back: (attributes, name, value)
+        self._shown: list[tuple[dict[str, Any], str, Any]] = []  # attributes to restore: (attributes, name, value)
+        self._has_changed_attributes = False  # a forward, or hooks in it
+        self._has_run_hooks = True  # a forward has: they need no values
         # - The run
         self._times: Counter[str] = Counter()  # calls by name of the module
         self._sharing: list[tuple[str, Tensor, int]] = []  # module, tensor that shares memory with others, and version
@@ -86,10 +99,10 @@ class Fakes:
         self._fetch: Fetch | None = None  # of a run that computes
 
     def begin(self, *, origins: Origins | None = None, fetch: Fetch | None = None) -> None:
-        """Begin a run: tell what fake tensors make of parameters that code may add to them; they read ``grad`` else.
+        """Begin a run: register fakes of free parameters in advance, because converting them later reads ``grad``.
 
         Args:
-            origins: In a run on fakes, follows what they are computed from.
+            origins: In a run on fakes, follows their sources.
             fetch: Returns the tensor of a source that this chunk has, else None.
         """
         self._given.clear()
@@ -107,7 +120,7 @@ class Fakes:
                 convert.set_tensor_memo(param, known)
 
     def end(self) -> None:
-        """End a run: put back what modules that were passed over show as fakes."""
+        """End a run: restore the attributes that modules passed over show as fakes."""
         self._origins = self._mode.origins = self._fetch = None
         while self._shown:
             attributes, name, value = self._shown.pop()
@@ -125,13 +138,13 @@ class Fakes:
 
     @property
     def shown(self) -> list[Any]:
-        """What modules show as fakes, of all calls in this run."""
+        """The attributes that modules show as fakes, of all calls in this run."""
         return [space.get(name) for space, name, _ in self._shown]
 
     def outputs(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, are_sources: bool = True
     ) -> Any:
-        """Return what a call would return, as fakes, and show what it would leave in the module.
+        """Return the outputs of a call as fakes, and show the attributes it would set in the module as fakes.
 
         Args:
             module: The module.
@@ -139,9 +152,24 @@ class Fakes:
             kwargs: Of the call.
             are_sources: The module is one of an earlier chunk: sources that this chunk has are returned as they are.
         """
-        name = self._names[id(module)]
-        number = self._times[name]
+        number = self._times[self._names[id(module)]]
         call, inputs = self._call(module, args, kwargs, are_sources=are_sources)
+        return self._shown_result(module, call, inputs, number, are_sources=are_sources)
+
+    def described(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Outcome | None]:
+        """Return the outputs of a module of this chunk as ``outputs`` does, and the outcome that other stages expect.
+
+        The outcome is None where hooks of the program could not run on fakes.
+        """
+        number = self._times[self._names[id(module)]]
+        call, inputs = self._call(module, args, kwargs, are_sources=False)
+        output = self._shown_result(module, call, inputs, number, are_sources=False)
+        return output, Outcome.of(output, call.left, has_shapes=not call.is_guess) if call.has_hooks else None
+
+    def _shown_result(
+        self, module: nn.Module, call: _Call, inputs: Sequence[Any], number: int, *, are_sources: bool
+    ) -> Any:
+        name = self._names[id(module)]
         self._times[name] += 1
 
         def make(leaf: int, known: Shape) -> Tensor:
@@ -164,7 +192,7 @@ class Fakes:
             return self._fetch(source)
 
     def zeros(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what a call would return, with zeros that take no memory."""
+        """Return the outputs of a call as zeros that take no memory."""
         call, inputs = self._call(module, args, kwargs, are_sources=False)
         return self._result(module, call, inputs, lambda _, known: _zeros(known))
 
@@ -193,7 +221,7 @@ class Fakes:
             return old
         with self._mode:
             fake = _empty(known)
-            fake = fake.clone() if fake.requires_grad else fake  # what a module returns may be changed in place
+            fake = fake.clone() if fake.requires_grad else fake  # a module's output may be changed in place
         made[number : number + 1] = [fake]
         return fake
 
@@ -201,16 +229,11 @@ class Fakes:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, are_sources: bool
     ) -> tuple[_Call, list[Any]]:
         inputs, spec = tree_flatten((args, kwargs))
-        if _runs_code_of_users(module):
-            with self._watching_inside(module) if are_sources else nullcontext(), self._hooks_outside(module):
-                return self._imagine(module, inputs, spec), inputs
+        if runs_code_of_users(module):
+            return self._call_with_hooks(module, inputs, spec, are_sources=are_sources), inputs
         if not all(map(_is_known, inputs)):
             return self._imagine(module, inputs, spec), inputs
-        trained = tuple(param.requires_grad for param in module.parameters())
-        device = _autocast_device(inputs)
-        autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        modes = (torch.is_grad_enabled(), autocast, tuple(child.training for child in module.modules()))
-        key = (id(module), spec, tuple(map(_describe, inputs)), trained, modes)
+        key = self._key(module, inputs, spec)
         if key not in self._calls:
             call = self._imagine(module, inputs, spec)
             if any(isinstance(leaf, _NUMBERS) for leaf in call.leaves):
@@ -221,8 +244,75 @@ class Fakes:
         self._calls.move_to_end(key)
         return self._calls[key], inputs
 
-    def _imagine(self, module: nn.Module, inputs: list[Any], spec: TreeSpec) -> _Call:
+    def _key(self, module: nn.Module, inputs: list[Any], spec: TreeSpec) -> Hashable:
+        """Return a key that is equal for calls that return the same shapes."""
+        trained = tuple(param.requires_grad for param in module.parameters())
+        device = _autocast_device(inputs)
+        autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        modes = (torch.is_grad_enabled(), autocast, tuple(child.training for child in module.modules()))
+        return id(module), spec, tuple(map(_describe, inputs)), trained, modes
+
+    def _call_with_hooks(self, module: nn.Module, inputs: list[Any], spec: TreeSpec, *, are_sources: bool) -> _Call:
+        """Describe a call in which hooks of the program run; see ``replays.py``."""
+        is_alike = self._origins is None and has_hooks_only(module) and all(map(_is_known, inputs))
+        hooks = tuple(map(kind_of_hook, hooks_of_users(module)))
+        first = {id(leaf): number for number, leaf in reversed(list(enumerate(inputs)))}
+        same = tuple(first[id(leaf)] for leaf in inputs if isinstance(leaf, Tensor))  # hooks are given these themselves
+        key = (self._key(module, inputs, spec), same, hooks, are_sources) if is_alike else None
+        if key in self._recorded:
+            call, recording = self._recorded[key]
+            results: deque[Any] = deque()
+            times = self._times.copy()
+            replay = partial(self._replay, module, recording, inputs, results)
+            self._imagine(module, inputs, spec, forward=replay)
+            if all(result is None for result in results):
+                return call
+            del self._recorded[key]
+            self._times = times
+        else:
+            results = deque()
+        recording = Recording(inputs)
+        watching = self._watching_inside(module, recording) if are_sources else nullcontext()
+        self._has_changed_attributes = False
+        with watching, self._hooks_outside(module, recording, results):
+            call = self._imagine(module, inputs, spec)
+        recording.end()
+        has_numbers = any(isinstance(leaf, _NUMBERS) for leaf in call.leaves)
+        if key is not None and recording.is_exact and not self._has_changed_attributes and not has_numbers:
+            self._recorded[key] = call, recording
+            if len(self._recorded) > _MOST_CALLS:
+                self._recorded.popitem(last=False)
+        return call
+
+    def _replay(self, module: nn.Module, recording: Recording, inputs: Sequence[Any], results: deque[Any]) -> None:
+        """Run the hooks of a recorded forward, up to one that returns a value; append their results to ``results``."""
+        hooks = [hook for _, hook in hooks_of_users(module)]
+
+        def returned(name: str, is_inner: bool, leaves: Collection[int]) -> dict[int, Tensor]:
+            number = self._times[name]
+            self._times[name] += is_inner
+            left = None if is_inner else FOR_HOOKS
+            found = {leaf: self._fetched(Source(name, number, left, leaf)) for leaf in leaves}
+            return {leaf: tensor for leaf, tensor in found.items() if tensor is not None}
+
+        def make(known: Shape) -> Tensor:
+            fake = _empty(known)
+            return fake.clone() if fake.requires_grad else fake
+
+        def call(number: int, args: Any, kwargs: Any) -> Any:
+            with self._mode.paused():
+                results.append(hooks[number](*args, **kwargs))
+            return results[-1]
+
+        with suppress(*VALUES_NEEDED):  # a forward would be run without hooks then
+            recording.replay(inputs, returned, make, call)
+
+    def _imagine(
+        self, module: nn.Module, inputs: list[Any], spec: TreeSpec, *, forward: Callable[[], Any] | None = None
+    ) -> _Call:
+        """Run a forward, or its replacement, on fakes; describe its outputs and the attributes it sets."""
         args, kwargs = tree_unflatten(inputs, spec)
+        self._mode.has_guessed, self._has_run_hooks = False, True
         try:
             with (
                 self._asleep(),
@@ -232,7 +322,7 @@ class Fakes:
             ):
                 real = [leaf for leaf in inputs if isinstance(leaf, Tensor) and not is_fake(leaf)]
                 versions = [leaf._version for leaf in real if not leaf.is_inference()]  # which views share
-                output = self._forward(module, args, kwargs)
+                output = self._forward(module, args, kwargs) if forward is None else forward()
                 self._require_same(tree_flatten((args, kwargs)), inputs, spec)
                 if [leaf._version for leaf in real if not leaf.is_inference()] != versions:
                     raise PipelineError("it writes into an argument that this stage has, which other stages do not see")
@@ -248,16 +338,18 @@ class Fakes:
         places: list[_Position] = [(None, number) for number in range(len(tree_leaves(output)))]
         places += [(key, number) for key, value in left.items() for number in range(len(tree_leaves(value)))]
         described = [_Input(positions[id(leaf)]) if id(leaf) in positions else _describe(leaf) for leaf in leaves]
-        return _Call(out_spec, described, places, _sharing(leaves, inputs))
+        sharing, guessed = _sharing(leaves, inputs), self._mode.has_guessed
+        return _Call(out_spec, described, places, sharing, is_guess=guessed, has_hooks=self._has_run_hooks)
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward with the program's hooks; without them if they read values, as those that only watch do."""
         try:
             return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         except VALUES_NEEDED:
-            if not _runs_code_of_users(module):
+            if not runs_code_of_users(module):
                 raise
-        with _without_hooks(module):
+        self._has_run_hooks = False
+        with without_hooks(module):
             return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def _require_same(self, now: tuple[list[Any], TreeSpec], inputs: Sequence[Any], spec: TreeSpec) -> None:
@@ -266,17 +358,18 @@ class Fakes:
             raise PipelineError("it changes a list or a dictionary among its arguments, which other stages do not see")
 
     @contextmanager
-    def _watching_inside(self, module: nn.Module) -> Iterator[None]:
+    def _watching_inside(self, module: nn.Module, recording: Recording) -> Iterator[None]:
         """Let hooks of the program on modules inside of one find sources: fakes that are known as such, or tensors."""
         own = self._names[id(module)]
         names = {child: f"{own}.{name}" if name else own for name, child in module.named_modules()}
-        marked: dict[int, Any] = {}  # what modules further inside have returned, by `id`
+        marked: dict[int, Any] = {}  # outputs of modules further inside, by `id`
 
         def watch(child: nn.Module, args: Any, output: Any) -> Any:
             name, left = names[child], FOR_HOOKS if child is module else None
             number = self._times[name]
             self._times[name] += child is not module
             leaves, spec = tree_flatten(output)
+            found: dict[int, tuple[Tensor, Tensor]] = {}
             for position, leaf in enumerate(leaves):
                 if not is_fake(leaf) or id(leaf) in marked:
                     continue
@@ -287,6 +380,8 @@ class Fakes:
                 elif self._origins is not None:
                     self._origins.mark(leaf, source)
                 marked[id(leaves[position])] = leaves[position]
+                found[position] = leaf, leaves[position]
+            recording.note_outputs(name, found, is_inner=child is not module)
             return tree_unflatten(leaves, spec)
 
         handles = [child.register_forward_hook(watch, prepend=True) for child in names]
@@ -297,13 +392,20 @@ class Fakes:
                 handle.remove()
 
     @contextmanager
-    def _hooks_outside(self, module: nn.Module) -> Iterator[None]:
-        """Let hooks of the program compute as code between modules does, with tensors where they find tensors."""
+    def _hooks_outside(self, module: nn.Module, recording: Recording, results: deque[Any]) -> Iterator[None]:
+        """Let hooks of the program compute as code between modules does, with tensors where they find tensors.
+
+        The first ones have been called already, and have returned ``results``.
+        """
+        numbers = itertools.count()
 
         def outside(hook: Any) -> Any:
+            number = next(numbers)
+
             def call(*args: Any, **kwargs: Any) -> Any:
-                with self._mode.paused():
-                    return hook(*args, **kwargs)
+                with recording.hook(number, (args, kwargs)) as found, self._mode.paused():
+                    found.append(results.popleft() if results else hook(*args, **kwargs))
+                return found[0]
 
             call.__module__ = ""  # not one of ours
             return call
@@ -311,7 +413,7 @@ class Fakes:
         hooks = [one for child in module.modules() for one in (child._forward_pre_hooks, child._forward_hooks)]
         before = [dict(one) for one in hooks]
         for one in hooks:
-            one.update({key: outside(hook) for key, hook in one.items() if not _is_own(hook)})
+            one.update({key: outside(hook) for key, hook in one.items() if not is_own(hook)})
         try:
             yield
         finally:
@@ -319,13 +421,13 @@ class Fakes:
                 one.update({key: old.get(key, hook) for key, hook in one.items()})
 
     @contextmanager
-    def _apart(self, module: nn.Module) -> Iterator[dict[_Key, Any]]:
-        """Let a forward find fakes in place of the module's tensors, and put back what it has changed.
+    def _apart(self, module: nn.Module) -> Iterator[dict[Key, Any]]:
+        """Show a forward fakes in place of the module's tensors, and restore its changes afterwards.
 
         Yields:
-            A dictionary for what it has left that is fake, by submodule, dictionary and name.
+            A dictionary for the fakes that it has left, by submodule, dictionary and name.
         """
-        left: dict[_Key, Any] = {}
+        left: dict[Key, Any] = {}
         keys, spaces = zip(*attribute_spaces(module).items(), strict=True)
         lists = {id(value): (value, list(value)) for space in spaces for value in space.values() if type(value) is list}
         before = [dict(space) for space in spaces]
@@ -351,6 +453,7 @@ class Fakes:
                     is_changed = value is not was if stood is None else (
                         value is not stood or stood._version != versions[id(stood)]
                     )  # fmt: skip
+                    self._has_changed_attributes |= is_changed
                     if is_changed and any(map(is_fake, tree_leaves(value))):
                         left[*keys[number], name] = value
                     _assign(space, name, was)
@@ -375,6 +478,7 @@ class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """
 
     origins: Origins | None = None  # of a run on fakes
+    has_guessed = False  # a result, since this was set
     _is_imagining = False
     _is_drawn = False  # an operation is running whose random numbers have been drawn
 
@@ -428,7 +532,7 @@ class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except VALUES_NEEDED as error:
-            reads = isinstance(error, DataDependentOutputException)  # what is read may be shown, or computed with
+            reads = isinstance(error, DataDependentOutputException)  # a value may be read to be shown, or to compute
             if reads or func._schema.is_mutable or not (self._is_imagining or self.origins is not None):
                 raise
             result = self._guess(func, args, kwargs)
@@ -448,21 +552,23 @@ class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
         lost = [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor) and not is_fake(leaf)]
         if lost and self._is_imagining:
             raise PipelineError(
-                f"it writes into a tensor of shape {tuple(lost[0].shape)} (`{func}`) that is not its own"
+                f"it writes into a tensor of shape {tuple(lost[0].shape)} (`{func}`) that is not its own and that"
+                " code behind it may need. Let it compute a new tensor, or write into a copy (`tensor.clone()`)"
             )
         return lost if any(map(is_fake, tree_leaves(given))) else []
 
     def _empty_product(
         self, left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
     ) -> Tensor:
-        """Return what products of groups (of experts) are like; PyTorch's shapes are for bf16 only."""
+        """Return an empty result of a grouped product (of experts); PyTorch's shapes are for bf16 only."""
         groups = [right.shape[0]] if right.dim() == 3 else [0 if offs is None else offs.shape[0]]
         shape = [*(groups if left.dim() == right.dim() else []), left.shape[-2], right.shape[-1]]
         with self:
             return left.new_empty(shape, dtype=out_dtype)
 
     def _guess(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return what an operation that needs values returns for ones, and for zeros where they may be indices."""
+        """Guess the result of an operation that needs values: run it on ones, and zeros where they may be indices."""
+        self.has_guessed = True
         with torch.no_grad(), unset_fake_temporarily():
             result = func(*tree_map(_filled, args), **tree_map(_filled, kwargs))
 
@@ -502,13 +608,15 @@ def _draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 
 @dataclass
 class _Call:
-    """What is known of a call of a module.
+    """The description of a module's call: its outputs and the attributes that it sets.
 
     Attributes:
-        spec: Of what it returns, and of what it leaves in the module.
+        spec: Of its outputs, and of the attributes it sets.
         leaves: Of these, described.
         positions: Of these, as sources have them.
         sharing: Leaves, and inputs, that share memory on the stage that computes.
+        is_guess: Shapes were guessed.
+        has_hooks: Hooks of the program, if there are any, have run.
         made: Fakes that stand for them, by leaf.
     """
 
@@ -516,7 +624,18 @@ class _Call:
     leaves: list[Any]
     positions: list[_Position]
     sharing: list[_Sharing]
+    is_guess: bool = False
+    has_hooks: bool = True
     made: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    @property
+    def left(self) -> dict[Key, tuple[bool, ...]]:
+        """Of each attribute that it sets, which leaves are tensors."""
+        found: dict[Key, tuple[bool, ...]] = {}
+        for (key, _), leaf in zip(self.positions, self.leaves, strict=True):
+            if key is not None:
+                found[key] = (*found.get(key, ()), isinstance(leaf, (Shape, _Input)))
+        return found
 
 
 @dataclass
@@ -593,60 +712,8 @@ def _autocast_device(leaves: Sequence[Any]) -> str:
     return next((leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)), "cpu")
 
 
-def attribute_spaces(module: nn.Module) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return where a module and its submodules have attributes, module buffers and dictionaries of them.
-
-    Returns:
-        By name of the submodule, and of the dictionary among its attributes ("" for these).
-    """
-    spaces: dict[int, tuple[tuple[str, str], dict[str, Any]]] = {}
-    for child_name, child in module.named_modules():
-        own = vars(child)
-        kept = {name: value for name, value in own.items() if type(value) is dict and name not in _OF_MODULES}
-        for name, space in {"": own, "_buffers": child._buffers, **kept}.items():
-            spaces.setdefault(id(space), ((child_name, name), space))
-    return dict(spaces.values())
-
-
-_OF_MODULES = frozenset(vars(nn.Module()))
-
-
-@contextmanager
-def _without_hooks(module: nn.Module) -> Iterator[None]:
-    """Leave the hooks of the program out."""
-    hooks = [one for child in module.modules() for one in (child._forward_pre_hooks, child._forward_hooks)]
-    before = [dict(one) for one in hooks]
-    for one in hooks:
-        for key in [key for key, hook in one.items() if not _is_own(hook)]:
-            del one[key]
-    try:
-        yield
-    finally:
-        for one, old in zip(hooks, before, strict=True):
-            one.clear()
-            one.update(old)
-
-
 def _assign(space: dict[str, Any], name: str, value: Any) -> None:
     if value is _MISSING:
         space.pop(name, None)
     else:
         space[name] = value
-
-
-def _runs_code_of_users(module: nn.Module) -> bool:
-    """Say whether forwards of a module run hooks that are not the engine's."""
-    if _has_any_global_hook():  # type: ignore[no-untyped-call]
-        return True
-    return any(
-        "forward" in vars(child)  # as code does that collects what a module returns
-        or not all(map(_is_own, (*child._forward_pre_hooks.values(), *child._forward_hooks.values())))
-        for child in module.modules()
-    )
-
-
-def _is_own(hook: Any) -> bool:
-    while isinstance(hook, (partial, MethodType)):
-        hook = hook.func if isinstance(hook, partial) else hook.__func__
-    name = getattr(hook, "__module__", None) or type(hook).__module__
-    return name.partition(".")[0] == __name__.partition(".")[0]

@@ -1,11 +1,11 @@
-"""Which way of checkpointing fits into memory: ``ActivationCheckpointing(policy="auto")``.
+"""Choice of the checkpointing policy that fits into memory: ``ActivationCheckpointing(policy="auto")``.
 
 The first two steps run as with ``"offload"``, which keeps the least, but for one call of each class of modules: it
 keeps everything, and what it keeps is counted. Then all that a step needs besides activations has been alive, and what
 is left of the device's memory is known. With the largest counted call, and the most calls that waited for their
 backward at once, a policy needs::
 
-    none       calls x what is alive after the call
+    none       calls x bytes alive after the call
     selective  calls x (inputs + results of matrix products and attention)
     full       calls x inputs
     offload    0
@@ -42,7 +42,7 @@ _UNKNOWN = -1  # no call was counted yet
 
 @dataclass(frozen=True)
 class KeptBytes:
-    """What one call keeps until its backward, in the order of the policies."""
+    """Bytes that one call keeps until its backward, in the order of the policies."""
 
     none: int = 0
     selective: int = 0
@@ -54,7 +54,7 @@ class Forecast:
     """Counts calls and bytes of the first steps and chooses by them.
 
     Args:
-        budget_bytes: What the checkpointed modules may keep on this rank; None: what is free on the CUDA device.
+        budget_bytes: Bytes the checkpointed modules may keep on this rank; None: the free ones of the CUDA device.
         is_product: Whether an operation's results are kept by ``"selective"``.
     """
 
@@ -90,7 +90,7 @@ class Forecast:
         self._most_waiting = max(self._most_waiting, calls)
 
     def settle(self, largest: Callable[[int], int]) -> str | None:
-        """Choose, if enough steps have been made; return a line that says what, once.
+        """Choose a policy if enough steps have been made; return a line that names it, once.
 
         Collective: all ranks, after every step of an optimizer until the policy is settled.
 
@@ -119,7 +119,7 @@ class Forecast:
         return tuple(self._most_waiting * max(of_policy) for of_policy in zip(*kept, strict=True))
 
     def _free_bytes(self) -> int:
-        """Return what was still free at the peak of the first steps."""
+        """Return the bytes that were still free at the peak of the first steps."""
         if self._device is None or self._device.type != "cuda":
             return 0
         memory = memory_of(self._device)

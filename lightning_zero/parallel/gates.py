@@ -1,11 +1,11 @@
-"""Run a user's step for one chunk of the model: what lies on other stages is passed over, not computed.
+"""Run a user's step for one chunk of the model: modules of other stages are passed over, not computed.
 
 Note [Passing over]
     Every stage runs the user's own code from its first line. A module of another stage in front of this chunk does not
     compute: it returns *fake* tensors (PyTorch's ``FakeTensor``), which have a shape and a dtype and no values. What
     the code derives from them is fake as well; masks, positions and rotary tables that it derives from the batch are
-    real. At the first block of the chunk fake arguments are replaced by what the stage before has computed. At the
-    first block of the next chunk the run is broken off, and the arguments of that call are what is sent on. So the code
+    real. At the first block of the chunk fake arguments are replaced by the tensors of the stage before. At the
+    first block of the next chunk the run is broken off, and the arguments of that call are sent on. So the code
     between blocks, keyword arguments and values that all blocks share need no rules. A value that reaches a module of
     this chunk in another way, or the loss, is computed from sources, which are sent with the arguments (see
     ``sources.py``). A fake that does so all the same is an error: nothing is ever computed from it.
@@ -29,9 +29,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_zero.errors import PipelineError
+from lightning_zero.parallel.attributes import attribute_spaces
 from lightning_zero.parallel.denominators import unwatched
-from lightning_zero.parallel.fakes import VALUES_NEEDED, Fakes, attribute_spaces
+from lightning_zero.parallel.fakes import VALUES_NEEDED, Fakes
+from lightning_zero.parallel.gradient_hooks import GradientHooks
 from lightning_zero.parallel.module_state import version_of, without_caches
+from lightning_zero.parallel.outcomes import Attributes, Outcome
 from lightning_zero.parallel.sources import FOR_HOOKS, Origins, Shape, Source, is_fake
 from lightning_zero.parallel.split import Place, Split, modules_around
 from lightning_zero.parallel.writable import writable
@@ -72,9 +75,15 @@ class _Visit:
     received: dict[int | Source, Tensor] | None = None
     computed: dict[Source, Tensor] = field(default_factory=dict)  # that are wanted
     times: Counter[str] = field(default_factory=Counter)  # calls of modules that compute, by name
+    outcomes: dict[tuple[str, int], Outcome] = field(default_factory=dict)  # described, by name and number of the call
+    calls: Counter[str] = field(default_factory=Counter)  # that have been described or compared, by name
     reached: int = -1  # block that was run last
     passed: int = -1  # block that was passed over last
     is_inside: bool = False  # a gated module is running
+    hidden: str = ""  # advice on fakes that an argument has hidden
+    has_failed_inside: bool = False  # a module that computes has raised an error
+    is_computing: bool = False  # one of this chunk
+    gradients: GradientHooks = field(default_factory=GradientHooks)
     swaps: dict[int, tuple[Any, int, Tensor]] = field(default_factory=dict)  # fake leaf and version, by id -> received
 
 
@@ -91,8 +100,8 @@ class Gates:
 
     Args:
         module: The root.
-        split: What lies where.
-        on_first_call: Called when a step calls a module of the split, at the latest for its first one.
+        split: The cut of the module.
+        on_call: Called when a step calls a module of the split.
         inside: Around a module of the split that computes.
         asleep: Around forwards that compute nothing.
     """
@@ -101,7 +110,7 @@ class Gates:
         self,
         module: nn.Module,
         split: Split,
-        on_first_call: Callable[[], None],
+        on_call: Callable[[], None],
         *,
         inside: Callable[[], AbstractContextManager[None]] = nullcontext,
         asleep: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -109,7 +118,7 @@ class Gates:
         self._root = module
         self._around = list(modules_around(module, split))
         self._split = split
-        self._on_first_call = on_first_call
+        self._on_call = on_call
         self._inside = inside
         self._places = {id(module.get_submodule(place.name)): place for place in split.places}
         self._modules = [module.get_submodule(place.name) for place in split.places]
@@ -129,21 +138,23 @@ class Gates:
         send: Callable[[Mapping[int | Source, Any]], None],
         *,
         wanted: Collection[Source] = (),
+        outcomes: Mapping[tuple[str, int], Outcome] | None = None,
     ) -> tuple[bool, Any]:
         """Run a step for one chunk.
 
         Args:
             step: The user's code.
             chunk: The chunk that computes.
-            expected: What comes from the chunk before.
+            expected: The messages from the chunk before.
             receive: Waits for it and returns it. Called at the chunk's first block, or at the first module that has
                 returned a source, so that what is in front of it does not wait.
             send: Called with the leaves of the arguments of the next chunk's first block, when it is called, and with
                 sources.
             wanted: Sources that this chunk computes and later ones need.
+            outcomes: Of calls of its modules, as later chunks know them; see ``needed``.
 
         Returns:
-            Whether the step came to its end (the last chunk), and what it returned.
+            Whether the step came to its end (the last chunk), and its result.
 
         Raises:
             PipelineError: The step cannot be run in chunks.
@@ -152,30 +163,39 @@ class Gates:
         visit = _Visit(
             chunk, bounds[chunk], bounds[chunk + 1], expected=expected, receive=receive, send=send, wanted=wanted
         )
+        visit.outcomes.update(outcomes or {})
         finished, result = self._run(step, visit)
         self._fakes.require_unwritten()
-        if finished and chunk < self._split.num_chunks - 1:
+        if finished and (chunk < self._split.num_chunks - 1 or visit.reached < visit.start):
+            missed = visit.start if visit.reached < visit.start else visit.stop
             raise PipelineError(
-                f"The step ended before it called `{self._block_name(visit.stop)}`, the first block of the next"
-                " pipeline stage. Every block of the list must be called in every step."
+                f"The step ended before it called `{self._block_name(missed)}`, the first block of a pipeline stage."
+                " Every block of the list must be called in every step: a step that has nothing to train on"
+                " returns its loss times zero, not None in front of the model."
             )
-        if finished and (visit.reached < visit.start or any(is_fake(leaf) for leaf in tree_leaves(result))):
+        if finished and any(is_fake(leaf) for leaf in tree_leaves(result)):
             raise PipelineError(
-                f"What the step returns depends on a value of an earlier pipeline stage that did not come through the"
-                f" blocks of `{self._split.blocks}`, and it could not be told before the step that it is needed."
+                visit.hidden
+                or "What the step returns depends on a value of an earlier pipeline stage that did not come through"
+                f" the blocks of `{self._split.blocks}`, and it could not be told before the step that it is needed."
             )
         return finished, result
 
-    def needed(self, step: Callable[[], Any], chunk: int) -> dict[Source, Shape]:
-        """Run a step for one chunk on fakes; return the sources that it needs besides its first block's arguments."""
+    def needed(self, step: Callable[[], Any], chunk: int) -> tuple[dict[Source, Shape], dict[tuple[str, int], Outcome]]:
+        """Run a step for one chunk on fakes.
+
+        Returns:
+            The sources that it needs besides its first block's arguments, and the outcomes of calls of its modules, by
+            name of the module and number of the call.
+        """
         bounds = self._split.bounds
         visit = _Visit(chunk, bounds[chunk], bounds[chunk + 1], origins=Origins())
         assert visit.origins is not None
-        with suppress(Exception):  # what a guess has led to; the step itself shows errors of the program
+        with suppress(Exception):  # a guess may lead to errors; the step itself shows those of the program
             finished, result = self._run(step, visit)
             if finished:
                 visit.origins.need(result)
-        return visit.origins.needed
+        return visit.origins.needed, visit.outcomes
 
     def arguments(self, step: Callable[[], Any], chunk: int, available: Iterable[Source]) -> tuple[list[Any], Origins]:
         """Return the leaves of the arguments of a chunk's first block, fake where other chunks compute them.
@@ -199,7 +219,7 @@ class Gates:
         return leaves, origins
 
     def survey(self, step: Callable[[], Any]) -> Any:
-        """Run a step in which no module of the split computes: what they return is zeros without memory."""
+        """Run a step in which no module of the split computes: they return zeros without memory."""
         return self._run(step, _Visit(-1, 0, 0, computes=False))
 
     def _run(self, step: Callable[[], Any], visit: _Visit) -> tuple[bool, Any]:
@@ -207,13 +227,21 @@ class Gates:
         self._visit = visit
         try:
             self._fakes.begin(origins=visit.origins, fetch=partial(self._fetched, visit))
-            with self._keeping_buffers():
+            with self._keeping_buffers(), visit.gradients.watched(lambda: not visit.is_computing):
                 return self._run_installed(step)
         except VALUES_NEEDED as error:
             raise PipelineError(
                 "The step needs a value that an earlier pipeline stage computes, outside of the blocks of"
                 f" `{self._split.blocks}`: {error}. The line is in the traceback. Move it into a block, or write"
                 " `pipeline_step` and `pipeline_loss`."
+            ) from error
+        except RuntimeError as error:
+            if "NestedTensor" not in str(error) or isinstance(error, PipelineError) or visit.has_failed_inside:
+                raise
+            raise PipelineError(
+                f"The step makes a nested tensor for the blocks of `{self._split.blocks}`, which has no shape that"
+                " another pipeline stage could be told. `nn.TransformerEncoder` does so for a padding mask where no"
+                " gradients are computed: build it with `enable_nested_tensor=False`."
             ) from error
         finally:
             self._visit = None
@@ -273,18 +301,38 @@ class Gates:
             return cls.__call__(module, *args, **kwargs)
         place = self._places[id(module)]
         with unwatched():
-            self._on_first_call()
+            self._on_call()
             if not self._computes(visit, place, args, kwargs):
                 return self._pass_over(module, visit, args, kwargs)
             if visit.origins is not None:
                 return self._stand_in(module, visit, place, args, kwargs)
             args, kwargs = self._with_received(visit, place, args, kwargs)
-        visit.is_inside = True
+            visit.hidden = visit.hidden or _hidden(place.name, (args, kwargs))
+        visit.is_inside = visit.is_computing = True
         try:
             with self._inside(), nullcontext() if place.block is None else unwatched():
-                return self._compute(module, cls, visit, args, kwargs)
+                output = self._compared(module, cls, visit, args, kwargs)
+        except RuntimeError:
+            visit.has_failed_inside = True
+            raise
         finally:
-            visit.is_inside = False
+            visit.is_inside = visit.is_computing = False
+        visit.gradients.mark_own(output)
+        return output
+
+    def _compared(
+        self, module: nn.Module, cls: type[nn.Module], visit: _Visit, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a module, and compare with its description if later chunks pass over it; see ``outcomes.py``."""
+        name = self._places[id(module)].name
+        outcome = visit.outcomes.get((name, visit.calls[name]))
+        if outcome is None or visit.chunk == self._split.num_chunks - 1:
+            return self._compute(module, cls, visit, args, kwargs)
+        attributes = Attributes(module)
+        output = self._compute(module, cls, visit, args, kwargs)
+        outcome.require_same(name, output, attributes)
+        visit.calls[name] += 1
+        return output
 
     def _compute(
         self, module: nn.Module, cls: type[nn.Module], visit: _Visit, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -307,7 +355,7 @@ class Gates:
 
     @contextmanager
     def _watching(self, visit: _Visit, sources: Sequence[Source], outermost: str) -> Iterator[None]:
-        """Keep what a module, and modules inside of it, give to their hooks."""
+        """Keep the tensors that a module, and modules inside of it, give to their hooks."""
         names = {one.module for one in sources}
 
         def watch(name: str, child: nn.Module, args: Any, output: Any) -> None:
@@ -328,7 +376,7 @@ class Gates:
     def _stand_in(
         self, module: nn.Module, visit: _Visit, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Return fakes for what a module of this chunk returns, and take note of the sources that it needs."""
+        """Return fakes for the outputs of a module of this chunk, and note the sources that it needs."""
         assert visit.origins is not None
         leaves = tree_leaves((args, kwargs))
         if place.block == visit.start and not visit.swaps:
@@ -337,9 +385,12 @@ class Gates:
         num_shown = len(self._fakes.shown)
         visit.is_inside = True
         try:
-            output = self._fakes.outputs(module, args, kwargs, are_sources=False)
+            output, outcome = self._fakes.described(module, args, kwargs)
         finally:
             visit.is_inside = False
+        if outcome is not None:
+            visit.outcomes[place.name, visit.calls[place.name]] = outcome
+        visit.calls[place.name] += 1
         visit.origins.mark_own((output, self._fakes.shown[num_shown:]))
         return output
 
@@ -347,7 +398,9 @@ class Gates:
         """Return a source that this chunk has been sent, else None."""
         if not any(message.leaf == source for message in visit.expected):
             return None
-        return self._received(visit)[source].clone()  # the program may write into it
+        tensor = self._received(visit)[source].clone()  # the program may write into it
+        visit.gradients.mark(tensor, source)
+        return tensor
 
     def _received(self, visit: _Visit) -> dict[int | Source, Tensor]:
         if visit.received is None:
@@ -421,7 +474,8 @@ class Gates:
         leaves = [self._swapped(visit, place, leaf) for leaf in leaves]
         if any(is_fake(leaf) for leaf in leaves):
             raise PipelineError(
-                f"`{place.name}` is given a value that an earlier pipeline stage computes, but not as an argument of"
+                visit.hidden
+                or f"`{place.name}` is given a value that an earlier pipeline stage computes, but not as an argument of"
                 f" `{self._block_name(visit.start)}`, and it could not be told before the step that it is needed. Pass"
                 " the value to every block, cut the list elsewhere (`Pipeline(partition=[...])`), or write"
                 " `pipeline_step` and `pipeline_loss`."
@@ -430,7 +484,7 @@ class Gates:
         return args, kwargs
 
     def _swapped(self, visit: _Visit, place: Place, leaf: Any) -> Any:
-        """Return what was received for a fake argument, and other arguments as they are."""
+        """Return the received tensor for a fake argument, and other arguments as they are."""
         if id(leaf) not in visit.swaps:
             return leaf
         fake, version, received = visit.swaps[id(leaf)]
@@ -453,8 +507,22 @@ class Gates:
         return next((place.name for place in self._split.places if place.block == block), f"block {block}")
 
 
+def _hidden(name: str, arguments: Any) -> str:
+    """Return advice on an argument that hides tensors of another stage, which nobody sends; else an empty text."""
+    for leaf in tree_leaves(arguments):
+        hidden = [] if isinstance(leaf, (Tensor, nn.Module)) else getattr(leaf, "__dict__", {}).values()
+        if any(map(is_fake, hidden)):
+            cls = type(leaf).__name__
+            return (
+                f"`{name}` is given a `{cls}` with tensors of an earlier pipeline stage. Only tensors in tuples, lists,"
+                " dictionaries, named tuples and registered classes are sent. If it is a dataclass, call"
+                f" `torch.export.register_dataclass({cls})` once, or give the block its tensors."
+            )
+    return ""
+
+
 def _keep(visit: _Visit, source: Source, leaves: Sequence[Any]) -> None:
-    """Keep a source as it is now: the program may write into what a module has returned."""
+    """Keep a copy of a source: the program may write into a module's outputs."""
     if source.leaf < len(leaves) and isinstance(leaves[source.leaf], Tensor):
         visit.computed[source] = leaves[source.leaf].clone()
 

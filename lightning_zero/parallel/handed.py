@@ -1,7 +1,8 @@
 """Steps in three parts, for models whose code around the blocks cannot be captured: begin, the blocks, finish.
 
-The first stage begins: what it returns is given to the first block. What a block returns is given to the next one. The
-last stage finishes. In between goes a tensor, or a tuple of tensors, of the same shapes in all micro-batches.
+The first stage begins: its result is given to the first block. A block's output is given to the next one. The
+last stage finishes. In between goes a tensor, or a tuple of tensors, of the same shapes in all micro-batches with as
+many samples.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.errors import PipelineError
@@ -29,8 +29,8 @@ class HandedStep:
     """The parts of a step.
 
     Attributes:
-        begin: Given the micro-batch, returns what the first block is called with.
-        finish: Given what the last block has returned and the micro-batch, returns what the step does.
+        begin: Given the micro-batch, returns the input of the first block.
+        finish: Given the last block's output and the micro-batch, returns the step's result.
         context: Around everything.
     """
 
@@ -41,7 +41,7 @@ class HandedStep:
 
 @dataclass(frozen=True)
 class _Boundary:
-    """What goes from one chunk to the next."""
+    """The tensors that go from one chunk to the next."""
 
     is_tuple: bool
     messages: tuple[Message, ...]
@@ -54,7 +54,7 @@ class _Boundary:
 
 
 class HandedSteps:
-    """Runs the blocks of a chunk, one on what the other returns."""
+    """Runs the blocks of a chunk, each on the output of the one before."""
 
     def __init__(self, stage: PipelineStage) -> None:
         self._stage = stage
@@ -65,44 +65,41 @@ class HandedSteps:
         names = [place.name for place in sorted(places, key=lambda one: one.block or 0)]
         self._blocks = [(name, stage.module.get_submodule(name)) for name in names]
         self._known: dict[Hashable, dict[int, _Boundary]] = {}  # into every chunk, and behind the last, by kind of step
-        self._boundaries: dict[int, _Boundary] = {}  # of the step that is running
+        self._boundaries: list[dict[int, _Boundary]] = []  # of the step that follows, by micro-batch
 
-    def is_new(self, step: HandedStep, kind: Hashable) -> bool:
-        """Say whether this kind of step is new."""
+    def is_new(self, kind: Hashable) -> bool:
+        """Say whether this kind of micro-batch is new."""
         return kind not in self._known
 
-    def messages(self, step: HandedStep, kind: Hashable, *, is_new: bool) -> dict[int, tuple[Message, ...]]:
-        """Return what goes into every chunk.
+    def messages(self, kinds: Sequence[Hashable]) -> list[dict[int, tuple[Message, ...]]]:
+        """Return the messages into every chunk in the step that follows, by micro-batch."""
+        self._boundaries = [self._known[kind] for kind in kinds]
+        return [{chunk: one.messages for chunk, one in boundaries.items()} for boundaries in self._boundaries]
 
-        Collective: all ranks of this stage; where the kind of step is new to one of them, all ranks.
-        """
-        if self._stage.any_copy(is_new, "agreement on a new kind of step"):
-            self._known[kind] = self._stage.apart(lambda: self._described(step), self._stage.module.modules())
-        self._boundaries = self._known[kind]
-        return {chunk: boundary.messages for chunk, boundary in self._boundaries.items()}
+    def describe(self, step: HandedStep, index: int, kind: Hashable) -> None:
+        """Describe the messages into every chunk. Collective: all ranks."""
+        self._known[kind] = self._stage.apart(lambda: self._described(step, index), self._stage.module.modules())
 
-    def _described(self, step: HandedStep) -> dict[int, _Boundary]:
-        """Run the first micro-batch once, with zeros where a chunk receives."""
+    def _described(self, step: HandedStep, index: int) -> dict[int, _Boundary]:
+        """Run a micro-batch once, with zeros where a chunk receives."""
         self._streams.begin()
         boundaries: dict[int, _Boundary] = {}
         for chunk in range(self._split.num_chunks):
             stage = chunk % self._mesh.stages
-            found: list[_Boundary | None] = [None]
+            found: _Boundary | None = None
             if self._mesh.stage == stage:
                 self._streams.enter(chunk, 0)
                 self._streams.leave_common()
                 self._streams.enter_own()
                 with self._stage.engine.scope("arguments"), step.context():
-                    state = self._through(chunk, self._start(step, chunk, boundaries))
-                    found = [self._boundary(chunk, state)]
-            dist.broadcast_object_list(found, group=self._mesh.host_group, group_src=stage)
-            assert found[0] is not None
-            boundaries[chunk + 1] = found[0]
+                    state = self._through(chunk, self._start(step, index, chunk, boundaries))
+                    found = self._boundary(chunk, state)
+            boundaries[chunk + 1] = self._mesh.broadcast(found, stage, "the description of a step")
         return boundaries
 
-    def _start(self, step: HandedStep, chunk: int, boundaries: dict[int, _Boundary]) -> Any:
+    def _start(self, step: HandedStep, index: int, chunk: int, boundaries: dict[int, _Boundary]) -> Any:
         if chunk == 0:
-            return step.begin(0)
+            return step.begin(index)
         tensors = [
             torch.zeros(one.shape, dtype=one.dtype, device=self._stage.device).requires_grad_(one.requires_grad)
             for one in boundaries[chunk].messages
@@ -131,8 +128,10 @@ class HandedSteps:
 
     def _through(self, chunk: int, state: Any) -> Any:
         bounds = self._split.bounds
-        for _, block in self._blocks[bounds[chunk] : bounds[chunk + 1]]:
-            state = block(*state) if isinstance(state, (tuple, list)) else block(state)
+        self._stage.draws.note()
+        with self._stage.draws.inside():
+            for _, block in self._blocks[bounds[chunk] : bounds[chunk + 1]]:
+                state = block(*state) if isinstance(state, (tuple, list)) else block(state)
         return state
 
     def run(
@@ -148,9 +147,8 @@ class HandedSteps:
         self._streams.leave_common()
         self._streams.enter_own()
         with step.context():
-            state = (
-                step.begin(index) if chunk == 0 else self._boundaries[chunk].state([writable(one) for one in receive()])
-            )
+            boundaries = self._boundaries[index]
+            state = step.begin(index) if chunk == 0 else boundaries[chunk].state([writable(one) for one in receive()])
             state = self._through(chunk, state)
             if chunk == self._split.num_chunks - 1:
                 return True, step.finish(state, index)
@@ -167,4 +165,4 @@ class HandedSteps:
         self._streams.leave_common()
         self._streams.enter_own()
         with step.context():
-            step.finish(self._boundaries[self._split.num_chunks].zeros(self._stage.device), index)
+            step.finish(self._boundaries[index][self._split.num_chunks].zeros(self._stage.device), index)

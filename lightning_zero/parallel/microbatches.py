@@ -6,24 +6,33 @@ import copy
 import dataclasses
 import zlib
 from collections import UserDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["batch_digest", "shapes_of", "split_batch"]
+__all__ = ["batch_digest", "list_of_samples", "num_samples", "shapes_of", "split_batch", "weighted_mean"]
 
 
 def split_batch(batch: Any, number: int) -> list[Any]:
-    """Cut a batch into ``number`` equal pieces along the first dimension of its tensors.
+    """Cut a batch into pieces along the first dimension of its tensors: ``number`` of them, or as many as samples.
 
+    Sizes are those of ``torch.tensor_split``: the first ones have one sample more where ``number`` does not divide.
     Lists as long as the batch that hold no tensors are cut as well; other values are in every piece.
 
     Raises:
-        ValueError: The tensors have different first dimensions, or ``number`` does not divide them.
+        ValueError: The tensors have no first dimension, or different ones.
     """
     if number == 1:
         return [batch]
+    size = _size_of(batch)
+    number = max(min(number, size), 1)
+    least, larger = divmod(size, number)
+    starts = [index * least + min(index, larger) for index in range(number + 1)]
+    return [_piece(batch, size, start, stop - start) for start, stop in zip(starts, starts[1:], strict=False)]
+
+
+def _size_of(batch: Any) -> int:
     sizes = {tensor.shape[0]: path for path, tensor in _tensors(batch, "batch") if tensor.ndim > 0}
     if not sizes:
         raise ValueError("A pipeline cuts batches along the first dimension of their tensors, and this one has none.")
@@ -33,13 +42,54 @@ def split_batch(batch: Any, number: int) -> list[Any]:
             f"A pipeline cuts batches along the first dimension of their tensors, and theirs differ: {found}."
             " Give every tensor the samples as its first dimension, or use `Pipeline(microbatches=1)`."
         )
-    size = next(iter(sizes))
-    if size % number:
-        raise ValueError(
-            f"`microbatches={number}` does not divide a batch of {size} samples. Use a batch size that is a multiple of"
-            f" {number}, and `drop_last=True` in the DataLoader, or another `Pipeline(microbatches=...)`."
-        )
-    return [_piece(batch, size, index * (size // number), size // number) for index in range(number)]
+    return next(iter(sizes))
+
+
+def list_of_samples(batch: Any, num_samples: int | None) -> tuple[str, int, int] | None:
+    """Find a list with a tensor for each sample, whose tensors a pipeline would cut: path, items, first dimension.
+
+    Args:
+        batch: Whose tensors have the same first dimension.
+        num_samples: Samples of a batch, if known. Otherwise lists are found where all tensors are in lists that are
+            items of the batch and have equal lengths; ``[x, y]`` is none of these.
+    """
+    lists = list(_lists(batch, "batch"))
+    num_inside = sum(len(one) for _, one in lists)
+    items = {len(one) for path, one in lists if path != "batch"}
+    for path, one in lists:
+        first = one[0].shape[0] if one[0].ndim > 0 else len(one)
+        if len(one) < 2 or len(one) == first:
+            continue
+        is_alone = len(items) == 1 and path != "batch" and num_inside == sum(1 for _ in _tensors(batch, ""))
+        if len(one) == num_samples if num_samples is not None else is_alone:
+            return path, len(one), first
+    return None
+
+
+def _lists(value: Any, path: str) -> Iterator[tuple[str, Sequence[torch.Tensor]]]:
+    """Yield the lists and tuples that hold tensors and nothing else."""
+    if isinstance(value, (list, tuple)) and value and all(isinstance(item, torch.Tensor) for item in value):
+        yield path, value
+    elif isinstance(value, (Mapping, UserDict)):
+        for key, item in value.items():
+            yield from _lists(item, f"{path}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _lists(item, f"{path}[{index}]")
+
+
+def num_samples(piece: Any) -> int:
+    """Return the first dimension of the tensors of one of several pieces."""
+    return next(tensor.shape[0] for _, tensor in _tensors(piece, "batch") if tensor.ndim > 0)
+
+
+def weighted_mean(values: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
+    """Return the mean of values of micro-batches over their samples, in float32."""
+    stacked = torch.stack([value.float() for value in values])
+    if len(set(sizes)) == 1:
+        return stacked.mean(0)
+    mean: torch.Tensor = torch.tensordot(torch.tensor(sizes, device=stacked.device) / sum(sizes), stacked, dims=1)
+    return mean
 
 
 def _piece(value: Any, size: int, start: int, length: int) -> Any:
@@ -78,7 +128,7 @@ def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def shapes_of(batch: Any) -> Hashable:
-    """Return what differs where batches lead to other shapes inside a model."""
+    """Return a key that differs for batches that lead to other shapes inside a model."""
     return tuple(
         (path, tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else (path, repr(value))
         for path, value in _leaves(batch, "batch")

@@ -11,25 +11,29 @@ Note [One forward, computed twice]
 from __future__ import annotations
 
 import copy
-import random
 import sys
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from types import MappingProxyType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.errors import PipelineError
+
 __all__ = [
-    "GeneratorState",
+    "LIBRARIES",
+    "AttributeState",
     "HookState",
     "ModuleState",
     "RunAgain",
     "is_empty_cache",
+    "is_of_the_program",
     "put_back",
+    "unregistered_modules",
     "version_of",
     "without_caches",
 ]
@@ -71,7 +75,7 @@ class ModuleState:
     """Buffers and plain attributes of modules, as they are now.
 
     Args:
-        modules: The modules, without what lies below them.
+        modules: The modules, without their submodules.
         unwritten: Large buffers that are not to be written, and not copied, as ``(number of the module, name)``.
     """
 
@@ -121,7 +125,7 @@ class ModuleState:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Put copies of this state into the modules for a while; what they have by now comes back afterwards."""
+        """Put copies of this state into the modules for a while; their present state comes back afterwards."""
         copies = _copied(self._copies)  # the module may run once more
         buffers_now = [dict(child._buffers) for child in self._modules]
         for child, buffers in zip(self._modules, self._buffers, strict=True):
@@ -138,79 +142,256 @@ class ModuleState:
                 _refill(child._buffers, buffers)
 
 
-@contextmanager
-def put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put back the attributes of modules, and what is changed in place in those that are lists, sets or tensors."""
-    spaces = [(vars(child), dict(vars(child))) for child in modules]
-    kept = _Kept()
-    for _, space in spaces:
-        for key, value in space.items():
-            if key not in _OF_MODULES:
-                kept.add(value)
-    try:
-        yield
-    finally:
-        for space, attributes in spaces:
+class AttributeState:
+    """Attributes of modules now, and the contents of those that are lists, sets, arrays, tensors and objects.
+
+    Module buffers, hooks and submodules are not among them. Modules in plain lists, dictionaries and objects are, with
+    their module buffers.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = list(modules)
+        self._spaces = [(vars(child), dict(vars(child))) for child in self._modules]
+        self._kept = _Kept()
+        for (_, attributes), child in zip(self._spaces, self._modules, strict=True):
+            for key, value in attributes.items():
+                if key not in _OF_MODULES:
+                    self._kept.add(value, f"{type(child).__name__}.{key}")
+        for name, child in _unregistered(self._modules, self._kept.modules):
+            self._kept.add_module(child, name)
+
+    def restore(self) -> None:
+        """Restore the attributes."""
+        for space, attributes in self._spaces:
             for key in [key for key in space if key not in attributes]:
                 del space[key]
             space.update(attributes)
-        kept.put_back()
+        self._kept.put_back()
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Put this state into the modules for a while; their present state comes back afterwards."""
+        now = AttributeState(self._modules)
+        self.restore()
+        try:
+            yield
+        finally:
+            now.restore()
+
+    @contextmanager
+    def large_arrays_locked(self) -> Iterator[None]:
+        """Refuse writes into NumPy arrays that are too large for a copy.
+
+        Raises:
+            PipelineError: There is one.
+        """
+        locked = [(name, array) for name, array in self._kept.large if array.flags.writeable]
+        for _, array in locked:
+            array.flags.writeable = False
+        try:
+            yield
+        except ValueError as error:
+            if not locked or "read-only" not in str(error):
+                raise
+            found = ", ".join(f"`{name}` ({array.nbytes} bytes)" for name, array in locked)
+            raise PipelineError(
+                f"The step writes into a NumPy array of more than {_MOST_OF_ARRAY} bytes, of {found}. Pipeline stages"
+                " run a step in advance to describe it, and put back what it changes in smaller arrays only. Keep it"
+                " as a tensor (`torch.from_numpy(...)`), or write into it in `on_train_batch_end`."
+            ) from error
+        finally:
+            for _, array in sorted(locked, key=lambda one: one[1].base is not None):  # views behind what they show
+                array.flags.writeable = True
+
+
+@contextmanager
+def put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore the attributes of modules, and their contents that are changed in place.
+
+    Raises:
+        PipelineError: A NumPy array that is too large for a copy was written.
+    """
+    before = AttributeState(modules)
+    try:
+        with before.large_arrays_locked():
+            yield
+    finally:
+        before.restore()
+
+
+def unregistered_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return modules in plain lists, dictionaries and objects among the attributes of a module, with their names."""
+    modules = list(module.modules())
+    kept = _Kept()
+    for child in modules:
+        for key, value in vars(child).items():
+            if key not in _OF_MODULES:
+                kept.walk(value, f"{type(child).__name__}.{key}", keep=_ignore)
+    return list(_unregistered(modules, kept.modules))
+
+
+def _unregistered(modules: Iterable[nn.Module], found: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield those of ``found`` that are no submodules, also those that are added meanwhile."""
+    known: set[nn.Module] = set()
+    if found:
+        for module in modules:
+            known.update(child for _, child in module.named_modules(memo=known))
+    yield from ((name, one) for name, one in found if one not in known)
 
 
 class _Kept:
-    """What can change in place among attributes: lists and the like, tensors, and objects of the program's classes."""
+    """Attributes that can change in place: lists and the like, arrays, tensors, and objects of the program's classes.
+
+    Attributes:
+        modules: Modules among them, with the names of the attributes; they are not kept.
+        large: NumPy arrays that are too large for a copy, likewise.
+    """
 
     def __init__(self) -> None:
-        self._seen: set[int] = set()
+        self._seen: dict[int, Any] = {}  # values that are alive, by `id`
         self._undo: list[Callable[[], None]] = []
+        self.modules: list[tuple[str, nn.Module]] = []
+        self.large: list[tuple[str, Any]] = []
 
     def put_back(self) -> None:
         for undo in self._undo:
             undo()
 
-    def add(self, value: Any, depth: int = 3) -> None:
-        """Keep a value as it is now, and what it holds."""
-        if id(value) in self._seen or isinstance(value, (nn.Module, nn.Parameter)):
+    def add(self, value: Any, name: str) -> None:
+        """Keep a value as it is now, with its contents."""
+        self.walk(value, name, keep=self._keep)
+
+    def add_module(self, module: nn.Module, name: str) -> None:
+        """Keep attributes and module buffers of a module, and of its submodules."""
+        for child in module.modules():
+            for space in (vars(child), child._buffers):
+                self._undo.append(partial(_refill_with, space, dict.clear, dict.update, dict(space)))
+                for key, value in space.items():
+                    if key not in _OF_MODULES:
+                        self.add(value, name)
+
+    def walk(self, value: Any, name: str, *, keep: Callable[[Any, str], None], depth: int = 3) -> None:
+        """Call ``keep`` with a value and those that it holds, and append modules to ``modules``."""
+        if isinstance(value, (*_UNCHANGING, nn.Parameter)) or id(value) in self._seen:
             return
-        self._seen.add(id(value))
-        held: Iterable[Any] = ()
+        self._seen[id(value)] = value
+        if isinstance(value, nn.Module):
+            self.modules.append((name, value))
+            return
+        keep(value, name)
+        if depth and len(self._seen) < _MOST_KEPT:
+            for one in _held_by(value):
+                self.walk(one, name, keep=keep, depth=depth - 1)
+
+    def _keep(self, value: Any, name: str) -> None:
         if isinstance(value, Tensor):
             if not value.requires_grad:
                 self._undo.append(partial(_write_back, value, version_of(value), value.detach().clone()))
-        elif isinstance(value, dict):
-            held = value.values()
-            self._undo.append(partial(_refill_with, value, dict.clear, dict.update, dict(value)))
-        elif isinstance(value, list):
-            held = value
-            self._undo.append(partial(_refill_with, value, list.clear, list.extend, list(value)))
-        elif isinstance(value, set):
-            self._undo.append(partial(_refill_with, value, set.clear, set.update, set(value)))
-        elif isinstance(value, deque):
-            held = value
-            self._undo.append(partial(_refill_with, value, deque.clear, deque.extend, list(value)))
-        elif isinstance(value, tuple):
-            held = value
-        elif _is_of_the_program(value):
-            held = vars(value).values()
-            self._undo.append(partial(_refill_with, vars(value), dict.clear, dict.update, dict(vars(value))))
-        if depth and len(self._seen) < _MOST_KEPT:
-            for one in list(held):
-                self.add(one, depth - 1)
+        elif _is_array(value):
+            if value.nbytes > _MOST_OF_ARRAY:
+                self.large.append((name, value))
+            elif value.flags.writeable:
+                self._undo.append(partial(_write_array_back, value, value.copy()))
+        else:
+            self._keep_items(value)
+            slots = _slots_of(value)
+            if slots:
+                self._undo.append(partial(_assign_slots, value, slots))
+            if is_of_the_program(value):
+                self._undo.append(partial(_refill_with, vars(value), dict.clear, dict.update, dict(vars(value))))
+
+    def _keep_items(self, value: Any) -> None:
+        for kind, fill in _CONTAINERS:
+            if isinstance(value, kind):
+                content = dict(value) if isinstance(value, dict) else list(value)
+                self._undo.append(partial(_refill_with, value, kind.clear, fill, content))
+                return
 
 
 _MOST_KEPT = 10_000
-_LIBRARIES = ("torch", "lightning", "torchmetrics", "transformers", "builtins", "lightning_zero", "numpy")
+_MOST_OF_ARRAY = 2**26  # bytes of a NumPy array that is copied
+_UNCHANGING = (bool, int, float, complex, str, bytes, type(None), type, FunctionType, BuiltinFunctionType, ModuleType)
+_CONTAINERS: tuple[tuple[Any, Callable[[Any, Any], None]], ...] = (  # the first matching type decides
+    (OrderedDict, OrderedDict.update),
+    (dict, dict.update),
+    (list, list.extend),
+    (set, set.update),
+    (deque, deque.extend),
+    (bytearray, bytearray.extend),
+)
+LIBRARIES = (
+    "torch", "lightning", "torchmetrics", "transformers", "builtins", "lightning_zero", "numpy", "numba", "triton",
+)  # fmt: skip
 
 
-def _is_of_the_program(value: Any) -> bool:
-    return hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value) and (
-        type(value).__module__.partition(".")[0] not in _LIBRARIES
-    )  # fmt: skip
+def is_of_the_program(value: Any) -> bool:
+    """Say whether a value is an object of a class of the program, with attributes; it may be callable."""
+    return hasattr(value, "__dict__") and _is_object(value)
+
+
+def _is_object(value: Any) -> bool:
+    return not isinstance(value, type) and type(value).__module__.partition(".")[0] not in LIBRARIES
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _held_by(value: Any) -> list[Any]:
+    """Return the values in a container, in an object of the program, and behind a bound method."""
+    held: list[Any] = []
+    if isinstance(value, dict):
+        held += value.values()
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        held += value
+    elif _is_array(value) and value.dtype.hasobject:
+        held += value.reshape(-1).tolist()
+    elif isinstance(value, partial):
+        held += (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, MethodType):
+        held.append(value.__self__)
+    held += [one for one in _slots_of(value).values() if one is not _MISSING]
+    return held + list(vars(value).values()) if is_of_the_program(value) else held
+
+
+def _slots_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object of the program that its classes name in ``__slots__``."""
+    if not _is_object(value):
+        return {}
+    found = {}
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            is_private = name.startswith("__") and not name.endswith("__")
+            full = f"_{cls.__name__.lstrip('_')}{name}" if is_private else name
+            if not full.startswith("__"):
+                found[full] = getattr(value, full, _MISSING)
+    return found
+
+
+def _assign_slots(value: Any, attributes: Mapping[str, Any]) -> None:
+    for name, attribute in attributes.items():
+        if getattr(value, name, _MISSING) is attribute:
+            continue
+        if attribute is _MISSING:
+            object.__delattr__(value, name)
+        else:
+            object.__setattr__(value, name, attribute)
+
+
+def _ignore(value: Any, name: str) -> None:
+    """Keep nothing."""
 
 
 def _refill_with(value: Any, clear: Callable[[Any], None], fill: Callable[[Any, Any], None], content: Any) -> None:
     clear(value)
     fill(value, content)
+
+
+def _write_array_back(array: Any, before: Any) -> None:
+    if array.shape != before.shape or array.tobytes() != before.tobytes():
+        array[...] = before
 
 
 def _write_back(tensor: Tensor, version: int, before: Tensor) -> None:
@@ -236,54 +417,13 @@ class HookState:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Put these hooks into the module for a while; what it has by now comes back afterwards."""
+        """Put these hooks into the module for a while; its present hooks come back afterwards."""
         now = [(hooks, tuple(hooks.items())) for hooks, _ in self._hooks]
         _fill(self._hooks)
         try:
             yield
         finally:
             _fill(now)
-
-
-class GeneratorState:
-    """The states of random generators that modules have as attributes, as they are now."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        found = {id(one): one for child in modules for one in vars(child).values() if _state_of(one) is not None}
-        self._states = [(one, _state_of(one)) for one in found.values()]
-
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Let the generators go on from these states for a while; what they have by now comes back afterwards."""
-        now = [(one, _state_of(one)) for one, _ in self._states]
-        for one, state in self._states:
-            _go_on(one, state)
-        try:
-            yield
-        finally:
-            for one, state in now:
-                _go_on(one, state)
-
-
-def _state_of(value: Any) -> Any:
-    """Return the state of a generator of PyTorch, Python or NumPy; None for anything else."""
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if isinstance(value, random.Random):
-        return value.getstate()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.random.Generator):
-        return value.bit_generator.state
-    return value.get_state() if numpy is not None and isinstance(value, numpy.random.RandomState) else None
-
-
-def _go_on(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif hasattr(generator, "bit_generator"):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
 
 
 def _fill(wanted: Iterable[tuple[dict[int, Any], tuple[tuple[int, Any], ...]]]) -> None:
@@ -377,7 +517,7 @@ def _refill(buffers: dict[str, Tensor | None], wanted: Mapping[str, Tensor | Non
 def _bind(
     attributes: dict[str, Any], wanted: Mapping[str, Any], others: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """Make ``wanted`` the plain attributes, and leave the ``others``; return what they were, for the next call."""
+    """Make ``wanted`` the plain attributes, and leave the ``others``; return the former ones, for the next call."""
     before = {key: attributes.get(key, _MISSING) for key in wanted}
     before.update({key: value for key, value in attributes.items() if key not in wanted and _is_plain(value)})
     for key in before:

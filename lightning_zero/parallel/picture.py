@@ -14,17 +14,21 @@ __all__ = ["draw_schedule", "pipeline"]
 
 _FORWARD = ((66, 133, 200), (120, 175, 225), (40, 95, 160), (160, 200, 235))  # by chunk of the stage
 _BACKWARD = ((90, 160, 90), (145, 200, 140), (60, 120, 60), (180, 220, 175))
+_WEIGHT = ((225, 150, 70), (240, 185, 125), (180, 110, 40), (250, 210, 165))
 _BUBBLE = (225, 225, 225)
+_COLOURS = {"forward": _FORWARD, "backward": _BACKWARD, "backward_input": _BACKWARD, "backward_weight": _WEIGHT}
+_LETTERS = {"forward": "F", "backward": "B", "backward_input": "B", "backward_weight": "W"}
 _HEIGHT, _MARGIN, _LABEL = 36, 8, 64
 
 
 def pipeline(
     stages: int = 4,
     microbatches: int = 8,
-    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = "1f1b",
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1"] = "1f1b",
     chunks: int | None = None,
     forward: float = 1.0,
     backward: float = 2.0,
+    weight: float | None = None,
     plot: Path | None = None,
 ) -> None:
     """Show the schedule of a pipeline: a row per stage, a block per micro-batch, the time without work in grey.
@@ -36,12 +40,14 @@ def pipeline(
         chunks: Chunks of the model on every stage.
         forward: Time of a stage's forward.
         backward: Time of a stage's backward.
+        weight: The part of it for gradients of weights, where the schedule computes them apart; by default one half.
         plot: Picture to write (``.png``); without it the schedule is printed.
     """
     options = Pipeline(stages=stages, microbatches=microbatches, schedule=schedule, chunks=chunks)
     orders = compute_order(options.schedule, stages, options.num_chunks, microbatches)
     scale = stages / options.num_chunks  # a chunk is a part of a stage
-    _, spans = simulate(orders, options.num_chunks, forward=forward * scale, backward=backward * scale)
+    part = None if weight is None else weight * scale
+    _, spans = simulate(orders, options.num_chunks, forward=forward * scale, backward=backward * scale, weight=part)
     if plot is not None:
         draw_schedule(spans, stages).save(plot)
     else:
@@ -51,11 +57,11 @@ def pipeline(
 
 
 def _words(spans: list[Span], stages: int) -> list[str]:
-    """Return one line per stage: ``F1.0`` is the forward of chunk 1, micro-batch 0."""
+    """Return one line per stage: ``F1.0`` is the forward of chunk 1, micro-batch 0, ``W`` are gradients of weights."""
     rows = []
     for rank in range(stages):
         own = [span.action for span in spans if span.rank == rank]
-        rows.append(f"stage {rank}: " + " ".join(f"{one.kind[0].upper()}{one.chunk}.{one.microbatch}" for one in own))
+        rows.append(f"stage {rank}: " + " ".join(f"{_LETTERS[one.kind]}{one.chunk}.{one.microbatch}" for one in own))
     return rows
 
 
@@ -78,7 +84,7 @@ def draw_schedule(spans: list[Span], stages: int) -> Image.Image:
 
 def _draw_block(draw: ImageDraw.ImageDraw, span: Span, stages: int, unit: float) -> None:
     top = _MARGIN + span.rank * (_HEIGHT + _MARGIN)
-    colours = _FORWARD if span.action.kind == "forward" else _BACKWARD
+    colours = _COLOURS[span.action.kind]
     left, right = _LABEL + span.start * unit, _LABEL + span.stop * unit
     colour = colours[span.action.chunk // stages % len(colours)]
     draw.rectangle((left, top, right, top + _HEIGHT), fill=colour, outline="white")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle, islice
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -18,21 +19,26 @@ from lightning_zero.comm.mesh import Mesh
 from lightning_zero.config import Pipeline
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.gates import Message
-from lightning_zero.parallel.module_state import GeneratorState, HookState, ModuleState, put_back
+from lightning_zero.parallel.generators import Draws, GeneratorState, generators_of
+from lightning_zero.parallel.module_state import AttributeState, HookState, ModuleState, put_back
+from lightning_zero.parallel.parameter_hooks import ParameterHooks
+from lightning_zero.parallel.placed_attributes import PlacedAttributes
 from lightning_zero.parallel.plan import Action, compute_order, evaluation_order, simulate
 from lightning_zero.parallel.sources import Source, is_fake
 from lightning_zero.parallel.split import Split, modules_around
+from lightning_zero.parallel.state_around import StateAround
 from lightning_zero.parallel.streams import RandomStreams
+from lightning_zero.parallel.weight_gradients import WeightGradients
 
 __all__ = ["PipelineRunner", "PipelineStage", "Route", "Stepper", "Timing"]
 
-_State = ModuleState | HookState | GeneratorState
+_State = ModuleState | AttributeState | HookState | GeneratorState
 Step = TypeVar("Step", contravariant=True)
 T = TypeVar("T")
 
 
 class Stepper(Protocol):
-    """What a pipeline needs of the engine that holds this stage's parameters."""
+    """The parts of the engine that a pipeline uses; it holds this stage's parameters."""
 
     @property
     def communicator(self) -> Communicator:
@@ -53,6 +59,10 @@ class Stepper(Protocol):
         """Run a backward."""
         ...
 
+    def has_hooks_of_program(self, param: nn.Parameter) -> bool:
+        """Say whether the program has hooks on a parameter's gradient."""
+        ...
+
     def asleep(self) -> AbstractContextManager[None]:
         """Let forwards that compute nothing go unnoticed."""
         ...
@@ -64,11 +74,13 @@ class PipelineStage:
 
     Attributes:
         module: The root; parameters of other stages have no values.
-        split: What lies where.
+        split: The cut of the module.
         mesh: The ranks.
         device: Device of this rank.
         engine: Holds the parameters of this stage.
         streams: Random numbers of the chunks.
+        draws: Draws of code around the blocks from generators of the program.
+        placed: Attributes of modules in chunks that code around the blocks may change.
     """
 
     module: nn.Module
@@ -77,11 +89,15 @@ class PipelineStage:
     device: torch.device
     engine: Stepper
     streams: RandomStreams
+    draws: Draws
+    placed: PlacedAttributes
 
-    def apart(self, run: Callable[[], T], modules: Iterable[nn.Module]) -> T:
+    def apart(self, run: Callable[[], T], modules: Iterable[nn.Module], *, is_survey: bool = False) -> T:
         """Run something that leaves no trace in the generators, and in the state of modules."""
         found = list(modules)
-        with put_back(found), ModuleState(found).shown(), HookState(self.module).shown(), GeneratorState(found).shown():
+        generators = GeneratorState(generators_of(found).values())
+        placed = self.placed.put_back(looks_at_all=not is_survey)
+        with placed, put_back(found), ModuleState(found).shown(), HookState(self.module).shown(), generators.shown():
             result: T = self.streams.apart(run)
         return result
 
@@ -93,14 +109,19 @@ class PipelineStage:
 class Route(Protocol[Step]):
     """How a step gets from chunk to chunk."""
 
-    def is_new(self, step: Step, kind: Hashable) -> bool:
-        """Say whether a kind of step is new to this rank."""
+    def is_new(self, kind: Hashable) -> bool:
+        """Say whether a kind of micro-batch is new to this rank."""
         ...
 
-    def messages(self, step: Step, kind: Hashable, *, is_new: bool) -> dict[int, tuple[Message, ...]]:
-        """Return what goes into every chunk this rank sends to or receives from.
+    def describe(self, step: Step, index: int, kind: Hashable) -> None:
+        """Run a micro-batch to describe the messages between chunks in those of its kind. Collective: all ranks."""
+        ...
 
-        Collective: all ranks of this stage; where the kind of step is new to one of them, all ranks.
+    def messages(self, kinds: Sequence[Hashable]) -> list[dict[int, tuple[Message, ...]]]:
+        """Return the messages into every chunk this rank sends to or receives from, by micro-batch.
+
+        Args:
+            kinds: Of the micro-batches of the step that follows; all are described.
         """
         ...
 
@@ -128,12 +149,12 @@ class Route(Protocol[Step]):
             step: The step.
             index: The micro-batch.
             chunk: The chunk.
-            expected: What comes from the chunk before.
+            expected: The messages from the chunk before.
             receive: Waits for it and returns it; called once, at the chunk's first block.
-            send: Called with what goes to the next chunk, by leaf of its message, as soon as it is there.
+            send: Called with each tensor for the next chunk, by leaf of its message, as soon as it is there.
 
         Returns:
-            Whether the step came to its end, and what it returned.
+            Whether the step came to its end, and its result.
         """
         ...
 
@@ -155,11 +176,15 @@ class PipelineRunner(Generic[Step]):
     """Runs steps of a module that is cut into stages.
 
     Args:
-        stage: What this rank computes, and with whom.
+        stage: This rank's part of the model, and its mesh.
         pipeline: Schedule and number of micro-batches.
         route: How steps get from chunk to chunk.
+        around: The state that they leave around the blocks.
         mail: To the other stages.
         keeps_gradients: Whether stage 3 reduces once per batch.
+
+    Attributes:
+        hooks: Refuses hooks of the program on gradients of parameters of several chunks.
     """
 
     def __init__(
@@ -168,29 +193,36 @@ class PipelineRunner(Generic[Step]):
         pipeline: Pipeline,
         *,
         route: Route[Step],
+        around: StateAround,
         mail: Mailbox,
         keeps_gradients: bool,
     ) -> None:
-        # - What runs where
+        # - The cut, the mesh, the plan
         self.split = stage.split
         self.mesh = stage.mesh
-        self.num_microbatches = pipeline.num_microbatches
+        self._schedule = pipeline.schedule
+        self._plans: dict[int, list[Action]] = {}  # of this stage, by number of micro-batches
         chunks, stages = self.split.num_chunks, self.mesh.stages
-        orders = compute_order(pipeline.schedule, stages, chunks, self.num_microbatches)
-        self._actions = simulate(orders, chunks)[0][self.mesh.stage]
         self._evaluation = simulate(evaluation_order(stages, chunks), chunks)[0][self.mesh.stage]
         # A backward reduces all units of the stage, also those of its other chunks.
-        self._keeps_gradients = keeps_gradients or chunks > stages
+        self._keeps_gradients = keeps_gradients or pipeline.reduces_once
         # - How it runs
         self._stage = stage
         self._module = stage.module
         self._engine = stage.engine
         self._route = route
+        self.around = around
         self._streams = stage.streams
         self._mail = mail
+        self._weights = (
+            WeightGradients(stage.device, stage.engine.has_hooks_of_program) if pipeline.splits_backward else None
+        )
+        self.hooks = ParameterHooks(stage.module, stage.split, pipeline.shared or (), stage.engine.has_hooks_of_program)
         self.timing = Timing()
         # - The step that is running
-        self._messages: dict[int, tuple[Message, ...]] = {}  # into every chunk
+        self._name = ""  # of its method
+        self._is_new = False  # some rank has run none of this kind
+        self._messages: list[dict[int, tuple[Message, ...]]] = []  # into every chunk, by micro-batch
         self._states: dict[int, tuple[_State, ...]] = {}  # around the model, by chunk
         self._letters: dict[Action, list[Letter]] = {}
         self._inputs: dict[tuple[int, int], list[torch.Tensor]] = {}  # received, waiting for their gradient
@@ -209,48 +241,68 @@ class PipelineRunner(Generic[Step]):
 
     # -- Steps ---------------------------------------------------------------------------------------------------------
 
-    def is_new(self, step: Step, name: str, kind: Hashable) -> bool:
-        """Say whether a kind of step is new to this rank."""
-        return self._route.is_new(step, (name, kind, self._trained))
+    def num_new(self, name: str, kinds: Sequence[Hashable]) -> int:
+        """Return how many kinds ``prepare`` has to describe: all of a step, if one of them is new to this rank."""
+        kinds = self._kinds(name, kinds)
+        return len(set(kinds)) if any(map(self._route.is_new, kinds)) else 0
 
-    def prepare(self, step: Step, name: str, kind: Hashable, *, is_new: bool) -> None:
-        """Find out what goes from chunk to chunk in the steps that follow, and leave no trace.
+    def prepare(self, step: Step, name: str, kinds: Sequence[Hashable], *, num_described: int) -> None:
+        """Describe the messages from chunk to chunk in the step that follows, and leave no trace.
 
-        Collective: all ranks of this stage; where the kind of step is new to one of them, all ranks.
+        Collective: all ranks, if anything is described.
 
         Args:
             step: The user's step.
             name: Of its method.
-            kind: Differs where shapes of tensors between stages may differ.
-            is_new: ``is_new`` of some rank of the copy.
+            kinds: Of its micro-batches; they differ where shapes of tensors between stages may differ.
+            num_described: The largest ``num_new`` of all ranks, because describing is collective.
         """
-        self._messages = self._route.messages(step, (name, kind, self._trained), is_new=is_new)
+        self._name, self._is_new = name, num_described > 0
+        kinds = self._kinds(name, kinds)
+        first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
+        for index in islice(cycle(sorted(first.values())), num_described):
+            self._route.describe(step, index, kinds[index])
+        self._messages = self._route.messages(kinds)
 
-    @property
-    def _trained(self) -> int:
-        return hash(tuple(param.requires_grad for param in self._module.parameters()))
+    def _kinds(self, name: str, kinds: Sequence[Hashable]) -> list[Hashable]:
+        trained = hash(tuple(param.requires_grad for param in self._module.parameters()))
+        return [(name, kind, trained) for kind in kinds]
 
-    def train(self, step: Step, loss_of: Callable[[Any], torch.Tensor], *, reduces: bool) -> list[Any]:
+    def _plan(self, number: int) -> list[Action]:
+        """Return this stage's actions in a step of a number of micro-batches."""
+        if number not in self._plans:
+            chunks = self.split.num_chunks
+            orders = compute_order(self._schedule, self.mesh.stages, chunks, number)
+            self._plans[number] = simulate(orders, chunks)[0][self.mesh.stage]
+        return self._plans[number]
+
+    def train(self, step: Step, loss_of: Callable[[Any, int], torch.Tensor], *, reduces: bool) -> list[Any]:
         """Run forwards and backwards of all micro-batches, after ``prepare``.
 
         Collective: all ranks of a copy; with ``reduces`` and at ZeRO stages 2 and 3 all ranks.
 
         Args:
             step: The user's step.
-            loss_of: Returns what is to be differentiated of what the step returned.
+            loss_of: Returns the loss in the step's result for a micro-batch.
             reduces: The gradients of these micro-batches are the last before the optimizer's step.
 
         Returns:
-            What the step returned, by micro-batch, on the last stage; elsewhere nothing.
+            The step's results, by micro-batch, on the last stage; elsewhere nothing.
         """
         started = time.perf_counter()
-        backwards = [action for action in self._actions if action.kind == "backward"]
+        actions = self._plan(len(self._messages))
+        forwards = [action for action in actions if action.kind == "forward"]
+        backwards = [action for action in actions if action.is_backward]
+        self.around.begin(self._name, is_new=self._is_new)
+        self._stage.draws.begin()
         self._streams.begin()
         try:
-            for action in self._actions:
+            for action in actions:
                 if action.kind == "forward":
-                    self._forward(action, step, "training_step")
-                elif action.kind == "backward":
+                    # Module buffers are made equal where the next batch begins, not in between.
+                    with self._engine.microbatch(reduces and action == forwards[-1]):
+                        self._forward(action, step, "training_step")
+                elif action.is_backward:
                     is_final = action == backwards[-1]
                     self._backward(action, loss_of, reduces=reduces and is_final, has_more=not is_final)
                 elif action.kind in ("recv_input", "recv_gradient"):
@@ -258,6 +310,8 @@ class PipelineRunner(Generic[Step]):
             self._mail.flush()
             self._streams.end()
             self.timing.total_s += time.perf_counter() - started
+            if self._is_new:
+                self.around.compare(self._of_all_stages)
             return [self._results[index] for index in sorted(self._results)]
         finally:
             self._forget()
@@ -269,24 +323,26 @@ class PipelineRunner(Generic[Step]):
 
         Args:
             step: The step.
-            look: Given what runs a micro-batch.
+            look: Given a function that runs a micro-batch.
         """
 
         def run() -> None:
             self._streams.begin()
             with self._engine.scope("survey"), torch.no_grad():
-                for index in range(self.num_microbatches):
+                for index in range(len(self._messages)):
                     self._streams.enter(self.split.num_chunks - 1, index)
                     look(partial(self._route.survey, step, index))
                     self._streams.leave_common()
 
-        self._stage.apart(run, self._route.modules_in_survey)
+        self._stage.apart(run, self._route.modules_in_survey, is_survey=True)
 
     def evaluate(self, step: Step, name: str) -> Any:
-        """Run the forward of one batch, after ``prepare``; return what the step returned on the last stage, else None.
+        """Run the forward of one batch, after ``prepare``; return the step's result on the last stage, else None.
 
         Collective: all ranks of a copy.
         """
+        self.around.begin(self._name, is_new=self._is_new)
+        self._stage.draws.begin()
         self._streams.begin()
         try:
             for action in self._evaluation:
@@ -296,9 +352,14 @@ class PipelineRunner(Generic[Step]):
                     self._receive(action)
             self._mail.flush()
             self._streams.end()
+            if self._is_new:
+                self.around.compare(self._of_all_stages)
             return self._results.get(0)
         finally:
             self._forget()
+
+    def _of_all_stages(self, mine: T) -> list[T]:
+        return self.mesh.gather(mine, "the comparison of state around the blocks")
 
     def _forget(self) -> None:
         self._letters.clear()
@@ -306,10 +367,13 @@ class PipelineRunner(Generic[Step]):
         self._outputs.clear()
         self._results.clear()
         self._states.clear()
+        if self._weights is not None:
+            self._weights.forget()
 
     def _forward(self, action: Action, step: Step, name: str) -> None:
         chunk, index = action.chunk, action.microbatch
-        expected = self._messages.get(chunk, ())
+        messages = self._messages[index]
+        expected = messages.get(chunk, ())
         received: list[torch.Tensor] = []
 
         def receive() -> Sequence[torch.Tensor]:
@@ -319,7 +383,7 @@ class PipelineRunner(Generic[Step]):
             return received
 
         def send(leaves: Mapping[int | Source, Any]) -> None:
-            outputs = self._checked(leaves, chunk + 1, self._messages[chunk + 1])
+            outputs = self._checked(leaves, chunk + 1, messages[chunk + 1])
             for tensor in outputs:
                 # The next micro-batch may change a module buffer in place before the message has left.
                 sent = tensor if tensor.requires_grad else tensor.clone()
@@ -330,7 +394,9 @@ class PipelineRunner(Generic[Step]):
         is_training = torch.is_grad_enabled()
         with self._working():
             self._streams.enter(chunk, index)
-            with self._state_of(chunk), self._engine.scope(name):
+            state, draws = self._state_of(chunk), self._stage.draws.watched(chunk, index)
+            around, scope = self.around.watched(chunk, index), self._engine.scope(name)
+            with state, draws, around, scope, self._splitting(is_training):
                 finished, result = self._route.run(step, index, chunk, expected, receive, send)
             self._streams.leave()
         if is_training:
@@ -342,7 +408,7 @@ class PipelineRunner(Generic[Step]):
     def _state_of(self, chunk: int) -> Iterator[None]:
         """Let the code around the model, which runs once per chunk of this stage, find the state that it left in it.
 
-        What it leaves for good is what it left in the last one.
+        The state after the stage's last chunk is kept.
         """
         if chunk + self.mesh.stages >= self.split.num_chunks:
             yield
@@ -350,7 +416,8 @@ class PipelineRunner(Generic[Step]):
         modules = list(modules_around(self._module, self.split))
 
         def states() -> tuple[_State, ...]:
-            return ModuleState(modules), HookState(self._module), GeneratorState(modules)
+            generators = GeneratorState(generators_of(modules).values())
+            return ModuleState(modules), AttributeState(modules), HookState(self._module), generators
 
         with ExitStack() as stack:
             for state in self._states.get(chunk) or states():
@@ -361,7 +428,7 @@ class PipelineRunner(Generic[Step]):
     def _checked(
         self, leaves: Mapping[int | Source, Any], chunk: int, messages: Sequence[Message]
     ) -> list[torch.Tensor]:
-        """Return what is sent into a chunk, after comparing it with what is expected there."""
+        """Return the tensors to send into a chunk, after comparing them with its messages."""
         outputs = []
         for message in messages:
             tensor = leaves.get(message.leaf)
@@ -375,8 +442,9 @@ class PipelineRunner(Generic[Step]):
             if not is_right:
                 raise PipelineError(
                     f"Pipeline chunk {chunk} expects a tensor of shape {message.shape}, {message.dtype}, requires_grad="
-                    f"{message.requires_grad}, and chunk {chunk - 1} has {_words(tensor)}. Every micro-batch must have"
-                    " the same shapes, and modules must return what the shapes of their arguments tell."
+                    f"{message.requires_grad}, and chunk {chunk - 1} has {_words(tensor)}. Micro-batches with as"
+                    " many samples must have the same shapes, and modules must return what the shapes of their"
+                    " arguments tell."
                 )
             assert tensor is not None
             outputs.append(tensor)
@@ -385,23 +453,46 @@ class PipelineRunner(Generic[Step]):
     def _backward(
         self,
         action: Action,
-        loss_of: Callable[[Any], torch.Tensor],
+        loss_of: Callable[[Any, int], torch.Tensor],
         *,
         reduces: bool,
         has_more: bool,
     ) -> None:
+        keeps = self._keeps_gradients
+        with (
+            self._working(),
+            self.hooks.watched(action.chunk),
+            self._engine.microbatch(reduces, has_more, keeps),
+            self._engine.backward_scope(),
+        ):
+            if action.kind == "backward_weight":
+                assert self._weights is not None
+                self._weights.bring((action.chunk, action.microbatch))
+                return
+            self._backward_of_roots(action, loss_of)
+            self._send_gradients(action)  # before the reductions are finished
+
+    def _backward_of_roots(self, action: Action, loss_of: Callable[[Any, int], torch.Tensor]) -> None:
         chunk, index = action.chunk, action.microbatch
         if chunk == self.split.num_chunks - 1:
-            roots = [loss_of(self._results[index])]
+            roots = [loss_of(self._results[index], index)]
         else:
             roots = self._outputs.pop((chunk, index))
         roots = [root for root in roots if root.requires_grad]
-        keeps = self._keeps_gradients
-        with self._working(), self._engine.microbatch(reduces, has_more, keeps), self._engine.backward_scope():
-            seeds = [letter.wait() for letter in self._letters.pop(Action("recv_gradient", chunk, index), [])]
+        seeds = [letter.wait() for letter in self._letters.pop(Action("recv_gradient", chunk, index), [])]
+        with self._deferring(action, roots):
             if roots:
                 torch.autograd.backward(roots, seeds or None)
-            self._send_gradients(action)  # before the reductions are finished
+
+    def _splitting(self, is_training: bool) -> AbstractContextManager[Any]:
+        """Return a context for a forward, whose backward may be one in two halves."""
+        return self._weights.split(self._module) if is_training and self._weights is not None else nullcontext()
+
+    def _deferring(self, action: Action, roots: list[torch.Tensor]) -> AbstractContextManager[None]:
+        """Return a context for a backward, which may be the first half of one."""
+        if self._weights is None or action.kind != "backward_input":
+            return nullcontext()
+        return self._weights.deferring((action.chunk, action.microbatch), roots)
 
     def _send_gradients(self, action: Action) -> None:
         for tensor in self._inputs.pop((action.chunk, action.microbatch)):
@@ -411,16 +502,16 @@ class PipelineRunner(Generic[Step]):
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """Count the time as work, but for what is waited for messages."""
+        """Count the time as work, without the time spent waiting for messages."""
         started, waited = time.perf_counter(), self._mail.wait_s
         yield
         self.timing.busy_s += time.perf_counter() - started - (self._mail.wait_s - waited)
 
     def _receive(self, action: Action) -> None:
-        """Start receiving. What is sent is sent where it is computed, which is where the plan has it."""
+        """Start receiving an input or gradients. Sending starts where they are computed, as the plan has it."""
         is_input = action.kind == "recv_input"
         into, sender = (action.chunk, action.chunk - 1) if is_input else (action.chunk + 1, action.chunk + 1)
-        wanted = [one for one in self._messages[into] if is_input or one.requires_grad]
+        wanted = [one for one in self._messages[action.microbatch][into] if is_input or one.requires_grad]
         what = _words_of("input" if is_input else "gradient of the output", action)
         self._letters[action] = [
             self._mail.receive(sender % self.mesh.stages, one.shape, one.dtype, what) for one in wanted
@@ -434,4 +525,6 @@ def _words_of(what: str, action: Action) -> str:
 def _words(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return f"a {type(value).__name__}"
+    if is_fake(value):
+        return f"its shape alone, {tuple(value.shape)}: it is computed from values of an earlier stage"
     return f"{tuple(value.shape)}, {value.dtype}, requires_grad={value.requires_grad}"

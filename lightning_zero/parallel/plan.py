@@ -1,6 +1,7 @@
-"""Which rank computes what when: the plan of a pipeline, as data that the run, the picture and the tests read.
+"""The plan of a pipeline: every rank's actions in order, as data for the run, the picture and the tests.
 
-The orders of computation are those of PyTorch's ``ScheduleGPipe``, ``Schedule1F1B`` and ``ScheduleInterleaved1F1B``.
+The orders of computation are those of PyTorch's ``ScheduleGPipe``, ``Schedule1F1B`` and ``ScheduleInterleaved1F1B``,
+and of ``ScheduleInterleavedZeroBubble`` with one chunk a stage.
 
 Note [Messages]
     A message is put into the lists of its sender and of its receiver at the same moment of a simulated run. So any two
@@ -16,15 +17,28 @@ from typing import Literal
 
 from lightning_zero.config import Schedule
 
-__all__ = ["Action", "ActionKind", "Span", "bubble_share", "compute_order", "evaluation_order", "simulate"]
+__all__ = [
+    "Action",
+    "ActionKind",
+    "Span",
+    "bubble_share",
+    "compute_order",
+    "evaluation_order",
+    "most_microbatches",
+    "simulate",
+]
 
-ActionKind = Literal["forward", "backward", "send_output", "recv_input", "send_gradient", "recv_gradient"]
+ActionKind = Literal[
+    "forward", "backward", "backward_input", "backward_weight",
+    "send_output", "recv_input", "send_gradient", "recv_gradient",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Action:
     """One thing that a rank does.
 
+    ``backward_input`` and ``backward_weight`` are a ``backward`` in two halves; the first brings the input's gradient.
     ``send_output`` and ``recv_gradient`` are about the output of ``chunk``, ``recv_input`` and ``send_gradient`` about
     its input.
     """
@@ -33,10 +47,15 @@ class Action:
     chunk: int
     microbatch: int
 
+    @property
+    def is_backward(self) -> bool:
+        """Whether it computes gradients."""
+        return self.kind in ("backward", "backward_input", "backward_weight")
+
 
 @dataclass(frozen=True)
 class Span:
-    """When a rank computes something in a simulated run."""
+    """The time in which a rank computes an action of a simulated run."""
 
     rank: int
     action: Action
@@ -45,7 +64,7 @@ class Span:
 
 
 def compute_order(schedule: Schedule, stages: int, chunks: int, microbatches: int) -> list[list[Action]]:
-    """Return for every rank its forwards and backwards in order.
+    """Return for every rank its forwards and backwards in order; with ``zb_h1`` backwards are in two halves.
 
     Args:
         schedule: Name of the schedule.
@@ -56,8 +75,15 @@ def compute_order(schedule: Schedule, stages: int, chunks: int, microbatches: in
     if schedule == "gpipe":
         return [_gpipe(rank, microbatches) for rank in range(stages)]
     if schedule == "1f1b":
-        return [_alternating([rank], microbatches, microbatches, stages - 1 - rank) for rank in range(stages)]
+        return [_one_by_one(rank, stages, microbatches) for rank in range(stages)]
+    if schedule == "zb_h1":
+        return [_zero_bubble(rank, stages, microbatches) for rank in range(stages)]
     return [_interleaved(rank, stages, chunks, microbatches) for rank in range(stages)]
+
+
+def most_microbatches(schedule: Schedule, stages: int, samples: int) -> int:
+    """Return into how many micro-batches a batch of few samples can be cut: interleaved ones go in full groups."""
+    return samples - samples % stages if schedule == "interleaved_1f1b" and samples > stages else samples
 
 
 def evaluation_order(stages: int, chunks: int) -> list[list[Action]]:
@@ -70,17 +96,39 @@ def _gpipe(rank: int, microbatches: int) -> list[Action]:
     return forwards + [Action("backward", rank, index) for index in range(microbatches)]
 
 
+def _one_by_one(rank: int, stages: int, microbatches: int) -> list[Action]:
+    return _alternating([rank], microbatches, microbatches, stages - 1 - rank)
+
+
+def _zero_bubble(rank: int, stages: int, microbatches: int) -> list[Action]:
+    """Return the order of ZB-H1 (arXiv:2401.10241): 1F1B, with gradients of weights ``rank`` backwards later.
+
+    A stage then never has more than ``stages`` micro-batches between their forward and their gradients of weights.
+    """
+    actions: list[Action] = []
+    for action in _one_by_one(rank, stages, microbatches):
+        if action.kind == "forward":
+            actions.append(action)
+            continue
+        actions.append(Action("backward_input", rank, action.microbatch))
+        if action.microbatch >= rank:
+            actions.append(Action("backward_weight", rank, action.microbatch - rank))
+    late = range(max(microbatches - rank, 0), microbatches)
+    return actions + [Action("backward_weight", rank, index) for index in late]
+
+
 def _interleaved(rank: int, stages: int, chunks: int, microbatches: int) -> list[Action]:
     """Return the order of arXiv:2104.04473, section 2.2: groups of ``stages`` micro-batches go chunk by chunk."""
     own = list(range(rank, chunks, stages))
-    warm_up = (len(own) - 1) * stages + 2 * (stages - 1 - rank)
-    return _alternating(own, stages, microbatches, min(warm_up, len(own) * microbatches))
+    group = min(stages, microbatches)
+    return _alternating(own, group, microbatches, (len(own) - 1) * group + 2 * (stages - 1 - rank))
 
 
 def _alternating(own: Sequence[int], group: int, microbatches: int, warm_up: int) -> list[Action]:
     """Return ``warm_up`` forwards, then one forward and one backward in turn, then the backwards that are left."""
     forwards = _grouped("forward", own, group, microbatches)
     backwards = _grouped("backward", own[::-1], group, microbatches)
+    warm_up = min(warm_up, len(forwards))
     actions = forwards[:warm_up]
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         actions += [forward, backward]
@@ -97,18 +145,30 @@ def _grouped(kind: ActionKind, own: Sequence[int], group: int, microbatches: int
 
 
 def simulate(
-    orders: Sequence[Sequence[Action]], chunks: int, *, forward: float = 1.0, backward: float = 2.0
+    orders: Sequence[Sequence[Action]],
+    chunks: int,
+    *,
+    forward: float = 1.0,
+    backward: float = 2.0,
+    weight: float | None = None,
 ) -> tuple[list[list[Action]], list[Span]]:
-    """Return every rank's list with its messages in it, and when it would compute what.
+    """Return every rank's actions with its messages among them, and the time span of each computation.
 
     Args:
         orders: Forwards and backwards of every rank.
         chunks: Chunks of the whole model.
         forward: Time of a forward; messages take none.
         backward: Time of a backward.
+        weight: The part of it for gradients of weights, where it is in two halves. The default is one half.
     """
     stages = len(orders)
-    seconds = {"forward": forward, "backward": backward}
+    weight = backward / 2 if weight is None else weight
+    seconds = {
+        "forward": forward,
+        "backward": backward,
+        "backward_input": backward - weight,
+        "backward_weight": weight,
+    }
     lists: list[list[Action]] = [[] for _ in orders]
     spans: list[Span] = []
     clocks = [0.0] * stages
@@ -133,13 +193,15 @@ def simulate(
 
 
 def _ready_at(action: Action, chunks: int, done: dict[Action, float]) -> float | None:
-    """Return when what an action needs is there; None if it is not known yet."""
+    """Return when the inputs of an action are there; None if it is not known yet."""
     if action.kind == "forward":
         needed = [Action("forward", action.chunk - 1, action.microbatch)] if action.chunk > 0 else []
+    elif action.kind == "backward_weight":
+        needed = [Action("backward_input", action.chunk, action.microbatch)]
     else:
         needed = [Action("forward", action.chunk, action.microbatch)]
         if action.chunk < chunks - 1:
-            needed.append(Action("backward", action.chunk + 1, action.microbatch))
+            needed.append(Action(action.kind, action.chunk + 1, action.microbatch))
     times = [done.get(one) for one in needed]
     return None if None in times else max((time for time in times if time is not None), default=0.0)
 
@@ -149,7 +211,7 @@ def _send_on(action: Action, lists: list[list[Action]], chunks: int) -> None:
     if action.kind == "forward" and chunk < chunks - 1:
         lists[chunk % stages].append(Action("send_output", chunk, index))
         lists[(chunk + 1) % stages].append(Action("recv_input", chunk + 1, index))
-    elif action.kind == "backward" and chunk > 0:
+    elif action.kind in ("backward", "backward_input") and chunk > 0:
         lists[chunk % stages].append(Action("send_gradient", chunk, index))
         lists[(chunk - 1) % stages].append(Action("recv_gradient", chunk - 1, index))
 

@@ -1,12 +1,12 @@
 """Tensors that modules of earlier pipeline chunks compute, and code of a later chunk needs.
 
 Note [Sources]
-    What goes around the blocks (a skip from the embedding to the head, the auxiliary loss of a block, hidden states
-    that a hook collects) is not among the arguments of the next chunk's first block. Before the first step of a kind,
-    every chunk runs the step on fakes and follows which modules' results reach its modules, its loss, or a tensor that
-    it writes. These *sources* go from chunk to chunk with the arguments, and their gradients come back with the
-    arguments' gradients. In the step, a module of an earlier chunk that is passed over returns its sources as they
-    were sent, and the code between the modules computes with them: it is the user's, so it needs no rules.
+    Tensors that go around the blocks (a skip from the embedding to the head, the auxiliary loss of a block, hidden
+    states that a hook collects) are not among the arguments of the next chunk's first block. Before the first step of a
+    kind, every chunk runs the step on fakes and follows which modules' results reach its modules, its loss, or a tensor
+    that it writes. These *sources* go from chunk to chunk with the arguments, and their gradients come back with the
+    arguments' gradients. In the step, a module of an earlier chunk that is passed over returns its sources as they were
+    sent, and the code between the modules computes with them: it is the user's, so it needs no rules.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Source:
     Attributes:
         module: Fully qualified name.
         call: Number of the call in a run of the step.
-        left: Submodule, dictionary of it and key, for what is left in the module; None for what it returns, and
-            ``FOR_HOOKS`` for what its forward hooks are given where the program sees it.
+        left: Submodule, dictionary of it and key, for an attribute of the module; None for an output, and
+            ``FOR_HOOKS`` for an output as its forward hooks are given it.
         leaf: Position among the leaves of that.
     """
 
@@ -79,8 +79,8 @@ class Origins:
     def __init__(self, available: Iterable[Source] = ()) -> None:
         self._available = frozenset(available)
         self._of: dict[int, frozenset[Source]] = {}  # by storage
-        self._own: set[int] = set()  # storages of what the chunk computes
-        self._had: set[int] = set()  # storages of sources that it has, and of what is computed from nothing else
+        self._own: set[int] = set()  # storages of tensors that the chunk computes
+        self._had: set[int] = set()  # storages of sources that it has, and of results of these alone
         self._alive: list[torch.UntypedStorage] = []
         self._shapes: dict[Source, Shape] = {}
         self.needed: dict[Source, Shape] = {}
@@ -105,9 +105,9 @@ class Origins:
             self._own.add(_key(fake))
 
     def derive(self, result: Any, arguments: Any) -> None:
-        """Take note of what an operation has returned, or written, for its arguments.
+        """Note the sources of an operation's results, or of the arguments that it has written.
 
-        What is computed from both sources and values of the chunk can be computed nowhere but there, with the sources.
+        A result of both sources and values of the chunk can be computed only there, with the sources.
         """
         if any(_key(leaf) in self._own for leaf in tree_leaves(arguments) if is_fake(leaf)):
             self.need(arguments)
@@ -127,10 +127,14 @@ class Origins:
         sets = [self._of.get(_key(leaf), frozenset()) for leaf in tree_leaves(value) if is_fake(leaf)]
         return frozenset().union(*sets)
 
+    def shapes_of(self, value: Any) -> dict[Source, Shape]:
+        """Return the sources of a value that the chunk does not have, in one order on all stages."""
+        return {source: self._shapes[source] for source in sorted(self.of(value), key=repr)}
+
     def need(self, value: Any) -> None:
         """Take note that the chunk needs a value."""
-        for source in sorted(self.of(value), key=repr):
-            self.needed.setdefault(source, self._shapes[source])
+        for source, shape in self.shapes_of(value).items():
+            self.needed.setdefault(source, shape)
 
     def _add(self, fake: Tensor, sources: frozenset[Source]) -> None:
         self._keep(fake)

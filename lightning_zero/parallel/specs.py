@@ -29,8 +29,8 @@ class LayerSpec(nn.Module):
 
     Args:
         cls: The class of the layer, or a function that returns it.
-        args: What it is called with.
-        kwargs: What it is called with by keyword.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
     """
 
     def __init__(self, cls: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> None:
@@ -114,7 +114,7 @@ class TiedLayerSpec(LayerSpec):
 
 @dataclass
 class _Spot:
-    """Where a spec stands."""
+    """The place of a spec in the module."""
 
     parent: nn.Module
     key: str
@@ -154,7 +154,7 @@ class SpecifiedLayers:
         self._tie()
 
     def build(self, split: Split | None, stage: int = 0) -> None:
-        """Replace what lies on this stage, or everything, by layers with values."""
+        """Replace this stage's specified layers, or all of them, by layers with values."""
         made: dict[int, nn.Module] = {}
         for spot in self._spots:
             if split is not None and not _lies_on(spot.name, split, stage):

@@ -1,4 +1,4 @@
-"""Which part of a module lies in which chunk of a pipeline. Names and numbers only; nothing is moved.
+"""The cut of a module into chunks of a pipeline. Names and numbers only; nothing is moved.
 
 A list of blocks (a ``ModuleList`` or ``Sequential``) is cut. Modules that the source of ``forward`` uses in front of it
 belong to the first chunk, those that it uses behind it to the last; where it does not tell, the order of registration
@@ -27,7 +27,7 @@ _LISTS = (nn.ModuleList, nn.Sequential)
 
 @dataclass(frozen=True)
 class Place:
-    """Where a module that runs on one chunk alone lies.
+    """A module that runs on one chunk alone, and the chunk.
 
     Attributes:
         name: Fully qualified name.
@@ -42,14 +42,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Split:
-    """How a module is cut.
+    """The cut of a module: its blocks, and the chunk of every part.
 
     Attributes:
         blocks: Name of the list.
         bounds: First block of every chunk, and the number of blocks.
         places: The modules that run on one chunk alone.
         stages: Ranks; chunk c lies on rank ``c % stages``.
-        costs: What was evened out, per chunk.
+        costs: The cost that was evened out, per chunk.
         holders: Name of every parameter (the first one) -> the ranks that hold it.
     """
 
@@ -70,7 +70,7 @@ class Split:
         return next(place.chunk for place in self.places if f"{name}.".startswith(f"{place.name}."))
 
     def summary(self) -> str:
-        """Return one line that says what lies where."""
+        """Return one line with the blocks of every stage."""
         parts = [
             f"{chunk % self.stages}: {start}-{stop - 1}"
             for chunk, (start, stop) in enumerate(zip(self.bounds, self.bounds[1:], strict=False))
@@ -90,7 +90,7 @@ def costed_layers(module: nn.Module, pipeline: Pipeline) -> list[str]:
 
 
 def split_module(module: nn.Module, pipeline: Pipeline, costs: Mapping[str, int] | None = None) -> Split:
-    """Decide what lies where.
+    """Assign blocks, and the modules around them, to chunks.
 
     Args:
         module: The root.
@@ -182,21 +182,29 @@ def _around(module: nn.Module, name: str, pipeline: Pipeline) -> tuple[list[str]
             if key == step:
                 side = "last"
             elif next(child.parameters(), None) is not None:
-                order[told.get(key, side)].append(f"{prefix}{key}")
+                order[told.get(key, side)] += _called(f"{prefix}{key}", child)
         current, prefix = current.get_submodule(step), f"{prefix}{step}."
     moved = {"first": pipeline.first or [], "last": pipeline.last or []}
     for side, names in moved.items():
         for one in names:
-            if one not in order["first"] + order["last"]:
+            found = [each for each in order["first"] + order["last"] if each == one or each.startswith(f"{one}.")]
+            if not found:
                 raise ValueError(
                     f"`Pipeline({side}=[{one!r}])` is no module around `{name}` with parameters."
                     f"{nearest(one, order['first'] + order['last'])}"
                 )
             for listed in order.values():
-                if one in listed:
-                    listed.remove(one)
-            order[side].append(one)
+                listed[:] = [each for each in listed if each not in found]
+            order[side] += found
     return order["first"], order["last"]
+
+
+def _called(name: str, module: nn.Module) -> list[str]:
+    """Return the names of the modules that forwards call: of a ``ModuleList`` or ``ModuleDict`` its children."""
+    if type(module).forward is not nn.Module.forward or next(module.parameters(recurse=False), None) is not None:
+        return [name]
+    children = [(key, child) for key, child in module.named_children() if next(child.parameters(), None) is not None]
+    return [one for key, child in children for one in _called(f"{name}.{key}", child)]
 
 
 def _sides_in_forward(cls: type[nn.Module], step: str) -> dict[str, str]:
@@ -244,8 +252,8 @@ def balanced_bounds(costs: Sequence[int], chunks: int, first: int = 0, last: int
     Args:
         costs: Cost of every block.
         chunks: Number of chunks.
-        first: What the first chunk has besides.
-        last: What the last chunk has besides.
+        first: Additional cost of the first chunk.
+        last: Additional cost of the last chunk.
     """
     number = len(costs)
     total = [0]

@@ -56,7 +56,7 @@ class RandomState:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any], device: torch.device) -> RandomState:
-        """Return the state that ``plain`` has described; what it does not know is as it is now."""
+        """Return the state that ``plain`` describes; generators it does not describe are as they are now."""
         state = cls(device)
         version, words, gauss = plain["python"]
         state._python = (version, tuple(words.tolist()), gauss)
@@ -114,7 +114,7 @@ class RandomStreams:
         return states if self._seeds is None else {**states, _REPEATED: {"torch": self._seeds}}
 
     def take(self, plain: Mapping[int, Mapping[str, Any]]) -> None:
-        """Go on from what ``plain`` has returned."""
+        """Restore the states that ``plain`` has returned."""
         self._own = {chunk: RandomState.of(state, self._device) for chunk, state in plain.items() if chunk >= 0}
         self._seeds = plain[_REPEATED]["torch"] if _REPEATED in plain else None
 

@@ -1,4 +1,4 @@
-"""Leaves that code may write into, as it may into what another module has computed."""
+"""Leaves that code may write into, as it may into another module's outputs."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Where shards sleep."""
+"""Storage for shards between their uses."""

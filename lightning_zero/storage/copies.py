@@ -1,11 +1,11 @@
-"""Copies between a device and host memory that run beside what the device computes, and what else is asked of CUDA.
+"""Copies between device and host memory that run beside the device's work, and the package's other calls of CUDA.
 
 Outside of this file and of ``comm/waits.py`` the package does not name ``torch.cuda``.
 
 Call protocol of ``Copies``:
 
-1. ``mark`` takes note of what was asked of the device so far.
-2. ``down`` and ``up`` start a copy, each in a stream of its own: behind a mark, or behind what was asked so far. The
+1. ``mark`` takes note of the device's work so far.
+2. ``down`` and ``up`` start a copy, each in a stream of its own: behind a mark, or behind all work so far. The
    memory of both tensors stays theirs until it is done; that of the device is free then, whoever keeps the landing.
 3. ``bring`` is ``up`` into new memory, which nothing that the device computes now has to leave first.
 4. ``lane`` starts something else in the stream of ``up``.
@@ -19,12 +19,21 @@ host memory makes copies asynchronous; others are right, and slower.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Copies", "DeviceMemory", "Landing", "driver", "finish_stream", "first_call_of_thread", "memory_of"]
+__all__ = [
+    "Copies",
+    "DeviceMemory",
+    "Landing",
+    "finish_stream",
+    "first_call_of_thread",
+    "lock_pages",
+    "memory_of",
+    "unlock_pages",
+]
 
 
 class Landing:
@@ -44,7 +53,7 @@ class Landing:
         self._keep = list(keep)
 
     def wait(self) -> None:
-        """Let what is asked of the device from now on wait for it. The host goes on."""
+        """Let later work of the device's current stream wait for it. The host goes on."""
         if self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
 
@@ -81,7 +90,7 @@ class Copies:
             self._down, self._up, self._step = (_new_stream(device) for _ in range(3))
 
     def mark(self) -> Landing:
-        """Return what waits for everything that was asked of the device so far in the current stream."""
+        """Return a landing that waits for all earlier work of the current stream."""
         if self._up is None:
             return Landing()
         return Landing(torch.cuda.current_stream(self._device).record_event(), self._device)
@@ -123,7 +132,7 @@ class Copies:
 
     @contextmanager
     def lane(self) -> Iterator[list[Landing]]:
-        """Run something in the stream of ``up``, behind what was asked so far; yield a list that gets its landing."""
+        """Run something in the stream of ``up``, behind earlier work; yield a list that gets its landing."""
         landings: list[Landing] = []
         if self._up is None:
             yield landings
@@ -171,18 +180,37 @@ def memory_of(device: torch.device) -> DeviceMemory:
 
 
 def finish_stream(device: torch.device) -> None:
-    """Return when a device has done what was asked of it in the current stream."""
+    """Wait until a device has done all work of its current stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
-def driver() -> Any:
-    """Return the CUDA runtime of this process."""
+def lock_pages(address: int, nbytes: int) -> int:
+    """Lock host memory for copies from and to CUDA devices; return the error code of the runtime, 0 for none."""
+    code = int(_runtime().cudaHostRegister(address, nbytes, 0))
+    if code:
+        _clear_error()
+    return code
+
+
+def unlock_pages(address: int) -> None:
+    """Unlock memory that ``lock_pages`` has locked."""
+    if int(_runtime().cudaHostUnregister(address)):
+        _clear_error()
+
+
+def _runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
+def _clear_error() -> None:
+    """Take the error of a failed call out of the runtime: the next kernel that is launched would report it."""
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")
+
+
 def first_call_of_thread(device: torch.device) -> Callable[[], None]:
-    """Return what a new thread calls, so that what it asks of CUDA without naming a device is asked of this one.
+    """Return a first call for a new thread, which makes this device the thread's default for CUDA.
 
     A new thread is on the first device of the node, and would make a context there for every rank. A device without an
     index (``"cuda"``) is the current one of the thread that asks here.

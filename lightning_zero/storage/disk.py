@@ -4,14 +4,14 @@ Call protocol of ``DiskStore`` (each rank has its own; no collectives):
 
 1. ``create`` and ``keep`` return a ``SleepingTensor``, which may be used like any tensor: using it reads it.
 2. ``put`` gives one new values; they are written while the caller goes on.
-3. A ``Visit`` is the fast way for those who know what they need: ``begin`` starts reading, ``ready`` waits, ``end``
-   starts writing what was changed. A visit that was announced begins ahead of its use, when there is room.
+3. A ``Visit`` is the fast way for callers that know their tensors: ``begin`` starts reading, ``ready`` waits, ``end``
+   starts writing the changed tensors. A visit that was announced begins ahead of its use, when there is room.
 4. ``close`` gives everything back.
 
 Note [Room]
-    What visits and writes hold in memory is at most three times the largest visit: one that is read, one that is used,
-    one that is written. What was woken by a use outside of visits stays up to the size of one visit; the oldest goes
-    first.
+    Visits and writes hold at most three times the largest visit in memory: one that is read, one that is used,
+    one that is written. Tensors that are read by a use outside of visits stay up to the size of one visit; the oldest
+    goes first.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from contextlib import contextmanager
 
 import torch
 
+from lightning_zero.storage.downloads import Downloads
 from lightning_zero.storage.nvme import NvmeStore, StorageError, Transfer
 from lightning_zero.storage.pages import Pages
 from lightning_zero.storage.sleeping import SleepingTensor, register, sleeper_of, unregister
@@ -48,7 +49,7 @@ class _Sleeper:
             raise StorageError(f"There is no address space for `{name}`, {self.nbytes} bytes: {error}.") from error
         self.plain = self.pages.content[: self.nbytes].view(dtype)
         self.face = register(self.plain, self)
-        # - What is in memory
+        # - Values in memory
         self.holds = 0  # who uses the memory
         self.has_values = False  # in memory; the read may still be running
         self.is_blank = True  # nothing was written yet: zeros
@@ -56,7 +57,7 @@ class _Sleeper:
         self.version = 0  # moves with every change
         self.reading: Transfer | None = None
         self.writing: Transfer | None = None
-        # - Called when somebody outside of visits uses it: before it is read, and after, with what is in memory
+        # - Called when somebody outside of visits uses it: before it is read, and after, with the values in memory
         self.before_use: Callable[[], object] = lambda: None
         self.after_read: Callable[[], bool] = lambda: False  # whether it changed the values
 
@@ -82,19 +83,21 @@ class DiskStore(Accounts):
 
     Args:
         disks: Where the records are; closed with the store.
+        downloads: Brings the values of a device, so that nobody waits for them; None: ``put`` waits.
     """
 
-    def __init__(self, disks: NvmeStore) -> None:
+    def __init__(self, disks: NvmeStore, downloads: Downloads | None = None) -> None:
         super().__init__()
         self.device = torch.device("cpu")
         self.disks = disks
+        self._downloads = downloads
         self._sleepers: list[_Sleeper] = []
         self._lock = threading.Condition(threading.RLock())
         self._used_bytes = 0  # by visits and writes
         self._largest_visit = 0
         self._waiting: deque[Visit] = deque()  # for room
         self._idle: OrderedDict[int, _Sleeper] = OrderedDict()  # awake because somebody used them, oldest first
-        self._use_lock = threading.RLock()  # of what is idle
+        self._use_lock = threading.RLock()  # of idle values
         self.on_failure: Callable[[], None] = lambda: None  # called before an error of the disks is raised
 
     # -- Tensors ---------------------------------------------------------------------------------------------------
@@ -124,12 +127,18 @@ class DiskStore(Accounts):
         visit.begin()
         with self.announcing():
             visit.ready()
-        with torch.inference_mode(False), torch.no_grad():
-            sleeper.plain.copy_(values)
-        visit.end()
+        if self._downloads is None or values.is_cpu:
+            with torch.inference_mode(False), torch.no_grad():
+                sleeper.plain.copy_(values)
+            visit.end()
+            return
+        arrival = self.disks.run(self._downloads.start(values, sleeper.plain), sleeper.plain)
+        with self._lock:
+            sleeper.reading = arrival
+        visit.end(behind=arrival)
 
     def fetch(self, face: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
-        """Start copying a sleeping tensor; return what is to be called before ``out``, (numel,), is used.
+        """Start reading an offloaded tensor; return a function to call before ``out``, (numel,), is used.
 
         It is read straight into host memory, and through memory of its own for other devices.
         """
@@ -215,10 +224,12 @@ class DiskStore(Accounts):
             return sum(sleeper.held_bytes for sleeper in self._sleepers if sleeper.has_values)
 
     def close(self) -> None:
-        """Wait for what is being written, and give memory and room back."""
+        """Wait for running writes, and give memory and room back."""
         with self._use_lock, self._lock:
             self._idle.clear()
         self.disks.close()
+        if self._downloads is not None:
+            self._downloads.close()
         for sleeper in self._sleepers:
             unregister(sleeper.face)
             sleeper.pages.drop()
@@ -248,9 +259,9 @@ class DiskStore(Accounts):
                 transfer.wait()
         sleeper.reading = None
 
-    def end_hold(self, sleeper: _Sleeper, *, changes: bool) -> Transfer | None:
-        """Stop using a sleeper's values; return the write that follows, if one does."""
-        if sleeper.reading is not None:  # nobody waited for it
+    def end_hold(self, sleeper: _Sleeper, *, changes: bool, behind: Transfer | None = None) -> Transfer | None:
+        """Stop using a sleeper's values; return the write that follows, if one does, behind the arrival of new ones."""
+        if sleeper.reading is not None and behind is None:  # nobody waited for it
             sleeper.reading.settle()
         with self._lock:
             if changes:
@@ -262,7 +273,7 @@ class DiskStore(Accounts):
                 self._drop(sleeper)
                 return None
             sleeper.is_changed = False
-            sleeper.writing = transfer = self.disks.write(sleeper.record, sleeper.pages.content)
+            sleeper.writing = transfer = self.disks.write(sleeper.record, sleeper.pages.content, behind)
         transfer.then(lambda: self._written(sleeper, transfer))
         return transfer
 
@@ -305,7 +316,7 @@ class DiskStore(Accounts):
             self._rest({id(sleeper) for sleeper in sleepers})
 
     def _rest(self, used: set[int]) -> None:
-        """Let go of what has been idle for longest, above the bytes that may stay."""
+        """Drop the values of tensors that have been idle for longest, above the bytes that may stay."""
         limit = max(self._largest_visit, _IDLE_BYTES)
         while sum(sleeper.held_bytes for sleeper in self._idle.values()) > limit:
             key = next(iter(self._idle))
@@ -403,14 +414,16 @@ class Visit:
         for sleeper in self._all:
             self._store.await_hold(sleeper)
 
-    def end(self, *, changes: bool = True) -> None:
-        """Start writing what was changed, and give memory back when that is done.
+    def end(self, *, changes: bool = True, behind: Transfer | None = None) -> None:
+        """Start writing the changed tensors, and give memory back when they are written.
 
         Args:
             changes: False after an error: nothing is written.
+            behind: The copy that brings the new values.
         """
         transfers = [
-            self._store.end_hold(sleeper, changes=changes and sleeper not in self._read) for sleeper in self._all
+            self._store.end_hold(sleeper, changes=changes and sleeper not in self._read, behind=behind)
+            for sleeper in self._all
         ]
         writes = [transfer for transfer in transfers if transfer is not None]
         left = [len(writes)]

@@ -8,8 +8,8 @@ from collections import deque
 
 import torch
 
-from lightning_zero.storage.copies import Landing, driver
-from lightning_zero.storage.pages import PAGE_BYTES
+from lightning_zero.storage.copies import Landing, lock_pages, unlock_pages
+from lightning_zero.storage.pages import Pages
 from lightning_zero.storage.store import Accounts, Kind
 
 __all__ = ["HostStore", "StagingSlot"]
@@ -35,7 +35,7 @@ class StagingSlot:
 
     @property
     def nbytes(self) -> int:
-        """How much it holds."""
+        """Number of bytes that it holds."""
         return self._memory.nbytes
 
     def view(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -86,7 +86,7 @@ class HostStore(Accounts):
         return self.create(kind, values.numel(), values.dtype).copy_(values)
 
     def give_back(self, kind: Kind, tensor: torch.Tensor) -> None:
-        """Take back what ``create`` has made and nobody reads any more: locked memory is kept for the next one."""
+        """Take back a tensor of ``create`` that nobody reads any more: locked memory is kept for the next one."""
         self.release(kind, tensor.nbytes)
         if tensor.data_ptr() in self._locked:
             pages = self._locked[tensor.data_ptr()]
@@ -111,12 +111,15 @@ class HostStore(Accounts):
             return pool.pop()
         if not self.is_pinned or not nbytes:
             return torch.empty(nbytes, dtype=torch.uint8)
-        pages = _whole_pages(nbytes)
+        try:
+            pages = Pages(nbytes).content  # nothing else lies in them: the driver locks pages
+        except OSError:  # not on Linux: PyTorch locks powers of two
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         self._pin(pages)
         return pages[:nbytes]
 
     def _pin(self, pages: torch.Tensor) -> None:
-        code = int(driver().cudaHostRegister(pages.data_ptr(), pages.nbytes, 0))
+        code = lock_pages(pages.data_ptr(), pages.nbytes)
         if code == 0:
             self._locked[pages.data_ptr()] = pages
             return
@@ -138,13 +141,5 @@ class HostStore(Accounts):
 
 def _unlock(locked: dict[int, torch.Tensor]) -> None:
     for address in locked:
-        driver().cudaHostUnregister(address)
+        unlock_pages(address)
     locked.clear()
-
-
-def _whole_pages(nbytes: int) -> torch.Tensor:
-    """Return at least ``nbytes`` of memory, of pages that nothing else lies in: the driver locks pages."""
-    size = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-    memory = torch.empty(size + PAGE_BYTES, dtype=torch.uint8)
-    start = -memory.data_ptr() % PAGE_BYTES
-    return memory[start : start + size]

@@ -38,7 +38,7 @@ ALIGNMENT = 4096
 
 
 class StorageError(OSError):
-    """An offloaded tensor could not be written, or is not what was written."""
+    """An offloaded tensor could not be written, or differs from the one that was written."""
 
 
 @dataclass(eq=False)
@@ -49,7 +49,7 @@ class Record:
         name: Named in errors.
         nbytes: Of the tensor.
         blocks: File index, offset in the file, start in the record and length of every block, in order.
-        sums: What the blocks add up to as 64-bit integers; None before the first write.
+        sums: Sums of the blocks as 64-bit integers; None before the first write.
     """
 
     name: str
@@ -110,13 +110,21 @@ class NvmeStore:
         threads: How many run at once.
         direct: Go past the page cache, whose memory offloading is to save.
         pinned: Whether buffers are page-locked, for copies to a CUDA device.
+        first_call: Of every thread.
 
     Raises:
         StorageError: A directory cannot be written.
     """
 
     def __init__(
-        self, paths: Sequence[Path], *, block_bytes: int, threads: int, direct: bool, pinned: bool = False
+        self,
+        paths: Sequence[Path],
+        *,
+        block_bytes: int,
+        threads: int,
+        direct: bool,
+        pinned: bool = False,
+        first_call: Callable[[], None] = lambda: None,
     ) -> None:
         self.paths = [Path(path) for path in paths]
         self.is_direct = direct
@@ -126,9 +134,9 @@ class NvmeStore:
         self._ends = [0] * len(self._files)  # of the room that is taken in each file
         self._next = 0  # the file of the next block
         self._free: dict[int, list[Record]] = {}  # by padded size, given back
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lightning_zero-disk")
+        self._pool = ThreadPoolExecutor(threads, "lightning_zero-disk", initializer=first_call)
         self._scratch = threading.local()
-        # An engine that is dropped closes nothing; what is in flight holds the store.
+        # An engine that is dropped closes nothing; transfers in flight hold the store.
         self._drop = weakref.finalize(self, _drop, self._pool, list(self._files))
         self._drop.atexit = False
         self.read_bytes = 0
@@ -222,13 +230,24 @@ class NvmeStore:
 
     # -- Transfers -------------------------------------------------------------------------------------------------
 
-    def write(self, record: Record, source: torch.Tensor) -> Transfer:
-        """Start writing a contiguous host tensor of the record's bytes; it must not change before ``wait``."""
+    def run(self, call: Callable[[], None], keep: torch.Tensor) -> Transfer:
+        """Start calling something in a thread of the disks; it must not wait for another of them."""
+        return Transfer([self._pool.submit(call)], keep)
+
+    def write(self, record: Record, source: torch.Tensor, behind: Transfer | None = None) -> Transfer:
+        """Start writing a contiguous host tensor of the record's bytes; it must not change before ``wait``.
+
+        Args:
+            record: Where it goes.
+            source: The tensor.
+            behind: The copy that brings the values; calls begin in their order, so it runs or is done by then.
+        """
         data = self._bytes_of(record, source)
         sums = [0] * len(record.blocks)
         record.sums = sums
         futures = [
-            self._pool.submit(self._write_block, record, number, data, sums) for number in range(len(record.blocks))
+            self._pool.submit(self._write_block, record, number, data, sums, behind)
+            for number in range(len(record.blocks))
         ]
         self.written_bytes += record.nbytes
         return Transfer(futures, source)
@@ -248,7 +267,11 @@ class NvmeStore:
             raise RuntimeError(f"`{record.name}` has {record.nbytes} bytes on the disk, not {data.numel()}.")
         return data
 
-    def _write_block(self, record: Record, number: int, data: torch.Tensor, sums: list[int]) -> None:
+    def _write_block(
+        self, record: Record, number: int, data: torch.Tensor, sums: list[int], behind: Transfer | None
+    ) -> None:
+        if behind is not None:
+            behind.wait()
         file, offset, start, length = record.blocks[number]
         block = data[start : start + length]
         if block.numel() < length or not _is_aligned(block):

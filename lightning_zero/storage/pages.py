@@ -4,8 +4,8 @@ Note [Pages]
     A tensor over such memory, and every view of it, stays valid while there is nothing behind it: the address space is
     kept, the pages are not. So direct reads and writes go straight to and from the tensor, without a copy, and nobody
     has to be told a new address. Large memory asks for huge pages: with pages of 4 KiB a disk read would spend most
-    of its time on them. What is read after the pages were given back is zero; who may read is up to
-    ``lightning_zero/storage/sleeping.py``.
+    of its time on them. After the pages were given back reads return zeros;
+    ``lightning_zero/storage/sleeping.py`` decides who may read.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Pages:
 
     def __init__(self, nbytes: int) -> None:
         if not hasattr(mmap, "MADV_DONTNEED"):
-            raise OSError("offloading to disk needs Linux")
+            raise OSError("host memory in pages of its own needs Linux")
         size = max(-(-nbytes // PAGE_BYTES) * PAGE_BYTES, PAGE_BYTES)
         is_huge = size >= _HUGE_BYTES
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
         self._memory = mmap.mmap(-1, size + (_HUGE_BYTES if is_huge else 0), flags=flags)
-        # A child process that is forked during a transfer must not share the pages with it.
+        # A child process that is forked must not share pages that a disk or a device transfers to and from.
         self._memory.madvise(mmap.MADV_DONTFORK)
         with torch.inference_mode(False):
             whole = torch.frombuffer(self._memory, dtype=torch.uint8)

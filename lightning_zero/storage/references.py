@@ -1,4 +1,4 @@
-"""Who sees the memory of a tensor: PyTorch counts references to storages."""
+"""Counts of the tensors that see a memory: PyTorch counts references to storages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["num_tensors_in"]
 
 
 def num_tensors_in(tensor: torch.Tensor) -> int:
-    """Return how many tensors lie in the memory of a tensor: itself, views, what ``detach`` and graphs hold."""
+    """Return how many tensors lie in the memory of a tensor: itself, views, those that ``detach`` and graphs hold."""
     return _references(tensor) - _own_references()
 
 

@@ -1,7 +1,7 @@
-"""Tensors whose values are on a disk until somebody uses them.
+"""Tensors on disks that are read when their values are used.
 
 Shape, dtype and views of a ``SleepingTensor`` are answered without reading. Any other operation wakes it first: its
-record is read, the operation runs on ordinary memory, and what it changed is written before the memory is given back.
+record is read, the operation runs on ordinary memory, and changes are written before the memory is given back.
 A view of one is one too. Copies (``clone``, ``to``, ``numpy``, pickles) are ordinary.
 """
 
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Sleeper(Protocol):
-    """Who has the values of a sleeping tensor."""
+    """The owner of a sleeping tensor's values."""
 
     name: str
 
@@ -95,7 +95,7 @@ def register(tensor: torch.Tensor, sleeper: Sleeper) -> SleepingTensor:
 
 
 def unregister(tensor: torch.Tensor) -> None:
-    """Let nobody answer for a sleeping tensor any more: using it is an error."""
+    """Remove the sleeper of a tensor: using the tensor is an error from now on."""
     _SLEEPERS.pop(_storage(tensor), None)
 
 
@@ -121,7 +121,7 @@ def is_asleep(tensor: Any) -> bool:
 
 
 def sleeper_of(tensor: torch.Tensor) -> Any:
-    """Return who has the values of a tensor, or None for one that does not sleep.
+    """Return the sleeper that has a tensor's values, or None for a tensor that does not sleep.
 
     Raises:
         RuntimeError: Its record was given back.
@@ -173,7 +173,7 @@ def _call(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
     sleepers, written = _sleepers_in((args, kwargs)), _written(name, args, kwargs)
     with sleepers[0].awake(sleepers, written), torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
-        # What was written is returned as it is; `to` and the like, which may return what they are given, copy.
+        # A written tensor is returned as it is; `to` and the like, which may return their argument, copy.
         given = {id(leaf) for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)} if written else set()
         return tree_map_only(torch.Tensor, lambda tensor: _own_memory(tensor, given), result)
 

@@ -1,4 +1,4 @@
-"""Where a shard sleeps, and how many bytes of which kind are alive.
+"""Storage for shards between uses, with accounts of the bytes of each kind that are alive.
 
 Call protocol of a ``ShardStore`` (every call on the rank that owns the shard; no collectives):
 
@@ -32,7 +32,7 @@ _RETURNED_BYTES = 2**20
 
 
 class ShardStore(Protocol):
-    """What the engine needs of a place for shards; see the module's call protocol."""
+    """Storage for shards, as the engine uses it; see the module's call protocol."""
 
     device: torch.device
 
@@ -74,7 +74,7 @@ class ShardStore(Protocol):
 
 
 class Accounts:
-    """How many bytes of each kind are alive, and were at most."""
+    """The bytes of each kind that are alive, and the most that were."""
 
     def __init__(self) -> None:
         self._live: Counter[Kind] = Counter()

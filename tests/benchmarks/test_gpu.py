@@ -19,6 +19,7 @@ from tests.sampling import sample
 from tests.simulated_device import SimulatedDevice
 
 ROOT = Path(__file__).parents[2]
+CUDA = torch.device("cuda")
 
 
 @pytest.fixture(autouse=True)
@@ -157,6 +158,23 @@ def test_a_row_that_needs_more_gpus_says_so() -> None:
     assert _written() == [("two", "skipped: needs 2 GPUs, has 1")]
 
 
+@pytest.mark.parametrize(
+    ("bodies", "verdict"),
+    [
+        (["pass"], "ok"),
+        (["pytest.skip('no Triton')", "pytest.skip('other')"], "skipped: no Triton"),
+        (["pass", "pytest.skip('no Triton')"], "ok, 1 of 2 skipped: no Triton"),
+        (["assert False", "pytest.skip('no Triton')"], "FAIL: exit status 1"),
+    ],
+)
+def test_tests_that_are_skipped_are_not_ok(tmp_path: Path, bodies: list[str], verdict: str) -> None:
+    file = tmp_path / "test_it.py"
+    file.write_text("import pytest\n" + "".join(f"def test_{n}():\n    {body}\n" for n, body in enumerate(bodies)))
+    task = Task(name="it", arguments=("-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)), estimate_s=60)
+    gpu.run([task], num_gpus=1, again=False)
+    assert _written() == [("it", verdict)]
+
+
 def test_results_that_were_written_do_not_change_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(table, "_ROOT", tmp_path)
@@ -206,7 +224,21 @@ def test_on_a_device_host_waits_are_errors_unless_offloaded_and_bytes_are_those_
             device.sweep()
             device.synchronize()
 
-        monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+        device.patch("synchronize", synchronize)
         times, memory = device_step.measure(name, model="tiny", tokens=64, turns=2, device=torch.device("cuda"))
     assert modes == ["error", "default"] * (0 if "cpu" in name else 3)
     assert (times.verdict, memory.verdict, memory.ratio) == ("" if modes == [] else "no host waits", "ok", "1.000")
+
+
+def test_waits_for_events_are_errors_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    before = torch.cuda.Event.synchronize
+    for wait in (lambda: torch.cuda.Event.synchronize(None), lambda: torch.cuda.synchronize()):
+        with pytest.raises(RuntimeError, match="The host waits for the GPU"), device_step._no_waits(CUDA):
+            wait()
+    assert torch.cuda.Event.synchronize is before
+
+
+@pytest.mark.parametrize(("found", "verdict"), [(0.9, "FAIL"), (1.0, "ok"), (1.1, "FAIL")])
+def test_bytes_are_those_of_the_accounts_no_more_and_no_less(found: float, verdict: str) -> None:
+    assert device_step._memory_row("stage3", "tiny", 64, int(found * 2**32), 2**32).verdict == verdict

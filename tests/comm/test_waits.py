@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -162,7 +163,9 @@ def test_the_call_that_was_started_first_is_named() -> None:
 def _receive_what_nobody_sends(rank: int, world: int) -> str:
     with SimulatedDevice():
         group = dist.new_group(backend=BACKEND, timeout=timedelta(seconds=1.0))
-        mail = Mailbox(cast(Mesh, SimpleNamespace(message_group=group, loan=1, distrust=lambda: None)), CUDA)
+        mesh = SimpleNamespace(message_group=group, loan=1, stage=rank, stages=world, distrust=lambda: None)
+        mesh.failure = partial(Mesh.failure, cast(Mesh, mesh))
+        mail = Mailbox(cast(Mesh, mesh), CUDA)
         if rank == 0:
             mail.send(1, torch.ones(4, device="cuda"), "output 0")
             mail.flush()

@@ -366,7 +366,7 @@ _ARGUMENTS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], tuple[Any, ..
     ),
 }  # fmt: skip
 _NEED_NO_MODULE = {  # do nothing, or look up
-    "close", "drop_elsewhere", "whole_groups", "param_name", "around_collective",
+    "close", "drop_elsewhere", "whole_groups", "param_name", "around_collective", "has_hooks_of_program",
 }  # fmt: skip
 
 

@@ -80,7 +80,7 @@ def _fit_in_pieces(rank: int, world: int, make: Any, options: dict[str, Any], ba
 
 @pytest.mark.parametrize("copies", sample((1, 2), 1))
 @pytest.mark.parametrize("zero", sample((1, 3), 3))
-@pytest.mark.parametrize("schedule", sample(("gpipe", "1f1b", "interleaved_1f1b"), "interleaved_1f1b"))
+@pytest.mark.parametrize("schedule", sample(("gpipe", "1f1b", "interleaved_1f1b", "zb_h1"), "interleaved_1f1b"))
 def test_a_step_in_three_parts_trains_as_without_a_pipeline(schedule: str, zero: int, copies: int) -> None:
     expected, logged = run(_fit_in_pieces, copies, Scaled, {"stage": 0}, 4)[0]
     for weights, numbers in run(

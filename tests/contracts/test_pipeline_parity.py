@@ -171,7 +171,7 @@ CASES = [
     for stages in (2, 4)
     for copies in (1, 2)
     for zero in (1, 2, 3)
-    for schedule in ("gpipe", "1f1b", "interleaved_1f1b")
+    for schedule in ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")
     for model in MODELS
     for optimizer in ("sgd", "adamw")
 ]

@@ -38,11 +38,11 @@ REDUCED = [
 ]
 
 
-@pytest.mark.parametrize("schedule", sample(("gpipe", "1f1b", "interleaved_1f1b"), "gpipe"))
+@pytest.mark.parametrize("schedule", sample(("gpipe", "1f1b", "interleaved_1f1b", "zb_h1"), "gpipe"))
 @pytest.mark.parametrize("case", sample(REDUCED, *REDUCED[2::2]), ids=lambda case: f"zero{case[0]}-{case[1]}")
 def test_gradients_are_reduced_once_a_step_or_once_a_microbatch(case: Any, schedule: str) -> None:
     zero, reduce, times = case
-    if schedule == "interleaved_1f1b" and reduce == "microbatch":
+    if schedule in ("interleaved_1f1b", "zb_h1") and reduce == "microbatch":
         return  # refused
     for last, before, buffers in run(_count, 4, zero, schedule, reduce):
         assert last == before == times * buffers

@@ -127,7 +127,7 @@ def _fit_dropout(rank: int, world: int, schedule: Any, epochs: int, save: str | 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1"])
 def test_dropout_goes_on_where_it_was(schedule: str, tmp_path: Path) -> None:
     path = str(tmp_path / "dropout.ckpt")
     whole = run(_fit_dropout, 2, schedule, 2, None, None)[0]

@@ -16,7 +16,7 @@ from tests.lightning_programs import seeded, trainer
 from tests.sampling import sample
 from tests.worlds import run
 
-SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe", "interleaved_1f1b")
+SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe", "interleaved_1f1b", "zb_h1")
 CASES = [
     (make, zero, schedule, policy)
     for make in (Program, Dropout)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import tempfile
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -24,6 +26,7 @@ from tests.simulated_device import SimulatedDevice
 from tests.simulated_transport import BACKEND
 
 BF16 = MixedPrecision(compute_dtype=torch.bfloat16)
+DISK: dict[str, Any] = {"path": tempfile.gettempdir(), "direct": False, "step_device": "cpu"}
 PLACEMENTS: dict[str, dict[str, Any]] = {
     **{f"stage{stage}": {"stage": stage} for stage in range(4)},
     **{f"stage{stage}-deferred": {"stage": stage, "step": "deferred"} for stage in range(4)},
@@ -34,13 +37,15 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "stage3-streamed": {"stage": 3, "offload": Offload(optimizer="cpu", step_device="cuda")},
     "stage3-params": {"stage": 3, "offload": Offload(optimizer=None, params="cpu")},
     "stage3-cpu-params": {"stage": 3, "offload": Offload(optimizer="cpu", params="cpu", step_device="cpu")},
+    "stage2-nvme": {"stage": 2, "offload": Offload(optimizer="nvme", **DISK)},
+    "stage3-nvme": {"stage": 3, "offload": Offload(optimizer="nvme", params="nvme", **DISK)},
     "stage1-recomputed": {"stage": 1, "activations": "offload"},
     "stage3-recomputed": {"stage": 3, "activations": "offload"},
 }
 PRECISIONS = {"fp32": None, "bf16": BF16}
 SCHEDULES: dict[str, tuple[str, ...]] = {"late": (), "late-copies": ("compute",), "late-compute": ("others",)}
 AT_ONCE = ("compute", "others")
-ON_HOST = tuple(name for name in PLACEMENTS if "cpu" not in name and "streamed" not in name and "params" not in name)
+ON_HOST = tuple(name for name, options in PLACEMENTS.items() if "offload" not in options)
 
 
 class _Training:
@@ -145,12 +150,15 @@ class _Run(NamedTuple):
     orders: set[str]
 
 
-def _trained(case: str, eager: tuple[str, ...], deaf_to: str | None = None) -> _Run:
+def _trained(case: str, eager: tuple[str, ...], deaf_to: str | None = None, *, flushes: bool = False) -> _Run:
+    """Train for four steps; ``flushes``: have the third step's disk work done before waits of the last are counted."""
     program, placement, precision = split_case(case)
     with warnings.catch_warnings(), SimulatedDevice(eager, deaf_to) as device:
         warnings.filterwarnings("error", "Parameter .* computes in 16 bits")
         one = _Training("cuda", PRECISIONS[precision], **PLACEMENTS[placement])
         for step in range(4):
+            if flushes and step == 3:
+                one.engine.flush()
             device.waits.clear()
             PROGRAMS[program](one, step)
         waits = {place: number for place, number in device.waits.items() if not place.endswith("program")}
@@ -189,6 +197,7 @@ _FAST = (
     "validated-stage3-cpu-params-bf16",
     "accumulated-stage2-cpu-fp32",
     "plain-stage3-params-fp32",
+    "accumulated-stage2-nvme-fp32",
 )
 
 
@@ -225,11 +234,40 @@ def test_the_simulated_device_trains_as_the_host(case: str) -> None:
     assert max(worlds.run(_distance_from_host, 2, case)) < 1e-6
 
 
+def _normed_late(num_threads: int) -> Tensor:
+    """Return the gradient of a bias that is computed when a thread waits in which PyTorch has ``num_threads``."""
+    torch.manual_seed(0)
+    norm, batch = nn.LayerNorm(6), torch.randn(10, 6)
+
+    def wait() -> None:
+        torch.set_num_threads(num_threads)
+        torch.cuda.synchronize()
+
+    with SimulatedDevice():
+        norm.to("cuda")
+        (norm(batch.to("cuda")) * torch.randn(10, 6).to("cuda")).sum().backward()
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join()
+        assert norm.bias.grad is not None
+        return norm.bias.grad.cpu()
+
+
+def test_bits_do_not_depend_on_the_thread_that_waits() -> None:
+    """PyTorch sums the gradients of a layer norm in as many parts as the thread has threads."""
+    num_threads = torch.get_num_threads()
+    try:
+        few, many = _normed_late(num_threads), _normed_late(num_threads + 1)
+    finally:
+        torch.set_num_threads(num_threads)
+    assert torch.equal(few, many)
+
+
 # -- Waits of the host -------------------------------------------------------------------------------------------------
 
 
 def _waits(rank: int, world: int, case: str) -> dict[str, int]:
-    return _trained(case, SCHEDULES["late"]).waits
+    return _trained(case, SCHEDULES["late"], flushes="nvme" in case).waits
 
 
 @pytest.mark.parametrize(
@@ -252,6 +290,8 @@ WAITS = {
     "stage3-streamed": 2,
     "stage3-params": 2,
     "stage3-cpu-params": 1,
+    "stage2-nvme": 4,
+    "stage3-nvme": 5,
 }
 NUM_BUFFERS = {"fp32": 3, "bf16": 6}
 
@@ -262,12 +302,33 @@ NUM_BUFFERS = {"fp32": 3, "bf16": 6}
         [f"{program}-{name}-{one}" for program in ("clipped", "accumulated") for name in WAITS for one in PRECISIONS],
         "accumulated-stage3-cpu-fp32",
         "clipped-stage2-cpu-bf16",
+        "accumulated-stage2-nvme-fp32",
     ),
 )
 def test_the_host_waits_for_few_copies_of_offloaded_buffers(case: str) -> None:
     _, placement, precision = split_case(case)
     for waits in worlds.run(_waits, 2, case):
         assert sum(waits.values()) <= WAITS[placement] * NUM_BUFFERS[precision] + 2, waits
+
+
+def _waits_in_backward(rank: int, world: int, placement: str) -> list[str]:
+    """Return where the host waits in a backward of which the gradients go to disks."""
+    with SimulatedDevice() as device:
+        one = _Training("cuda", BF16, **PLACEMENTS[placement])
+        for step in range(3):
+            loss = one.loss(step)
+            device.waits.clear()
+            loss.backward()
+            found = [place for place in device.waits if not place.endswith("program")]
+            one.step()
+        one.engine.close()
+    return [place for place in found if "disk.py fetch" not in place and "disk.py finish" not in place]
+
+
+@pytest.mark.parametrize("placement", sample(["stage2-nvme", "stage3-nvme"], "stage2-nvme"))
+def test_the_host_waits_in_no_backward_for_gradients_on_their_way_to_disks(placement: str) -> None:
+    """For parameters that are read from disks it does."""
+    assert worlds.run(_waits_in_backward, 2, placement) == [[], []]
 
 
 def _warned(rank: int, world: int) -> list[str]:

@@ -48,6 +48,14 @@ class _Unit:
 class _Reducer:
     def __init__(self, log: list[str]) -> None:
         self._log = log
+        self.has_same_use = False  # on this rank
+        self.ends: list[bool] = []  # of backwards; whether all ranks have the same use
+
+    def is_as_before(self, kind: Any) -> bool:
+        return self.has_same_use
+
+    def finish(self, kind: Any, *, is_as_before: bool, has_more_backwards: bool) -> None:
+        self.ends.append(is_as_before)
 
     def start(self, unit: _Unit) -> None:
         if not unit.is_reduced:
@@ -66,6 +74,7 @@ class _Ranks:
 
     def __init__(self) -> None:
         self.others: deque[int] = deque()
+        self.have_news = False
         self.agreements: list[int] = []
         self.running: dict[Any, None] = {}
 
@@ -81,7 +90,7 @@ class _Ranks:
         self.agreements.append(agreed)
         if self.others and theirs == agreed:
             self.others.popleft()
-        return [_DONE - agreed]
+        return [_DONE - agreed, self.have_news or numbers[1]]
 
 
 class _World:
@@ -91,7 +100,8 @@ class _World:
         self.log: list[str] = []
         self.units = [_Unit(index, self.log) for index in range(count)]
         self.ranks = _Ranks()
-        self.order = PassOrder(self.units, self.ranks, _Reducer(self.log), prefetch)  # type: ignore[arg-type]
+        self.reducer = _Reducer(self.log)
+        self.order = PassOrder(self.units, self.ranks, self.reducer, prefetch)  # type: ignore[arg-type]
 
     def use(self, *indices: int) -> None:
         for index in indices:
@@ -367,6 +377,34 @@ def test_every_unit_that_may_have_a_gradient_is_reduced_once_at_the_end() -> Non
     world = _World(count=3)
     world.units[1].expected = set()
     assert _backward(world, []) == ["reduce 0", "reduce 2"]
+
+
+@pytest.mark.parametrize(
+    ("here", "elsewhere", "expected"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_the_end_of_a_backward_says_whether_all_ranks_use_the_parameters_of_before(
+    here: bool, elsewhere: bool, expected: bool
+) -> None:
+    world = _World()
+    world.reducer.has_same_use, world.ranks.have_news = here, not elsewhere
+    for _ in range(2):  # in the first one, the units are reduced behind the agreement
+        for unit in world.units:
+            unit.is_reduced = False
+        world.order.begin("backward")
+        world.order.finish(reduces=True)
+    assert world.reducer.ends == [False, expected]
+
+
+def test_an_abandoned_backward_does_not_say_that_it_uses_the_parameters_of_before() -> None:
+    world = _World()
+    world.reducer.has_same_use = True
+    world.order.begin("backward")
+    world.order.abandon()
+    news = []
+    world.ranks.agree_on = lambda numbers, what: news.append(numbers[1]) or list(numbers)  # type: ignore[method-assign]
+    world.order.begin("forward")
+    world.order.finish()
+    assert news == [True, True]  # of the abandoned pass, and of the next
 
 
 def test_a_rank_whose_backward_has_nothing_reduces_all_the_same() -> None:

@@ -190,6 +190,19 @@ def test_errors_inside_gathered_leave_parameters_as_they_compute(stage: int) -> 
     worlds.run(_refused, 2, stage)
 
 
+def _takes_two_dtypes() -> bool:
+    """Say whether the backward of a convolution in bf16 takes a weight in fp32; it depends on the processor."""
+    weight, x = nn.Parameter(torch.ones(3, 3, 3, dtype=torch.bfloat16)), torch.ones(2, 3, 8, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = nn.functional.conv1d(x, weight).float().sum()
+    weight.data = weight.data.float()
+    try:
+        loss.backward()
+    except RuntimeError:
+        return False
+    return True
+
+
 def _gradients(rank: int, world: int, stage: int, build: type[nn.Module], where: str, autocast: bool) -> float:
     """Return the largest relative difference of gradients from those of a plain module. All ranks have one batch."""
     engine, module, _ = _engine(stage, build())
@@ -246,6 +259,10 @@ def _gradients(rank: int, world: int, stage: int, build: type[nn.Module], where:
 def test_gradients_of_graphs_that_cross_gathered_are_right(
     stage: int, build: type[nn.Module], where: str, autocast: bool
 ) -> None:
+    if (stage, build, where, autocast) == (1, ConvNet, "backward-inside", True) and not _takes_two_dtypes():
+        with pytest.raises(RuntimeError, match="expected scalar type"):  # in docs/limits.md
+            worlds.run(_gradients, 2, stage, build, where, autocast)
+        return
     for difference in worlds.run(_gradients, 2, stage, build, where, autocast):
         assert difference < (2**-6 if build is TinyGPT and autocast else 1e-5)  # embeddings are rounded
 

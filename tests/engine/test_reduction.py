@@ -91,6 +91,34 @@ def test_what_some_rank_used_counts_as_zero_elsewhere_and_what_nobody_used_has_n
     assert worlds.run(_used, 3) == [[{0, 1}, set(), None]] * 3
 
 
+def _remembered(rank: int, world: int) -> list[Any]:
+    """Use the same parameters twice, others on rank 1, and the same again behind an error; return what was known."""
+    reducer, (first, second) = _world(2)
+    found: list[Any] = []
+    for index in (0, 0, rank, 0):
+        if len(found) == 3:
+            reducer.abandon()
+        reducer.begin()
+        _add(reducer, first, index, 2.0)
+        reducer.start(first)
+        is_as_before = reducer.is_as_before("backward")
+        first.buffers[0].communicator.reset_stats()
+        reducer.finish("backward", is_as_before=False)
+        found.append((is_as_before, first.buffers[0].gradients.has_grad.copy()))
+        first.buffers[0].gradients.forget()
+    reducer.begin()
+    _add(reducer, first, 0, 2.0)
+    reducer.start(first)
+    first.buffers[0].communicator.reset_stats()
+    reducer.finish("backward", is_as_before=reducer.is_as_before("backward"))
+    return [*found, (first.buffers[0].communicator.calls["control"], first.buffers[0].gradients.has_grad)]
+
+
+def test_a_rank_knows_whether_it_uses_the_parameters_of_before() -> None:
+    same = [(False, {0}), (True, {0})]
+    assert worlds.run(_remembered, 2) == [[*same, (rank == 0, {0, 1}), (False, {0}), (0, {0})] for rank in range(2)]
+
+
 def _calls(rank: int, world: int, in_flight: int) -> list[int]:
     """Return how many reductions were under way after each start."""
     reducer, units = _world(2, in_flight, count=4)

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero.parallel.microbatches import batch_digest, shapes_of, split_batch
+from lightning_zero.parallel.microbatches import (
+    batch_digest,
+    list_of_samples,
+    num_samples,
+    shapes_of,
+    split_batch,
+    weighted_mean,
+)
 
 Pair = namedtuple("Pair", "x y")
 
@@ -30,6 +37,25 @@ def test_tensors_are_cut_in_every_container() -> None:
     assert (first["rate"], first["one"]) == (0.5, torch.tensor(3))
 
 
+@pytest.mark.parametrize(
+    ("size", "number", "expected"), [(7, 3, [3, 2, 2]), (2, 3, [1, 1]), (6, 3, [2, 2, 2]), (0, 3, [0])]
+)
+def test_sizes_differ_by_one_at_most(size: int, number: int, expected: list[int]) -> None:
+    x = torch.arange(size)
+    pieces = split_batch({"x": x, "names": list(range(size))}, number)
+    assert [num_samples(piece) for piece in pieces] == expected
+    assert [piece["x"].tolist() for piece in pieces] == [piece["names"] for piece in pieces]
+    assert torch.cat([piece["x"] for piece in pieces]).tolist() == x.tolist()
+
+
+def test_means_are_those_of_the_samples() -> None:
+    x = torch.arange(14.0).view(7, 2)
+    pieces = split_batch(x, 3)
+    mean = weighted_mean([piece.mean(0) for piece in pieces], [3, 2, 2])
+    assert torch.allclose(mean, x.mean(0))
+    assert weighted_mean([torch.tensor(1), torch.tensor(2)], [2, 2]) == 1.5
+
+
 def test_user_dicts_keep_their_class() -> None:
     batch = UserDict(ids=torch.arange(4))
     pieces = split_batch(batch, 2)
@@ -41,7 +67,6 @@ def test_user_dicts_keep_their_class() -> None:
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (torch.zeros(6, 2), r"`microbatches=4` does not divide a batch of 6 samples.*drop_last=True"),
         ({"x": torch.zeros(4), "y": torch.zeros(2)}, r"`batch\['x'\]` has 4, `batch\['y'\]` has 2"),
         ({"rate": 3}, "this one has none"),
     ],
@@ -57,3 +82,26 @@ def test_digest_and_shapes_tell_batches_apart() -> None:
     assert batch_digest(x) != batch_digest(x.flip(0))
     assert shapes_of({"x": x}) == shapes_of({"x": x + 1})
     assert shapes_of({"x": x}) != shapes_of({"x": x[:2]})
+
+
+FOUR = [torch.zeros(5)] * 4
+
+
+@pytest.mark.parametrize(
+    ("batch", "size", "found"),
+    [
+        (FOUR, 4, ("batch", 4, 5)),
+        ({"ids": FOUR, "labels": FOUR}, 4, ("batch['ids']", 4, 5)),
+        ({"ids": FOUR, "labels": FOUR}, None, ("batch['ids']", 4, 5)),
+        ([FOUR, FOUR], None, ("batch[0]", 4, 5)),
+        (FOUR, None, None),  # four tensors of five samples
+        (FOUR, 5, None),
+        (FOUR[:2], 20, None),
+        ([FOUR, torch.zeros(5)], None, None),  # the labels of five samples
+        ({"ids": FOUR[:3], "labels": FOUR}, None, None),
+        ([torch.zeros(4)] * 4, 4, None),
+        ({"ids": torch.zeros(4, 5)}, 4, None),
+    ],
+)
+def test_a_list_with_a_tensor_for_each_sample_is_found(batch: Any, size: Any, found: Any) -> None:
+    assert list_of_samples(batch, size) == found

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,9 +17,10 @@ from torch.nn.utils import spectral_norm
 from torch.nn.utils.parametrizations import spectral_norm as parametrized_spectral_norm
 
 from lightning_zero.config import ActivationCheckpointing
+from lightning_zero.errors import PipelineError
 from lightning_zero.parallel import module_state
 from lightning_zero.parallel.activation import checkpoint_activations
-from lightning_zero.parallel.module_state import ModuleState, put_back, without_caches
+from lightning_zero.parallel.module_state import ModuleState, put_back, unregistered_modules, without_caches
 from tests import worlds
 from tests.references import Outcome, difference, train, train_zero
 from tests.sampling import sample
@@ -234,6 +238,110 @@ def test_what_is_put_back_is_what_was_there() -> None:
     assert module.listed is listed
     assert (listed, module.named, module.values.tolist(), module.rebound) == ([1], {"a": 1}, [0.0, 0.0], (1,))
     assert not hasattr(module, "new")
+
+
+class Noise:
+    """An object that is called like a function."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.recent: deque[int] = deque([0], maxlen=2)
+        self.seen = np.zeros(2)
+
+    def __call__(self) -> None:
+        self.calls += 1
+        self.recent.append(self.calls)
+        self.seen += 1
+
+
+class Slots:
+    __slots__ = ("__private", "calls", "late")
+
+    def __init__(self) -> None:
+        self.calls = self.__private = 0
+
+    def change(self) -> None:
+        self.calls += 1
+        self.__private += 1
+        self.late = 1
+
+    def state(self) -> tuple[int, int, bool]:
+        return self.calls, self.__private, hasattr(self, "late")
+
+
+class Running(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+        self.calls, self.state = 0, torch.zeros(())
+
+    def forward(self) -> None:
+        self.mean += 1
+        self.calls += 1
+        self.state = self.state + 1
+
+
+def _state_of_all(module: Any) -> Any:
+    noise, hidden = module.noise["a"][0], module.hidden["a"]
+    return (
+        *(noise.calls, list(noise.recent), noise.seen.tolist(), module.table.tolist(), module.objects[0]),
+        *(dict(module.default), dict(module.counter), list(module.ordered.items()), sorted(module.names)),
+        *(module.raw, module.slots.state(), hidden.mean.item(), hidden.calls, hidden.state.item()),
+    )
+
+
+def test_callable_objects_arrays_and_containers_are_put_back() -> None:
+    module: Any = nn.Linear(2, 2)
+    noise, hidden, module.slots = Noise(), Running(), Slots()
+    module.noise, module.hidden, module.partial = {"a": [noise]}, {"a": hidden}, partial(print, noise)
+    module.table, module.objects = np.zeros((2, 2)), np.array([[1], None], dtype=object)
+    module.default, module.counter = defaultdict(list, {"a": [1]}), Counter(a=1)
+    module.ordered, module.names, module.raw = OrderedDict(a=1, b=2), {"a"}, bytearray(b"a")
+    arrays, before = (noise.seen, module.table), copy.deepcopy(_state_of_all(module))
+    with put_back(module.modules()):
+        noise()
+        hidden()
+        module.slots.change()
+        module.table[0] += 1
+        module.objects[0].append(2)
+        module.default["a"].append(2)
+        module.default["b"].append(2)
+        module.counter["a"] += 1
+        module.ordered["c"] = module.ordered.pop("a")
+        module.names.add("b")
+        module.raw += b"b"
+        assert all(now != old for now, old in zip(_state_of_all(module), before, strict=True))
+    assert _state_of_all(module) == before
+    assert noise.seen is arrays[0]
+    assert module.table is arrays[1]
+
+
+def test_a_write_into_an_array_that_is_too_large_for_a_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_state, "_MOST_OF_ARRAY", 16)
+    module: Any = nn.Linear(2, 2)
+    module.table = np.zeros(3)
+    module.view = module.table[:]
+    refused = pytest.raises(PipelineError, match=r"array of more than 16 bytes, of `Linear.table` \(24 bytes\)")
+    with refused, put_back(module.modules()):
+        module.table[0] += 1
+    assert module.table.tolist() == [0.0] * 3
+    assert module.table.flags.writeable
+    assert module.view.flags.writeable
+
+
+def test_a_registered_module_in_a_list_is_left_alone() -> None:
+    module: Any = nn.Sequential(Running(), Running())
+    module.listed, hidden = [module[0]], Running()
+    module.first = AnObject(hidden)
+    with put_back([module]):
+        module[0]()
+    assert module[0].calls == 1
+    assert [(name, one) for name, one in unregistered_modules(module)] == [("Sequential.first", hidden)]
+
+
+@dataclasses.dataclass
+class AnObject:
+    held: Any
 
 
 @dataclasses.dataclass(frozen=True)

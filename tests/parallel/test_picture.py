@@ -25,6 +25,11 @@ def test_the_command_prints_the_plan(capsys: pytest.CaptureFixture[str]) -> None
     assert "stage 0: F0.0 F0.1 B0.0 B0.1" in capsys.readouterr().out
 
 
+def test_the_command_names_both_halves_of_a_backward(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pipeline", "--stages=2", "--microbatches=2", "--schedule=zb_h1", "--weight=1"]) == 0
+    assert "stage 1: F1.0 B1.0 F1.1 B1.1 W1.0 W1.1" in capsys.readouterr().out
+
+
 def test_blocks_are_as_wide_as_they_take_long_and_the_bubble_is_grey() -> None:
     _, spans = simulate(compute_order("gpipe", 2, 2, 2), 2)
     image = draw_schedule(spans, 2)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero.config import Pipeline
+from lightning_zero.parallel.weight_gradients import WeightGradients
 from lightning_zero.strategy import ZeroStrategy
 from tests.lightning_programs import trainer
 from tests.worlds import run
@@ -72,6 +73,19 @@ def _bubble(rank: int, world: int, schedule: Any, seconds: float) -> float:
     return strategy.pipeline_timings(3)["pipeline/bubble_share"]
 
 
+def _bubble_of_halves(rank: int, world: int, seconds: float) -> float:
+    """Measure the bubble of blocks whose gradients of weights take as long as their forward."""
+    bring = WeightGradients.bring
+
+    def sleep_and_bring(self: Any, key: Any) -> None:
+        time.sleep(seconds)
+        bring(self, key)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WeightGradients, "bring", sleep_and_bring)
+        return _bubble(rank, world, "zb_h1", seconds)
+
+
 FORMULA = (STAGES - 1) / (MICROBATCHES + STAGES - 1)
 
 
@@ -81,6 +95,13 @@ FORMULA = (STAGES - 1) / (MICROBATCHES + STAGES - 1)
 def test_the_bubble_is_that_of_the_formula(schedule: str) -> None:
     shares = run(_bubble, STAGES, schedule, 0.2, timeout_s=120.0)  # a message alone takes up to 2 ms here
     assert shares == pytest.approx([FORMULA] * STAGES, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_the_bubble_of_zero_bubble_is_that_of_the_formula() -> None:
+    shares = run(_bubble_of_halves, STAGES, 0.2, timeout_s=120.0)
+    assert shares == pytest.approx([(STAGES - 1) / (3 * MICROBATCHES + STAGES - 1)] * STAGES, rel=0.1)
 
 
 @pytest.mark.slow

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules
 
-from lightning_zero.parallel.plan import Action, bubble_share, compute_order, evaluation_order, simulate
+from lightning_zero.parallel.plan import (
+    Action,
+    bubble_share,
+    compute_order,
+    evaluation_order,
+    most_microbatches,
+    simulate,
+)
 
 SIZES = [(2, 2), (2, 6), (4, 4), (4, 12), (3, 9)]
 
@@ -23,8 +30,12 @@ def torch_order(cls: Any, stages: int, per_rank: int, microbatches: int) -> list
         )
         for index in range(per_rank)
     ]  # fmt: skip
-    schedule = cls(own if per_rank > 1 else own[0], microbatches, loss_fn=lambda *_: 0)
-    kinds = {"FORWARD": "forward", "FULL_BACKWARD": "backward"}
+    takes_lists = issubclass(cls, schedules.PipelineScheduleMulti)
+    schedule = cls(own if takes_lists else own[0], microbatches, loss_fn=lambda *_: 0)
+    kinds = {
+        "FORWARD": "forward", "FULL_BACKWARD": "backward",
+        "BACKWARD_INPUT": "backward_input", "BACKWARD_WEIGHT": "backward_weight",
+    }  # fmt: skip
     return [
         [
             (kinds[action.computation_type.name], action.stage_index, action.microbatch_index)
@@ -61,7 +72,47 @@ def test_1f1b_is_the_order_of_pytorch(stages: int, microbatches: int) -> None:
     assert words(compute_order("1f1b", stages, stages, microbatches)) == expected
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+def test_zero_bubble_is_the_order_of_pytorch(stages: int, microbatches: int) -> None:
+    expected = torch_order(schedules.ScheduleInterleavedZeroBubble, stages, 1, microbatches)
+    assert words(compute_order("zb_h1", stages, stages, microbatches)) == expected
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+def test_zero_bubble_keeps_as_many_micro_batches_as_there_are_stages(stages: int, microbatches: int) -> None:
+    for actions in compute_order("zb_h1", stages, stages, microbatches):
+        waiting = most = 0
+        for action in actions:
+            waiting += (action.kind == "forward") - (action.kind == "backward_weight")
+            most = max(most, waiting)
+        assert most == stages
+        assert waiting == 0
+
+
+TIMES = [(1.0, 1.0, 1.0), (1.0, 1.5, 1.0), (2.0, 3.0, 2.0), (1.0, 2.0, 1.0)]  # of F, B and W
+
+
+@pytest.mark.parametrize("times", TIMES)
+@pytest.mark.parametrize(("stages", "microbatches"), [*SIZES, (4, 16), (8, 32)])
+def test_the_bubble_of_zero_bubble_is_that_of_the_paper(stages: int, microbatches: int, times: Any) -> None:
+    forward, backward, weight = times
+    spans = {
+        schedule: simulate(
+            compute_order(schedule, stages, stages, microbatches),
+            stages,
+            forward=forward,
+            backward=backward + weight,
+            weight=weight,
+        )[1]
+        for schedule in ("1f1b", "zb_h1")
+    }
+    work = microbatches * sum(times)
+    ends = {schedule: max(span.stop for span in found) for schedule, found in spans.items()}
+    assert ends["1f1b"] - work == pytest.approx((stages - 1) * (forward + backward + weight))
+    assert ends["zb_h1"] - work == pytest.approx((stages - 1) * (forward + backward - weight))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1"])
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
 def test_messages_of_two_ranks_are_in_one_order(schedule: Any, stages: int, microbatches: int) -> None:
     chunks = stages * (2 if schedule == "interleaved_1f1b" else 1)
@@ -70,7 +121,7 @@ def test_messages_of_two_ranks_are_in_one_order(schedule: Any, stages: int, micr
     for rank, actions in enumerate(lists):
         for action in actions:
             into = {"recv_input": action.chunk, "send_gradient": action.chunk}.get(action.kind, action.chunk + 1)
-            if action.kind in ("forward", "backward"):
+            if action.kind == "forward" or action.is_backward:
                 continue
             low, high = sorted(((into - 1) % stages, into % stages))
             direction = "output" if action.kind in ("send_output", "recv_input") else "gradient"
@@ -92,6 +143,26 @@ def test_bubble_is_that_of_the_formula(schedule: Any, stages: int, microbatches:
 def test_interleaving_makes_the_bubble_smaller(stages: int, microbatches: int) -> None:
     _, spans = simulate(compute_order("interleaved_1f1b", stages, 2 * stages, microbatches), 2 * stages)
     assert bubble_share(spans) < (stages - 1) / (microbatches + stages - 1)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1"])
+@pytest.mark.parametrize("stages", [2, 3, 4, 5])
+def test_a_small_batch_goes_through_every_chunk(schedule: Any, stages: int) -> None:
+    per_rank = 3 if schedule == "interleaved_1f1b" else 1
+    for samples in range(1, 4 * stages):
+        number = most_microbatches(schedule, stages, samples)
+        assert 0 < number <= samples < number + stages
+        lists, _ = simulate(compute_order(schedule, stages, per_rank * stages, number), per_rank * stages)
+        for actions in lists:
+            for kind in {"backward_input", "backward_weight"} if schedule == "zb_h1" else {"backward"}:
+                done = [action for action in actions if action.kind == kind]
+                assert len(set(done)) == len(done) == per_rank * number
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(4, 1), (4, 3), (3, 2)])
+def test_few_interleaved_micro_batches_are_in_the_order_of_pytorch(stages: int, microbatches: int) -> None:
+    expected = torch_order(schedules.ScheduleInterleaved1F1B, stages, 2, microbatches)
+    assert words(compute_order("interleaved_1f1b", stages, 2 * stages, microbatches)) == expected
 
 
 def test_evaluation_visits_every_chunk_once() -> None:

@@ -88,6 +88,16 @@ def test_no_cut_has_a_smaller_largest_chunk(seed: int) -> None:
     assert largest(balanced_bounds(costs, 3, first, last)) == best
 
 
+def test_modules_of_other_lists_lie_where_their_lists_do() -> None:
+    root = Program(depth=4)
+    root.net.downs = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+    root.net.ups = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.ModuleList([nn.ReLU(), nn.Linear(2, 2)])})
+    chunks = {place.name: place.chunk for place in split(root, partition="uniform", first=["net.downs"]).places}
+    assert [name for name in chunks if "downs" in name] == ["net.downs.0", "net.downs.1"]
+    assert [name for name in chunks if "ups" in name] == ["net.ups.a", "net.ups.b.1"]
+    assert (chunks["net.downs.0"], chunks["net.ups.b.1"]) == (0, 1)
+
+
 def test_types_are_counted() -> None:
     module = nn.Sequential(nn.ReLU(), nn.ReLU(), nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     assert split(module, partition="type:linear").bounds in ((0, 3, 5), (0, 4, 5))

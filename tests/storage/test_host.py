@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lightning_zero.storage import host
+from lightning_zero.storage import copies
 from lightning_zero.storage.host import HostStore
 from lightning_zero.storage.store import ShardStore
+from tests.simulated_device import SimulatedDevice
 
 
 def test_the_host_store_is_a_store_with_accounts() -> None:
@@ -29,9 +31,9 @@ def test_memory_is_locked_at_its_size_and_unlocked_at_the_end(monkeypatch: pytes
     locked: dict[int, int] = {}
     driver = SimpleNamespace(
         cudaHostRegister=lambda address, nbytes, flags: locked.__setitem__(address, nbytes) or 0,
-        cudaHostUnregister=locked.pop,
+        cudaHostUnregister=lambda address: 0 * locked.pop(address),
     )
-    monkeypatch.setattr(host, "driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     store = HostStore(pinned=True)
     kept = [store.create("optimizer", numel, torch.float32) for numel in (3, 5000, 0)]
     assert [one.numel() for one in kept] == [3, 5000, 0]
@@ -42,8 +44,13 @@ def test_memory_is_locked_at_its_size_and_unlocked_at_the_end(monkeypatch: pytes
     assert locked == {}
 
 
+def _fail_to_lock(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: code))
+    monkeypatch.setattr(copies, "_clear_error", lambda: None)
+
+
 def test_pages_that_cannot_be_locked_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "driver", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
+    _fail_to_lock(monkeypatch, 2)
     store = HostStore(pinned=True)
     with pytest.warns(UserWarning, match="4096 bytes of host memory could not be locked .CUDA error 2: .*ulimit"):
         store.create("optimizer", 10, torch.float32)
@@ -56,7 +63,7 @@ def test_locked_memory_that_is_given_back_is_used_again(monkeypatch: pytest.Monk
     driver = SimpleNamespace(
         cudaHostRegister=lambda address, nbytes, flags: calls.append(nbytes) or 0, cudaHostUnregister=lambda address: 0
     )
-    monkeypatch.setattr(host, "driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     store = HostStore(pinned=True)
     for dtype in (torch.float32, torch.int32):  # every step, whatever the dtype
         gradient = store.create("gradients", 100, dtype)
@@ -67,6 +74,37 @@ def test_locked_memory_that_is_given_back_is_used_again(monkeypatch: pytest.Monk
 
 
 def test_memory_that_something_else_has_locked_is_told_from_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "driver", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 712))
+    _fail_to_lock(monkeypatch, 712)
     with pytest.warns(UserWarning, match="CUDA error 712: something else has locked a part of it"):
         HostStore(pinned=True).create("optimizer", 10, torch.float32)
+
+
+def test_the_next_kernel_does_not_report_that_pages_could_not_be_locked() -> None:
+    with SimulatedDevice() as device:
+        device.driver.most_bytes = 4096
+        store = HostStore(pinned=True)
+        store.create("optimizer", 10, torch.float32)
+        with pytest.warns(UserWarning, match="CUDA error 2"):
+            store.create("optimizer", 10, torch.float32)
+        assert torch.ones(3, device="cuda").sum().item() == 3
+        device.driver.locked.clear()  # somebody else has unlocked it
+        store.close()
+        assert torch.ones(3, device="cuda").sum().item() == 3
+
+
+def test_forked_processes_do_not_share_locked_pages() -> None:
+    with SimulatedDevice():
+        tensor = HostStore(pinned=True).create("optimizer", 10, torch.float32)
+        assert "dc" in _flags_of_mapping(tensor.data_ptr())  # do not copy
+
+
+def _flags_of_mapping(address: int) -> list[str]:
+    is_inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if "-" in first and not first.endswith(":"):
+            start, stop = (int(bound, 16) for bound in first.split("-"))
+            is_inside = start <= address < stop
+        elif is_inside and first == "VmFlags:":
+            return rest.split()
+    raise AssertionError("the address is in no mapping")
