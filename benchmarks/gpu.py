@@ -40,7 +40,7 @@ _MARK = "pytest.mark.gpu"
 _ESTIMATES_S = {  # of files that are not short
     "tests/gpu/test_gpu_ops.py": 300,
     "tests/gpu/test_gpu_promises.py": 240,
-    "tests/engine/test_step_device.py": 180,
+    "tests/engine/optim/test_step_device.py": 180,
 }
 _SHORT_S = 30
 _STEP_S = 35

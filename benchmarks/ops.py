@@ -27,7 +27,7 @@ from benchmarks.contests import contests
 from benchmarks.sides import measure
 from benchmarks.table import Row, append, heading
 from benchmarks.turns import device, row, time_in_turns
-from lightning_zero.engine import sharded_gradient
+from lightning_zero.engine.buffers import sharded_gradient
 from lightning_zero_ops import accumulate_, adamw, adamw_step_, lion_step_, sq_norm_and_finite
 from lightning_zero_ops.flat import sq_norm
 from lightning_zero_ops.selfcheck import kernels_agree

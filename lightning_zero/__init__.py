@@ -3,18 +3,18 @@
 Importing the package registers the strategy names ``zero_0`` to ``zero_3`` with Lightning.
 """
 
-from lightning_zero.callbacks import ExportSafetensors, ZeroMonitor
 from lightning_zero.checkpoint.export import export_safetensors
 from lightning_zero.checkpoint.pretrained import load_pretrained
-from lightning_zero.checkpoint_io import load_from_checkpoint, name_the_reader_of_directories
 from lightning_zero.config import ActivationCheckpointing, Communication, MixedPrecision, Offload, Pipeline, Sharding
+from lightning_zero.engine.access.statistics import EngineStats
 from lightning_zero.engine.engine import ZeroEngine, gathered
-from lightning_zero.engine.statistics import EngineStats
 from lightning_zero.errors import CollectiveError, PipelineError, ReleasedParameterError, ShardedGradientError
 from lightning_zero.layout import FlatLayout
+from lightning_zero.lightning.callbacks import ExportSafetensors, ZeroMonitor
+from lightning_zero.lightning.checkpoint_io import load_from_checkpoint, name_the_reader_of_directories
+from lightning_zero.lightning.precision import LossScale
+from lightning_zero.lightning.strategy import ZeroStrategy, register_strategies
 from lightning_zero.parallel.specs import LayerSpec, TiedLayerSpec
-from lightning_zero.precision import LossScale
-from lightning_zero.strategy import ZeroStrategy, register_strategies
 
 __version__ = "0.1.0"
 

@@ -56,7 +56,7 @@ _SHARES = {
     _aten.set_.source_Storage_storage_offset,
     _aten.lift_fresh.default,
 }
-_PASSED_ON = ("storage/copies.py", "comm/communicator.py", "comm/mail.py finish")  # files, and single functions
+_PASSED_ON = ("storage/copies.py", "comm/communicator.py", "comm/p2p.py finish")  # files, and single functions
 _tensor_class: Any = Tensor
 _PLAIN = (_tensor_class.__torch_function__, torch.nn.Parameter.__torch_function__)
 _DEVICE_OF = _tensor_class.device.__get__

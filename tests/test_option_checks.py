@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.callbacks import ExportSafetensors, ZeroMonitor
 from lightning_zero.config import ActivationCheckpointing, Communication, MixedPrecision, Offload, Pipeline
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.lightning.callbacks import ExportSafetensors, ZeroMonitor
+from lightning_zero.lightning.precision import LossScale
+from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.option_checks import checked_arguments, checked_fields
-from lightning_zero.precision import LossScale
-from lightning_zero.strategy import ZeroStrategy
 
 Make = Callable[..., Any]
 FIELDS = [

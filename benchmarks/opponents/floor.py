@@ -13,7 +13,7 @@ from benchmarks.models import UNITS
 from benchmarks.opponents import Clock, fused_adamw
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication, Sharding
-from lightning_zero.engine.partition import Territory, choose_territories
+from lightning_zero.engine.units.partition import Territory, choose_territories
 from lightning_zero.layout import FlatLayout
 
 __all__ = ["FloorSide"]

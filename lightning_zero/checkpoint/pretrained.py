@@ -23,14 +23,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from lightning_zero.checkpoint.placeholders import StandIn, stand_ins
 from lightning_zero.checkpoint.planner import Segment
 from lightning_zero.checkpoint.ranks import Ranks
-from lightning_zero.checkpoint.standins import StandIn, stand_ins
 from lightning_zero.checkpoint.state import copy_ranges
 from lightning_zero.checkpoint.weightfiles import open_weights
-from lightning_zero.engine.awaited import Place, await_values
+from lightning_zero.engine.access.records import ParameterRecord
 from lightning_zero.engine.engine import ZeroEngine, engine_of
-from lightning_zero.engine.records import ParameterRecord
+from lightning_zero.engine.units.deferred_init import Place, await_values
 
 __all__ = ["IncompatibleKeys", "Rename", "load_pretrained"]
 

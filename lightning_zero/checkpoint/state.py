@@ -19,15 +19,15 @@ from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.flat import by_name
 from lightning_zero.checkpoint.own_state import after_loading, before_loading, own_entries
+from lightning_zero.checkpoint.placeholders import StandIn, replaced, stand_ins
 from lightning_zero.checkpoint.planner import Segment
 from lightning_zero.checkpoint.ranks import Ranks
-from lightning_zero.checkpoint.standins import StandIn, replaced, stand_ins
 from lightning_zero.checkpoint.stored import Lent, StoredTensor, fill
 from lightning_zero.errors import nearest
 
 if TYPE_CHECKING:
+    from lightning_zero.engine.access.records import ParameterRecord
     from lightning_zero.engine.engine import ZeroEngine
-    from lightning_zero.engine.records import ParameterRecord
 
 __all__ = [
     "copy_ranges",

@@ -13,29 +13,29 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_zero.comm.agreement import require_same
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import OFFLOAD_USE, Communication, MixedPrecision, Moments, Offload, StepTime
-from lightning_zero.engine.accumulated import has_hooks_of_program
-from lightning_zero.engine.agreement import require_same
-from lightning_zero.engine.attached import Attached
-from lightning_zero.engine.awaited import awaited_places, awaited_values, forget_awaited
-from lightning_zero.engine.buffer import FlatBuffer
-from lightning_zero.engine.deferred import Deferral
-from lightning_zero.engine.facts import optimizer_facts
-from lightning_zero.engine.hooks import is_hooked
-from lightning_zero.engine.optimizer import ShardedOptimizer, gradient_norm
-from lightning_zero.engine.parameter import is_called_by, restore_class
-from lightning_zero.engine.parts import Parts
-from lightning_zero.engine.places import Places
-from lightning_zero.engine.records import ParameterRecord, records_of
-from lightning_zero.engine.shardable import check_shardable
-from lightning_zero.engine.sharded_gradient import ShardedGradient
+from lightning_zero.engine.access.gathered import Write
+from lightning_zero.engine.access.param_index import Places
+from lightning_zero.engine.access.records import ParameterRecord, records_of
+from lightning_zero.engine.access.statistics import EngineStats
+from lightning_zero.engine.buffers.buffer import FlatBuffer
+from lightning_zero.engine.buffers.deferred import Deferral
+from lightning_zero.engine.buffers.parameter import is_called_by, restore_class
+from lightning_zero.engine.buffers.sharded_gradient import ShardedGradient
+from lightning_zero.engine.buffers.window import compare_assigned
+from lightning_zero.engine.optim.attached import Attached
+from lightning_zero.engine.optim.optimizer import ShardedOptimizer, gradient_norm
+from lightning_zero.engine.optim.step_device import StepDevice
+from lightning_zero.engine.runtime.accumulation_hooks import has_hooks_of_program
+from lightning_zero.engine.runtime.hooks import is_hooked
 from lightning_zero.engine.sharded_module import EngineOptions, ShardedModule
-from lightning_zero.engine.statistics import EngineStats
-from lightning_zero.engine.step_device import StepDevice
-from lightning_zero.engine.unit import Unit, UnitState
-from lightning_zero.engine.whole import Write
-from lightning_zero.engine.window import compare_assigned
+from lightning_zero.engine.units.deferred_init import awaited_places, awaited_values, forget_awaited
+from lightning_zero.engine.units.facts import optimizer_facts
+from lightning_zero.engine.units.pipeline_peers import Parts
+from lightning_zero.engine.units.shardable import check_shardable
+from lightning_zero.engine.units.unit import Unit, UnitState
 from lightning_zero.foreign_options import FOREIGN_TO_ENGINE
 from lightning_zero.option_checks import checked_arguments
 

@@ -9,30 +9,30 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_zero.comm.agreement import require_same
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication, MixedPrecision, Moments, Offload, Sharding, StepTime
-from lightning_zero.engine.agreement import require_same
-from lightning_zero.engine.aside import Aside
-from lightning_zero.engine.early import EarlySteps
-from lightning_zero.engine.elsewhere import Elsewhere
-from lightning_zero.engine.facts import model_facts, unit_facts
-from lightning_zero.engine.hooks import Hooks
-from lightning_zero.engine.lowering import Lowering
-from lightning_zero.engine.membership import Membership
-from lightning_zero.engine.module_buffers import ModuleBuffers, buffer_facts
-from lightning_zero.engine.order import PassOrder
-from lightning_zero.engine.original import RoundedWrites
-from lightning_zero.engine.parameter import Owner, own
-from lightning_zero.engine.partition import Territory, build_unit, choose_territories
-from lightning_zero.engine.parts import Parts
-from lightning_zero.engine.placement import Placement
-from lightning_zero.engine.places import Places
-from lightning_zero.engine.reduction import Reducer
-from lightning_zero.engine.statistics import Statistics
-from lightning_zero.engine.step_device import StepDevices
-from lightning_zero.engine.transforms import serve_transforms
-from lightning_zero.engine.unit import Unit
-from lightning_zero.engine.whole import Whole
+from lightning_zero.engine.access.gathered import Whole
+from lightning_zero.engine.access.offloaded_states import Aside
+from lightning_zero.engine.access.param_index import Places
+from lightning_zero.engine.access.statistics import Statistics
+from lightning_zero.engine.buffers.original import RoundedWrites
+from lightning_zero.engine.buffers.parameter import Owner, own
+from lightning_zero.engine.optim.step_device import StepDevices
+from lightning_zero.engine.runtime.hooks import Hooks
+from lightning_zero.engine.runtime.order import PassOrder
+from lightning_zero.engine.runtime.reduction import Reducer
+from lightning_zero.engine.runtime.step_in_backward import EarlySteps
+from lightning_zero.engine.runtime.transforms import serve_transforms
+from lightning_zero.engine.units.facts import model_facts, unit_facts
+from lightning_zero.engine.units.lowering import Lowering
+from lightning_zero.engine.units.membership import Membership
+from lightning_zero.engine.units.module_buffers import ModuleBuffers, buffer_facts
+from lightning_zero.engine.units.partition import Territory, build_unit, choose_territories
+from lightning_zero.engine.units.pipeline_peers import Parts
+from lightning_zero.engine.units.placement import Placement
+from lightning_zero.engine.units.remote_params import Elsewhere
+from lightning_zero.engine.units.unit import Unit
 from lightning_zero.storage.store import DeviceStore
 
 __all__ = ["EngineOptions", "ShardedModule"]

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.comm.mail import Letter, Mailbox
 from lightning_zero.comm.mesh import Mesh
+from lightning_zero.comm.p2p import Letter, Mailbox
 from lightning_zero.config import Pipeline
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.gates import Message

@@ -18,7 +18,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning_zero.checkpoint import directory
 from lightning_zero.checkpoint.asynchronous import AsyncSaver, StagingBuffer
 from lightning_zero.checkpoint.ranks import CheckpointError
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.lightning.strategy import ZeroStrategy
 from tests import worlds
 from tests.checkpoint import programs
 from tests.lightning_programs import Net, assert_equal, loader, seeded, trainer, weights

@@ -20,8 +20,8 @@ from torch._C._distributed_c10d import ErrorType
 
 from lightning_zero.comm import peers as peers_module
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.comm.mail import Mailbox
 from lightning_zero.comm.mesh import Mesh
+from lightning_zero.comm.p2p import Mailbox
 from lightning_zero.comm.peers import Peers
 from lightning_zero.comm.waits import Waits
 from lightning_zero.config import Communication

@@ -7,7 +7,7 @@ import os
 import sys
 
 from lightning_zero.config import Offload
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.lightning.strategy import ZeroStrategy
 from tests import worlds
 from tests.lightning_programs import Net, loader, seeded, trainer
 

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, Sto
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_avg_fn, get_ema_multi_avg_fn
 
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.lightning.strategy import ZeroStrategy
 from tests import worlds
 from tests.lightning_programs import STAGES, WORLD, Net, assert_equal, assert_moved, loader, seeded, trainer, weights
 from tests.sampling import sample

@@ -20,7 +20,7 @@ from lightning_zero.comm import communicator
 from lightning_zero.config import Communication, MixedPrecision
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.errors import CollectiveError
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.lightning.strategy import ZeroStrategy
 from tests import worlds
 from tests.lightning_programs import STAGES, Net, assert_equal, loader, seeded, trainer, weights
 from tests.references import TinyGPT, token_loss

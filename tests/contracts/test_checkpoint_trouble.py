@@ -21,7 +21,7 @@ from lightning_zero.checkpoint import directory
 from lightning_zero.checkpoint.ranks import CheckpointError
 from lightning_zero.config import Communication
 from lightning_zero.errors import CollectiveError
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.lightning.strategy import ZeroStrategy
 from tests import worlds
 from tests.lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
 from tests.sampling import sample

@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_zero.config import Communication
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.lightning.strategy import ZeroStrategy
 from tests.lightning_programs import WORLD, Net, assert_equal, loader, seeded, trainer, weights
 from tests.worlds import run
 

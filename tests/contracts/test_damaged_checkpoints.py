@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.checkpoint import directory, state
-from lightning_zero.checkpoint_io import load_from_checkpoint
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.lightning.checkpoint_io import load_from_checkpoint
 from tests import worlds
 from tests.checkpoint import programs
 

@@ -31,7 +31,7 @@ def _is_as_saved(module: torch.nn.Module, of: Any, stage: int) -> bool:
 
 
 def _after(rank: int, world: int, stage: int) -> None:
-    from lightning_zero.strategy import ZeroStrategy
+    from lightning_zero.lightning.strategy import ZeroStrategy
 
     def make(precision: str) -> Any:
         return trainer(rank, world, ZeroStrategy(stage=stage), precision=precision)

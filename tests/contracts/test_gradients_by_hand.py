@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.config import Communication, MixedPrecision
+from lightning_zero.engine.buffers.sharded_gradient import ShardedGradient
 from lightning_zero.engine.engine import ZeroEngine
-from lightning_zero.engine.sharded_gradient import ShardedGradient
 from lightning_zero.errors import ShardedGradientError
 from tests import worlds
 from tests.references import Case, Sharded, TinyGPT, adamw, difference, token_loss, tokens, train_zero

@@ -23,47 +23,17 @@ LEVELS: dict[str, int] = {
     "lightning_zero.option_checks": 1,
     "lightning_zero.comm": 2,
     "lightning_zero.storage": 2,
-    "lightning_zero.estimate": 2,
-    "lightning_zero.compat": 2,
-    "lightning_zero.engine": 3,
     "lightning_zero.parallel": 3,
-    "lightning_zero.checkpoint_io": 5,
-    "lightning_zero.checkpoint_hooks": 5,
-    "lightning_zero.processes": 5,
-    "lightning_zero.progress": 5,
-    "lightning_zero.refusals": 5,
-    "lightning_zero.signals": 5,
-    "lightning_zero.uneven": 5,
-    "lightning_zero.checkpoint": 4,
-    "lightning_zero.inference": 4,
-    "lightning_zero.monitor": 4,
-    "lightning_zero.strategy": 5,
-    "lightning_zero.averaging": 5,
-    "lightning_zero.precision": 5,
-    "lightning_zero.callbacks": 5,
-    "lightning_zero.metrics": 4,
-    "lightning_zero.rank_states": 4,
-    "lightning_zero.loader_states": 5,
-    "lightning_zero.logged": 5,
-    "lightning_zero.pipelined": 5,
-    "lightning_zero.measured": 5,
-    "lightning_zero.__main__": 6,
-    "lightning_zero": 7,
-}
-FACES = {
-    "strategy",
-    "averaging",
-    "checkpoint_hooks",
-    "processes",
-    "progress",
-    "refusals",
-    "signals",
-    "uneven",
-    "precision",
-    "checkpoint_io",
-    "loader_states",
-    "callbacks",
-    "__main__",
+    "lightning_zero.engine.buffers": 3,
+    "lightning_zero.engine.units": 4,
+    "lightning_zero.engine.optim": 5,
+    "lightning_zero.engine.runtime": 6,
+    "lightning_zero.engine.access": 7,
+    "lightning_zero.engine": 8,
+    "lightning_zero.checkpoint": 9,
+    "lightning_zero.lightning": 10,
+    "lightning_zero.__main__": 11,
+    "lightning_zero": 12,
 }
 
 
@@ -109,6 +79,12 @@ def test_every_file_has_a_level_of_its_own() -> None:
     assert not [room for room in rooms if _level(room) == LEVELS["lightning_zero"]]
 
 
+def test_the_table_of_the_architecture_has_the_same_levels() -> None:
+    table = (ROOT / "docs" / "architecture.md").read_text()
+    for level, file in re.findall(r"^\| (\d+) \| `(lightning_zero[^`]*)\.py` \|", table, re.MULTILINE):
+        assert _level(file.removesuffix("/__init__").replace("/", ".")) == int(level), file
+
+
 def test_imports_point_downwards() -> None:
     upward = [(a, b) for a, names in _graph().items() for b in names if _level(b) > _level(a)]
     assert not upward
@@ -122,9 +98,9 @@ def test_imports_have_no_cycle() -> None:
 
 
 @pytest.mark.parametrize("path", _files(), ids=_module)
-def test_lightning_is_imported_by_the_faces_only(path: Path) -> None:
+def test_lightning_is_imported_by_its_adapters_only(path: Path) -> None:
     foreign = {name.split(".")[0] for name in _imports(path)} & {"lightning", "pytorch_lightning", "lightning_fabric"}
-    assert not foreign or (path.parent.name == "lightning_zero" and path.stem in FACES)
+    assert not foreign or _module(path).startswith("lightning_zero.lightning.")
 
 
 def test_engine_and_parallel_do_not_know_each_other() -> None:

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.lightning.strategy import ZeroStrategy
 from tests.lightning_programs import WORLD, Net, assert_equal, loader, seeded, trainer, weights
 from tests.sampling import sample
 from tests.worlds import run

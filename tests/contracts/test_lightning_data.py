@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
 from lightning_zero.errors import CollectiveError
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.lightning.strategy import ZeroStrategy
 from tests.lightning_programs import WORLD, Net, data, loader, seeded, trainer
 from tests.sampling import sample
 from tests.worlds import run

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 import lightning_zero
-from lightning_zero.precision import LossScale
+from lightning_zero.lightning.precision import LossScale
 from tests.lightning_programs import STAGES, WORLD, Net, Sgd, assert_equal, loader, parity, seeded, trainer, weights
 from tests.worlds import run
 

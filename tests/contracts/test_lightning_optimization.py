@@ -23,8 +23,8 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lightning_zero.precision import LossScale
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.lightning.precision import LossScale
+from lightning_zero.lightning.strategy import ZeroStrategy
 from tests.lightning_programs import (
     STAGES,
     WORLD,

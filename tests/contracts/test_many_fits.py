@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_zero.comm.mail import Mailbox
 from lightning_zero.comm.mesh import Mesh
+from lightning_zero.comm.p2p import Mailbox
 from lightning_zero.config import Offload
 from lightning_zero.engine.engine import ZeroEngine
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.lightning.strategy import ZeroStrategy
 from tests import worlds
 from tests.lightning_programs import Net, loader, trainer
 from tests.sampling import sample

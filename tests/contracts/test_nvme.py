@@ -25,10 +25,10 @@ from torch.optim import Optimizer
 from benchmarks import storage
 from lightning_zero.config import Offload, StepTime
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.storage import nvme
 from lightning_zero.storage.disk import DiskStore
 from lightning_zero.storage.nvme import StorageError
-from lightning_zero.strategy import ZeroStrategy
 from tests import worlds
 from tests.contracts import test_offload
 from tests.contracts.test_offload import PRECISIONS, clamp, evaluate, forget_gradients, move_options, step_again

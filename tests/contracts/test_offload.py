@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.config import MixedPrecision, Offload
-from lightning_zero.engine import flat_step
-from lightning_zero.engine.deferred import Update
+from lightning_zero.engine.buffers.deferred import Update
+from lightning_zero.engine.buffers.parameter import PendingParameter, ReducedParameter
 from lightning_zero.engine.engine import ZeroEngine
-from lightning_zero.engine.parameter import PendingParameter, ReducedParameter
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.engine.optim import flat_step
+from lightning_zero.lightning.strategy import ZeroStrategy
 from tests import worlds
 from tests.lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
 from tests.references import Outcome, TinyGPT, difference, token_loss, train, train_zero
@@ -294,7 +294,7 @@ def _failing(rank: int, world: int) -> None:
         raise MemoryError("no room")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_zero.engine.flat_step.adamw.pytorch_step_", fail)
+        patch.setattr("lightning_zero.engine.optim.flat_step.adamw.pytorch_step_", fail)
         rule = dataclasses.replace(flat_step._ADAM, step=fail)
         patch.setitem(flat_step._RULES, torch.optim.AdamW, rule)
         engine, module, optimizer = _started(3, offload="cpu")

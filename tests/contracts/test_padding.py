@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine.parameter import ReleasedParameter
+from lightning_zero.engine.buffers.parameter import ReleasedParameter
 from tests import worlds
 from tests.references import Case, Sharded, train
 from tests.sampling import sample

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero.config import Pipeline
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.lightning.strategy import ZeroStrategy
 from tests.lightning_programs import seeded, trainer
 from tests.sampling import sample
 from tests.worlds import run

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_zero.config import Pipeline
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.lightning.strategy import ZeroStrategy
 from tests.lightning_programs import seeded, trainer
 from tests.sampling import sample
 from tests.worlds import run

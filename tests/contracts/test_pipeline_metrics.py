@@ -24,7 +24,7 @@ from torchmetrics.wrappers import (
 )
 
 from lightning_zero.errors import PipelineError
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.lightning.strategy import ZeroStrategy
 from tests.contracts.test_pipeline_programs import Program, _loader, _pipeline
 from tests.lightning_programs import seeded, trainer
 from tests.references import VOCAB

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_zero.config import Offload, Pipeline
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.lightning.strategy import ZeroStrategy
 from tests.contracts.test_pipeline_programs import Frozen, Functional, _loader
 from tests.lightning_programs import seeded, trainer
 from tests.sampling import sample

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.errors import PipelineError
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.lightning.strategy import ZeroStrategy
 from tests.contracts.test_pipeline_programs import Program, _loader, _pipeline
 from tests.fuzz.pipeline_runner import check, report
 from tests.fuzz.pipelines import EMBEDDED, INIT, PipelineProgram

@@ -17,7 +17,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.text import Perplexity
 
 from lightning_zero.config import Pipeline
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.lightning.strategy import ZeroStrategy
 from tests.lightning_programs import seeded, trainer
 from tests.sampling import sample
 from tests.worlds import run

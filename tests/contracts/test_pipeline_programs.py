@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_zero.callbacks import ZeroMonitor
 from lightning_zero.config import Pipeline
 from lightning_zero.errors import PipelineError
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.lightning.callbacks import ZeroMonitor
+from lightning_zero.lightning.strategy import ZeroStrategy
 from tests.lightning_programs import seeded, trainer
 from tests.references import VOCAB, TinyGPT
 from tests.sampling import sample

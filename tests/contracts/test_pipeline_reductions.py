@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_zero.config import Pipeline
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.lightning.strategy import ZeroStrategy
 from tests.contracts.test_pipeline_programs import Program, _loader
 from tests.lightning_programs import seeded, trainer
 from tests.sampling import sample

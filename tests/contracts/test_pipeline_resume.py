@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from lightning_zero.config import Pipeline
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.lightning.strategy import ZeroStrategy
 from tests.checkpoint import programs
 from tests.contracts.test_pipeline_parity import BATCH, LanguageModel, loader
 from tests.contracts.test_pipeline_programs import Dropout, _loader

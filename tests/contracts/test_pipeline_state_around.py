@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_zero.config import Pipeline
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.lightning.strategy import ZeroStrategy
 from tests.fuzz.pipeline_runner import check, report
 from tests.fuzz.pipelines import EMBEDDED, FRONT, INIT, PipelineProgram, batches, module_of
 from tests.lightning_programs import trainer

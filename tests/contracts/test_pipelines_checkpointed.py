@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_zero.config import Pipeline, Schedule
+from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.parallel.activation import forecast_of
-from lightning_zero.strategy import ZeroStrategy
 from tests.contracts.test_pipeline_programs import Dropout, Program, _loader
 from tests.lightning_programs import seeded, trainer
 from tests.sampling import sample

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_zero import Communication
 from lightning_zero.checkpoint import directory
 from lightning_zero.checkpoint.ranks import CheckpointError
-from lightning_zero.engine.buffer import FlatBuffer
+from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.errors import CollectiveError
 from tests import worlds
 from tests.lightning_programs import Net, ZeroStrategy, loader, seeded, trainer

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_zero.checkpoint import directory
 from lightning_zero.checkpoint.state import load_model_state, model_state
 from lightning_zero.config import MixedPrecision
+from lightning_zero.engine.buffers.parameter import ReleasedParameter, has_class
 from lightning_zero.engine.engine import ZeroEngine
-from lightning_zero.engine.parameter import ReleasedParameter, has_class
 from tests import worlds
 from tests.references import Case, train
 from tests.sampling import sample

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_zero.config import Communication, MixedPrecision, Offload
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.errors import CollectiveError
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.lightning.strategy import ZeroStrategy
 from tests import worlds
 from tests.lightning_programs import WORLD, Net, loader, trainer
 from tests.sampling import sample

@@ -21,12 +21,12 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.comm.communicator import Pending
 from lightning_zero.config import Communication
-from lightning_zero.engine.buffer import FlatBuffer
-from lightning_zero.engine.gradients import BufferGradients
-from lightning_zero.engine.hooks import Hooks
-from lightning_zero.engine.order import PassOrder
-from lightning_zero.engine.reduction import Reducer
-from lightning_zero.engine.unit import Unit, UnitState
+from lightning_zero.engine.buffers.buffer import FlatBuffer
+from lightning_zero.engine.buffers.gradients import BufferGradients
+from lightning_zero.engine.runtime.hooks import Hooks
+from lightning_zero.engine.runtime.order import PassOrder
+from lightning_zero.engine.runtime.reduction import Reducer
+from lightning_zero.engine.units.unit import Unit, UnitState
 from tests import worlds
 from tests.references import Replica, Sharded, TinyGPT, Trainer, adamw, token_loss
 from tests.sampling import sample

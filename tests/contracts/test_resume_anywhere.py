@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, default_collate
 
 from lightning_zero.checkpoint import directory
-from lightning_zero.checkpoint_io import ZeroCheckpointIO
 from lightning_zero.config import MixedPrecision
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.lightning.checkpoint_io import ZeroCheckpointIO
+from lightning_zero.lightning.strategy import ZeroStrategy
 from tests import worlds
 from tests.checkpoint import programs
 from tests.lightning_programs import Net, assert_equal, data, loader, seeded, trainer, weights

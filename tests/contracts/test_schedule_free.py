@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.lightning.strategy import ZeroStrategy
 from tests.engine.optimizers import ScheduleFree
 from tests.lightning_programs import WORLD, Net, assert_equal, assert_moved, loader, seeded, trainer, weights
 from tests.sampling import sample

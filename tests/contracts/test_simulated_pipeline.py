@@ -173,12 +173,12 @@ def test_the_host_waits_a_few_times_a_batch_and_never_for_a_microbatch(
 # -- Mutants: each order, not heard ------------------------------------------------------------------------------------
 
 OF_PIPELINES: dict[str, str] = {  # and a case that shows it
-    "wait of a collective: comm/mail.py flush": "plain-handed-1f1b-fp32-stage1",
-    "wait of a collective: comm/mail.py wait": "plain-handed-1f1b-fp32-stage1",
-    "wait of a collective: engine/parts.py _sum": "clipped-handed-gpipe-fp32-stage1-tied",
-    "wait of a collective: engine/parts.py combine_norms": "clipped-handed-gpipe-fp32-stage1-tied",
-    "wait of a collective: engine/parts.py start_equal": "clipped-handed-gpipe-fp32-stage1-tied",
-    "wait of a collective: engine/whole.py values_of_part": "plain-handed-1f1b-fp32-stage1",
+    "wait of a collective: comm/p2p.py flush": "plain-handed-1f1b-fp32-stage1",
+    "wait of a collective: comm/p2p.py wait": "plain-handed-1f1b-fp32-stage1",
+    "wait of a collective: engine/units/pipeline_peers.py _sum": "clipped-handed-gpipe-fp32-stage1-tied",
+    "wait of a collective: engine/units/pipeline_peers.py combine_norms": "clipped-handed-gpipe-fp32-stage1-tied",
+    "wait of a collective: engine/units/pipeline_peers.py start_equal": "clipped-handed-gpipe-fp32-stage1-tied",
+    "wait of a collective: engine/access/gathered.py values_of_part": "plain-handed-1f1b-fp32-stage1",
 }
 
 

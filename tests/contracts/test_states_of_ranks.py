@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_zero.config import Pipeline
-from lightning_zero.rank_states import kept_states
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.lightning.rank_states import kept_states
+from lightning_zero.lightning.strategy import ZeroStrategy
 from tests.lightning_programs import WORLD, Net, seeded, trainer
 from tests.worlds import run
 

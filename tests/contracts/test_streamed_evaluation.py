@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_zero.config import Offload
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.lightning.strategy import ZeroStrategy
 from tests import worlds
 from tests.lightning_programs import Block, Net, assert_equal, loader, seeded, trainer, weights
 

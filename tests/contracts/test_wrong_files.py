@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 import lightning_zero
 from lightning_zero.checkpoint.consolidate import consolidate
 from lightning_zero.checkpoint.convert import convert
-from lightning_zero.checkpoint_io import ZeroCheckpointIO
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.lightning.checkpoint_io import ZeroCheckpointIO
+from lightning_zero.lightning.strategy import ZeroStrategy
 from tests import worlds
 from tests.lightning_programs import Net, loader, trainer
 

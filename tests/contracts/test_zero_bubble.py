@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_zero.config import Pipeline, Schedule
+from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.parallel.weight_gradients import WeightGradients
-from lightning_zero.strategy import ZeroStrategy
 from tests.contracts.test_pipeline_parity import fit
 from tests.contracts.test_pipeline_programs import Program
 from tests.contracts.test_pipeline_programs import _fit as fit_program

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.config import Communication, MixedPrecision
+from lightning_zero.engine.buffers.parameter import ReleasedParameter
 from lightning_zero.engine.engine import ZeroEngine
-from lightning_zero.engine.parameter import ReleasedParameter
 from lightning_zero.errors import CollectiveError, ReleasedParameterError
 from tests import worlds
 from tests.references import Block, TinyGPT, token_loss

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.config import Communication, MixedPrecision, Offload
-from lightning_zero.engine import optimizer as engine_optimizer
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.engine.optim import optimizer as engine_optimizer
 from lightning_zero_ops import adamw, selfcheck
 from tests import worlds
 from tests.references import TinyGPT

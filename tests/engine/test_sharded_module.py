@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from lightning_zero.config import Communication, MixedPrecision, Offload, Sharding
-from lightning_zero.engine.parameter import owner_of
-from lightning_zero.engine.places import Places
+from lightning_zero.engine.access.param_index import Places
+from lightning_zero.engine.buffers.parameter import owner_of
 from lightning_zero.engine.sharded_module import EngineOptions, ShardedModule
-from lightning_zero.engine.unit import Unit
+from lightning_zero.engine.units.unit import Unit
 
 OPTIONS = EngineOptions(
     stage=3,

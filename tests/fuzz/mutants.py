@@ -15,20 +15,21 @@ import torch
 
 from lightning_zero.checkpoint import state
 from lightning_zero.comm import communicator
-from lightning_zero.engine import optimizer, sharded_gradient
-from lightning_zero.engine.attached import Attached
-from lightning_zero.engine.buffer import FlatBuffer
-from lightning_zero.engine.deferred import Update
-from lightning_zero.engine.gradients import BufferGradients
-from lightning_zero.engine.hooks import Hooks
-from lightning_zero.engine.module_buffers import ModuleBuffers
-from lightning_zero.engine.optimizer import ShardedOptimizer
-from lightning_zero.engine.order import PassOrder
-from lightning_zero.engine.own_range import OwnRange
-from lightning_zero.engine.reduction import Reducer
-from lightning_zero.engine.unit import Unit
-from lightning_zero.engine.whole import Whole
-from lightning_zero.engine.window import BufferWindow
+from lightning_zero.engine.access.gathered import Whole
+from lightning_zero.engine.buffers import sharded_gradient
+from lightning_zero.engine.buffers.buffer import FlatBuffer
+from lightning_zero.engine.buffers.deferred import Update
+from lightning_zero.engine.buffers.gradients import BufferGradients
+from lightning_zero.engine.buffers.own_range import OwnRange
+from lightning_zero.engine.buffers.window import BufferWindow
+from lightning_zero.engine.optim import optimizer
+from lightning_zero.engine.optim.attached import Attached
+from lightning_zero.engine.optim.optimizer import ShardedOptimizer
+from lightning_zero.engine.runtime.hooks import Hooks
+from lightning_zero.engine.runtime.order import PassOrder
+from lightning_zero.engine.runtime.reduction import Reducer
+from lightning_zero.engine.units.module_buffers import ModuleBuffers
+from lightning_zero.engine.units.unit import Unit
 
 __all__ = ["MUTANTS"]
 

@@ -11,6 +11,7 @@ import torch
 
 from lightning_zero.comm.peers import Peers
 from lightning_zero.errors import PipelineError
+from lightning_zero.lightning.pipelined_steps import PipelinedSteps
 from lightning_zero.parallel import pipeline
 from lightning_zero.parallel.fakes import Fakes
 from lightning_zero.parallel.gates import Gates
@@ -18,7 +19,6 @@ from lightning_zero.parallel.gradient_hooks import GradientHooks
 from lightning_zero.parallel.pipeline import PipelineRunner
 from lightning_zero.parallel.sources import Source
 from lightning_zero.parallel.user_hooks import without_hooks
-from lightning_zero.pipelined import PipelinedSteps
 
 __all__ = ["MUTANTS"]
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_zero.config import Pipeline
 from lightning_zero.errors import PipelineError
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.lightning.strategy import ZeroStrategy
 from tests import worlds
 from tests.fuzz.pipelines import PipelineProgram, batches, module_of, show, smaller
 from tests.lightning_programs import trainer

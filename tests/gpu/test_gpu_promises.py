@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_zero.config import Communication, MixedPrecision
 from lightning_zero.engine.engine import ZeroEngine
-from lightning_zero.precision import LossScale
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.lightning.precision import LossScale
+from lightning_zero.lightning.strategy import ZeroStrategy
 from tests import worlds
 from tests.lightning_programs import Ranks
 from tests.references import Block, TinyGPT, difference, tokens, train, train_reference, train_zero

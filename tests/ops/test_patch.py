@@ -450,7 +450,7 @@ def test_a_hook_of_the_engine_keeps_the_fused_loss() -> None:
         calls.append(args[0].shape)
 
     calls: list[Any] = []
-    gather.__module__ = "lightning_zero.engine.hooks"
+    gather.__module__ = "lightning_zero.engine.runtime.hooks"
     model.lm_head.register_forward_pre_hook(gather)
     assert model(**_batch()).logits is None
     assert calls == [(2, 11, 32)]

@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_zero.config import ActivationCheckpointing
+from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.parallel import activation
 from lightning_zero.parallel.activation import checkpoint_activations
 from lightning_zero.storage.copies import Copies, Landing
-from lightning_zero.strategy import ZeroStrategy
 from tests import worlds
 from tests.lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
 from tests.references import Outcome, difference, train, train_zero

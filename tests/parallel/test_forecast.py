@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.config import ActivationCheckpointing
+from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.parallel.activation import checkpoint_activations, forecast_of
 from lightning_zero.parallel.forecast import Forecast, KeptBytes
-from lightning_zero.strategy import ZeroStrategy
 from tests import worlds
 from tests.lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
 from tests.parallel.test_activation import Model, _kept_per_block

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero.config import Pipeline
+from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.parallel.weight_gradients import WeightGradients
-from lightning_zero.strategy import ZeroStrategy
 from tests.lightning_programs import trainer
 from tests.worlds import run
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero.engine.accumulated import has_hooks_of_program
+from lightning_zero.engine.runtime.accumulation_hooks import has_hooks_of_program
 from lightning_zero.parallel.weight_gradients import WeightGradients
 
 KEY = (0, 0)

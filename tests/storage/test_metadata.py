@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.engine.parameter import PendingParameter, ReleasedParameter, SleepingParameter, own, set_raw_grad
+from lightning_zero.engine.buffers.parameter import (
+    PendingParameter,
+    ReleasedParameter,
+    SleepingParameter,
+    own,
+    set_raw_grad,
+)
 from lightning_zero.storage.metadata import QUESTION_FUNCTIONS, QUESTIONS
 from lightning_zero.storage.sleeping import SleepingTensor, register
 

@@ -1,0 +1,1 @@
+"""Whole parameters for users, checkpoints and statistics."""

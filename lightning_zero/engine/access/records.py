@@ -1,0 +1,145 @@
+"""Parameters as checkpoints see them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zero.config import Moments
+from lightning_zero.engine.access.param_index import Places
+from lightning_zero.engine.buffers.buffer import FlatBuffer
+from lightning_zero.engine.buffers.sharded_gradient import ShardedGradient
+from lightning_zero.engine.optim.flat_step import Place
+from lightning_zero.engine.optim.moments import widened
+from lightning_zero.engine.units.pipeline_peers import Parts
+
+__all__ = ["ParameterRecord", "records_of"]
+
+
+@dataclass(frozen=True)
+class ParameterRecord:
+    """One parameter as checkpoints see it.
+
+    Attributes:
+        name: First fully qualified name.
+        aliases: All names of a tied parameter, ``name`` first.
+        shape: Shape of the whole parameter.
+        parameter: The user's object.
+        trained: Whether an optimizer steps it.
+        dtype: The dtype in which the user gave it; it may compute and be stepped in others.
+        save_range: Elements of the flattened parameter that this rank should write. The ranges of all ranks tile the
+            parameter exactly once, at every stage.
+        own_range: Elements whose master and optimizer state this rank holds; all of them at stage 0. Both ranges are
+            empty where another part of the model holds the parameter.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    parameter: nn.Parameter
+    trained: bool
+    dtype: torch.dtype
+    save_range: tuple[int, int]
+    own_range: tuple[int, int]
+    _buffer: FlatBuffer | torch.Tensor = field(repr=False)  # elsewhere: an empty master
+    _index: int = field(repr=False)
+    _moments: Moments = field(default="fp32", repr=False)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether states are 1-D segments, also where this rank holds everything; at stage 0 they are whole."""
+        return isinstance(self._buffer, torch.Tensor) or self._buffer.sharding.optim
+
+    def master(self) -> torch.Tensor:
+        """Return the values that are stepped: 1-D over ``own_range``, live. ``publish`` after writing into it."""
+        if isinstance(self._buffer, torch.Tensor):
+            return self._buffer
+        return self._buffer.segment(self._index).reshape(-1)
+
+    @property
+    def shown_dtype(self) -> torch.dtype:
+        """The dtype in which values are saved; frozen ones whose 16 bits say everything have no master in it."""
+        if isinstance(self._buffer, torch.Tensor) or self._buffer.master is not None:
+            return self.master().dtype
+        return self._buffer.kind.shown
+
+    def state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the optimizer state: 1-D segments over ``own_range`` (whole tensors at stage 0).
+
+        Live, except for moments that are kept in other dtypes than the master's: those are copies in its dtype.
+        """
+        state = optimizer.state.get(self.parameter, {})
+        if any(isinstance(one, ShardedGradient) for one in state.values()):  # made of the step window's segments
+            state = {key: _plain(one) for key, one in state.items()}
+        return widened(state, self._moments, self.master().dtype)
+
+
+def _plain(value: Any) -> Any:
+    return value.as_subclass(torch.Tensor) if isinstance(value, ShardedGradient) else value
+
+
+def records_of(
+    module: nn.Module, places: Places, trained: Collection[int], *, parts: Parts | None, rank: int, moments: Moments
+) -> list[ParameterRecord]:
+    """Return one record per parameter, in the order of ``named_parameters``.
+
+    Args:
+        module: The sharded module.
+        places: Where its parameters lie.
+        trained: The parameters that an optimizer steps, by ``id``.
+        parts: The other parts of the model, if it is cut; a parameter that several of them hold is saved by one.
+        rank: This rank.
+        moments: How the moments of AdamW and Adam are kept.
+    """
+    records = []
+    for param in module.parameters():
+        if places.elsewhere is not None and param in places.elsewhere:
+            records.append(_record_elsewhere(param, places.names[id(param)], places.elsewhere.master(param)))
+            continue
+        is_saved = parts is None or parts.is_counted_here(param)
+        names, place = places.names[id(param)], places.of(param)
+        saved_by = rank if is_saved else None
+        records.append(_record_here(place, names, trained=id(param) in trained, saved_by=saved_by, moments=moments))
+    return records
+
+
+def _record_here(
+    place: Place, names: tuple[str, ...], *, trained: bool, saved_by: int | None, moments: Moments
+) -> ParameterRecord:
+    """Return the record of a parameter that lies here; ``saved_by`` is None where another part saves it."""
+    buffer, index = place
+    segment = None if saved_by is None else buffer.layout.segment(index, saved_by)
+    return ParameterRecord(
+        name=names[0],
+        aliases=names,
+        shape=buffer.layout.slots[index].shape,
+        parameter=buffer.params[index],
+        trained=trained,
+        dtype=buffer.kind.original,
+        save_range=(0, 0) if segment is None else (segment.start, segment.stop),
+        own_range=buffer.own_range.elements(index),
+        _buffer=buffer,
+        _index=index,
+        _moments=moments,
+    )
+
+
+def _record_elsewhere(param: nn.Parameter, names: tuple[str, ...], master: torch.Tensor) -> ParameterRecord:
+    """Return the record of a parameter that another part of the model holds, with an empty master."""
+    return ParameterRecord(
+        name=names[0],
+        aliases=names,
+        shape=tuple(param.shape),
+        parameter=param,
+        trained=False,
+        dtype=param.dtype,
+        save_range=(0, 0),
+        own_range=(0, 0),
+        _buffer=master,
+        _index=0,
+    )

@@ -1,0 +1,219 @@
+"""The engine's memory, traffic and plan, in numbers and in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.config import Moments
+from lightning_zero.engine.buffers.buffer import FlatBuffer
+from lightning_zero.engine.optim.flat_step import Place
+from lightning_zero.engine.units.lowering import Lowering
+from lightning_zero.engine.units.unit import Unit
+from lightning_zero.storage.disk import DiskStore
+from lightning_zero.storage.host import HostStore
+from lightning_zero.storage.sleeping import is_asleep
+from lightning_zero.storage.store import DeviceStore, Kind
+
+__all__ = ["EngineStats", "Statistics"]
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """The engine's memory and traffic on this rank.
+
+    Attributes:
+        stage: ZeRO stage.
+        world_size: Ranks that share the model.
+        num_units: Units with parameters.
+        memory: Bytes that are alive on this rank: ``parameters``, ``gradients``, ``optimizer`` (masters and states),
+            ``gathered`` (whole parameters at stage 3).
+        host: Bytes of these kinds that are offloaded to host memory.
+        disk: Bytes of these kinds that are offloaded to disks.
+        traffic: Bytes this rank has sent since ``reset_stats``: ``all_gather``, ``reduce_scatter``, ``broadcast``
+            (buffers), ``control``.
+        calls: Number of calls of each of these.
+        wait_s: Seconds this rank has waited for collectives: the host, and over NCCL the GPU, as far as it has come.
+        peak_gathered: Most bytes of whole parameters that were alive at once.
+    """
+
+    stage: int
+    world_size: int
+    num_units: int
+    memory: dict[str, int]
+    host: dict[str, int]
+    disk: dict[str, int]
+    traffic: dict[str, int]
+    calls: dict[str, int]
+    wait_s: float
+    peak_gathered: int
+
+
+class Statistics:
+    """Counts for one engine.
+
+    Args:
+        stage: ZeRO stage, as the user gave it.
+        units: The engine's units.
+        places: Where its parameters lie, by ``id``.
+        communicator: That of the shards.
+        store: The store on the device.
+        host: The store in host memory.
+        disk: The store on disks; None if nothing is offloaded to disks.
+        prefetch: Units that are gathered ahead.
+        moments: How the moments of AdamW and Adam are kept.
+        lowering: Which matrices compute in 16 bits.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        units: Sequence[Unit],
+        places: Mapping[int, Place],
+        *,
+        communicator: Communicator,
+        store: DeviceStore,
+        host: HostStore,
+        disk: DiskStore | None,
+        prefetch: int,
+        moments: Moments,
+        lowering: Lowering,
+    ) -> None:
+        self._stage = stage
+        self._units = units
+        self._places = places
+        self._communicator = communicator
+        self._store = store
+        self._host = host
+        self._disk = disk
+        self._prefetch = prefetch
+        self._moments = moments
+        self._lowering = lowering
+
+    def take(self, optimizers: Iterable[Optimizer]) -> EngineStats:
+        """Return bytes held, bytes sent and seconds waited on this rank. No collective."""
+        memory, host = self._held(self._store), self._held(self._host)
+        for optimizer in optimizers:
+            device_bytes, host_bytes = self._state_bytes(optimizer)
+            memory["optimizer"] += device_bytes
+            host["optimizer"] += host_bytes
+        traffic = dict.fromkeys(("all_gather", "reduce_scatter", "broadcast", "control"), 0)
+        return EngineStats(
+            stage=self._stage,
+            world_size=self._communicator.world_size,
+            num_units=sum(1 for unit in self._units if unit.buffers),
+            memory=memory,
+            host=host,
+            disk=self._held(self._disk),
+            traffic={**traffic, **self._communicator.sent_bytes},
+            calls={**traffic, **self._communicator.calls},
+            wait_s=self._communicator.wait_s,
+            peak_gathered=self._store.peak("gathered"),
+        )
+
+    def reset(self) -> None:
+        """Start counting traffic and peaks anew."""
+        self._communicator.reset_stats()
+        self._store.reset_peak()
+
+    def plan(self) -> list[str]:
+        """Return about six lines of text: units, dtypes, memory and traffic."""
+        buffers = [buffer for unit in self._units for buffer in unit.buffers]
+        trained = [buffer for buffer in buffers if buffer.kind.trained]
+        total = sum(buffer.layout.numel for buffer in buffers)
+        largest = max(self._units, key=lambda unit: unit.numel)
+        memory, host = self._held(self._store), self._held(self._host)
+        grad_bytes = sum(_gradient_bytes(buffer) for buffer in trained)
+        leaving = [buffer for buffer in trained if buffer.is_offloaded and buffer.sharding.grads]
+        host_grads = sum(_gradient_bytes(buffer) for buffer in leaving if buffer.sleep is None)
+        disk_grads = sum(_gradient_bytes(buffer) for buffer in leaving if buffer.sleep is not None)
+        share = self._communicator.world_size - 1
+        sent_params = sum(buffer.full.nbytes // self._communicator.world_size * share for buffer in buffers)
+        sent_trained = sum(buffer.full.nbytes // self._communicator.world_size * share for buffer in trained)
+        sent_grads = sum(buffer.layout.shard_numel * buffer.kind.reduce.itemsize * share for buffer in trained)
+        sent = sent_grads + {0: sent_grads, 3: 2 * sent_params}.get(self._stage, sent_trained)
+        dtypes = sorted({_short(buffer.kind.compute) for buffer in buffers})
+        reduce = sorted({_short(buffer.kind.reduce) for buffer in trained})
+        return [
+            f"ZeRO stage {self._stage} on {self._communicator.world_size} rank(s), {self._communicator.device.type}:"
+            f" {total:,} parameters, {sum(buffer.layout.numel for buffer in trained):,} trained",
+            f"units: {sum(1 for unit in self._units if unit.buffers)}, the largest `{largest.name}`"
+            f" with {largest.numel:,} parameters; prefetch {self._prefetch}" + self._places_of_units(),
+            f"dtypes: compute {', '.join(dtypes)}; gradients {', '.join(reduce) or 'none'}"
+            + ("" if self._moments == "fp32" else f"; moments {self._moments}")
+            + self._lowering.plan(),
+            f"memory per rank: parameters {_size(memory['parameters'])}, masters {_size(memory['optimizer'])},"
+            f" gradients {_size(grad_bytes - host_grads - disk_grads)}"
+            + (f", gathered at most about {_size(self._gathered_estimate())}" if self._stage == 3 else "")
+            + (
+                f"; in host memory: parameters {_size(host['parameters'])}, masters {_size(host['optimizer'])},"
+                f" gradients {_size(host_grads)}"
+                if any(host.values())
+                else ""
+            )
+            + ("" if self._disk is None else self._on_disk(self._disk, disk_grads)),
+            f"sent per rank and step: {_size(sent)}"
+            f" (gradients {_size(sent_grads)}, parameters {_size(sent - sent_grads)})",
+        ]
+
+    def _places_of_units(self) -> str:
+        """Say where the states of units are, if not all are on the device."""
+        trained = [[buffer for buffer in unit.buffers if buffer.kind.trained] for unit in self._units]
+        on_disk = sum(any(buffer.sleep is not None for buffer in buffers) for buffers in trained)
+        in_host = sum(any(buffer.is_offloaded for buffer in buffers) for buffers in trained) - on_disk
+        if not (on_disk or in_host):
+            return ""
+        here = sum(1 for buffers in trained if buffers) - on_disk - in_host
+        return f"; states of {here} units on the device, {in_host} in host memory, {on_disk} on disks"
+
+    def _on_disk(self, store: DiskStore, grads: int) -> str:
+        held = self._held(store)
+        return (
+            f"; on disks: parameters {_size(held['parameters'])}, masters {_size(held['optimizer'])},"
+            f" gradients {_size(grads)}"
+        )
+
+    @staticmethod
+    def _held(store: DeviceStore | HostStore | DiskStore | None) -> dict[str, int]:
+        """Return the bytes that are alive, by kind."""
+        return {kind: 0 if store is None else store.live(kind) for kind in get_args(Kind)}
+
+    def _gathered_estimate(self) -> int:
+        sizes = [sum(buffer.full.nbytes for buffer in unit.buffers) for unit in self._units]
+        root, others = sizes[0], sorted(sizes[1:], reverse=True)
+        is_sharded = any(unit.is_sharded_between_uses for unit in self._units)
+        return root + sum(others[: 1 + self._prefetch]) if is_sharded else 0
+
+    def _state_bytes(self, optimizer: Optimizer) -> tuple[int, int]:
+        """Return the bytes of an optimizer's states, on the device and offloaded."""
+        storages: dict[bool, dict[int, int]] = {False: {}, True: {}}
+        for param, state in vars(optimizer)["state"].items():  # sizes are known before a deferred step is made
+            place = self._places.get(id(param))
+            is_offloaded = place is not None and place[0].is_on_host
+            for value in state.values():
+                if torch.is_tensor(value) and not is_asleep(value):  # the store counts those
+                    storage = value.untyped_storage()
+                    storages[is_offloaded][storage._cdata] = storage.nbytes()
+        return sum(storages[False].values()), sum(storages[True].values())
+
+
+def _gradient_bytes(buffer: FlatBuffer) -> int:
+    numel = buffer.layout.shard_numel if buffer.sharding.grads else buffer.layout.padded_numel
+    return numel * buffer.kind.reduce.itemsize
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024 or unit == "GiB":
+            return f"{nbytes:.1f} {unit}" if unit != "B" else f"{nbytes:.0f} B"
+        nbytes /= 1024
+    raise AssertionError

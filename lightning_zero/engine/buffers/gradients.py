@@ -1,0 +1,747 @@
+"""The gradients of one flat buffer: summed on this rank, averaged over the ranks, kept for the step.
+
+Note [Two dtypes]
+    The average is kept in the dtype of reductions. Whoever writes it before the step (unscaling, hooks, clipping) gets
+    it in the dtype that is stepped, so that nothing is rounded twice; where these differ, or where the average is not
+    where it is stepped, that is a second tensor, ``_written``, and lives as long as the step window is open.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from lightning_zero.comm.communicator import Communicator, Pending
+from lightning_zero.config import Sharding
+from lightning_zero.engine.buffers.assigned_gradients import Source
+from lightning_zero.engine.buffers.disk_state import BufferSleep
+from lightning_zero.engine.buffers.own_range import OwnRange
+from lightning_zero.engine.buffers.parameter import (
+    ReducedParameter,
+    has_class,
+    raw_grad,
+    restore_class,
+    set_raw_grad,
+    swap_class,
+    user_class,
+)
+from lightning_zero.layout import FlatLayout
+from lightning_zero.storage.copies import Landing
+from lightning_zero.storage.references import num_tensors_in
+from lightning_zero.storage.sleeping import is_asleep
+from lightning_zero.storage.store import DeviceStore, ShardStore
+
+__all__ = ["BufferGradients", "Stepped"]
+
+
+class Stepped(Protocol):
+    """The parts of a flat buffer that its gradients use; see ``lightning_zero/engine/buffers/buffer.py``."""
+
+    name: str
+    params: list[nn.Parameter]
+    sharding: Sharding
+    communicator: Communicator
+    layout: FlatLayout
+    own_range: OwnRange
+    store: DeviceStore
+    home: ShardStore
+    is_offloaded: bool
+    sleep: BufferSleep | None
+
+    @property
+    def stepped(self) -> torch.Tensor:
+        """The master, or this rank's range of the computed parameters if there is none: (own range,)."""
+        ...
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a step was asked for that is not made yet."""
+        ...
+
+    def flush(self) -> bool:
+        """Make the step that was asked for."""
+        ...
+
+    def take_back(self) -> None:
+        """Bring shard, master and states back to the device if ``offload_states`` has moved them."""
+        ...
+
+
+class _Earlier(NamedTuple):
+    """An earlier average that is offloaded to host memory, on its way to the device.
+
+    Attributes:
+        values: Where it comes.
+        landing: When it is there.
+        version: Of the average when this was started.
+    """
+
+    values: torch.Tensor
+    landing: Landing
+    version: int
+
+
+class BufferGradients:
+    """The gradients of one buffer.
+
+    Call protocol, with n padded elements on N ranks:
+
+    1. ``accumulate``, any number of times: ``local`` is n elements.
+    2. ``reduce``, wait, ``finish_reduce``; at stage 0 ``gather_reduced`` and wait. ``reduced`` is the own range.
+    3. ``agreed`` and ``mark_reduced``: the ranks know who had a gradient, and parameters say so.
+    4. The step reads ``unscaled`` and ``factor``, or the result of ``for_writing``. 1 may come first: sums are kept.
+    5. ``forget``.
+
+    Args:
+        buffer: The buffer; its values may be filled in later.
+        dtype: Of reductions.
+    """
+
+    def __init__(self, buffer: Stepped, dtype: torch.dtype) -> None:
+        self._buffer = buffer
+        self._dtype = dtype
+        # - Sums of this rank
+        self.local: torch.Tensor | None = None
+        self._summed: set[int] = set()  # slots that hold a sum in ``local``
+        self.used: set[int] = set()  # slots with a gradient on this rank since the ranks last agreed
+        self.left: set[int] = set()  # slots whose gradient is still where autograd has put it
+        self._target: torch.Tensor | None = None  # where a running reduction writes
+        # - The average over the ranks
+        self.has_grad: set[int] = set()  # slots with a gradient on some rank, in ``reduced``
+        self.given_out: set[int] = set()  # slots whose segment a program has read: it may be assigned again
+        self.sources: dict[int, Source] = {}  # whole tensors that were assigned, by slot
+        self._brought: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # tensors to which a backward has added
+        self.outdated: dict[int, Source] = {}  # of them, those to which a backward has added, which they do not show
+        self.is_read = False  # a program has read a gradient, and may keep a view of ``local``
+        self._reduced: torch.Tensor | None = None
+        self._landing = Landing()  # of the average at home
+        self._num_at_home = 0  # tensors in its memory when it was sent there
+        self._earlier: _Earlier | None = None  # a running reduction is to be added to it
+        self._retained: torch.Tensor | None = None  # an earlier average whose place ``local`` needs
+        self._lent: list[torch.Tensor] = []  # at home; nobody needs them but a step that may be running
+        # - Gradients for the step
+        self.factor: torch.Tensor | None = None  # () fp32; the average is still to be multiplied by it
+        self._written: torch.Tensor | None = None  # see Note [Two dtypes]
+        self._kept: torch.Tensor | None = None  # an earlier one that a program keeps; shows the next average, too
+        # - A step in the backward
+        self.is_spent = False  # one has taken the average, which nobody has dropped yet
+        self.is_ahead = False  # and `optimizer.step()` was not called yet
+
+    @property
+    def reduced(self) -> torch.Tensor | None:
+        """The average over the ranks, there for whoever reads it: (own range,)."""
+        self._landing.finish()
+        return self._reduced
+
+    # -- Sums of this rank -----------------------------------------------------------------------------------------
+
+    def accumulate(self, index: int, grad: torch.Tensor) -> None:
+        """Cast and copy, or add, a parameter's gradient into the local sum."""
+        local = self._local_sums()
+        slot = self._buffer.layout.slots[index]
+        target = local[slot.offset : slot.stop].view(slot.shape)
+        dense = grad.to_dense() if grad.is_sparse else grad
+        if index in self._summed:
+            target.add_(dense)
+        else:
+            target.copy_(dense)
+            self._summed.add(index)
+        self.used.add(index)
+        if not grad.is_inference() and grad._version:  # autograd has added to what somebody had assigned, and may keep
+            self._brought[index] = weakref.ref(grad), grad._version
+
+    def with_sum(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
+        """Return a gradient plus the slot's local sum, in the gradient's dtype; None if there is no sum."""
+        if index not in self._summed or self.local is None:
+            return None
+        slot = self._buffer.layout.slots[index]
+        total = self.local[slot.offset : slot.stop].view(slot.shape) + (grad.to_dense() if grad.is_sparse else grad)
+        return total.to(grad.dtype)
+
+    def drop_sum(self, index: int) -> None:
+        """Drop the local sum of a slot."""
+        self._summed.discard(index)
+        self.used.discard(index)
+
+    def _local_sums(self) -> torch.Tensor:
+        buffer = self._buffer
+        buffer.take_back()
+        if not buffer.sharding.grads:
+            buffer.flush()  # its gradient is there
+        if self._reduced is not None and not buffer.sharding.grads:
+            self.settle()
+            self.accept_writes()
+            if self._written is not None and num_tensors_in(self._written) > 1:
+                self._kept = self._written
+            self.end_writing()
+            assert self.reduced is not None
+            lo, hi = buffer.layout.shard_range(buffer.communicator.rank)
+            self._retained = (self.reduced if buffer.sharding.optim else self.reduced[lo:hi]).clone()
+            self._reduced = None
+        elif self._is_kept():
+            assert self.local is not None
+            buffer.store.release("gradients", self.local.nbytes)
+            self.local = None
+        if self.local is None:
+            with torch.inference_mode(False):
+                self.local = torch.empty(buffer.layout.padded_numel, dtype=self._dtype, device=buffer.store.device)
+            buffer.store.adopt("gradients", self.local.nbytes)
+            for lo, hi in buffer.layout.gaps():
+                self.local[lo:hi].zero_()
+        return self.local
+
+    def _is_kept(self) -> bool:
+        """Say whether the program keeps an earlier gradient (``kept = p.grad``) where the next ones would be summed."""
+        if not self.is_read or self._summed or self._reduced is not None or self._retained is not None:
+            return False
+        self.is_read = False
+        return self.local is not None and num_tensors_in(self.local) > 1
+
+    @property
+    def is_summing(self) -> bool:
+        """Whether gradients of micro-batches wait for their reduction where the average would be (stages 0 and 1)."""
+        return not self._buffer.sharding.grads and (bool(self._summed) or self._retained is not None)
+
+    @property
+    def waiting(self) -> set[int]:
+        """The slots with such a gradient."""
+        return self._summed | (self.has_grad if self._retained is not None else set())
+
+    def is_sum(self, index: int, grad: torch.Tensor) -> bool:
+        """Say whether a tensor is the local sum that ``show_sum`` returns."""
+        if index not in self._summed or self.local is None or not self.is_summing:
+            return False
+        slot = self._buffer.layout.slots[index]
+        return (grad.data_ptr(), grad.shape) == (self.local[slot.offset :].data_ptr(), torch.Size(slot.shape))
+
+    def show_sum(self, index: int) -> torch.Tensor | None:
+        """Return a view of a slot's local sum while it waits, or None: writes into it count.
+
+        Raises:
+            RuntimeError: An average of an earlier backward waits, too.
+        """
+        if self._retained is not None and index in self.has_grad:
+            raise RuntimeError(
+                f"The gradient of `{self._buffer.layout.slots[index].name}` is an average to which micro-batches of"
+                " this rank are still to be added, and cannot be read before the last of them. Read it behind"
+                " `microbatch(last=True)`, or call `zero_grad` before the first."
+            )
+        if index not in self._summed or self.local is None:
+            return None
+        self.is_read = True
+        slot = self._buffer.layout.slots[index]
+        return self.local[slot.offset : slot.stop].view(slot.shape)
+
+    # -- The average over the ranks --------------------------------------------------------------------------------
+
+    def reduce(self) -> Pending:
+        """Start averaging the local sums over the ranks; ``finish_reduce`` when the result has been waited for.
+
+        Collective: all ranks, also those without a gradient: a missing gradient counts as zero.
+        ZeRO (arXiv:1910.02054) section 5.2.
+        """
+        buffer = self._buffer
+        with torch.inference_mode(False), torch.no_grad():
+            local = self._local_sums()
+            for index, slot in enumerate(buffer.layout.slots):
+                if index not in self._summed and not self._sum_assigned(index):
+                    local[slot.offset : slot.stop].zero_()
+            lo, hi = buffer.layout.shard_range(buffer.communicator.rank)
+            if buffer.sharding.grads and buffer.communicator.world_size > 1:
+                self._target = buffer.store.create("gradients", hi - lo, self._dtype)
+            else:
+                self._target = local[lo:hi]
+            self._fetch_earlier()
+            return buffer.communicator.reduce_scatter(self._target, local, f"gradients of unit `{buffer.name}`")
+
+    def _fetch_earlier(self) -> None:
+        """Start uploading an earlier average from host memory, beside the reduction."""
+        buffer, at_home = self._buffer, self._reduced
+        is_in_host_memory = buffer.is_offloaded and buffer.sharding.grads and buffer.sleep is None
+        if at_home is None or not is_in_host_memory or not self._is_as_reduced:
+            return
+        copies = buffer.store.copies
+        values = buffer.store.create("gradients", at_home.numel(), at_home.dtype)
+        landing = copies.up(values, at_home, copies.mark(), self._landing)
+        self._earlier = _Earlier(values, landing, at_home._version)
+
+    def _take_earlier(self) -> _Earlier | None:
+        """Return the uploaded earlier average, if it still is the gradient shard and nobody else has that."""
+        earlier, self._earlier = self._earlier, None
+        if earlier is None:
+            return None
+        self._buffer.store.release("gradients", earlier.values.nbytes)
+        if self._reduced is None or self._reduced._version != earlier.version or not self._is_as_reduced:
+            return None
+        return earlier
+
+    @property
+    def _is_as_reduced(self) -> bool:
+        """Whether nobody has written the average, no step that is due reads it, and nobody keeps it."""
+        if self.factor is not None or self._written is not None or self._buffer.is_due or self._reduced is None:
+            return False
+        return num_tensors_in(self._reduced) == self._num_at_home
+
+    def _sum_assigned(self, index: int) -> bool:
+        """Add an assigned ``grad`` that this backward did not touch into the local sum; say whether there was one."""
+        param = self._buffer.params[index]
+        grad = raw_grad(param) if param.requires_grad else None
+        if grad is None:
+            return False
+        self.accumulate(index, grad)
+        if not grad.is_inference():  # a program that keeps it has a part of the average
+            self._brought[index] = weakref.ref(grad), grad._version
+        set_raw_grad(param, None)
+        return True
+
+    def finish_reduce(self) -> None:
+        """Add the average to the gradient shard of before. No collective; stage 0 still needs ``gather_reduced``."""
+        buffer, target, local = self._buffer, self._target, self.local
+        assert target is not None
+        assert local is not None
+        with torch.inference_mode(False), torch.no_grad():
+            earlier = self._take_earlier()
+            if self._retained is not None:
+                target.add_(self._retained)
+                self._retained = None
+            elif buffer.sharding.grads and self._reduced is not None:
+                target = self._add_to_earlier(target, earlier)
+            elif buffer.sharding.grads and buffer.is_offloaded:
+                target = self._bring_home(target)
+        is_own_range = buffer.sharding.optim or buffer.sharding.grads
+        self._reduced, self._target = (target if is_own_range else local), None
+        self._summed.clear()
+        if buffer.sharding.grads:
+            if buffer.communicator.world_size > 1:  # on one rank the local sum is the average
+                buffer.store.release("gradients", local.nbytes)
+            self.local = None
+
+    def _add_to_earlier(self, target: torch.Tensor, earlier: _Earlier | None) -> torch.Tensor:
+        """Add to the average that is there, in its memory, as PyTorch does: a program may keep it."""
+        buffer = self._buffer
+        if earlier is None:
+            self.settle()
+            self.accept_writes()
+        assert self._reduced is not None
+        is_free = buffer.sleep is None and not buffer.is_due  # records are kept, and a step still reads the memory
+        if earlier is not None:
+            earlier.landing.wait()
+            target.add_(earlier.values)
+        elif buffer.is_offloaded or not is_free:
+            assert self.reduced is not None
+            target.add_(self.reduced.to(target.device))
+        if not is_free:
+            self.end_writing()
+            self._give_back_reduced()
+            return self._bring_home(target) if buffer.is_offloaded else target
+        if buffer.is_offloaded:
+            total = self._send_home(target, self._reduced)
+        else:
+            total = self._reduced.add_(target)
+            buffer.store.release("gradients", target.nbytes)
+        self._refresh_written()
+        return total
+
+    def _refresh_written(self) -> None:
+        """Show a new average in the second tensor, if a program keeps that; else give it up."""
+        if self._written is None or num_tensors_in(self._written) == 1:
+            self.end_writing()
+            return
+        assert self.reduced is not None
+        self._written.copy_(self.reduced)
+
+    def _bring_home(self, target: torch.Tensor) -> torch.Tensor:
+        """Move the average to its store, off the device."""
+        buffer = self._buffer
+        if buffer.sleep is None:
+            return self._send_home(target, buffer.home.create("gradients", target.numel(), target.dtype))
+        at_home = buffer.sleep.keep_gradient(target)
+        buffer.store.release("gradients", target.nbytes)
+        return at_home
+
+    def _send_home(self, target: torch.Tensor, at_home: torch.Tensor) -> torch.Tensor:
+        self._landing = self._buffer.store.copies.down(at_home, target)
+        self._num_at_home = num_tensors_in(at_home)
+        self._buffer.store.release("gradients", target.nbytes)
+        return at_home
+
+    def serve(self) -> Pending:
+        """Take part in a reduction that is for nothing. Collective: all ranks."""
+        buffer = self._buffer
+        with torch.inference_mode(False), torch.no_grad():
+            zeros = torch.zeros(buffer.layout.padded_numel, dtype=self._dtype, device=buffer.store.device)
+            lo, hi = buffer.layout.shard_range(buffer.communicator.rank)
+            return buffer.communicator.reduce_scatter(zeros[lo:hi], zeros, f"gradients of unit `{buffer.name}`")
+
+    def gather_reduced(self) -> Pending | None:
+        """Start gathering the average where every rank steps everything (stage 0). Collective there: all ranks."""
+        buffer = self._buffer
+        if buffer.sharding.optim or self.reduced is None or buffer.communicator.world_size == 1:
+            return None
+        lo, hi = buffer.layout.shard_range(buffer.communicator.rank)
+        with torch.inference_mode(False), torch.no_grad():
+            what = f"gradients of unit `{buffer.name}`"
+            return buffer.communicator.all_gather(self.reduced, self.reduced[lo:hi], what)
+
+    def agreed(self, indices: Iterable[int]) -> None:
+        """Take note of slots that have a gradient on some rank: the ranks have agreed."""
+        agreed = set(indices)
+        self.has_grad |= agreed
+        for index in agreed & self.sources.keys():  # the gradient assigned before is only a part now
+            self.outdated[index] = self.sources.pop(index)
+        for index, (brought, version) in self._brought.items():
+            self._note_outdated(index, brought(), version)
+        self._brought.clear()
+        self.outdated = {index: source for index, source in self.outdated.items() if source.is_held}
+        self.used.clear()
+
+    def _note_outdated(self, index: int, tensor: torch.Tensor | None, version: int) -> None:
+        if tensor is not None:
+            self.outdated[index] = Source.of(tensor)._replace(version=version)
+
+    def show_kept(self) -> None:
+        """Copy the average into the earlier one that a program keeps. At stage 0 it is gathered before."""
+        if self._kept is not None and self._reduced is not None:
+            assert self.reduced is not None
+            with torch.no_grad():
+                self._written = self._kept.copy_(self.reduced)
+            self._kept = None
+
+    def reduced_or_zeros(self) -> torch.Tensor:
+        """Return the average, made of zeros where no rank of this part has a gradient: (own range,)."""
+        self.settle()
+        reduced = self._average_or_zeros()
+        self.has_grad.update(range(len(self._buffer.params)))
+        self.mark_reduced()
+        return reduced
+
+    def _average_or_zeros(self) -> torch.Tensor:
+        buffer, own = self._buffer, self._buffer.own_range
+        buffer.take_back()
+        if self._reduced is None:
+            with torch.inference_mode(False), torch.no_grad():
+                if not buffer.sharding.grads:
+                    self._reduced = self._local_sums()[own.start : own.stop].zero_()
+                elif buffer.sleep is not None:
+                    zeros = torch.zeros(own.numel, dtype=self._dtype, device=buffer.store.device)
+                    self._reduced = buffer.sleep.keep_gradient(zeros)
+                else:
+                    self._reduced = buffer.home.create("gradients", own.numel, self._dtype).zero_()
+        assert self.reduced is not None
+        return self.reduced
+
+    def assign(self, index: int, segment: torch.Tensor) -> None:
+        """Let a segment take the place of a slot's average, or of its sums: somebody has assigned it to ``grad``.
+
+        Args:
+            index: The slot.
+            segment: This rank's, in any shape and dtype.
+
+        Raises:
+            RuntimeError: A step in the backward has taken the buffer's gradients.
+        """
+        if self.is_spent:
+            raise RuntimeError(
+                f"A gradient was assigned to a parameter of unit `{self._buffer.name}`, whose gradients were stepped in"
+                " the backward (`step='backward'`). Call `optimizer.zero_grad()` before, or use `step='auto'`."
+            )
+        own = self._buffer.own_range
+        flat = segment.detach().as_subclass(torch.Tensor).reshape(-1)
+        self._summed.discard(index)
+        self.used.discard(index)
+        self._brought.pop(index, None)
+        self.outdated.pop(index, None)
+        with torch.inference_mode(False), torch.no_grad():
+            if self.is_summing:  # the sums lie where the average would
+                self._assign_retained(index, flat)
+            else:
+                self._average_or_zeros()
+                values = self.for_writing()
+                assert values is not None
+                own.segment(index, values).reshape(-1).copy_(flat)
+        self.has_grad.add(index)
+
+    def _assign_retained(self, index: int, flat: torch.Tensor) -> None:
+        shard = OwnRange(self._buffer.layout, self._buffer.communicator.rank, is_sharded=True)
+        if self._retained is None:
+            self._retained = torch.zeros(shard.numel, dtype=self._dtype, device=self._buffer.store.device)
+        first = self._buffer.own_range.elements(index)[0]
+        start, stop = shard.elements(index)
+        shard.segment(index, self._retained).copy_(flat[start - first : stop - first])
+
+    def mark_reduced(self) -> None:
+        """Let reads of ``grad`` find reduced gradients, and ``zero_grad`` those that wait for the last micro-batch."""
+        params = self._buffer.params
+        for index in self._asked_for:
+            if type(params[index]) is user_class(params[index]):
+                swap_class(params[index], ReducedParameter)
+
+    def mark_plain(self) -> None:
+        """Make parameters with a reduced gradient plain for the time of a forward (compilers look at the class)."""
+        params = self._buffer.params
+        for index in self._asked_for:
+            if has_class(params[index], ReducedParameter):
+                restore_class(params[index])
+
+    @property
+    def _asked_for(self) -> set[int]:
+        return self.has_grad | self.given_out | self._summed
+
+    def forget_given_out(self) -> None:
+        """Make parameters plain that are marked only because a program has read their segment."""
+        params = self._buffer.params
+        for index in self.given_out - self.has_grad:
+            if has_class(params[index], ReducedParameter):
+                restore_class(params[index])
+        self.given_out.clear()
+
+    # -- Giving up -------------------------------------------------------------------------------------------------
+
+    def forget(self, indices: Iterable[int] | None = None) -> None:
+        """Drop the gradients of some parameters, by default of all, reduced or not."""
+        params = self._buffer.params
+        gone = set(range(len(params)) if indices is None else indices)
+        self._summed -= gone
+        self.used -= gone
+        for index in gone:
+            self.sources.pop(index, None)
+            self.outdated.pop(index, None)
+            self._brought.pop(index, None)
+        dropped = self.has_grad & gone
+        self.has_grad -= gone
+        for index in self.left & gone:
+            set_raw_grad(params[index], None)
+        self.left -= gone
+        if self.is_spent:
+            self.is_spent = bool(self.has_grad)
+            self.is_ahead = self.is_ahead and self.is_spent
+        elif self.has_grad:
+            self._zero(dropped)  # the next gradient is added to it
+        else:
+            self._drop_average()
+        for index in gone - self.given_out:
+            if has_class(params[index], ReducedParameter):
+                restore_class(params[index])
+
+    def _drop_average(self) -> None:
+        """Drop the average and everything that belongs to it: nothing of it may reach the next one."""
+        if self._reduced is not None and self._buffer.sharding.grads:
+            self._give_back_reduced()
+        self._reduced = self._retained = self.factor = self._written = self._kept = None
+
+    def abandon(self) -> None:
+        """Drop the sums of a backward that an error has ended; the average before it stays. No collective.
+
+        Where an average was there before, a reduction that has ended leaves the sum of both, as in plain PyTorch. At
+        stage 0 no rank has the average whole any more where a reduction has begun: it goes, too.
+        """
+        buffer, target, self._target = self._buffer, self._target, None
+        self._kept = None
+        self._brought.clear()
+        self._take_earlier()
+        self._summed.clear()
+        self.used.clear()
+        if target is not None and buffer.sharding.grads and buffer.communicator.world_size > 1:
+            buffer.store.release("gradients", target.nbytes)
+        if self.local is not None and (buffer.sharding.grads or self._reduced is None):
+            buffer.store.release("gradients", self.local.nbytes)
+            self.local = None  # a reduction that is running holds it
+        retained, self._retained = self._retained, None
+        if retained is not None and buffer.sharding.optim:
+            with torch.no_grad():
+                self._reduced = self._local_sums()[buffer.own_range.start : buffer.own_range.stop].copy_(retained)
+        elif retained is not None:
+            self.has_grad.clear()
+        if self.is_spent:
+            return
+        if self.has_grad:
+            self._zero(set(range(len(buffer.params))) - self.has_grad)
+        else:
+            self.forget()
+
+    def change_sources(self, indices: Iterable[int], change: Callable[[torch.Tensor], Any]) -> None:
+        """Apply ``change`` to assigned tensors that the program still holds, as to the gradients made of them.
+
+        In PyTorch they are one tensor. One that several parameters have is changed for each, and taken over again.
+        """
+        held = {index: self.sources.pop(index) for index in self.sources.keys() & set(indices)}
+        held = {index: source for index, source in held.items() if source.is_held}
+        memory = Counter(source.tensor.untyped_storage()._cdata for source in held.values())
+        with torch.no_grad():
+            for source in held.values():
+                change(source.tensor)
+                if source.read is not None:
+                    change(source.read)
+        for index, source in held.items():
+            is_alone = memory[source.tensor.untyped_storage()._cdata] == 1
+            self.sources[index] = Source.of(source.tensor, source.read) if is_alone else source
+
+    def zero(self, indices: Iterable[int]) -> None:
+        """Make the gradients of some parameters zero, reduced or not; they still have one."""
+        zeroed = set(indices)
+        self.change_sources(zeroed, torch.Tensor.zero_)
+        self._zero(self.has_grad & zeroed)
+        for index in self._summed & zeroed:
+            assert self.local is not None
+            slot = self._buffer.layout.slots[index]
+            self.local[slot.offset : slot.stop].zero_()
+
+    def _zero(self, indices: set[int]) -> None:
+        if not indices:
+            return
+        self._buffer.flush()  # a step, maybe another optimizer's, reads the same tensor
+        self.settle()
+        for values in (self.reduced, self._written):
+            if values is not None:
+                for index in indices:
+                    self._buffer.own_range.segment(index, values).zero_()
+        if self._retained is not None:
+            shard = OwnRange(self._buffer.layout, self._buffer.communicator.rank, is_sharded=True)
+            for index in indices:
+                shard.segment(index, self._retained).zero_()
+
+    def spend(self) -> None:
+        """Give up the average, which a step in the backward has taken. ``forget`` ends it."""
+        assert self.reduced is not None
+        if self._buffer.sharding.grads and not is_asleep(self.reduced):
+            self._lent.append(self.reduced)
+        self._reduced = self.factor = self._written = None
+        self.is_spent = self.is_ahead = True
+        self.mark_reduced()
+
+    def _give_back_reduced(self) -> None:
+        """Give up the average where it is sharded; a step that is running still reads it."""
+        assert self.reduced is not None
+        if not is_asleep(self.reduced):  # a record is kept for the next gradient
+            self._lent.append(self.reduced)
+        self._reduced = None
+        if not self._buffer.is_due:
+            self.give_back_lent()
+
+    def give_back_lent(self) -> None:
+        """Give memory of gradients back that a step has read."""
+        while self._lent:
+            self._buffer.home.give_back("gradients", self._lent.pop())
+
+    def move(self, before: ShardStore, home: ShardStore) -> None:
+        """Move gradient shard and local sums from one store to another."""
+        if self.reduced is not None and self._buffer.sharding.grads:
+            reduced = home.create("gradients", self.reduced.numel(), self.reduced.dtype).copy_(self.reduced)
+            before.give_back("gradients", self.reduced)
+            self._reduced = reduced
+        if self.local is not None:
+            self._move_local(self.local, before, home)
+
+    def _move_local(self, local: torch.Tensor, before: ShardStore, home: ShardStore) -> None:
+        """Move a local sum, which holds the average at stages 0 and 1; drop it if there is nothing in it."""
+        holds_reduced = self._reduced is not None and not self._buffer.sharding.grads
+        self.local = None
+        if holds_reduced or self._summed:
+            self.local = home.create("gradients", local.numel(), local.dtype).copy_(local)
+        if holds_reduced:
+            assert self.local is not None
+            self._reduced = self.local[self._buffer.own_range.start : self._buffer.own_range.stop]
+        before.give_back("gradients", local)
+
+    # -- Gradients for the step ------------------------------------------------------------------------------------
+
+    def for_reading(self) -> torch.Tensor | None:
+        """Return the average in either dtype: (own range,)."""
+        self.settle()
+        return self.reduced if self._written is None else self._written
+
+    def for_writing(self) -> torch.Tensor | None:
+        """Return the average in the dtype in which it is stepped: (own range,)."""
+        if self.reduced is None:
+            return None
+        if self.reduced.dtype == self._buffer.stepped.dtype and not self._is_away and self._written is None:
+            self.settle()
+            return self.reduced
+        if self._written is None:
+            self._written = self._home_copy(self._buffer.stepped.dtype)
+        self.settle()
+        return self._written
+
+    def for_showing(self) -> torch.Tensor | None:
+        """Return the same, not asleep."""
+        values = self.for_writing()
+        if is_asleep(values):
+            assert values is not None
+            values = self._written = values.clone()
+        return values
+
+    def unscaled(self) -> torch.Tensor:
+        """Return the average, which ``factor``, if there is one, still multiplies, at home: (own range,)."""
+        assert self.reduced is not None
+        if self._written is not None:
+            return self._written
+        is_here = self._buffer.sleep is not None and self.reduced.device == self._buffer.stepped.device
+        return self._home_copy(self.reduced.dtype) if self._is_away and not is_here else self.reduced
+
+    @property
+    def _is_away(self) -> bool:
+        """Whether the average is on the device although it is stepped elsewhere (stages 0 and 1)."""
+        return self._buffer.is_offloaded and not self._buffer.sharding.grads
+
+    def _home_copy(self, dtype: torch.dtype) -> torch.Tensor:
+        assert self.reduced is not None
+        with torch.inference_mode(False), torch.no_grad():
+            return self.reduced.to(self._buffer.stepped.device, dtype, copy=True)
+
+    def known_norm(self, order: float) -> torch.Tensor | None:
+        """Return the norm of the average, if it is known without reading it: () float64."""
+        sleep = self._buffer.sleep
+        is_untouched = self.factor is None and self._written is None and is_asleep(self.reduced)
+        return sleep.norm(order) if is_untouched and sleep is not None else None
+
+    def scale_later(self, indices: set[int], factor: torch.Tensor) -> bool:
+        """Keep a factor of the average for the step, if it is that of ``indices`` and nobody has written it.
+
+        Returns:
+            Whether nothing is left to do; if not, the caller multiplies.
+        """
+        if self._reduced is None or not self.has_grad:
+            return True  # a factor lives and dies with the average that it multiplies
+        is_written = self._written is not None or self.factor is not None
+        if is_written or not self.has_grad <= indices or self._buffer.stepped.dtype != torch.float32:
+            return False
+        self.factor = factor
+        return True
+
+    def settle(self) -> None:
+        """Multiply the average by the factor that was kept for the step."""
+        if self.factor is None or self.reduced is None:
+            return
+        self._buffer.flush()  # a step that is due multiplies by itself
+        factor, self.factor = self.factor, None
+        stepped = self._buffer.stepped.dtype
+        with torch.inference_mode(False), torch.no_grad():
+            if self._written is not None:
+                self._written.mul_(factor.to(self._written.device))
+            elif self.reduced.dtype == stepped:
+                self.reduced.mul_(factor.to(self.reduced.device))
+            else:
+                self.reduced.copy_(self.reduced.to(stepped).mul_(factor.to(self.reduced.device)))
+        self.clear_padding()
+
+    def clear_padding(self) -> None:
+        """Make the padding of the average zero again: a factor that is not a number leaves its own there."""
+        for values in (self.reduced, self._written):
+            if values is not None:
+                for start, stop in self._buffer.own_range.gaps():
+                    values[start:stop].zero_()
+
+    def accept_writes(self) -> None:
+        """Copy the written gradients into the gradient shard, in the dtype in which that is kept."""
+        if self._written is not None and self.reduced is not None:
+            with torch.no_grad():
+                self.reduced.copy_(self._written)
+
+    def end_writing(self) -> None:
+        """Give up the second tensor of Note [Two dtypes]."""
+        self._written = None

@@ -1,0 +1,521 @@
+"""The step window of one flat buffer: parameters show segments of the master, and their gradients (ADR 0011)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Set
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.config import Sharding
+from lightning_zero.engine.buffers.assigned_gradients import Digest, Source, compare, refuse_two_changes
+from lightning_zero.engine.buffers.disk_state import BufferSleep
+from lightning_zero.engine.buffers.gradients import BufferGradients
+from lightning_zero.engine.buffers.own_range import OwnRange
+from lightning_zero.engine.buffers.parameter import (
+    ReducedParameter,
+    SleepingParameter,
+    begin_writes,
+    end_writes,
+    has_class,
+    is_written,
+    raw_grad,
+    restore_class,
+    set_raw_grad,
+    swap_class,
+    user_class,
+)
+from lightning_zero.engine.buffers.segment_parameter import SegmentParameter, ShardedValues, segment_parameter_class
+from lightning_zero.engine.buffers.sharded_gradient import (
+    Cut,
+    ShardedGradient,
+    require_same_part,
+    sharded_gradient_class,
+)
+from lightning_zero.layout import FlatLayout
+from lightning_zero.storage.sleeping import ordinary
+
+__all__ = ["BufferWindow", "Shown", "Windowed", "compare_assigned"]
+
+
+class Shown(Protocol):
+    """The parts of a flat buffer that its step window uses; see ``lightning_zero/engine/buffers/buffer.py``."""
+
+    params: list[nn.Parameter]
+    sharding: Sharding
+    communicator: Communicator
+    layout: FlatLayout
+    own_range: OwnRange
+    sleep: BufferSleep | None
+
+    def segment(self, index: int) -> torch.Tensor:
+        """Return a parameter's segment of the master, or of the computed parameters if there is none."""
+        ...
+
+    def take_back(self) -> None:
+        """Bring shard, master and states back to the device if ``offload_states`` has moved them."""
+        ...
+
+    def await_uploads(self) -> None:
+        """Return when values in host memory may be written."""
+        ...
+
+    def bind_one(self, index: int) -> None:
+        """Show a parameter as its module computes with it."""
+        ...
+
+    def forget_rounding(self) -> None:
+        """Take note that stepped values may change."""
+        ...
+
+    def leave_stepped(self) -> None:
+        """Leave the master's memory to the program's tensors that lie in it."""
+        ...
+
+    def accept_stepped(self, written: Set[int]) -> bool:
+        """Publish writes into the segments of some slots; say whether other ranks' parts are to be gathered."""
+        ...
+
+
+class Windowed(Protocol):
+    """A buffer with a window."""
+
+    layout: FlatLayout
+    window: BufferWindow
+
+
+class BufferWindow:
+    """The step window of one buffer; several optimizers may have parameters in it.
+
+    Call protocol, parameter by parameter: ``enter``, ``show`` if its gradient is wanted, ``leave``; then
+    ``close``. Whoever reads the average calls ``take_gradients`` before, whoever changes it ``show_again`` too.
+
+    Args:
+        buffer: The buffer.
+        gradients: Its gradients.
+    """
+
+    def __init__(self, buffer: Shown, gradients: BufferGradients) -> None:
+        self._buffer = buffer
+        self._gradients = gradients
+        self._classes: dict[int, type[ShardedGradient]] = {}  # of gradients that are shown
+        self._param_classes: dict[int, type[SegmentParameter]] = {}  # of entered parameters
+        self._entered: set[int] = set()  # slots whose parameter shows its segment of the master
+        self._versions: dict[int, int] = {}  # of entered parameters when their segments were last published
+        self._moved: set[int] = set()  # entered slots whose ``data`` was taken over, and nothing published it
+        self._written: set[int] = set()  # slots that have left and were written, and nothing published it
+        self._shown: dict[int, torch.Tensor] = {}  # segments of the average that parameters show as ``grad``
+        self._shown_at: dict[int, int] = {}  # and the addresses of their values
+        self._given: dict[int, weakref.ref[torch.Tensor]] = {}  # those that were shown and are not dropped
+        self.assigned: dict[int, Digest] = {}  # of whole gradients assigned by hand, until the ranks have compared them
+
+    def enter(self, index: int) -> None:
+        """Show a parameter as the optimizer steps it: ``data`` is the master's segment; reading ``grad`` shows it."""
+        buffer = self._buffer
+        buffer.take_back()
+        buffer.await_uploads()
+        self.take_gradient(index)
+        param = buffer.params[index]
+        restore_class(param)
+        segment = ordinary(buffer.segment(index))
+        same = (segment.data_ptr(), segment.shape, segment.dtype) == (param.data_ptr(), param.shape, param.dtype)
+        if not same:
+            with torch._C.DisableTorchFunctionSubclass():
+                param.data = segment
+        self._entered.add(index)
+        self._versions[index] = begin_writes(param)
+        buffer.forget_rounding()
+        self._let_grad_be_written(index)
+
+    def _let_grad_be_written(self, index: int) -> None:
+        param = self._buffer.params[index]
+        if self._buffer.sleep is not None:
+            swap_class(param, SleepingParameter)
+        elif self._buffer.sharding.optim and user_class(param) is nn.Parameter:
+            swap_class(param, self._param_class_of(index))
+        else:
+            swap_class(param, ReducedParameter)
+
+    @property
+    def entered(self) -> Set[int]:
+        """The slots whose parameters show their segment of the master."""
+        return self._entered
+
+    # -- Values that parameters show -------------------------------------------------------------------------------
+
+    def show(self, index: int) -> None:
+        """Let an entered parameter's ``grad`` be its segment of the reduced gradient, if it has one."""
+        if index not in self._gradients.has_grad or index not in self._entered:
+            return
+        param = self._buffer.params[index]
+        if index in self._shown or raw_grad(param) is not None:
+            return
+        values = self._gradients.for_showing()
+        if values is None:
+            return
+        segment = self._buffer.own_range.segment(index, values)
+        shown = self._given_before(index, segment)
+        if shown is None:
+            shown = self._as_shown(index, segment)
+            self._given[index] = weakref.ref(shown)
+        self._shown[index], self._shown_at[index] = shown, segment.data_ptr()
+        set_raw_grad(param, shown)
+
+    def give_out(self, index: int) -> None:
+        """Show a gradient to the program, which may change it and assign the result, also after dropping it."""
+        if index in self._gradients.sources:
+            self._take_source(index)
+        self.show(index)
+        self._note_read(index)
+        self._gradients.is_read = True
+        if self._buffer.sharding.optim:
+            self._gradients.given_out.add(index)
+
+    def _given_before(self, index: int, segment: torch.Tensor) -> torch.Tensor | None:
+        """Return the tensor that showed a segment before, if the program keeps it: ``p.grad`` is one object."""
+        given = self._given.get(index)
+        kept = given() if given is not None else None
+        if kept is None:
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            is_same = (kept.data_ptr(), kept.dtype, kept.shape) == (segment.data_ptr(), segment.dtype, segment.shape)
+        return kept if is_same else None
+
+    def _as_shown(self, index: int, segment: torch.Tensor) -> torch.Tensor:
+        shown = segment.detach()  # no view to autograd, so that it can be detached in place
+        if self._buffer.sharding.optim:
+            shown.__class__ = self._class_of(index)
+        return shown
+
+    def _class_of(self, index: int) -> type[ShardedGradient]:
+        if index not in self._classes:
+            self._classes[index] = sharded_gradient_class(self._buffer.communicator, self._cut_of(index))
+        return self._classes[index]
+
+    def _param_class_of(self, index: int) -> type[SegmentParameter]:
+        if index not in self._param_classes:
+            self._param_classes[index] = segment_parameter_class(self._buffer.communicator, self._cut_of(index))
+        return self._param_classes[index]
+
+    def _cut_of(self, index: int) -> Cut:
+        slot = self._buffer.layout.slots[index]
+        return Cut(slot.name, torch.Size(slot.shape), *self._buffer.own_range.elements(index))
+
+    def strip(self, index: int) -> None:
+        """Make a parameter and its gradient plain tensors: optimizers have fast paths for exact classes only."""
+        param = self._buffer.params[index]
+        grad = raw_grad(param)
+        if isinstance(grad, ShardedGradient):
+            grad.__class__ = torch.Tensor  # type: ignore[assignment]
+        if has_class(param, ReducedParameter):
+            restore_class(param)
+
+    def scale_later(self, indices: set[int], factor: torch.Tensor) -> bool:
+        """Keep a factor of the reduced gradients for the step, if they are those of ``indices`` and nobody saw them.
+
+        Returns:
+            Whether nothing is left to do; if not, the caller multiplies.
+        """
+        return not self._shown and not self.is_kept and self._gradients.scale_later(indices, factor)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the program keeps a gradient that was shown to it."""
+        return any(given() is not None for given in self._given.values())
+
+    # -- Changes of gradients --------------------------------------------------------------------------------------
+
+    def write(self, index: int, grad: torch.Tensor | None) -> None:
+        """Set a parameter's ``grad`` to an assigned tensor; None drops the gradient.
+
+        In the window that is this rank's segment, or the whole gradient, of which the segment is taken.
+        """
+        param = self._buffer.params[index]
+        if grad is None:
+            self.drop([index])
+            return
+        if grad is self._shown.get(index) or self._gradients.is_sum(index, grad):  # `p.grad *= 2`
+            return
+        grad = _ordinary_memory(grad)
+        if index not in self._entered:
+            set_raw_grad(param, _apart(grad))
+            self._gradients.forget([index])
+            return
+        is_whole = self._is_whole(index, grad)
+        set_raw_grad(param, None if is_whole else self._segment_of(index, grad))
+        self._leave_to_program(index)  # it may be assigned to another one (`p.grad, q.grad = q.grad, p.grad`)
+        if is_whole:
+            self._take_whole(index, grad)
+            self.show(index)
+
+    def _segment_of(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        if isinstance(grad, ShardedGradient):
+            require_same_part(self._cut_of(index), type(grad).cut, "grad = ...")
+        if isinstance(grad, ShardedValues):  # made of parameters: `torch.full_like(param, 2.0)`
+            return self._as_shown(index, grad.detach().as_subclass(torch.Tensor))
+        if not self._buffer.sharding.optim or isinstance(grad, ShardedGradient):
+            return grad
+        return self._as_shown(index, grad.detach()) if grad.shape == self._buffer.segment(index).shape else grad
+
+    def _is_whole(self, index: int, grad: torch.Tensor) -> bool:
+        """Say whether a tensor assigned to an entered parameter is a whole gradient, or a segment of all elements."""
+        if not self._buffer.sharding.optim or isinstance(grad, ShardedGradient):
+            return False
+        return grad.shape == torch.Size(self._buffer.layout.slots[index].shape)
+
+    def _may_be_segment(self, index: int) -> bool:
+        """Say whether a whole gradient has the shape that a segment has on some rank."""
+        layout = self._buffer.layout
+        segments = [layout.segments(rank)[index] for rank in range(self._buffer.communicator.world_size)]
+        numel = layout.slots[index].numel
+        return len(layout.slots[index].shape) == 1 and any(one.stop - one.start == numel for one in segments)
+
+    def drop(self, indices: Iterable[int]) -> None:
+        """Drop the gradients of some parameters, reduced or assigned."""
+        params, indices = self._buffer.params, list(indices)
+        for index in indices:
+            self.assigned.pop(index, None)
+            set_raw_grad(params[index], None)
+            self._leave_to_program(index)
+        self._gradients.forget(indices)
+        for index in self._entered.intersection(indices):
+            self._let_grad_be_written(index)
+
+    def _leave_to_program(self, index: int) -> None:
+        """Give a gradient that the program keeps (``kept = p.grad``) memory of its own: the buffer's is used again."""
+        self._shown.pop(index, None)
+        given = self._given.pop(index, None)
+        kept = given() if given is not None else None
+        if kept is not None:
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                kept.data = kept.detach().clone()
+
+    def zero(self, indices: Iterable[int]) -> None:
+        """Make the gradients of some parameters zero, reduced or assigned."""
+        indices = list(indices)
+        for index in indices:
+            grad = raw_grad(self._buffer.params[index])
+            if grad is not None:
+                grad.detach().zero_()
+        self._gradients.zero(indices)
+
+    def take_gradients(self) -> None:
+        """Take over the program's changes to the ``grad`` of every parameter of the buffer."""
+        for index in range(len(self._buffer.params)):
+            self.take_gradient(index)
+
+    def show_again(self) -> None:
+        """Let entered parameters show the gradients that were taken over: they are about to be changed."""
+        for index in self._entered:
+            param = self._buffer.params[index]
+            if raw_grad(param) is not self._shown.get(index):
+                set_raw_grad(param, None)
+                self._shown.pop(index, None)
+                self.show(index)
+
+    def take_gradient(self, index: int) -> bool:
+        """Take over the program's changes to a parameter's ``grad``; say whether it has a reduced gradient now."""
+        if self._gradients.outdated:
+            grad = raw_grad(self._buffer.params[index])
+            if grad is not None and grad is not self._shown.get(index):  # another one has been assigned
+                self._gradients.outdated.pop(index, None)
+        if self._gradients.sources or self._gradients.outdated:
+            self._take_source(index)
+        grad, shown = raw_grad(self._buffer.params[index]), self._shown.get(index)
+        if grad is None and shown is not None:
+            self.drop([index])
+        elif grad is not None and grad is not shown:
+            self._take_assigned(index, grad)
+        elif grad is not None:
+            self._take_moved(index, grad)
+        return index in self._gradients.has_grad and self._gradients.reduced is not None
+
+    def _take_moved(self, index: int, shown: torch.Tensor) -> None:
+        """Take over the tensor to which ``data`` of a shown gradient was pointed (``p.grad.data = ...``)."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if shown.data_ptr() == self._shown_at[index]:
+                return
+            values = shown.detach().as_subclass(torch.Tensor)
+        del self._shown[index]
+        set_raw_grad(self._buffer.params[index], None)
+        self.write(index, values)
+        self.take_gradient(index)
+
+    def _take_assigned(self, index: int, grad: torch.Tensor) -> None:
+        if index in self._entered:
+            self._gradients.assign(index, grad)
+            return
+        set_raw_grad(self._buffer.params[index], None)
+        self._take_whole(index, _ordinary_memory(grad))
+        self._gradients.mark_reduced()
+
+    def _take_whole(self, index: int, grad: torch.Tensor, is_other: bool = False) -> None:
+        digest = Digest.of(grad)._replace(is_other=is_other)
+        if index not in self._entered or not self._may_be_segment(index):
+            self.assigned[index] = digest
+        else:  # the other ranks may not come to compare
+            refuse_two_changes(self._buffer.layout.slots[index].name, [digest])
+        start, stop = self._buffer.own_range.elements(index)
+        self._gradients.assign(index, grad.reshape(-1)[start:stop])
+        self._gradients.sources[index] = Source.of(grad)
+
+    def _take_source(self, index: int) -> None:
+        """Take over later changes to the tensor that was assigned (``grads = [p.grad ...]``, then ``g.mul_``).
+
+        Raises:
+            RuntimeError: A backward has added to it in between, and the tensor does not show that.
+        """
+        outdated = self._gradients.outdated.get(index)
+        if outdated is not None and outdated.is_changed:
+            raise RuntimeError(
+                f"The tensor that was assigned to `grad` of `{self._buffer.layout.slots[index].name}` was changed"
+                " behind a backward that has added to the gradient, which the tensor does not show. Change `p.grad`."
+            )
+        if outdated is not None and not outdated.is_held:
+            del self._gradients.outdated[index]
+        source = self._gradients.sources.pop(index, None)
+        if source is None:
+            return
+        if source.is_changed:
+            self._take_whole(index, source.tensor, is_other=self._is_changed(index, source))
+        elif source.is_held:
+            self._gradients.sources[index] = source
+
+    def _keep_source(self, index: int) -> None:
+        """Note the tensor that was assigned, if the program has it: at stage 0 the window shows that tensor itself."""
+        grad = raw_grad(self._buffer.params[index])
+        if grad is None or grad is self._shown.get(index) or self._buffer.sharding.optim:
+            return
+        set_raw_grad(self._buffer.params[index], None)
+        source = Source(grad, grad._version, None)
+        del grad
+        if source.is_held:
+            self._gradients.sources[index] = Source.of(source.tensor)
+
+    def _note_read(self, index: int) -> None:
+        source, shown = self._gradients.sources.get(index), self._shown.get(index)
+        if source is not None and source.read is None and shown is not None:
+            read = shown.detach().as_subclass(torch.Tensor).clone()
+            self._gradients.sources[index] = source._replace(read=read)
+
+    def _is_changed(self, index: int, source: Source) -> bool:
+        """Say whether the segment that was read of a tensor that was assigned was changed too."""
+        values, kept = self._gradients.for_writing(), self._gradients.reduced
+        if source.read is None or values is None or kept is None:
+            return False
+        segment = self._buffer.own_range.segment(index, values).to(kept.dtype)  # it may have been rounded to that
+        return not torch.allclose(segment, source.read.to(kept.dtype), rtol=0.0, atol=0.0, equal_nan=True)
+
+    # -- The end ---------------------------------------------------------------------------------------------------
+
+    def take_values(self, index: int) -> bool:
+        """Copy tensors that ``data`` of entered parameters was pointed to (``p.data = p.data - ...``) into segments.
+
+        Returns:
+            Whether that of this one was since values were published.
+        """
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            if self._points_elsewhere(index):
+                self._take_all_values()
+        return index in self._moved
+
+    def _points_elsewhere(self, index: int) -> bool:
+        param = self._buffer.params[index]
+        return index in self._entered and param.data_ptr() != ordinary(self._buffer.segment(index)).data_ptr()
+
+    def _take_all_values(self) -> None:
+        """Take them over together: parameters may have been pointed to each other's segments."""
+        buffer, found = self._buffer, {}
+        for index in filter(self._points_elsewhere, sorted(self._entered)):
+            param, segment = buffer.params[index], ordinary(buffer.segment(index))
+            values = self._own_part(index, param.detach(), segment)
+            is_inside = values.untyped_storage()._cdata == segment.untyped_storage()._cdata
+            found[index] = values.clone() if is_inside else values
+        for index in found:
+            buffer.params[index].data = ordinary(buffer.segment(index))
+        buffer.leave_stepped()
+        for index, values in found.items():
+            ordinary(buffer.segment(index)).copy_(values)
+        self._moved.update(found)
+
+    def _own_part(self, index: int, values: torch.Tensor, segment: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the tensor to which ``data`` was pointed: a segment, or a whole parameter."""
+        slot = self._buffer.layout.slots[index]
+        if values.numel() != segment.numel() and values.shape == torch.Size(slot.shape):
+            start, stop = self._buffer.own_range.elements(index)
+            values = values.reshape(-1)[start:stop]
+        if values.numel() != segment.numel():
+            raise RuntimeError(
+                f"`.data` of parameter `{slot.name}` was pointed to a tensor of shape {tuple(values.shape)} in the step"
+                f" window, which `p.grad` opens and where this rank has {segment.numel()} of its {slot.numel} elements."
+                f" Give it a tensor of the segment's shape or of the whole parameter's, {tuple(slot.shape)}."
+            )
+        return values.reshape(segment.shape)
+
+    def published(self) -> None:
+        """Note that writes into entered parameters are published, or are going to be."""
+        self._moved.clear()
+        for index in self._entered:
+            self._versions[index] = begin_writes(self._buffer.params[index])
+
+    def leave(self, index: int) -> None:
+        """Show a parameter as its module computes with it, and take over changes to its ``grad`` and values."""
+        param = self._buffer.params[index]
+        if index in self._entered:
+            is_moved = self.take_values(index)
+            if is_written(param, self._versions.pop(index)) or is_moved:
+                self._written.add(index)
+            end_writes(param)
+        self._moved.discard(index)
+        self.take_gradient(index)
+        self._keep_source(index)
+        set_raw_grad(param, None)
+        shown = self._shown.pop(index, None)
+        if shown is not None and self._buffer.sharding.optim:  # a program that keeps it has a segment
+            shown.__class__ = self._class_of(index)
+        self._entered.discard(index)
+        self._buffer.bind_one(index)
+
+    def close(self) -> bool:
+        """Take over changes to the values, and to the gradients in the dtype in which they are kept.
+
+        Returns:
+            Whether other ranks' parts of the values have to be gathered before they are used.
+        """
+        self._gradients.accept_writes()
+        if not self._shown and not self.is_kept:  # another optimizer's window may be open
+            self._gradients.end_writing()
+        written, self._written = self._written, set()
+        return bool(written) and self._buffer.accept_stepped(written)
+
+
+def compare_assigned(buffers: Iterable[Windowed], communicator: Communicator) -> None:
+    """Compare the gradients that the ranks have assigned by hand, once. Collective: all ranks that assigned some.
+
+    Raises:
+        RuntimeError: They have not assigned the same.
+    """
+    assigned: dict[str, Digest] = {}
+    for buffer in buffers:
+        slots = buffer.layout.slots
+        assigned.update({slots[index].name: digest for index, digest in buffer.window.assigned.items()})
+        buffer.window.assigned.clear()
+    if assigned:
+        compare(assigned, communicator)
+
+
+def _ordinary_memory(grad: torch.Tensor) -> torch.Tensor:
+    """Return a gradient that is strided and can be changed in place, as the program has it if it is both."""
+    if grad.layout is not torch.strided:
+        return grad.to_dense()
+    with torch.inference_mode(False):
+        return grad.clone() if grad.is_inference() else grad
+
+
+def _apart(grad: torch.Tensor) -> torch.Tensor:
+    """Return a gradient whose elements have memory each: ``zeros_like`` of a released parameter is one element."""
+    is_strided = grad.layout is torch.strided
+    return grad.contiguous() if is_strided and 0 in grad.stride() and grad.numel() > 1 else grad

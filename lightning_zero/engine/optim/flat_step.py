@@ -1,0 +1,598 @@
+"""Steps of PyTorch's plain optimizers over flat ranges: one pass over memory for neighbouring parameters (ADR 0018).
+
+A *run* is a range of a buffer's own range whose parameters are of one group, at one step, and whose states lie beside
+each other. The optimizer's state keeps PyTorch's keys and one tensor per parameter; they are views of one flat tensor
+per buffer where the optimizer steps all of the buffer. Int8 moments (``moments.py`` beside this file) are codes of one
+segment each, and so is a run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from lightning_zero.config import Moments
+from lightning_zero.engine.buffers.buffer import FlatBuffer
+from lightning_zero.engine.optim.moments import CODE_KEYS, DTYPES, make_codes
+from lightning_zero.engine.optim.streamed import step_streamed
+from lightning_zero.storage.host import HostStore
+from lightning_zero.storage.references import num_tensors_in
+from lightning_zero.storage.sleeping import is_asleep, ordinary
+from lightning_zero_ops import adamw, adamw_int8, sgd
+from lightning_zero_ops.chunks import vector_numel
+
+__all__ = ["FlatStep", "Place"]
+
+Place = tuple[FlatBuffer, int]
+"""A parameter as (buffer, slot)."""
+_Run = tuple[int, int]
+
+_GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
+_STEPPED = (
+    "fp32 values with numbers as options, `fused=None` or True, and without `foreach`, `amsgrad`, `maximize`,"
+    " `capturable`, `differentiable` and PyTorch's `GradScaler`"
+)
+_UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable", "foreach")
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """The step of one class of optimizers over a flat range.
+
+    Args:
+        moments: The keys of its state that the op takes, for a group.
+        step: Calls the op: group, number of the step, parameter, moments, gradient, and the op's own options.
+        counts: The optimizer's state counts the steps.
+        launch: Calls Triton's kernel in the same way, if there is one that the engine uses.
+    """
+
+    moments: Callable[[Mapping[str, Any]], tuple[str, ...]]
+    step: Callable[..., None]
+    counts: bool
+    launch: Callable[..., None] | None = None
+
+
+def _step_adam(
+    group: Mapping[str, Any], step: int, param: Tensor, moments: list[Tensor], grad: Tensor, **options: Any
+) -> None:
+    exp_avg, exp_avg_sq = moments
+    adamw.pytorch_step_(param, exp_avg, exp_avg_sq, grad=grad, step=step, **_adam_options(group), **options)
+
+
+def _launch_adam(
+    group: Mapping[str, Any], step: int, param: Tensor, moments: list[Tensor], grad: Tensor, **options: Any
+) -> None:
+    exp_avg, exp_avg_sq = moments
+    adamw.kernel_step_(param, exp_avg, exp_avg_sq, grad=grad, step=step, **_adam_options(group), **options)
+
+
+def _step_adam_int8(
+    group: Mapping[str, Any], step: int, param: Tensor, moments: list[Tensor], grad: Tensor, **options: Any
+) -> None:
+    del options["tails"]  # nobody promises bits
+    m, m_scales, v, v_scales = moments
+    adamw_int8.pytorch_step_(param, m, m_scales, v, v_scales, grad=grad, step=step, **_adam_options(group), **options)
+
+
+def _adam_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    beta1, beta2 = group["betas"]
+    decay, is_decoupled = group["weight_decay"], group["decoupled_weight_decay"]
+    return {
+        **{"lr": group["lr"], "beta1": beta1, "beta2": beta2, "eps": group["eps"]},
+        **{"weight_decay": decay if is_decoupled else 0.0, "l2": 0.0 if is_decoupled else decay},
+    }
+
+
+def _step_sgd(
+    group: Mapping[str, Any], step: int, param: Tensor, moments: list[Tensor], grad: Tensor, **options: Any
+) -> None:
+    sgd.pytorch_step_(
+        param, moments[0] if moments else None, grad=grad, step=step, lr=group["lr"], momentum=group["momentum"],
+        dampening=group["dampening"], weight_decay=group["weight_decay"], nesterov=group["nesterov"], **options,
+    )  # fmt: skip
+
+
+_ADAM = _Rule(moments=lambda group: ("exp_avg", "exp_avg_sq"), step=_step_adam, counts=True, launch=_launch_adam)
+_ADAM_INT8 = _Rule(moments=lambda group: CODE_KEYS, step=_step_adam_int8, counts=True)
+_RULES: dict[type[Optimizer], _Rule] = {
+    Adam: _ADAM,
+    AdamW: _ADAM,
+    SGD: _Rule(moments=lambda group: ("momentum_buffer",) if group["momentum"] else (), step=_step_sgd, counts=False),
+}
+
+
+@cache
+def _own_references() -> int:
+    """Return how many references Python counts to a tensor that only a dictionary has."""
+    for value in {"state": torch.empty(1)}.values():
+        return sys.getrefcount(value)
+    raise AssertionError
+
+
+class FlatStep:
+    """Steps the groups of one optimizer run by run.
+
+    Args:
+        optimizer: Exactly of one of PyTorch's classes; see ``suits``.
+        places: Where its parameters lie, by ``id``; it may grow.
+        moments: How the moments of AdamW and Adam are kept.
+        has_kernels: Triton's kernels agree with PyTorch's on the devices of all ranks.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        places: Mapping[int, Place],
+        moments: Moments = "fp32",
+        *,
+        has_kernels: bool = False,
+    ) -> None:
+        self._optimizer = optimizer
+        self._places = places
+        self._moments = moments
+        self._rule = _RULES[type(optimizer)]
+        if self._rule is _ADAM and moments == "int8":
+            self._rule = _ADAM_INT8
+        self._has_kernels = has_kernels
+        self._counts = _CountsOnDevice()
+        self._flat: dict[tuple[int, str], Tensor] = {}  # states over an own range, by (buffer, key)
+        self._num_tensors: dict[tuple[int, str], int] = {}  # in the memory of these, apart from the optimizer's states
+        # Views of these in states, with their addresses, by (buffer, slot)
+        self._placed: dict[tuple[int, int], dict[str, tuple[Tensor, int]]] = {}
+        self._calls: dict[int, list[Callable[[], None]]] = {}  # of the step that is being taken, by buffer
+
+    @staticmethod
+    def suits(optimizer: Optimizer) -> bool:
+        """Say whether the optimizer's class is one that can be stepped by runs."""
+        return type(optimizer) in _RULES
+
+    def has_calls(self, buffer: FlatBuffer) -> bool:
+        """Say whether ``take_calls`` has something for a buffer."""
+        return id(buffer) in self._calls
+
+    def take_calls(self, buffer: FlatBuffer) -> list[Callable[[], None]]:
+        """Return the calls that make a buffer's step, in order, and forget them."""
+        return self._calls.pop(id(buffer), [])
+
+    def flat_states(self, buffer: FlatBuffer) -> list[Tensor]:
+        """Return the states that lie beside each other for all of a buffer's own range."""
+        return [state for (owner, _), state in self._flat.items() if owner == id(buffer)]
+
+    def are_held(self, buffers: Iterable[FlatBuffer]) -> bool:
+        """Say whether somebody but the optimizer has states of buffers, views of them, or dictionaries of them."""
+        states, own = vars(self._optimizer)["state"], _own_references()
+        if sys.getrefcount(states) > own:
+            return True
+        owners = {id(buffer) for buffer in buffers if buffer.sleep is None}
+        flats = [(place, flat) for place, flat in self._flat.items() if place[0] in owners]
+        num_tensors = {flat.untyped_storage()._cdata: self._num_tensors.get(place, 1) for place, flat in flats}
+        placed = Counter(id(one) for there in self._placed.values() for one, _ in there.values())
+        for state in states.values():
+            is_kept = sys.getrefcount(state) > own
+            for value in state.values():
+                if not torch.is_tensor(value) or is_asleep(value):
+                    continue
+                if value.untyped_storage()._cdata in num_tensors:
+                    num_tensors[value.untyped_storage()._cdata] += 1
+                    if is_kept or sys.getrefcount(value) > own + placed[id(value)]:
+                        return True
+        return any(num_tensors_in(flat) > num_tensors[flat.untyped_storage()._cdata] for _, flat in flats)
+
+    def state_place(self, buffer: FlatBuffer, index: int, key: str) -> Tensor | None:
+        """Return where a state of a parameter on disks is to be; None if it is in memory."""
+        if buffer.sleep is None or key not in self._rule.moments({"momentum": True}):
+            return None
+        return buffer.own_range.segment(index, self._flat_state(buffer, key))
+
+    def step(self, group: dict[str, Any], *, rounds: bool) -> list[nn.Parameter]:
+        """Prepare to step a group's flat ranges; return the parameters that PyTorch has to step.
+
+        States are made and steps counted; ``take_calls`` gives the calls to make.
+
+        Args:
+            group: One of the optimizer's groups. Its step window is open.
+            rounds: Write the parameters in the dtype in which they compute too.
+        """
+        self.refuse_moments(group)
+        self.refuse_on_disk(group)
+        if not self._covers(group):
+            return list(group["params"])
+        left: list[nn.Parameter] = []
+        chosen: dict[int, tuple[FlatBuffer, list[int]]] = {}
+        for param in group["params"]:
+            buffer, index = self._places[id(param)]
+            has_flat_gradient = buffer.window.take_gradient(index)
+            if has_flat_gradient and self._suits_buffer(buffer) and self._suits_state(group, buffer, index):
+                chosen.setdefault(id(buffer), (buffer, []))[1].append(index)
+                continue
+            if has_flat_gradient and (self._moments != "fp32" or buffer.sleep is not None):
+                option = "`Offload(optimizer='nvme')`" if buffer.sleep else f"`moments={self._moments!r}`"
+                raise RuntimeError(
+                    f"The state of `{buffer.layout.slots[index].name}` in `{type(self._optimizer).__name__}` does not"
+                    f" fit its segment, so {option} cannot be kept. Load the state of this rank, or a checkpoint."
+                )
+            left.append(param)
+        for buffer, indices in chosen.values():
+            self._step_buffer(group, buffer, sorted(indices), rounds)
+        return left
+
+    def step_early(self, groups: Iterable[dict[str, Any]], buffer: FlatBuffer) -> None:
+        """Prepare to step a buffer, all of whose parameters are in ``groups``; ``take_calls`` gives the calls to make.
+
+        Raises:
+            RuntimeError: PyTorch would have to step one of them.
+        """
+        for group in groups:
+            indices = [self._places[id(param)][1] for param in group["params"] if self._places[id(param)][0] is buffer]
+            fits = all(self._suits_state(group, buffer, index) for index in indices)
+            if indices and not (fits and self._covers(group) and self._suits_buffer(buffer)):
+                raise RuntimeError(
+                    f"Unit `{buffer.name}` cannot be stepped in the backward: `{type(self._optimizer).__name__}` has"
+                    " options or states that PyTorch has to step. Use `step='auto'`."
+                )
+            self._step_buffer(group, buffer, indices, rounds=False)
+
+    def can_step(self, group: Mapping[str, Any]) -> bool:
+        """Say whether a group is stepped by runs."""
+        buffers = [self._places[id(param)][0] for param in group["params"]]
+        return self._covers(group) and all(self._suits_buffer(buffer) for buffer in buffers)
+
+    def steps_all(self, group: Mapping[str, Any]) -> bool:
+        """Say whether everything in a group that has a gradient can be stepped by runs now."""
+        if not self._covers(group):
+            return False
+        for param in group["params"]:
+            buffer, index = self._places[id(param)]
+            if buffer.gradients.is_spent:
+                continue
+            if buffer.window.take_gradient(index):
+                if not (self._suits_buffer(buffer) and self._suits_state(group, buffer, index)):
+                    return False
+            elif index in buffer.gradients.has_grad:
+                return False
+        return True
+
+    @property
+    def is_on_disks(self) -> bool:
+        """Whether it has states on disks."""
+        return any(is_asleep(flat) for flat in self._flat.values())
+
+    def take_over(self, former: FlatStep) -> None:
+        """Go on with the states of the same optimizer that was attached before."""
+        self._flat, self._placed, self._num_tensors = former._flat, former._placed, former._num_tensors
+        self._counts = former._counts
+
+    def give_back(self) -> None:
+        """Give the room of states on disks back; using them is an error from here on."""
+        buffers = {id(buffer): buffer for buffer, _ in self._places.values()}
+        for (owner, _), flat in self._flat.items():
+            sleep = buffers[owner].sleep
+            if sleep is not None and is_asleep(flat):
+                sleep.give_back(flat)
+        self._flat, self._placed = {}, {}
+
+    def move_states(self, buffers: Collection[int], move: Callable[[Tensor], Tensor]) -> None:
+        """Put ``move(flat)`` in the place of the flat states of some buffers, given by ``id``."""
+        self._placed.clear()
+        for place, flat in self._flat.items():
+            if place[0] in buffers:
+                self._flat[place] = move(flat)
+                self._note_tensors(place)
+
+    # -- Conditions of a flat step ---------------------------------------------------------------------------------
+
+    def refuse_moments(self, group: Mapping[str, Any]) -> None:
+        """Refuse a group whose moments PyTorch would have to keep, where they are to be kept otherwise.
+
+        Raises:
+            ValueError: ``moments`` is not ``"fp32"``, and the group is not stepped by runs.
+        """
+        if self._moments == "fp32":
+            return
+        buffers = [self._places[id(param)][0] for param in group["params"]]
+        found = f"`{type(self._optimizer).__name__}`" if not self._rule.counts else self._obstacle(group, buffers)
+        if found is not None:
+            raise ValueError(
+                f"`moments={self._moments!r}` is for `torch.optim.AdamW` and `Adam` that step {_STEPPED}; got {found}."
+                " Change that, or use `moments='fp32'`."
+            )
+
+    def refuse_on_disk(self, group: Mapping[str, Any]) -> None:
+        """Refuse a group that PyTorch would have to step, where that is on disks.
+
+        Raises:
+            ValueError: It has parameters on disks, and is not stepped by runs over flat states.
+        """
+        asleep = [buffer for param in group["params"] if (buffer := self._places[id(param)][0]).sleep is not None]
+        if not asleep:
+            return
+        found = "`moments='int8'`" if self._rule is _ADAM_INT8 else self._obstacle(group, asleep)
+        if found is not None:
+            raise ValueError(
+                f"`Offload(optimizer='nvme')` is for `torch.optim.AdamW`, `Adam` and `SGD` that step {_STEPPED}, with"
+                f" moments in fp32 or bf16; got {found}. Change that, or use `Offload(optimizer='cpu')`."
+            )
+
+    def _obstacle(self, group: Mapping[str, Any], buffers: Iterable[FlatBuffer]) -> str | None:
+        """Return the options or values that keep a group from being stepped by flat ranges; None if none do."""
+        names = ("lr", "weight_decay", "betas", "fused", *_UNSUPPORTED)
+        if not self._covers(group):
+            return ", ".join(f"`{name}={group[name]!r}`" for name in names if name in group)
+        buffer = next((buffer for buffer in buffers if not self._suits_buffer(buffer)), None)
+        if buffer is None:
+            return None
+        return f"{buffer.stepped.dtype} values of unit `{buffer.name}`"
+
+    def _covers(self, group: Mapping[str, Any]) -> bool:
+        scaled = [getattr(self._optimizer, name, None) for name in ("grad_scale", "found_inf")]  # torch.amp.GradScaler
+        numbers = [group["lr"], group["weight_decay"], *group.get("betas", ())]
+        return (
+            group["fused"] in (None, True)
+            and group["foreach"] is None
+            and not any(group.get(option) for option in _UNSUPPORTED)
+            and not any(torch.is_tensor(number) for number in numbers)
+            and all(value is None for value in scaled)
+        )
+
+    def _suits_buffer(self, buffer: FlatBuffer) -> bool:
+        return buffer.stepped.dtype == torch.float32 and buffer.kind.reduce in _GRADIENTS
+
+    def _step_of(self, buffer: FlatBuffer) -> Callable[..., None]:
+        """Return the op for a buffer.
+
+        The choice follows from the buffer's dtypes alone, so that neither the stage nor clipping shows in the bits: a
+        unit of fp32 has those of PyTorch's fused step; one in 16 bits, of which that would take passes for the
+        gradient and for rounding, is stepped by Triton's kernel in one (ADR 0018).
+        """
+        device = buffer.steps_on or buffer.stepped.device
+        is_narrow = min(buffer.kind.compute.itemsize, buffer.kind.reduce.itemsize) < 4
+        if self._rule.launch is None or not (self._has_kernels and is_narrow and device.type == "cuda"):
+            return self._rule.step
+        return self._rule.launch
+
+    def _suits_state(self, group: Mapping[str, Any], buffer: FlatBuffer, index: int) -> bool:
+        state = vars(self._optimizer)["state"].get(buffer.params[index])
+        if not state:
+            return True
+        if self._rule.counts and not torch.is_tensor(state.get("step")):
+            return False
+        keys = self._rule.moments(group)
+        if self._is_placed(state, keys, buffer, index):
+            return True
+        segment = buffer.segment(index)
+        moments = [state.get(key) for key in keys if not key.endswith("_scales")]
+        if not self._rule.counts:
+            moments = [moment for moment in moments if moment is not None]
+        dtypes = (segment.dtype, DTYPES[self._moments])
+        return all(
+            torch.is_tensor(moment) and moment.shape == segment.shape and moment.dtype in dtypes for moment in moments
+        )
+
+    # -- Runs ------------------------------------------------------------------------------------------------------
+
+    def _step_buffer(self, group: dict[str, Any], buffer: FlatBuffer, indices: list[int], rounds: bool) -> None:
+        group = {key: value for key, value in group.items() if key != "params"}  # schedulers move its options
+        steps = self._make_states(group, buffer, indices)
+        calls = self._calls.setdefault(id(buffer), [])  # none where this rank has no element: others may have some
+        # Tensors on disks are in memory when the calls are made.
+        gradient, stepped = ordinary(buffer.gradients.unscaled()), ordinary(buffer.stepped)
+        factor = buffer.gradients.factor
+        rounding = buffer.begin_rounding() if rounds else None
+        step = self._step_of(buffer)
+        if buffer.steps_on is not None:
+            copies = buffer.store.copies
+            step = partial(step_streamed, step, buffer.steps_on, copies, copies.mark())
+        for lo, hi, members in self._runs(group, buffer, sorted(indices), steps):
+            first = self._optimizer.state.get(buffer.params[members[0]], {})
+            moments = [
+                first[key] if key.endswith("_scales") else _stretched(ordinary(first[key]), hi - lo)
+                for key in self._rule.moments(group)
+            ]
+            call = partial(
+                step,
+                group,
+                steps[members[0]],
+                stepped[lo:hi],
+                moments,
+                gradient[lo:hi],
+                out=None if rounding is None else rounding.out[lo:hi],
+                factor=None if factor is None else factor.to(gradient.device),
+                tails=_tails(buffer, members, lo) if stepped.is_cpu else (),
+            )
+            if not calls:
+                calls.append(buffer.await_uploads)
+            calls += [call] if rounding is None else rounding.around(call, lo, hi)
+        if rounding is not None:
+            buffer.note_rounded(indices)
+
+    def _runs(
+        self, group: Mapping[str, Any], buffer: FlatBuffer, indices: Iterable[int], steps: Mapping[int, int]
+    ) -> Iterator[tuple[int, int, list[int]]]:
+        """Yield runs as (start, stop, slots); ranges of the own range."""
+        keys = self._rule.moments(group)
+        is_flat = all((id(buffer), key) in self._flat for key in keys)
+        # Padding between parameters is zero and stays so, unless it is divided by `eps=0`.
+        may_join = is_flat and group.get("eps", 1.0) != 0.0
+        members: list[int] = []
+        lo = hi = -1
+        for index in indices:
+            start, stop = buffer.own_range.place(index)
+            if start == stop:
+                continue
+            follows = may_join and members and buffer.own_range.is_next(members[-1], index)
+            if follows and steps[index] == steps[members[-1]]:
+                members.append(index)
+                hi = stop
+                continue
+            if members:
+                yield lo, hi, members
+            lo, hi, members = start, stop, [index]
+        if members:
+            yield lo, hi, members
+
+    # -- States ----------------------------------------------------------------------------------------------------
+
+    def _make_states(self, group: Mapping[str, Any], buffer: FlatBuffer, indices: list[int]) -> dict[int, int]:
+        """Make or move the states of parameters and count the step; return the number of this step by slot."""
+        keys = self._rule.moments(group)
+        is_whole = buffer.sleep is not None or self._steps_whole(buffer)
+        states = {index: self._optimizer.state[buffer.params[index]] if keys else {} for index in indices}
+        if self._rule.counts:
+            steps = self._count(states, group, buffer)
+        else:
+            is_first = {index: any(state.get(key) is None for key in keys) for index, state in states.items()}
+            steps = {index: 1 if first else 2 for index, first in is_first.items()}  # SGD asks for nothing else
+        for index, state in states.items():
+            if self._is_placed(state, keys, buffer, index):
+                continue
+            if self._rule is _ADAM_INT8:
+                with torch.inference_mode(False):
+                    make_codes(state, buffer.segment(index))
+                continue
+            for key in keys:
+                self._place_state(state, key, buffer, index, is_whole)
+        return steps
+
+    def _count(
+        self, states: Mapping[int, dict[str, Any]], group: Mapping[str, Any], buffer: FlatBuffer
+    ) -> dict[int, int]:
+        """Count the step in states; return its number, by slot."""
+        device = buffer.stepped.device if group["fused"] else torch.device("cpu")
+        is_double = torch.get_default_dtype() == torch.float64 and not group["fused"]
+        for index, state in states.items():
+            if "step" not in state:
+                state["step"] = torch.zeros((), dtype=torch.float64 if is_double else torch.float32, device=device)
+                self._counts.note((id(buffer), index), state["step"], 0)
+        counters = {(id(buffer), index): state["step"] for index, state in states.items()}
+        on_device = self._counts.add_one({key: one for key, one in counters.items() if not one.is_cpu})
+        numbers = {}
+        for (_, index), counter in counters.items():
+            if counter.is_cpu:
+                numbers[index] = int(counter.add_(1).item())
+            else:
+                numbers[index] = on_device[id(buffer), index]
+        return numbers
+
+    def _is_placed(self, state: Mapping[str, Any], keys: Collection[str], buffer: FlatBuffer, index: int) -> bool:
+        """Say whether the moments of a parameter are the views that were put there in an earlier step."""
+        placed = self._placed.get((id(buffer), index), {})
+        for key in keys:
+            if key not in placed or state.get(key) is not placed[key][0]:
+                return False
+            present, address = placed[key]
+            if buffer.sleep is None and present.data_ptr() != address:  # `state["exp_avg"].data = ...`
+                return False
+        return True
+
+    def _place_state(self, state: dict[str, Any], key: str, buffer: FlatBuffer, index: int, is_whole: bool) -> None:
+        present, place = state.get(key), (id(buffer), key)
+        with torch.inference_mode(False):
+            if place not in self._flat and not is_whole:
+                dtype = self._dtype(buffer)
+                state[key] = (
+                    torch.zeros_like(buffer.segment(index), dtype=dtype) if present is None else present.to(dtype)
+                )
+                return
+            flat = self._flat_state(buffer, key)
+            view = buffer.own_range.segment(index, flat)
+        if present is None:
+            state[key] = view if buffer.sleep is not None and buffer.sleep.is_zero(flat) else view.zero_()
+        elif ordinary(present).data_ptr() != ordinary(view).data_ptr():
+            state[key] = view.copy_(present)  # loaded, or made when other parameters had no gradient
+        self._placed.setdefault((id(buffer), index), {})[key] = state[key], ordinary(view).data_ptr()
+
+    def _flat_state(self, buffer: FlatBuffer, key: str) -> Tensor:
+        place = (id(buffer), key)
+        if place not in self._flat:
+            self._flat[place] = _zeros(buffer, self._dtype(buffer))
+            self._note_tensors(place)
+        return self._flat[place]
+
+    def _note_tensors(self, place: tuple[int, str]) -> None:
+        if not is_asleep(self._flat[place]):
+            self._num_tensors[place] = num_tensors_in(self._flat[place])
+
+    def _dtype(self, buffer: FlatBuffer) -> torch.dtype:
+        return buffer.stepped.dtype if self._moments == "fp32" else DTYPES[self._moments]
+
+    def _steps_whole(self, buffer: FlatBuffer) -> bool:
+        """Say whether this optimizer steps every element that this rank has of a buffer."""
+        for index, param in enumerate(buffer.params):
+            start, stop = buffer.own_range.place(index)
+            if stop > start and not (id(param) in self._places and index in buffer.gradients.has_grad):
+                return False
+        return True
+
+
+class _Count(NamedTuple):
+    counter: Tensor
+    version: int
+    number: int
+
+
+class _CountsOnDevice:
+    """Numbers of steps that are kept on a device, as PyTorch does with ``fused=True``, and known without a wait."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], _Count] = {}  # by (buffer, slot)
+
+    def add_one(self, counters: Mapping[tuple[int, int], Tensor]) -> dict[tuple[int, int], int]:
+        """Add one to counters; return their numbers. Waits for the device where somebody else has written some."""
+        if not counters:
+            return {}
+        unknown = {key: counter for key, counter in counters.items() if not self._is_known(key, counter)}
+        if unknown:
+            for (key, counter), number in zip(
+                unknown.items(), torch.stack(list(unknown.values())).tolist(), strict=True
+            ):
+                self.note(key, counter, int(number))
+        torch._foreach_add_(list(counters.values()), 1)
+        for key, counter in counters.items():
+            self.note(key, counter, self._known[key].number + 1)
+        return {key: self._known[key].number for key in counters}
+
+    def note(self, key: tuple[int, int], counter: Tensor, number: int) -> None:
+        """Store the number that a counter on the device holds, with the counter's version."""
+        version = -1 if counter.is_inference() else counter._version  # those have none, and are read each time
+        self._known[key] = _Count(counter, version, number)
+
+    def _is_known(self, key: tuple[int, int], counter: Tensor) -> bool:
+        known = self._known.get(key)
+        if known is None or known.counter is not counter or counter.is_inference():
+            return False
+        return known.version == counter._version
+
+
+def _zeros(buffer: FlatBuffer, dtype: torch.dtype) -> Tensor:
+    """Return a state of zeros over the own range, in the same store as the master: (own range,)."""
+    if buffer.sleep is not None:
+        return buffer.sleep.zeros(dtype)
+    if isinstance(buffer.home, HostStore):  # locked, so that it can be streamed; statistics count states themselves
+        return buffer.home.allocate(buffer.stepped.numel(), dtype).zero_()
+    return torch.zeros_like(buffer.stepped, dtype=dtype)
+
+
+def _stretched(state: Tensor, numel: int) -> Tensor:
+    """Return ``numel`` elements from where a state begins."""
+    return state.as_strided((numel,), (1,))
+
+
+def _tails(buffer: FlatBuffer, indices: Iterable[int], origin: int) -> tuple[int, ...]:
+    """Return the ends of parameters that PyTorch would not step in whole vectors, relative to ``origin``."""
+    found: list[int] = []
+    for index in indices:
+        numel = buffer.layout.slots[index].numel
+        start, stop = buffer.own_range.elements(index)
+        body = max(numel - numel % vector_numel(), start)
+        if body < stop:
+            offset = buffer.own_range.place(index)[0] - start - origin
+            found += [offset + body, offset + stop]
+    return tuple(found)

@@ -1,0 +1,162 @@
+"""Methods of an optimizer beside ``step`` (``train`` and ``eval`` of schedule-free ones), run on segments (ADR 0035).
+
+Note [Methods see segments]
+    A method that reads or writes parameters, or its states of them, must see this rank's segments, as ``step`` does.
+    So the parameters of the optimizer are watched while a method runs. When it asks about one of them, the step window
+    opens; when it uses values, these are made the parameters' when it returns. A method that touches no parameter, such
+    as one that returns a learning rate, costs nothing and may be called by one rank alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from types import FrameType, FunctionType
+from typing import Any, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zero.engine.buffers.parameter import WatchedParameter, has_class, swap_class, unwatch, watch
+from lightning_zero.engine.buffers.segment_parameter import SegmentParameter
+
+__all__ = ["MethodCalls", "RunningStep", "methods_on_segments"]
+
+_OWN = frozenset({"step", "zero_grad", "add_param_group", "state_dict", "load_state_dict", "share_memory"})
+
+
+class RunningStep:
+    """Knows whether code runs inside ``Optimizer.step``, also after a step that has raised."""
+
+    def __init__(self) -> None:
+        self._frame: FrameType | None = None  # of the function that has called the hook
+
+    def begin(self) -> None:
+        """Note that a step begins; called by a hook in front of it."""
+        self._frame = sys._getframe(2)
+
+    @property
+    def is_outermost(self) -> bool:
+        """Whether the hook that asks is called by the same call of ``step``, and not by one inside it (``super()``)."""
+        return sys._getframe(2) is self._frame
+
+    def end(self) -> None:
+        """Note that it has ended."""
+        self._frame = None
+
+    def __bool__(self) -> bool:
+        frame = sys._getframe(1) if self._frame is not None else None
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is not None
+
+
+class Segments(Protocol):
+    """The parts of ``ShardedOptimizer`` that are used here."""
+
+    @property
+    def params(self) -> Iterable[nn.Parameter]:
+        """The optimizer's parameters."""
+        ...
+
+    def open(self) -> None:
+        """Open the step window."""
+        ...
+
+    def close(self) -> None:
+        """Close it."""
+        ...
+
+    def accept_values(self) -> None:
+        """Make the segments in the window the parameters' values. Collective at stages 1 and 2: all ranks."""
+        ...
+
+
+class MethodCalls:
+    """Watches the parameters of an optimizer while one of its methods runs; see Note [Methods see segments].
+
+    Args:
+        segments: The sharded optimizer.
+        running_step: A method that ``step`` calls needs nothing of this.
+    """
+
+    def __init__(self, segments: Segments, running_step: RunningStep) -> None:
+        self._segments = segments
+        self._running_step = running_step
+        self._classes: dict[nn.Parameter, type] | None = None  # of the parameters while they are watched or used
+        self._is_open = False
+        self._are_used = False
+
+    @property
+    def are_running(self) -> bool:
+        """Whether a method runs."""
+        return self._classes is not None
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Run a method inside."""
+        if self._classes is not None or self._running_step:
+            yield
+            return
+        self._segments.close()
+        self._is_open = self._are_used = False
+        self._watch()
+        try:
+            yield
+            if self._are_used:
+                self._segments.accept_values()
+        finally:
+            self._end_watch()
+            self._classes = None
+            if self._is_open:
+                self._segments.close()
+
+    def _watch(self) -> None:
+        self._classes = {param: type(param) for param in self._segments.params}
+        for param in self._classes:
+            swap_class(param, WatchedParameter)
+            watch(param, self._touched)
+
+    def _end_watch(self) -> None:
+        for param, cls in (self._classes or {}).items():
+            unwatch(param)
+            if has_class(param, WatchedParameter):
+                param.__class__ = cls
+
+    def _touched(self, uses_values: bool) -> None:
+        """Open the window at the first question about a parameter; let go of all of them when values are used."""
+        if not self._is_open:
+            self._end_watch()
+            self._segments.open()
+            self._is_open = True
+            self._watch()
+        if uses_values:
+            self._end_watch()
+            self._are_used = True
+            for param in self._segments.params:
+                if has_class(param, SegmentParameter):
+                    param.__class__ = SegmentParameter
+
+
+def methods_on_segments(base: type[Optimizer], calls: MethodCalls) -> dict[str, Callable[..., Any]]:
+    """Return the public methods that users' classes have added to an optimizer, each run on segments."""
+    theirs = [
+        cls for cls in base.__mro__ if issubclass(cls, Optimizer) and not cls.__module__.startswith("torch.optim.")
+    ]
+    names = {name for cls in theirs for name, value in vars(cls).items() if isinstance(value, FunctionType)}
+    return {
+        name: _on_segments(getattr(base, name), calls)
+        for name in sorted(names - _OWN)
+        if not name.startswith("_") and isinstance(getattr(base, name), FunctionType)
+    }
+
+
+def _on_segments(method: Callable[..., Any], calls: MethodCalls) -> Callable[..., Any]:
+    @wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with calls.call():
+            return method(*args, **kwargs)
+
+    return run

@@ -1,0 +1,1 @@
+"""Hooks, the order of collectives, reductions."""

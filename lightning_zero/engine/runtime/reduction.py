@@ -1,0 +1,180 @@
+"""Reductions: started unit by unit, finished behind the backward, and who had gradients at all.
+
+After the reductions of a backward the ranks agree, in one small message, which parameters had a gradient anywhere: one
+that is unused on some ranks counts as zero there; one that is unused on all keeps ``grad`` None, and the optimizer
+leaves it alone. A gradient that arrives after its unit was reduced (reentrant checkpointing of a shared parameter, a
+rank that was overtaken) is reduced once more, on all ranks.
+
+Most backwards use the parameters that the last one of their kind has used. Where the ranks agree on the end of a
+backward anyway (see the note in ``order``), each also says whether this is so; if it is on all ranks, the message is
+not sent, because its result is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+
+from lightning_zero.comm.communicator import Communicator, Pending
+from lightning_zero.engine.buffers.buffer import FlatBuffer
+from lightning_zero.engine.buffers.labels import label
+from lightning_zero.engine.runtime.step_in_backward import EarlySteps
+from lightning_zero.engine.units.unit import Unit
+
+__all__ = ["Reducer"]
+
+
+class Reducer:
+    """Reduces units; the caller sees to the order.
+
+    Args:
+        units: All units.
+        communicator: Over which ranks agree.
+        in_flight: How many buffers may be reducing while backward goes on.
+        early: Steps reduced units while backward goes on; None: nothing is stepped in the backward.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], communicator: Communicator, in_flight: int, early: EarlySteps | None = None
+    ) -> None:
+        self._units = list(units)
+        self._communicator = communicator
+        self._max_in_flight = in_flight
+        self._early = early
+        self._in_flight: list[tuple[Unit, FlatBuffer, Pending]] = []
+        self._late: set[Unit] = set()  # got a gradient after their reduction had started
+        self._last: dict[Hashable, tuple[bytes, bytes]] = {}  # flags of this rank, and of any, by kind of pass
+
+    def begin(self) -> None:
+        """Begin a backward."""
+        if self._early is not None:
+            self._early.begin(self._units)
+        for unit in self._units:
+            unit.begin_backward()
+
+    def before_gradient(self, unit: Unit) -> None:
+        """Make room for a gradient that comes after its unit's reduction has started."""
+        if unit.is_reduced:
+            self._late.add(unit)
+            self._drain(0)
+
+    def start(self, unit: Unit) -> None:
+        """Start reducing a unit's gradients, with zeros where it has none. Collective: all ranks."""
+        if unit.is_reduced:
+            return
+        unit.is_reduced = True
+        if self._early is not None:
+            self._early.promise(unit)
+        for buffer in unit.reducing_buffers:
+            self._drain(max(self._max_in_flight - 1, 0))
+            with label("reduce", unit.name):
+                self._in_flight.append((unit, buffer, buffer.gradients.reduce()))
+            if self._max_in_flight == 0:
+                self._drain(0)
+
+    def is_as_before(self, kind: Hashable) -> bool:
+        """Whether this rank has used the parameters that it used in the last backward of this kind."""
+        return kind in self._last and self._last[kind][0] == self._flags()
+
+    def finish(self, kind: Hashable = None, *, is_as_before: bool = False, has_more_backwards: bool = False) -> None:
+        """Finish all reductions and agree on who had gradients. Collective: all ranks.
+
+        Args:
+            kind: The key of the agreement.
+            is_as_before: ``is_as_before(kind)`` on all ranks; the same on every rank.
+            has_more_backwards: Backwards of forwards that have run follow, and bring gradients again.
+        """
+        self._drain(0)
+        self._settle(kind, is_as_before)
+        for unit in self._units:
+            unit.ran_forward = unit.ran_forward and has_more_backwards
+            unit.is_reduced = False
+
+    def cancel(self) -> None:
+        """End a backward that brought no gradients: the reductions in flight were sums of zeros. No collective."""
+        self._drain(0)
+        self._late.clear()
+        for unit in self._units:
+            if unit.is_reduced:
+                unit.is_reduced = False
+                for buffer in unit.reducing_buffers:
+                    if not buffer.gradients.has_grad:
+                        buffer.gradients.forget()
+
+    def abandon(self) -> None:
+        """Drop the gradients of a backward that an error has ended. No collective; ``settle`` is to follow."""
+        self._in_flight.clear()
+        self._late.clear()
+        self._last.clear()
+        for unit in self._units:
+            unit.arrived.clear()
+            unit.is_reduced = False
+            for buffer in unit.buffers:
+                buffer.gradients.abandon()
+
+    def serve(self, unit: Unit) -> None:
+        """Take part in a reduction of an abandoned backward. Collective: all ranks."""
+        if self._early is not None:
+            self._early.promise(unit)
+        for buffer in unit.reducing_buffers:
+            buffer.gradients.serve().wait()
+
+    def settle(self) -> None:
+        """Wait for the agreements of abandoned backwards. Collective: all ranks have come behind them."""
+        if self._early is not None:
+            self._early.settle()
+
+    def _drain(self, keep: int) -> None:
+        while len(self._in_flight) > keep:
+            unit, buffer, pending = self._in_flight[0]
+            with label("reduce", unit.name):
+                pending.wait()
+                del self._in_flight[0]
+                buffer.gradients.finish_reduce()
+            if self._early is not None:
+                self._early.reduced(unit, buffer)
+
+    @property
+    def _buffers(self) -> list[FlatBuffer]:
+        return [buffer for unit in self._units for buffer in unit.reducing_buffers]
+
+    def _flags(self) -> bytes:
+        """Return which units had gradients after their reduction, and which parameters had one at all."""
+        flags = [unit in self._late for unit in self._units]
+        for buffer in self._buffers:
+            flags += [index in buffer.gradients.used for index in range(len(buffer.params))]
+        return bytes(flags)
+
+    def _agree_on_flags(self, kind: Hashable) -> bytes:
+        own = self._flags()
+        self._last.pop(kind, None)  # an error leaves nothing that other ranks may not have
+        message = torch.tensor(list(own), dtype=torch.uint8)
+        agreed = bytes(self._communicator.agree_on_flags(message, "agreement on used parameters").tolist())
+        self._last[kind] = own, agreed
+        return agreed
+
+    def _settle(self, kind: Hashable, is_as_before: bool) -> None:
+        buffers = self._buffers
+        agreed = self._last[kind][1] if is_as_before else self._agree_on_flags(kind)
+        late = [unit for unit, flag in zip(self._units, agreed[: len(self._units)], strict=True) if flag]
+        if self._early is not None:
+            self._early.refuse_late(late)
+        position = len(self._units)
+        for buffer in buffers:
+            used = agreed[position : position + len(buffer.params)]
+            position += len(buffer.params)
+            buffer.gradients.agreed(index for index, flag in enumerate(used) if flag)
+        for unit in late:
+            unit.is_reduced = False
+            self.start(unit)
+        self._drain(0)
+        self._late.clear()
+        for pending in [buffer.gradients.gather_reduced() for buffer in buffers]:
+            if pending is not None:
+                pending.wait()
+        for buffer in buffers:
+            if not buffer.gradients.has_grad:
+                buffer.gradients.forget()
+            buffer.gradients.show_kept()
+            buffer.gradients.mark_reduced()

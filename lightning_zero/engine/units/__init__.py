@@ -1,0 +1,1 @@
+"""Units: how they are chosen, where they lie, their module buffers, deferred initialisation."""

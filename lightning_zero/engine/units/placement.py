@@ -1,0 +1,122 @@
+"""The placement of each unit: on the device, in host memory or on disks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.config import Offload, Sharding
+from lightning_zero.engine.units.capacity import Home, homes_of_units
+from lightning_zero.engine.units.partition import Territory
+from lightning_zero.storage.copies import Copies, first_call_of_thread
+from lightning_zero.storage.disk import DiskStore
+from lightning_zero.storage.downloads import Downloads
+from lightning_zero.storage.host import HostStore
+from lightning_zero.storage.nvme import NvmeStore, StorageError
+from lightning_zero.storage.store import ShardStore
+
+__all__ = ["Placement"]
+
+
+class Placement:
+    """Host memory and disks of one engine, and which unit uses which.
+
+    Collective: all ranks; a path that one rank cannot use is an error on every rank.
+
+    Args:
+        offload: The option; None for nothing.
+        territories: The units to be, in order.
+        communicator: Over the ranks that share the model.
+        sharding: The tensors that are kept sharded.
+        itemsize: Bytes of a parameter as it computes, for ``fraction="auto"``.
+        copies: The streams of the device.
+
+    Raises:
+        StorageError: A path cannot be used here, or on another rank.
+    """
+
+    def __init__(
+        self,
+        offload: Offload | None,
+        territories: Sequence[Territory],
+        communicator: Communicator,
+        sharding: Sharding,
+        itemsize: int,
+        copies: Copies,
+    ) -> None:
+        self._offload = offload
+        self._communicator = communicator
+        is_pinned = offload is None or offload.pin_memory
+        self.host = HostStore(pinned=is_pinned and communicator.device.type == "cuda")
+        self.disk: DiskStore | None = None
+        self._homes: list[Home] = ["device"] * len(territories)
+        if offload is not None and offload.fraction == "auto":
+            numels = [(_numel(one.params), _numel([p for p in one.params if p.requires_grad])) for one in territories]
+            self._homes = homes_of_units(offload, numels, sharding, communicator, itemsize)
+        elif offload is not None:
+            self._homes = _by_fraction(offload, [_numel(one.params) for one in territories])
+        if offload is not None and offload.uses_disks:
+            self.disk = self._open(offload, copies)
+
+    def _open(self, offload: Offload, copies: Copies) -> DiskStore:
+        error: StorageError | None = None
+        try:
+            disks = NvmeStore(
+                offload.paths,
+                block_bytes=offload.buffer_bytes,
+                threads=offload.io_threads,
+                direct=offload.direct,
+                first_call=first_call_of_thread(self._communicator.device),
+            )
+        except StorageError as caught:
+            error = caught
+        self.agree(error)
+        has_streams = self._communicator.device.type != "cpu"
+        store = DiskStore(disks, Downloads(self.host, copies) if has_streams else None)
+        store.on_failure = self._communicator.abandon
+        return store
+
+    def agree(self, error: Exception | None) -> None:
+        """Raise an error of this rank, and on the others one that names this rank. Collective: all ranks."""
+        rank, world_size = self._communicator.rank, self._communicator.world_size
+        errors = self._communicator.gather_objects(error is not None, "agreement on the disks of `Offload(path=...)`")
+        if error is not None:
+            raise error
+        if any(errors):
+            ranks = ", ".join(str(rank) for rank, has_failed in enumerate(errors) if has_failed)
+            raise StorageError(
+                f"rank {rank} of {world_size}: `Offload(path={self._offload.path!r})` cannot be used on rank(s)"  # type: ignore[union-attr]
+                f" {ranks}; the error there says why."
+            )
+
+    def home(self, index: int) -> ShardStore | None:
+        """Return the store of a unit's masters, states and gradient shards; None is the device."""
+        return self._store(self._offload.optimizer if self._offload is not None else None, index)
+
+    def params_home(self, index: int) -> ShardStore | None:
+        """Return the store of a unit's parameters at stage 3; None is the device."""
+        return self._store(self._offload.params if self._offload is not None else None, index)
+
+    def _store(self, place: str | None, index: int) -> ShardStore | None:
+        if place is None or self._homes[index] == "device":
+            return None
+        return self.host if "cpu" in (place, self._homes[index]) else self.disk
+
+    def close(self) -> None:
+        """Give host memory and the room on disks back."""
+        if self.disk is not None:
+            self.disk.close()  # its last values come through host memory
+        self.host.close()
+
+
+def _by_fraction(offload: Offload, sizes: Sequence[int]) -> list[Home]:
+    """Return the store of each unit under ``fraction``; the first ones stay on the device."""
+    stays = (1.0 - float(offload.fraction)) * sum(sizes)
+    away: Home = "nvme" if offload.uses_disks else "cpu"
+    return [away if sum(sizes[: index + 1]) > stays else "device" for index in range(len(sizes))]
+
+
+def _numel(params: Sequence[torch.nn.Parameter]) -> int:
+    return sum(param.numel() for param in params)

@@ -1,0 +1,188 @@
+"""Parameters that other parts of the model hold: placeholders here, values for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zero.config import Communication, MixedPrecision
+from lightning_zero.engine.buffers.parameter import (
+    ReleasedParameter,
+    own,
+    placeholder,
+    restore_class,
+    set_raw_grad,
+    swap_class,
+)
+from lightning_zero.engine.units.lowering import Lowering
+from lightning_zero.engine.units.partition import kind_of
+from lightning_zero.engine.units.pipeline_peers import Parts
+from lightning_zero.errors import PipelineError
+
+__all__ = ["Elsewhere"]
+
+
+@dataclass(frozen=True)
+class _Absent:
+    """One parameter that another part of the model holds."""
+
+    param: nn.Parameter
+    master: torch.Tensor  # without elements, in the dtype of the master
+    placeholder: torch.Tensor
+
+
+class Elsewhere:
+    """The parameters of a module that only other parts of the model hold.
+
+    Args:
+        module: The whole module. The values that are not of this part are given up.
+        parts: The parameters of each part.
+        names: First fully qualified name and aliases of every parameter, by ``id``; names of absent ones are added.
+        precision: Compute and master dtypes.
+        lowering: Which parameters compute in 16 bits.
+        communication: Dtype of reductions.
+        device: Where the module goes.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parts: Parts,
+        names: dict[int, tuple[str, ...]],
+        precision: MixedPrecision,
+        lowering: Lowering,
+        communication: Communication,
+        device: torch.device,
+    ) -> None:
+        self.parts = parts
+        self._names = names
+        self._absent: dict[int, _Absent] = {}
+        self._all_groups: WeakKeyDictionary[Optimizer, list[list[nn.Parameter]]] = WeakKeyDictionary()
+        for name, param in module.named_parameters(remove_duplicate=False):
+            if parts.is_here(param):
+                continue
+            names[id(param)] = (*names.get(id(param), ()), name)
+            if id(param) not in self._absent:
+                path, _, key = name.rpartition(".")
+                compute = lowering.dtype(param, module.get_submodule(path), key)
+                kind = kind_of(param, compute, precision, communication)
+                empty = torch.empty(0, dtype=kind.shown, device=device)
+                self._absent[id(param)] = _Absent(param, empty, placeholder(param, device))
+        for absent in self._absent.values():
+            self._give_up(absent)
+
+    def _give_up(self, absent: _Absent) -> None:
+        param = absent.param
+        own(param, self)
+        if param.is_meta:  # its `data` cannot be of another device
+            real = nn.Parameter(absent.placeholder, requires_grad=param.requires_grad)
+            torch.utils.swap_tensors(param, real)  # type: ignore[no-untyped-call]
+        _show(param, absent.placeholder)
+        swap_class(param, ReleasedParameter)
+
+    def __contains__(self, param: object) -> bool:
+        return id(param) in self._absent
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters that other parts hold, in the module's order."""
+        return [absent.param for absent in self._absent.values()]
+
+    def master(self, param: nn.Parameter) -> torch.Tensor:
+        """Return the master of an absent parameter: no elements, in the dtype of the master."""
+        return self._absent[id(param)].master
+
+    @contextmanager
+    def borrowed(self, params: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Let parameters of other parts have values for a while. Collective on entry: all ranks."""
+        borrowed = []
+        with torch.inference_mode(False), torch.no_grad():
+            for param in [one for one in params if isinstance(one, nn.Parameter) and id(one) in self._names]:
+                away = self._absent.get(id(param))
+                if away is None:
+                    values = param.detach().clone()
+                else:
+                    values = torch.empty(param.shape, dtype=away.placeholder.dtype, device=away.master.device)
+                    borrowed.append((away, values))
+                what = f"parameter `{self.param_name(param)}`"
+                self.parts.communicator.any_is(False, f"borrowing of {what}")  # all parts have come for the same
+                self.parts.communicator.broadcast(values, what, self.parts.first_holder(param))
+        for away, values in borrowed:
+            restore_class(away.param)
+            _show(away.param, values)
+        try:
+            yield
+        finally:
+            for away, _ in borrowed:
+                _show(away.param, away.placeholder)
+                swap_class(away.param, ReleasedParameter)
+
+    # -- Optimizers ------------------------------------------------------------------------------------------------
+
+    def drop(self, optimizer: Optimizer) -> None:
+        """Take the absent parameters out of an optimizer's groups."""
+        self._all_groups[optimizer] = [list(group["params"]) for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = [param for param in group["params"] if param not in self]
+
+    @contextmanager
+    def whole_groups(self, optimizer: Optimizer) -> Iterator[None]:
+        """Put the absent parameters back into an optimizer's groups for a while."""
+        here = [group["params"] for group in optimizer.param_groups]
+        for group, whole in zip(optimizer.param_groups, self._all_groups.get(optimizer, here), strict=False):
+            group["params"] = whole
+        try:
+            yield
+        finally:
+            for group, params in zip(optimizer.param_groups, here, strict=True):
+                group["params"] = params
+            for param in self.params:
+                optimizer.state.pop(param, None)
+
+    # -- Answers for absent parameters -----------------------------------------------------------------------------
+
+    def param_name(self, param: nn.Parameter) -> str:
+        """Return the first fully qualified name of a parameter."""
+        return self._names[id(param)][0]
+
+    def refuse_step(self, param: nn.Parameter, optimizer: Optimizer) -> None:
+        """Do nothing: an absent parameter has no gradient."""
+
+    def touch(self, param: nn.Parameter) -> bool:
+        """Refuse the values of an absent parameter.
+
+        Raises:
+            PipelineError: Always.
+        """
+        raise PipelineError(
+            f"Parameter `{self.param_name(param)}` lies on pipeline stage {self.parts.first_holder(param)}, and code of"
+            f" stage {self.parts.communicator.rank} uses its values. If several stages use it, name it:"
+            f" `Pipeline(shared=[{self.param_name(param)!r}])`; for a copy call `strategy.full_param(param)` on every"
+            " rank."
+        )
+
+    def own_dtype(self, param: nn.Parameter) -> torch.dtype:
+        """Return the dtype of a parameter: an absent one has no other."""
+        return self._absent[id(param)].placeholder.dtype
+
+    def show_original(self, param: nn.Parameter) -> None:
+        """Do nothing: an absent parameter has no values."""
+
+    def show_gradient(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Return None: there is none."""
+        return None
+
+    def write_gradient(self, param: nn.Parameter, grad: torch.Tensor | None) -> None:
+        """Let it be read here; the part that holds the parameter steps it."""
+        set_raw_grad(param, grad)
+
+
+def _show(param: nn.Parameter, values: torch.Tensor) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        param.data = values

@@ -1,0 +1,191 @@
+"""A unit: parameters that are gathered and reduced together, usually one transformer block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+from torch import nn
+
+from lightning_zero.comm.communicator import Pending
+from lightning_zero.engine.buffers.buffer import FlatBuffer
+from lightning_zero.engine.buffers.labels import label
+
+__all__ = ["Unit", "UnitState"]
+
+
+class UnitState(Enum):
+    """Which tensors of a unit are in memory.
+
+    SHARDED:    the shards. Parameters are placeholders. Below stage 3: whole parameters that are stale, because a step
+                is due or not gathered yet.
+    UNSHARDING: shards and whole buffers; the all-gathers may still be running. ``wait`` before use.
+    UNSHARDED:  shards and whole buffers. Parameters are views of them.
+    """
+
+    SHARDED = 0
+    UNSHARDING = 1
+    UNSHARDED = 2
+
+
+class Unit:
+    """The buffers of one unit and who is using them.
+
+    It knows nothing of other units, of order, of optimizers.
+
+    Args:
+        name: Fully qualified name of the unit's module; ``(root)`` for the parameters that no other unit holds.
+        index: Position among the units; the same on every rank.
+        module: The module whose forward needs the unit.
+        buffers: One per kind of parameter.
+        watched: Modules whose backward may use a parameter that autograd has not saved, as custom functions do.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        module: nn.Module,
+        buffers: list[FlatBuffer],
+        watched: Sequence[nn.Module] = (),
+    ) -> None:
+        # - Module and buffers
+        self.name = name
+        self.index = index
+        self.module = module
+        self.buffers = buffers
+        self.watched = list({id(one): one for one in watched if one is not module}.values())
+        self.is_sharded_between_uses = any(buffer.sharding.params for buffer in buffers)
+        # - Who needs it whole
+        self.state = UnitState.UNSHARDED
+        self.uses = 0  # forwards that are running
+        self.holds = 0  # `gathered` contexts
+        self.is_touched = False  # used outside its module: stays until the scope ends
+        self._pending: list[Pending] = []
+        # - The backward that is running
+        self.expected: set[tuple[int, int]] = set()  # (buffer, slot) that may get a gradient
+        self.arrived: set[tuple[int, int]] = set()
+        self.calls = 0  # forwards whose inputs still wait for their gradient
+        self.awaited: set[object] = set()  # those of them through which the backward that is running has come
+        self.has_frozen = False
+        self.ran_forward = False  # with gradients, since the last backward
+        self.is_reduced = False  # its reduction of this backward was started
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(buffer.layout.numel for buffer in self.buffers)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a use of the unit keeps it gathered."""
+        return self.uses > 0 or self.holds > 0 or self.is_touched
+
+    def unshard(self, *, in_original: bool = False) -> None:
+        """Start gathering. Collective: all ranks. ``wait`` before use.
+
+        Args:
+            in_original: In the parameters' own dtype, at stage 3.
+        """
+        assert self.state is UnitState.SHARDED
+        with label("gather", self.name):
+            self._pending = [buffer.gather(in_original=in_original) for buffer in self.buffers]
+        self.state = UnitState.UNSHARDING
+
+    def wait(self) -> None:
+        """Return when the parameters are whole."""
+        if self.state is not UnitState.UNSHARDING:
+            return
+        with label("wait for", self.name):
+            for pending in self._pending:
+                pending.wait()
+            self._pending = []
+            for buffer in self.buffers:
+                buffer.bind()
+        self.state = UnitState.UNSHARDED
+
+    @property
+    def computes_lower(self) -> bool:
+        """Whether some parameters compute in another dtype than their own."""
+        return any(buffer.original is not None for buffer in self.buffers)
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether whole parameters lie in another dtype than their own, and nobody computes with them."""
+        return any(buffer.is_lowered for buffer in self.buffers)
+
+    def begin_computing(self) -> None:
+        """Show whole parameters as they compute, unless ``gathered`` shows them in their own dtype."""
+        for buffer in self.buffers:
+            buffer.begin_computing(hides=not self.holds)
+
+    def end_computing(self) -> None:
+        """Show the master's values in their own dtype to the next use of a whole parameter."""
+        for buffer in self.buffers:
+            buffer.end_computing()
+
+    def accept_originals(self) -> None:
+        """Copy writes into parameters that are shown in their own dtype into the masters. No collective."""
+        for buffer in self.buffers:
+            if buffer.original is not None and buffer.original.flat is not None:
+                buffer.refresh_master()
+
+    def show_original(self) -> None:
+        """Show parameters that compute in another dtype in their own. Collective at stages 1 to 3: all ranks."""
+        for buffer in self.buffers:
+            buffer.show_original()
+
+    def hide_original(self) -> None:
+        """Show parameters as they compute, unless the engine is paused. No collective."""
+        for buffer in self.buffers:
+            if not buffer.is_resting:
+                buffer.hide_original()
+
+    def reshard(self) -> None:
+        """Give the whole buffers back. No collective; below stage 3 they stay."""
+        if self.state is UnitState.SHARDED:
+            return
+        self.wait()
+        if not self.is_sharded_between_uses:
+            return
+        for buffer in self.buffers:
+            buffer.release()
+        self.state = UnitState.SHARDED
+
+    def serve(self, *, in_original: bool = False) -> None:
+        """Take part in a gather of this unit that only other ranks need. Collective: all ranks."""
+        if not self.is_sharded_between_uses:
+            if self.state is UnitState.SHARDED:
+                self.unshard()
+                self.wait()
+            return
+        for pending in [buffer.serve(in_original=in_original) for buffer in self.buffers]:
+            pending.wait()
+
+    def begin_backward(self) -> None:
+        """Forget the last backward and find out which gradients this one may bring."""
+        self.arrived.clear()
+        self.is_reduced = False
+        self.expected = {
+            (place, index)
+            for place, buffer in enumerate(self.buffers)
+            for index, param in enumerate(buffer.params)
+            if param.requires_grad
+        }
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every gradient of this backward has arrived."""
+        return len(self.arrived) == len(self.expected)
+
+    @property
+    def reducing_buffers(self) -> list[FlatBuffer]:
+        """The buffers with a parameter that requires a gradient."""
+        places = sorted({place for place, _ in self.expected})
+        return [self.buffers[place] for place in places]
+
+    def accumulate(self, place: int, index: int, grad: torch.Tensor) -> None:
+        """Take over the gradient of one parameter."""
+        self.buffers[place].gradients.accumulate(index, grad)
+        self.arrived.add((place, index))

@@ -1,0 +1,253 @@
+"""Lightning's averaging callbacks on this rank's segments of the masters (ADR 0036).
+
+Note [Averages of segments]
+    A callback gets a class between its own and Lightning's. Lightning's code stays: where it would copy the module, it
+    gets a module of this rank's segments, and where it would walk over the module's parameters, a view of the module
+    whose parameters are the segments of the masters. An update sends nothing; a swap or a transfer is published.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_zero.checkpoint import state
+from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.lightning.checkpoint_hooks import CheckpointHooks
+
+__all__ = ["begin_averages", "bind_averages", "forget_averages"]
+
+
+class _SegmentView:
+    """A module whose parameters are this rank's segments of the masters, live; all else is the module's own."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._segments = [record.master().detach() for record in _engine_of(module).records()]
+
+    def parameters(self) -> Iterator[Tensor]:
+        return iter(self._segments)
+
+    def buffers(self) -> Iterator[Tensor]:
+        return iter(self._module.buffers())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _SegmentAverages(AveragedModel):
+    """Averages of segments, under the names of parameters and buffers."""
+
+    def update_parameters(self, model: Any) -> None:
+        with _writing():
+            super().update_parameters(_view(model))  # type: ignore[arg-type]
+
+
+def _segments_of(module: pl.LightningModule) -> nn.Module:
+    """Return a module with this rank's segments as parameters, and the module's buffers; both live."""
+    segments = nn.Module()
+    for record in _engine_of(module).records():
+        segments._parameters[record.name] = nn.Parameter(record.master().detach(), requires_grad=False)
+    segments._buffers.update({name: buffer.detach() for name, buffer in module.named_buffers()})
+    return segments
+
+
+def _view(module: Any) -> _SegmentView:
+    return module if isinstance(module, _SegmentView) else _SegmentView(module)
+
+
+def _engine_of(module: pl.LightningModule) -> ZeroEngine:
+    strategy = module.trainer.strategy
+    assert isinstance(strategy, CheckpointHooks)
+    return strategy.engine
+
+
+@contextmanager
+def _writing() -> Generator[None, None, None]:
+    """Write into tensors that are trained later, also while Lightning evaluates."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+class _OnSegments(Callback):
+    """Common part of the averaging callbacks below: averages of this rank's segments."""
+
+    _average_model: Any
+    user_class: type  # the user's own, without this class
+    _made_for: weakref.ref[ZeroEngine] | None = None  # the engine of the segments that are averaged
+
+    def begin(self, module: pl.LightningModule) -> None:
+        """Make the averages, when a fit begins and the module is sharded."""
+        self._made_for = weakref.ref(_engine_of(module))
+        with torch.inference_mode(False):
+            self._average_model = self._make(module)
+
+    def forget(self, module: pl.LightningModule) -> None:
+        """Let go of the averages of another engine's segments."""
+        if self._made_for is not None and self._made_for() is not _engine_of(module):
+            self._average_model, self._made_for = None, None
+
+    def _make(self, module: pl.LightningModule) -> nn.Module:
+        raise NotImplementedError
+
+    def _is_elsewhere(self, trainer: pl.Trainer) -> bool:
+        """Say whether another strategy runs the callback now; then it has its own class again."""
+        if isinstance(trainer.strategy, CheckpointHooks):
+            return False
+        self.__class__ = self.user_class
+        return True
+
+
+class _WeightAveraging(_OnSegments, WeightAveraging):
+    """``WeightAveraging`` of segments; see Note [Averages of segments]."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._is_elsewhere(trainer):
+            self.setup(trainer, pl_module, stage)
+
+    def _make(self, module: pl.LightningModule) -> nn.Module:
+        segments, options = _segments_of(module), {"use_buffers": self._use_buffers, **self._kwargs}
+        return _SegmentAverages(segments, device=self._device, **options)
+
+    def _swap_models(self, pl_module: pl.LightningModule) -> None:
+        with _writing():
+            super()._swap_models(_view(pl_module))  # type: ignore[arg-type]
+        _engine_of(pl_module).publish()
+
+    def _copy_average_to_current(self, pl_module: pl.LightningModule) -> None:
+        with _writing():
+            super()._copy_average_to_current(_view(pl_module))  # type: ignore[arg-type]
+        _engine_of(pl_module).publish()
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        average = self._average_model
+        if average is None:
+            super().on_save_checkpoint(trainer, pl_module, checkpoint)
+            return
+        checkpoint["current_model_state"] = checkpoint["state_dict"]
+        checkpoint["state_dict"] = state.model_state(_engine_of(pl_module), pl_module, average.module)
+        checkpoint["averaging_state"] = {
+            name: value for name, value in average.state_dict().items() if not name.startswith("module.")
+        }
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        average = self._average_model
+        if average is None:
+            super().on_load_checkpoint(trainer, pl_module, checkpoint)
+            return
+        current = checkpoint.get("current_model_state")
+        was_averaged = current is not None and "averaging_state" in checkpoint
+        if not was_averaged:
+            rank_zero_warn(
+                "The checkpoint was not created with WeightAveraging. Both the current and the average model start from"
+                " its state_dict."
+            )
+        with _writing():  # the strategy has loaded `state_dict` into the module
+            for mine, loaded in zip(_tensors(average.module), _tensors(_view(pl_module)), strict=True):
+                mine.copy_(loaded)
+            if was_averaged:
+                average.n_averaged.copy_(checkpoint["averaging_state"]["n_averaged"])
+        if was_averaged:
+            trainer.strategy.load_model_state_dict(
+                {**checkpoint, "state_dict": current}, strict=pl_module.strict_loading
+            )
+
+
+class _StochasticAveraging(_OnSegments, StochasticWeightAveraging):
+    """``StochasticWeightAveraging`` of segments; see Note [Averages of segments]."""
+
+    _module: weakref.ref[pl.LightningModule] | None = None  # whose segments are averaged
+
+    @property
+    def _averaged(self) -> pl.LightningModule | None:
+        return None if self._module is None or self._average_model is None else self._module()
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._is_elsewhere(trainer):
+            self.setup(trainer, pl_module, stage)
+
+    def _make(self, module: pl.LightningModule) -> nn.Module:
+        self._module = weakref.ref(module)
+        return copy.deepcopy(_segments_of(module))
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_epoch_start(trainer, _view(pl_module))  # type: ignore[arg-type]
+        if self._max_epochs != -1 and trainer.current_epoch == self.swa_end + 1:
+            _engine_of(pl_module).publish()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_end(trainer, _view(pl_module))  # type: ignore[arg-type]
+        _engine_of(pl_module).publish()
+
+    def state_dict(self) -> dict[str, Any]:
+        values, module = super().state_dict(), self._averaged
+        if module is not None:
+            values["average_model_state"] = state.model_state(_engine_of(module), module, self._average_model)
+        return values
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        module = self._averaged
+        # Lightning does so in `on_fit_start`, which comes before the checkpoint is read here.
+        if module is not None and self._scheduler_state is not None:
+            self._clear_schedulers(module.trainer)
+
+    def _load_average_model_state(self, model_state: Any) -> None:
+        module = self._averaged
+        if model_state is not None and module is not None:
+            state.load_average(_engine_of(module), self._average_model, model_state)
+
+
+# -- For the strategy --------------------------------------------------------------------------------------------------
+
+_KINDS: dict[type[Callback], type[_OnSegments]] = {
+    WeightAveraging: _WeightAveraging,
+    StochasticWeightAveraging: _StochasticAveraging,
+}
+
+
+def bind_averages(trainer: pl.Trainer) -> None:
+    """Let averaging callbacks average segments, before their ``setup`` copies the module."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for kind, on_segments in _KINDS.items():
+            if isinstance(callback, kind) and not isinstance(callback, _OnSegments):
+                callback.__class__ = _class_over(type(callback), kind, on_segments)
+
+
+def _class_over(cls: type[Callback], kind: type[Callback], on_segments: type[_OnSegments]) -> Any:
+    bases = (on_segments,) if cls is kind else (cls, on_segments)
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "user_class": cls}
+    return type(cls.__name__, bases, names)
+
+
+def begin_averages(trainer: pl.Trainer) -> None:
+    """Make the averages of a fit that begins; the module is sharded."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, _OnSegments):
+            callback.begin(trainer.lightning_module)
+
+
+def forget_averages(trainer: pl.Trainer) -> None:
+    """Let go of averages that do not fit the engine which evaluates."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, _OnSegments):
+            callback.forget(trainer.lightning_module)
+
+
+def _tensors(module: Any) -> Iterator[Tensor]:
+    return chain(module.parameters(), module.buffers())

@@ -1,0 +1,141 @@
+"""Refuse options and callbacks that would not live up to their names, before the first step."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_zero.config import ActivationCheckpointing, Pipeline, StepTime
+from lightning_zero.lightning.pipelined_steps import refuse_program
+from lightning_zero.lightning.precision import LossScale
+
+__all__ = ["refuse_options"]
+
+
+class _Options(Protocol):
+    """The parts of ``ZeroStrategy`` that are read here."""
+
+    stage: int
+    state_dict_type: Literal["sharded", "full"]
+    async_save: bool
+    pipeline: Pipeline | None
+    activation_checkpointing: ActivationCheckpointing | None
+    loss_scale: LossScale | None
+    step: StepTime
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def root_device(self) -> torch.device: ...
+
+    @property
+    def has_plain_checkpoint_io(self) -> bool: ...
+
+    @property
+    def checkpoint_io(self) -> Any: ...
+
+    @property
+    def precision_plugin(self) -> Any: ...
+
+
+def refuse_options(strategy: _Options, trainer: pl.Trainer) -> None:
+    """Refuse options that would not live up to their names.
+
+    Raises:
+        ValueError: Names the option, and the remedy.
+    """
+    if strategy.state_dict_type == "sharded" and not strategy.has_plain_checkpoint_io:
+        raise ValueError(
+            f"`{type(strategy.checkpoint_io).__name__}` writes single files, and `state_dict_type='sharded'` writes a"
+            " directory from all ranks. Use `ZeroStrategy(state_dict_type='full')`, or leave the plugin out."
+        )
+    _refuse_what_needs_whole_models(strategy, trainer)
+    _refuse_activations(strategy)
+    _refuse_async(strategy, trainer)
+    _refuse_pipeline(strategy, trainer)
+    _refuse_with_early_steps(strategy, trainer)
+    if strategy.loss_scale is not None and strategy.precision_plugin.scaler is None:
+        raise ValueError(
+            f"`loss_scale` has no effect with precision={strategy.precision_plugin.precision!r}."
+            " Use precision='16-mixed' (on a GPU) or '16-true', or leave `loss_scale` out."
+        )
+
+
+def _refuse_what_needs_whole_models(strategy: _Options, trainer: pl.Trainer) -> None:
+    if any(isinstance(callback, ModelPruning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        raise ValueError(
+            "`ModelPruning` replaces the parameters of modules while they are trained, and the engine holds the values"
+            " of those that it has sharded. Prune the trained model, or use `strategy='ddp'`."
+        )
+    for logger in trainer.loggers:
+        if strategy.stage == 3 and strategy.world_size > 1 and getattr(logger, "_log_graph", False):
+            raise ValueError(
+                f"`{type(logger).__name__}(log_graph=True)` runs the model on rank 0 alone, and at `stage=3` a forward"
+                " needs all ranks. Leave `log_graph` out, or log the graph of a model that is not sharded."
+            )
+
+
+def _refuse_pipeline(strategy: _Options, trainer: pl.Trainer) -> None:
+    if strategy.pipeline is None:
+        return
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    refuse_program(trainer.lightning_module, strategy.pipeline.num_microbatches if fitting else 1)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging, BaseFinetuning)):
+            raise ValueError(
+                f"`{type(callback).__name__}` reads all parameters on every rank, and a pipeline stage has a part"
+                " of them. Remove the callback, or `pipeline`."
+            )
+
+
+def _refuse_with_early_steps(strategy: _Options, trainer: pl.Trainer) -> None:
+    if strategy.step != "backward" or trainer.state.fn != TrainerFn.FITTING:
+        return
+    hooks = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+    overridden = [name for name in hooks if is_overridden(name, trainer.lightning_module)]
+    found = {
+        f"`pipeline={strategy.pipeline!r}`": strategy.pipeline is not None,
+        f"`gradient_clip_val={trainer.gradient_clip_val!r}`": bool(trainer.gradient_clip_val),
+        f"`accumulate_grad_batches={trainer.accumulate_grad_batches!r}`": trainer.accumulate_grad_batches != 1,
+        f"precision={strategy.precision_plugin.precision!r}": strategy.precision_plugin.scaler is not None,
+        f"an overridden `{', '.join(overridden)}`": bool(overridden),
+    }
+    for what, is_there in found.items():
+        if is_there:
+            raise ValueError(
+                f"`step='backward'` does not work with {what}: a unit's gradients are stepped and given up in the"
+                " backward. Leave one of the two out."
+            )
+
+
+def _refuse_activations(strategy: _Options) -> None:
+    options = strategy.activation_checkpointing
+    if options is None or options.policy != "auto" or options.budget_bytes is not None:
+        return
+    if strategy.root_device.type != "cuda":
+        raise ValueError(
+            f"`policy='auto'` of `activation_checkpointing` needs `budget_bytes` on `{strategy.root_device}`: what is"
+            " free there is not this rank's alone. Say how many bytes the checkpointed modules may keep."
+        )
+
+
+def _refuse_async(strategy: _Options, trainer: pl.Trainer) -> None:
+    if not strategy.async_save:
+        return
+    if not strategy.has_plain_checkpoint_io:
+        raise ValueError(
+            f"`async_save=True` writes checkpoints itself, and `{type(strategy.checkpoint_io).__name__}` would not be"
+            " asked. Leave one of the two out."
+        )
+    for callback in trainer.checkpoint_callbacks:
+        if getattr(callback, "save_last", None) == "link":
+            raise ValueError(
+                "`save_last='link'` links to a checkpoint that `async_save=True` is still writing: after a crash"
+                " the link would lead nowhere. Use `ModelCheckpoint(save_last=True)`."
+            )

@@ -1,0 +1,89 @@
+"""The cost of each layer of a LightningModule on its first batch, for a pipeline that is cut by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_zero.config import Pipeline
+from lightning_zero.lightning.pipeline_logging import Logs, MetricStates
+from lightning_zero.parallel.costs import count_flops, measure_time
+from lightning_zero.parallel.microbatches import split_batch
+from lightning_zero.parallel.module_state import ModuleState
+from lightning_zero.parallel.split import costed_layers
+from lightning_zero.parallel.streams import RandomState
+
+__all__ = ["layer_costs"]
+
+
+def layer_costs(
+    module: Any, pipeline: Pipeline, device: torch.device, context: Callable[[], AbstractContextManager[Any]]
+) -> dict[str, int] | None:
+    """Return the costs of the blocks, and of the modules around them, if the pipeline is cut by them.
+
+    Rank 0 runs ``training_step`` on a micro-batch of the first batch. Collective: all ranks.
+
+    Args:
+        module: With a Trainer that is about to fit.
+        pipeline: The options.
+        device: Where the step runs.
+        context: Of the precision plugin, around the step.
+
+    Raises:
+        ValueError: There is no batch to measure with, a layer has no values, or the step fails.
+    """
+    if pipeline.partition not in ("measured", "flops"):
+        return None
+    answer: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            answer = [_costs(module, pipeline, device, context)]
+        except Exception as error:  # told to all ranks, which would wait for ever
+            answer = [error]
+    dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], Exception):
+        raise ValueError(
+            f"`Pipeline(partition={pipeline.partition!r})` could not run a step on rank 0: {answer[0]}"
+        ) from answer[0]
+    costs: dict[str, int] = answer[0]
+    return costs
+
+
+def _costs(
+    module: Any, pipeline: Pipeline, device: torch.device, context: Callable[[], AbstractContextManager[Any]]
+) -> dict[str, int]:
+    names = costed_layers(module, pipeline)
+    before = RandomState(device)
+    batch = _first(_loader(module.trainer))
+    before.restore()
+    piece = split_batch(module._apply_batch_transfer_handler(batch, device, 0), pipeline.num_microbatches)[0]
+
+    def run() -> None:
+        with context():
+            module.training_step(piece, 0)
+
+    measure = measure_time if pipeline.partition == "measured" else count_flops
+    with Logs(module).recording(), MetricStates(module, None).muted(), ModuleState(module.modules()).shown():
+        return dict(zip(names, measure(module, names, run, device), strict=True))
+
+
+def _loader(trainer: Any) -> Any:
+    if trainer.state.fn != "fit":
+        raise ValueError("layers are measured on a training batch, and only `Trainer.fit` has one. Name first blocks.")
+    loader = trainer.fit_loop._data_source.dataloader()
+    if isinstance(loader, Iterator):
+        raise ValueError("the training data is an iterator, and its first batch would be lost. Use a DataLoader.")
+    return loader
+
+
+def _first(loader: Any) -> Any:
+    """Return the first batch of a loader, or of every loader of a collection."""
+    if isinstance(loader, Mapping):
+        return {key: _first(one) for key, one in loader.items()}
+    if isinstance(loader, (list, tuple)) and not isinstance(loader[0], torch.Tensor):
+        return [_first(one) for one in loader]
+    return next(iter(loader))

@@ -1,0 +1,498 @@
+"""Steps of a LightningModule in pipeline stages: batches cut, losses scaled, logged values on all ranks.
+
+Every stage runs the user's ``training_step`` once per micro-batch, as Lightning does per batch under gradient
+accumulation: losses, gradients and logged numbers are the means over the micro-batches, by their numbers of samples.
+Evaluation runs whole batches.
+
+Note [Batches that do not divide]
+    A batch is cut as ``torch.tensor_split`` does, so micro-batches of a step have up to two sizes, each with messages
+    of its own shapes, and a batch with fewer samples than micro-batches has fewer of these. All copies of the model
+    have the same number in a step, the smallest of any copy, because at ZeRO stage 3 every micro-batch gathers. A
+    micro-batch counts by its share of the samples, so that a mean over samples is that of the batch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_zero.comm.mesh import Mesh
+from lightning_zero.comm.p2p import Mailbox
+from lightning_zero.config import Pipeline
+from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.errors import PipelineError
+from lightning_zero.lightning.pipeline_logging import LoggedValue, Logs, MetricStates
+from lightning_zero.parallel.captured import CapturedSteps
+from lightning_zero.parallel.denominators import Denominators, count_elements
+from lightning_zero.parallel.generators import Draws
+from lightning_zero.parallel.handed import HandedStep, HandedSteps
+from lightning_zero.parallel.keeping import device_bytes, reduces_once
+from lightning_zero.parallel.microbatches import (
+    batch_digest,
+    list_of_samples,
+    num_samples,
+    shapes_of,
+    split_batch,
+    weighted_mean,
+)
+from lightning_zero.parallel.module_state import unregistered_modules
+from lightning_zero.parallel.pipeline import PipelineRunner, PipelineStage
+from lightning_zero.parallel.placed_attributes import PlacedAttributes
+from lightning_zero.parallel.plan import most_microbatches
+from lightning_zero.parallel.split import Split, modules_around
+from lightning_zero.parallel.state_around import StateAround
+from lightning_zero.parallel.streams import RandomState, RandomStreams
+
+__all__ = ["PipelinedSteps", "refuse_program"]
+
+_CHUNKS = "pipeline_chunks"  # key of a rank's random states
+
+Contexts = Callable[[], AbstractContextManager[Any]]
+
+
+class PipelinedSteps:
+    """Runs the steps of one module.
+
+    Args:
+        module: The LightningModule.
+        engine: Holds this stage's parameters.
+        split: The cut of the module.
+        pipeline: The options.
+        mesh: The ranks.
+        device: Device of this rank.
+    """
+
+    def __init__(
+        self, module: Any, engine: ZeroEngine, split: Split, pipeline: Pipeline, mesh: Mesh, device: torch.device
+    ) -> None:
+        # - The cut, the mesh, the runner
+        self._split = split
+        self._module = module
+        self._engine = engine
+        self._mesh = mesh
+        self._device = device
+        # - How it runs
+        self._streams = RandomStreams(device)
+        self._pipeline = pipeline
+        self._is_handed = hasattr(module, "pipeline_step")
+        self._draws = Draws(module, modules_around(module, split), split.num_chunks, is_repeated=not self._is_handed)
+        self._stage = PipelineStage(
+            module, split, mesh, device, engine, self._streams, self._draws, PlacedAttributes(module, split)
+        )
+        self._keeps_gradients = self._reduces_once(pipeline) or pipeline.reduces_once
+        self.runner: PipelineRunner[Any] = PipelineRunner(
+            self._stage,
+            pipeline,
+            route=HandedSteps(self._stage) if self._is_handed else CapturedSteps(self._stage),
+            around=StateAround(module, split, mesh.stage, device, is_repeated=not self._is_handed),
+            mail=Mailbox(mesh, device),
+            keeps_gradients=self._keeps_gradients,
+        )
+        # - Messages from the last stage to the others
+        self._logs = Logs(module)
+        self._metrics = MetricStates(module, mesh.copy_group)
+        self._buffers = _buffers_by_stage(module, split)
+        # - The losses of a step
+        self._has_counts: bool | None = None  # whether their numbers of elements can be told before; None: not tried
+        self._sizes: list[int] = [1]  # of the micro-batches that are running
+        self._denominators: Denominators | None = None  # of the batch that is running
+        self._has_warned = False  # of batches that do not divide
+        self._has_warned_of_lists = False
+
+    def _reduces_once(self, pipeline: Pipeline) -> bool:
+        trained = [buffer for unit in self._engine.units for buffer in unit.buffers if buffer.kind.trained]
+        needed = sum(buffer.layout.padded_numel * buffer.kind.reduce.itemsize for buffer in trained)
+        once = reduces_once(pipeline.reduce, needed, device_bytes(self._device, dist.get_world_size()))
+        return not self._stage.any_copy(not once, "agreement on when to reduce")
+
+    def summary(self) -> str:
+        """Return a line or two with the blocks of every stage, and when gradients are reduced."""
+        lines = [self._split.summary()]
+        if self._engine.stage == 3:
+            often = "batch" if self._keeps_gradients else "micro-batch"
+            lines.append(f"gradients of this stage are reduced once per {often}")
+        return "\n".join(lines)
+
+    # -- Training ------------------------------------------------------------------------------------------------------
+
+    def training_step(self, args: tuple[Any, ...], *, context: Contexts, scale: float, is_first: bool) -> Tensor:
+        """Run forwards and backwards of one batch and return its loss: () without a graph, the same on all stages.
+
+        Collective: all ranks.
+
+        Args:
+            args: The batch, and the other arguments of ``training_step``.
+            context: Of the precision plugin, around every micro-batch.
+            scale: Factor of the loss in backward, besides the micro-batch's share of the samples.
+            is_first: The gradients so far are about to be dropped by Lightning.
+        """
+        batch, *rest = args
+        self.runner.hooks.require_none()
+        if is_first:
+            self._engine.begin_gradients()
+        reduces = self._engine.is_last_microbatch
+
+        def loss_of(output: Any, index: int) -> Tensor:
+            return _loss(output) * (scale * self._sizes[index] / sum(self._sizes))
+
+        self._metrics.begin()
+        with torch.enable_grad():
+            step = self._prepare("training_step", batch, rest, context, self._pipeline.num_microbatches)
+        self.runner.hooks.require_none()  # it has run the step
+        with self._denominated(step), self._logs.recording(), torch.enable_grad():
+            outputs = self.runner.train(step, loss_of, reduces=reduces)
+        if reduces:
+            self.runner.hooks.add_joined(self._engine.sum_shared_gradients())
+        loss = weighted_mean([_loss(output).detach() for output in outputs], self._sizes) if outputs else None
+        mean = self._share(None if loss is None else loss.cpu())
+        return torch.as_tensor(mean, device=self._device)
+
+    def _prepare(self, name: str, batch: Any, rest: list[Any], context: Contexts, number: int) -> Any:
+        """Cut a batch, compare batches and steps of all stages, and return the step for the runner's route.
+
+        Collective: all ranks.
+
+        Args:
+            name: Of the method that the step runs.
+            batch: The whole batch.
+            rest: Of the method's arguments.
+            context: Of the precision plugin, around every micro-batch.
+            number: Micro-batches of a step, the same on all ranks.
+        """
+        pieces = self._pieces(batch, number)
+        num_new, num_lacking, is_uneven = self._agree(name, batch, pieces, number)
+        if num_lacking:
+            pieces = self._pieces(batch, number - num_lacking)
+            num_new, _, _ = self._agree(name, batch, pieces, number - num_lacking)
+        self._sizes = _sizes_of(pieces)
+        if num_lacking or is_uneven:
+            self._warn_of_sizes(number)
+        step = self._step(name, pieces, rest, context)
+        with self._logs.recording(), self._metrics.muted():
+            self.runner.prepare(step, name, [shapes_of(piece) for piece in pieces], num_described=num_new)
+        return step
+
+    def _pieces(self, batch: Any, number: int) -> list[Any]:
+        pieces = split_batch(batch, number)
+        if len(pieces) > 1:
+            self._require_no_list(batch)
+        most = most_microbatches(self._pipeline.schedule, self._mesh.stages, len(pieces))
+        return pieces if number == 1 or most == len(pieces) else split_batch(batch, most)
+
+    def _require_no_list(self, batch: Any) -> None:
+        """Refuse a batch with a tensor for each sample in a list, or warn once where that is not certain.
+
+        Raises:
+            ValueError: The list is as long as the DataLoader's ``batch_size``, and its tensors are longer.
+        """
+        loader = getattr(getattr(self._module, "_trainer", None), "train_dataloader", None)
+        size = getattr(loader, "batch_size", None)
+        found = list_of_samples(batch, size if isinstance(size, int) else None)
+        if found is None:
+            return
+        path, length, first = found
+        message = (
+            f"`{path}` is a list of {length} tensors whose first dimension is {first}. `pipeline` cuts batches along"
+            f" the first dimension of their tensors, so this one has {first} samples. If the list has a tensor for each"
+            " sample, let `collate_fn` return a dictionary of stacked tensors, or use `Pipeline(microbatches=1)`."
+        )
+        if isinstance(size, int) and first > size:  # no last batch of fewer samples
+            raise ValueError(f"{message} The DataLoader has `batch_size={size}`.")
+        if not self._has_warned_of_lists:
+            self._has_warned_of_lists = True
+            rank_zero_warn(message)
+
+    def _agree(self, name: str, batch: Any, pieces: list[Any], number: int) -> tuple[int, int, bool]:
+        """Compare batches and numbers of micro-batches.
+
+        Collective: all ranks.
+
+        Returns:
+            How many kinds of micro-batches are to be described, how many micro-batches a copy lacks, and, where none
+            does, whether those of a copy differ in size.
+        """
+        num_new = self._require_same(batch, self.runner.num_new(name, [shapes_of(piece) for piece in pieces]))
+        is_uneven = len(set(_sizes_of(pieces))) > 1
+        numbers = [num_new, 2 * (number - len(pieces)) + is_uneven]  # two travel in one message
+        num_new, both = self._engine.communicator.agree_on(numbers, "agreement on a new kind of step")
+        return num_new, both // 2, bool(both % 2)
+
+    def _warn_of_sizes(self, number: int) -> None:
+        """Say once that micro-batches of some copy differ from those of other batches."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        sizes = ", ".join(map(str, self._sizes)) if len(self._sizes) > 1 else "one of all samples"
+        whose = f"a batch, whose micro-batches are {sizes}"
+        if len(self._sizes) == number and len(set(self._sizes)) == 1:
+            whose = "a batch of another copy of the model, whose micro-batches differ in size"
+        rank_zero_warn(
+            f"`Pipeline(microbatches={number})` does not divide {whose}. They count by"
+            " their samples, so a loss that is a mean over samples is that of the batch. For a loss that is a sum over"
+            " samples use batches of one size that is a multiple, and `drop_last=True` in the DataLoader."
+        )
+
+    def _step(self, name: str, pieces: list[Any], rest: list[Any], context: Contexts) -> Any:
+        """Return the step for the runner's route."""
+        module = self._module
+
+        def captured(index: int) -> Any:
+            with context(), self._running(index):
+                return getattr(module, name)(pieces[index], *rest)
+
+        def begin(index: int) -> Any:
+            with self._logs.microbatch(self._sizes[index]):
+                return module.pipeline_step(pieces[index], *rest)
+
+        def finish(output: Any, index: int) -> Any:
+            with self._running(index):
+                return module.pipeline_loss(output, pieces[index], *rest)
+
+        return HandedStep(begin, finish, context) if self._is_handed else captured
+
+    @contextmanager
+    def _running(self, index: int) -> Iterator[None]:
+        watching = nullcontext() if self._denominators is None else self._denominators.microbatch(index)
+        with self._logs.microbatch(self._sizes[index]), watching:
+            yield
+
+    @contextmanager
+    def _denominated(self, step: Any) -> Iterator[None]:
+        """Let losses have the denominators of the batch. Collective: all ranks of the last stage."""
+        self._denominators = self._survey(step)
+        try:
+            yield
+            if self._denominators is not None:
+                self._denominators.check()
+        finally:
+            self._denominators = None
+
+    def _survey(self, step: Any) -> Denominators | None:
+        """Return the denominators of a batch's losses, on the last stage. Collective: all its ranks."""
+        if len(self._sizes) == 1 or not self.runner.is_last:
+            return None
+        counts: list[Tensor | None] = []
+        if self._has_counts is not False:
+            with self._logs.recording(), self._metrics.muted(), torch.enable_grad():
+                self.runner.survey(step, lambda run: counts.append(count_elements(run)))
+        if self._has_counts is None:
+            is_known = any(count is not None for count in counts)
+            self._has_counts = self._stage.any_copy(is_known, "agreement on the kind of losses")
+        known = [count for count in counts if count is not None]
+        return Denominators(torch.stack(known).tolist() if known and len(known) == len(counts) else None, self._sizes)
+
+    # -- Evaluation ----------------------------------------------------------------------------------------------------
+
+    def evaluation_step(self, name: str, args: tuple[Any, ...], *, context: Contexts) -> Any:
+        """Run ``validation_step`` or ``test_step`` and return its output on the last stage, elsewhere None.
+
+        Collective: all ranks.
+        """
+        output = self._evaluate(name, args, context)
+        self._share(None)
+        return output
+
+    def predict_step(self, args: tuple[Any, ...], *, context: Contexts) -> Any:
+        """Run ``predict_step`` and return its output on all stages. Collective: all ranks."""
+        return _to_device(self._share(_to_device(self._evaluate("predict_step", args, context), "cpu")), self._device)
+
+    def _evaluate(self, name: str, args: tuple[Any, ...], context: Contexts) -> Any:
+        batch, *rest = args
+        self._metrics.begin()
+        step = self._prepare(name, batch, rest, context, 1)
+        with self._logs.recording():
+            return self.runner.evaluate(step, name)
+
+    # -- Messages between stages ---------------------------------------------------------------------------------------
+
+    def _share(self, value: Any) -> Any:
+        """Send a value, logged values, metrics and changed state from the last stage to all, and log them."""
+        message: list[Any] = [None] * 5
+        if self.runner.is_last:
+            logged = self._logs.merged()
+            metrics, changes = self._metrics.collect(logged), self.runner.around.changes()
+            message = [value, logged, metrics, changes, self._draws.told()]
+        last = self.runner.last_stage
+        value, logged, metrics, changes, draws = self._mesh.broadcast(message, last, "the result of a batch")
+        self._draws.settle(draws)
+        self._fill_in([one for one in logged if one.is_elsewhere])
+        if not self.runner.is_last:
+            self._metrics.apply(metrics)
+            self.runner.around.take(changes)
+        self._logs.replay(logged, self._mesh.copy_group, self._device)
+        return value
+
+    def _fill_in(self, missing: list[LoggedValue]) -> None:
+        """Give values that were logged the numbers of the stage that computes them. Collective: all ranks of a copy."""
+        if not missing:
+            return
+        mine = {one.key: one.value for one in self._logs.merged() if not one.is_elsewhere}
+        everyone = self._mesh.gather({one.key: mine.get(one.key) for one in missing}, "values to be logged")
+        for one in missing:
+            one.value = next((found[one.key] for found in everyone if found[one.key] is not None), None)
+            if one.value is None:
+                raise PipelineError(
+                    f"`self.log({one.name!r}, ...)` logs a value of an earlier pipeline stage behind the blocks of"
+                    f" `{self._split.blocks}`, where no stage has it. Log it where it is computed, or call"
+                    " `self.log` in front of the blocks."
+                )
+
+    def _require_same(self, batch: Any, num_new: int) -> int:
+        """Raise where the stages of a copy have different batches; let them draw the same random numbers.
+
+        Returns:
+            The largest ``num_new`` of all stages.
+        """
+        state = RandomState(self._device)
+        mine = torch.tensor([batch_digest(batch), state.digest(), num_new], dtype=torch.int64)
+        everyone = self._mesh.gather_numbers(mine, "the comparison of batches")
+        if len({int(one[0]) for one in everyone}) > 1:
+            raise PipelineError(
+                "The stages of a pipeline were given different batches. Every rank of a copy of the model must read the"
+                f" same data: use a sampler with `num_replicas={self._mesh.copies}` and `rank={self._mesh.copy}` (as"
+                " Lightning's own), `seed_everything(..., workers=True)`, and no random transforms that are not seeded."
+            )
+        if len({int(one[1]) for one in everyone}) > 1:
+            self._mesh.broadcast(state, 0, "the random state of a batch").moved_to(self._device).restore()
+        return max(int(one[2]) for one in everyone)
+
+    def timings(self, steps: int) -> dict[str, float]:
+        """Return seconds of work per step and stage, and the bubble's share, since the last call.
+
+        Collective: all ranks of a copy.
+        """
+        timing = self.runner.timing
+        mine = torch.tensor([timing.busy_s, timing.total_s], dtype=torch.float64)
+        everyone = self._mesh.gather_numbers(mine, "timings")
+        timing.busy_s = timing.total_s = 0.0
+        row = {f"pipeline/busy_s_{stage}": float(one[0]) / steps for stage, one in enumerate(everyone)}
+        # A step lasts as long as on the first stage, which is done last: the others wait for it, here or elsewhere.
+        busy, total = sum(float(one[0]) for one in everyone), max(float(one[1]) for one in everyone)
+        return {**row, "pipeline/bubble_share": 1.0 - busy / (total * self._mesh.stages) if total else 0.0}
+
+    def random_states(self) -> dict[str, Any]:
+        """Return the random numbers of this stage's chunks, for a checkpoint."""
+        return {_CHUNKS: {"of": self._cut, "states": self._streams.plain()}}
+
+    def take_random_states(self, states: Mapping[str, Any]) -> str | None:
+        """Restore the states that ``random_states`` has returned; return why not if another pipeline saved them."""
+        saved = states.get(_CHUNKS, {"of": "no pipeline"})
+        if saved["of"] != self._cut:
+            return (
+                f"The checkpoint was saved with {saved['of']} and is resumed with {self._cut}: the random numbers"
+                " inside the model (dropout) are not those of an uninterrupted run."
+            )
+        self._streams.take(saved["states"])
+        return None
+
+    @property
+    def _cut(self) -> str:
+        return f"{self._mesh.stages} pipeline stages ({self._split.num_chunks} chunks)"
+
+    def gather_buffers(self) -> None:
+        """Give all stages the module buffers of the stage that computes with them, for a checkpoint.
+
+        Collective: all ranks.
+        """
+        for stage, buffers in self._buffers.items():
+            mine = [buffer.cpu() for buffer in buffers()] if self._mesh.stage == stage else None
+            values = self._mesh.broadcast(mine, stage, "module buffers of a checkpoint")
+            for buffer, value in zip(buffers(), values, strict=True):
+                buffer.copy_(value)
+        around = {key: buffer.cpu() for key, buffer in self.runner.around.buffers().items()}
+        found = self._mesh.broadcast(
+            around if self.runner.is_last else None, self.runner.last_stage, "module buffers around the blocks"
+        )
+        if not self.runner.is_last:
+            self.runner.around.fill(found)
+
+
+def refuse_program(module: Any, microbatches: int) -> None:
+    """Refuse parts of a LightningModule that pipeline stages cannot run; warn of those they run otherwise.
+
+    Raises:
+        ValueError: Manual optimization, an overridden hook that would not be called, one of two hooks.
+        PipelineError: A metric that is no submodule.
+    """
+    if hasattr(module, "pipeline_step") != hasattr(module, "pipeline_loss"):
+        one, other = ("step", "loss") if hasattr(module, "pipeline_step") else ("loss", "step")
+        raise ValueError(
+            f"`{type(module).__name__}` has `pipeline_{one}` and no `pipeline_{other}`. A step in three parts needs"
+            " both: what the first block is called with, and what is done with the output of the last one."
+        )
+    if not module.automatic_optimization:
+        raise ValueError(
+            "`pipeline` runs backward inside `training_step`, so manual optimization cannot work with it. Use automatic"
+            " optimization, or leave `pipeline` out."
+        )
+    for hook in ("backward", "optimizer_zero_grad"):
+        method = getattr(type(module), hook)
+        if not method.__module__.startswith("lightning.pytorch."):
+            raise ValueError(
+                f"`{type(module).__name__}.{hook}` is overridden, and `pipeline` does not call it in time: backward"
+                " runs inside `training_step`. Remove it, or `pipeline`."
+            )
+    _refuse_unregistered_metrics(module)
+    norms = [name for name, child in module.named_modules() if isinstance(child, nn.modules.batchnorm._BatchNorm)]
+    if norms and microbatches > 1:
+        warnings.warn(
+            f"`{norms[0]}` normalises over a batch, and `pipeline` gives it micro-batches: its statistics are those of"
+            f" 1/{microbatches} of a batch. Use group or layer normalisation, or `Pipeline(microbatches=1)`.",
+            stacklevel=2,
+        )
+
+
+def _refuse_unregistered_metrics(module: nn.Module) -> None:
+    for name, held in unregistered_modules(module):
+        for child in held.modules():
+            if isinstance(child, Metric):
+                raise PipelineError(
+                    f"`{name}` holds a `{type(child).__name__}` of torchmetrics in a plain container or object. The"
+                    " last pipeline stage updates metrics and gives their states to the others, for submodules of the"
+                    " LightningModule alone. Put it into an `nn.ModuleDict` or `nn.ModuleList`, or make it an"
+                    " attribute of its own."
+                )
+
+
+def _buffers_by_stage(module: Any, split: Split) -> dict[int, Callable[[], list[Tensor]]]:
+    names: dict[int, list[str]] = {}
+    for place in split.places:
+        names.setdefault(place.chunk % split.stages, []).append(place.name)
+
+    def buffers_of(stage: int) -> Callable[[], list[Tensor]]:
+        return lambda: [buffer for name in names[stage] for buffer in module.get_submodule(name).buffers()]
+
+    return {stage: buffers_of(stage) for stage in sorted(names) if buffers_of(stage)()}
+
+
+def _sizes_of(pieces: list[Any]) -> list[int]:
+    """Return the samples of every micro-batch; 1 for a batch in one piece, which may have none."""
+    return [num_samples(piece) for piece in pieces] if len(pieces) > 1 else [1]
+
+
+def _loss(output: Any) -> Tensor:
+    loss = output.get("loss") if isinstance(output, dict) else output
+    if not isinstance(loss, Tensor):
+        raise PipelineError(
+            f"`training_step` returned {type(output).__name__}; in a pipeline it must return the loss, or a dictionary"
+            " with the key 'loss'."
+        )
+    return loss
+
+
+def _to_device(value: Any, device: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to(device)
+    if isinstance(value, dict):
+        return {key: _to_device(item, device) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(_to_device(item, device) for item in value)
+    return value

@@ -1,0 +1,647 @@
+"""The strategy: in which order Lightning's hooks reach the engine. Tensors are touched elsewhere."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal, Optional, TypeVar, Union
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_zero.checkpoint.asynchronous import AsyncSaver
+from lightning_zero.comm.mesh import Mesh
+from lightning_zero.comm.peers import Peers
+from lightning_zero.config import OFFLOAD_USE, ActivationCheckpointing, Communication, Offload, Pipeline, Sharding
+from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.foreign_options import FOREIGN_OPTIONS
+from lightning_zero.lightning.averaging import begin_averages, bind_averages, forget_averages
+from lightning_zero.lightning.checkpoint_hooks import CheckpointFollower, CheckpointHooks, raw
+from lightning_zero.lightning.compatibility import refuse_options
+from lightning_zero.lightning.layer_costs import layer_costs
+from lightning_zero.lightning.loader_states import note_loader_states
+from lightning_zero.lightning.pipelined_steps import PipelinedSteps
+from lightning_zero.lightning.precision import LossScale, LossScaler, ZeroPrecision, ZeroStep, adopt, engine_precision
+from lightning_zero.lightning.process_hooks import ProcessHooks
+from lightning_zero.lightning.signals import Signals
+from lightning_zero.lightning.uneven import UnevenEvaluation, agree_on_last_step, skip_together
+from lightning_zero.option_checks import checked_arguments, from_fields
+from lightning_zero.parallel.activation import checkpoint_activations, forecast_of
+from lightning_zero.parallel.forecast import Forecast
+from lightning_zero.parallel.specs import SpecifiedLayers
+from lightning_zero.parallel.split import Split, split_module
+
+__all__ = ["ZeroStrategy", "register_strategies"]
+
+T = TypeVar("T")
+
+_USE = {
+    "units": "Use classes or names of classes, for example `units=['Block']`, or None.",
+    "lowered": "Use a list of classes or names of classes, for example `lowered=['Experts']`, or None.",
+    "pipeline": "Use a number of stages, for example `pipeline=4`, `Pipeline(...)`, a dict of its fields, or None.",
+    "communication": (
+        "Use `Communication(...)`, for example `Communication(reduce_dtype='bf16')`, a dict of its fields, or None."
+    ),
+    "moments": "Use 'fp32', 'bf16' or 'int8'.",
+    "loss_scale": (
+        "Use `LossScale(...)`, a dict of its fields, or None. `LossScale(static=1024)` is a fixed factor, and"
+        " `LossScale(init_scale=1024)` the first of a dynamic one."
+    ),
+    "offload": OFFLOAD_USE,
+    "activation_checkpointing": (
+        "Use True, a list of classes or names of classes, `ActivationCheckpointing(...)`, a dict of its fields, or"
+        " None. The policy is one of the fields: `ActivationCheckpointing(policy='selective')`."
+    ),
+    "timeout": "Use seconds, for example `timeout=1800`, a `timedelta`, or None.",
+    "accelerator": "Leave it out, and use `Trainer(accelerator=...)`.",
+    "parallel_devices": "Leave it out, and use `Trainer(devices=...)`.",
+    "precision_plugin": "Leave it out, and use `Trainer(precision=...)`.",
+}
+
+
+class ZeroStrategy(CheckpointHooks, ProcessHooks):
+    """Train with the redundancy of data parallelism removed (ZeRO, arXiv:1910.02054).
+
+    Args:
+        stage: Tensors that are kept sharded over the ranks. 0: none; 1: optimizer states; 2: gradients as well;
+            3: parameters as well.
+        units: Modules whose parameters are gathered and reduced together, by class or class name, usually the
+            repeated block: ``["Block"]``. By default they are found in the module.
+        pipeline: Cut the model into this many pipeline stages, or ``Pipeline``, or a dict of its fields.
+        communication: How ranks exchange parameters and gradients; a dict of the fields of ``Communication`` is taken
+            too.
+        masters: Keep fp32 masters of parameters that compute in 16 bits.
+        lowered: Classes of modules, or their names, whose own matrices compute in 16 bits as well under ``bf16-mixed``
+            and ``16-mixed``, for example experts. Linear layers, convolutions, embeddings and attention always do.
+        moments: How the moments of AdamW and Adam are kept: ``"fp32"``, ``"bf16"`` or ``"int8"``. Checkpoints hold them
+            in fp32.
+        loss_scale: How the loss is scaled with fp16; a dict of the fields of ``LossScale`` is taken too.
+        state_dict_type: ``"full"``: a checkpoint is one file, as with other strategies. ``"sharded"``: a directory
+            that all ranks write. The default is ``"full"`` below stage 3 and ``"sharded"`` at stage 3.
+        offload: Keep masters and optimizer states in host memory and step them there: ``"cpu"``, or ``Offload``, which
+            says it in full and offloads parameters too; a dict of its fields is taken.
+        step: When each unit is stepped; the bits are the same. ``"now"``: in ``optimizer.step()``. ``"deferred"``:
+            during the next forward, before the unit is used. ``"backward"``: in the backward, as soon as the unit's
+            gradients are reduced, which frees them; operations on all gradients at once are refused: clipping, loss
+            scaling, accumulation, several optimizers, hooks that see gradients. ``"auto"``: deferred where the unit is
+            offloaded, now elsewhere.
+        activation_checkpointing: Compute activations again in the backward pass: ``True`` those of the repeated blocks,
+            or of modules by class or class name, or ``ActivationCheckpointing``; a dict of its fields is taken too.
+        async_save: Write checkpoints in the background: saving returns when this rank's part of the state is copied
+            into host memory. ``wait_for_save`` returns when it is on the disk.
+        weights_only: Passed to ``torch.load`` when the Trainer does not say.
+        start_method: How processes are started: ``"popen"`` runs the script again, the others start functions.
+        process_group_backend: Backend of the default process group; by default that of the device.
+        timeout: Seconds (or a ``timedelta``) after which a collective that its peers do not join fails. The default
+            is ``communication.timeout_s``.
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer.
+        cluster_environment: Set by the Trainer.
+        checkpoint_io: Reads and writes single files.
+        precision_plugin: Set by the Trainer; stock plugins are translated.
+    """
+
+    strategy_name = "zero"
+
+    @checked_arguments(use=_USE, foreign=FOREIGN_OPTIONS, unchecked=["stage"])
+    def __init__(
+        self,
+        stage: Literal[0, 1, 2, 3] = 3,
+        units: Union[Sequence[Union[str, type[nn.Module]]], str, type[nn.Module], None] = None,
+        pipeline: Union[int, Pipeline, dict[str, Any], None] = None,
+        communication: Union[Communication, dict[str, Any], None] = None,
+        masters: bool = True,
+        lowered: Optional[Sequence[Union[str, type[nn.Module]]]] = None,
+        moments: Literal["fp32", "bf16", "int8"] = "fp32",
+        loss_scale: Union[LossScale, dict[str, Any], None] = None,
+        state_dict_type: Optional[Literal["sharded", "full"]] = None,
+        offload: Union[str, Offload, dict[str, Any], None] = None,
+        step: Literal["auto", "now", "deferred", "backward"] = "auto",
+        activation_checkpointing: Union[
+            bool, type[nn.Module], Sequence[Union[str, type[nn.Module]]], ActivationCheckpointing, dict[str, Any], None
+        ] = None,
+        async_save: bool = False,
+        weights_only: Optional[bool] = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        process_group_backend: Optional[str] = None,
+        timeout: Union[timedelta, float, None] = None,
+        accelerator: Optional[Accelerator] = None,
+        parallel_devices: Optional[list[torch.device]] = None,
+        cluster_environment: Optional[ClusterEnvironment] = None,
+        checkpoint_io: Optional[CheckpointIO] = None,
+        precision_plugin: Optional[Precision] = None,
+    ) -> None:
+        # - Options of the user
+        self.stage = Sharding.from_stage(stage).stage
+        self.state_dict_type = state_dict_type or ("sharded" if self.stage == 3 else "full")
+        self.units = units
+        self.pipeline = _pipeline(pipeline)
+        if self.pipeline is not None:
+            self.pipeline.check(self.stage)
+        self.masters = masters
+        self.lowered = lowered
+        self.moments = moments
+        self.loss_scale = from_fields(LossScale, loss_scale)
+        self.communication, self.timeout = _timeouts(communication, timeout)
+        self.offload = Offload.of(offload)
+        if self.offload is not None:
+            self.offload.check(self.stage, in_pipeline=self.pipeline is not None)
+        self.step = step
+        self.activation_checkpointing = ActivationCheckpointing.of(activation_checkpointing)
+        self.async_save = async_save
+        self.weights_only = weights_only
+        self._start_method = start_method
+        self._process_group_backend = process_group_backend
+        # - Set by Lightning
+        self.num_nodes = 1
+        # - Made by `setup`
+        self._engine: ZeroEngine | None = None
+        self.followers: list[CheckpointFollower] = []  # told of checkpoints, in this order
+        self._saver: AsyncSaver | None = None  # from the first asynchronous save to teardown
+        self._is_running = False  # from setup to teardown
+        self._mesh: Mesh | None = None  # with a pipeline
+        self._steps: PipelinedSteps | None = None  # with a pipeline
+        self._announced: ZeroEngine | None = None  # whose plan was printed last
+        self._forecast: Forecast | None = None  # chooses the policy of `activation_checkpointing`
+        self._evaluation: UnevenEvaluation | None = None  # the last that has begun
+        self._warned_of_none = False
+        # - Left by a checkpoint for the start of training
+        self._random_states: tuple[list[dict[str, Any]], int] | None = None
+        self._stored: dict[int, dict[str, Hashable]] = {}
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+
+    # -- The engine ------------------------------------------------------------------------------------------------
+
+    def gathered(
+        self,
+        params_or_module: nn.Module | Tensor | Iterable[nn.Module | Tensor],
+        write: Literal["rank0", "all"] | None = None,
+    ) -> AbstractContextManager[None]:
+        """See ``ZeroEngine.gathered``. Collective: all ranks."""
+        return self.engine.gathered(params_or_module, write=write)
+
+    def full_param(self, parameter: Tensor | nn.Module) -> Tensor:
+        """See ``ZeroEngine.full_param``. Collective: all ranks."""
+        return self.engine.full_param(parameter)
+
+    def full_grad(self, parameter: Tensor | nn.Module) -> Tensor | None:
+        """See ``ZeroEngine.full_grad``. Collective: all ranks."""
+        return self.engine.full_grad(parameter)
+
+    def grad_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
+        """See ``ZeroEngine.grad_norm``. Collective: all ranks."""
+        return self.engine.grad_norm(None if optimizer is None else raw(optimizer), norm_type=norm_type)
+
+    def offload_states(self) -> None:
+        """See ``ZeroEngine.offload_states``. Collective: all ranks."""
+        self.engine.offload_states()
+
+    def reload_states(self) -> None:
+        """See ``ZeroEngine.reload_states``."""
+        self.engine.reload_states()
+
+    # -- Set-up ----------------------------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The precision plugin, always one of this package."""
+        return self._precision_plugin if self._precision_plugin is not None else ZeroPrecision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        plugin = None if precision_plugin is None else adopt(precision_plugin)
+        if plugin is not None and self.loss_scale is not None and plugin.precision in ("16-mixed", "16-true"):
+            plugin.scaler = LossScaler(self.loss_scale)
+        self._precision_plugin = plugin
+
+    def connect(self, model: pl.LightningModule) -> None:
+        """Take the module of the next run; an engine that shards another one is left to it."""
+        super().connect(model)
+        if self._engine is not None and self._engine.module is not model:
+            self._engine = None
+
+    def setup_environment(self) -> None:
+        """Start the default process group, before the callbacks' ``setup``. Collective: all ranks."""
+        super().setup_environment()
+        bind_averages(self._sharded_module.trainer)
+        self.meet_before_dumps(self._sharded_module.trainer)
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Shard the module, then make the optimizers and let them step shards.
+
+        Collective: all ranks.
+        """
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self._meet_peers("Setting up the model")  # after the program's own code, before there are groups
+        self.accelerator.setup(trainer)
+        refuse_options(self, trainer)
+        self._shard(self.lightning_module, is_fitting=trainer.state.fn == TrainerFn.FITTING)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            note_loader_states(trainer.fit_loop)
+            self._show_values_to_finetuning(trainer)
+            begin_averages(trainer)
+        else:
+            forget_averages(trainer)
+        self.setup_precision_plugin()
+        self.model_to_device()
+        Signals(trainer, self.engine.everyone.agree_on, self._saves_wait).bind()
+        if self._steps is None and self.world_size > 1:
+            skip_together(self.engine, trainer)
+        self._begin_saving(trainer)
+        self._announce()
+
+    @contextmanager
+    def _saves_wait(self) -> Generator[None, None, None]:
+        """Let saves return when they are on the disk, also with `async_save`."""
+        was, self.async_save = self.async_save, False
+        try:
+            yield
+        finally:
+            self.async_save = was
+
+    def _shard(self, module: pl.LightningModule, *, is_fitting: bool) -> None:
+        recipe = self._recipe()
+        # The mesh is part of it, so that its groups are lent for as long as the engine uses them.
+        made_for = (self.precision_plugin.precision, recipe, self.activation_checkpointing, self._mesh)
+        engine = next((engine for engine in _made_for if engine.module is module), None)
+        if engine is not None and (_made_for[engine] != made_for or not engine.holds_all_parameters):
+            engine.unshard()
+            engine = None
+        if engine is None:
+            split = self._split(module)
+            if self._layer_sync is not None:
+                self._layer_sync.apply(module)
+            self.precision_plugin.convert_module(module)
+            checkpoint_activations(module, self.activation_checkpointing)
+            engine = ZeroEngine(**recipe if is_fitting else {**recipe, "offload": self._offload_without_optimizer()})
+            self._steps = None
+            if split is None:
+                engine.shard(module)
+            else:
+                self._cut(module, engine, split)
+            _made_for[engine] = made_for
+        if is_fitting and self.offload is not None and self.offload.params is None:
+            engine.keep_params_on_device()
+        engine.resume()
+        # As under DDPStrategy, which makes them equal in every setup and wraps the module for fits only.
+        engine.broadcast_module_buffers("scopes" if is_fitting else "never")
+        self._engine = self._step_plugin.engine = engine
+        self._forecast = forecast_of(module)
+
+    def _offload_without_optimizer(self) -> Offload | None:
+        """Return the offload options of a model that is only evaluated: at stage 3 its parameters, unit by unit."""
+        if self.offload is None or self.stage < 3:
+            return self.offload
+        return replace(self.offload, params=self.offload.params or self.offload.optimizer)
+
+    def _split(self, module: pl.LightningModule) -> Split | None:
+        """Build this stage's specified layers, and return the split of the module; None without a pipeline."""
+        layers = SpecifiedLayers(module)
+        if self.pipeline is None or self._mesh is None:
+            layers.build(None)
+            return None
+        layers.outline()
+        costs = layer_costs(module, self.pipeline, self.root_device, self.precision_plugin.train_step_context)
+        split = split_module(module, self.pipeline, costs)
+        layers.build(split, self._mesh.stage)
+        return split
+
+    def _cut(self, module: pl.LightningModule, engine: ZeroEngine, split: Split) -> None:
+        assert self.pipeline is not None
+        assert self._mesh is not None
+        engine.shard(module, split.holders)
+        self._steps = PipelinedSteps(module, engine, split, self.pipeline, self._mesh, self.root_device)
+        rank_zero_info(self._steps.summary())
+
+    def _recipe(self) -> dict[str, Any]:
+        """Arguments of the engine."""
+        return {
+            "stage": self.stage,
+            "units": self.units,
+            "communication": self.communication,
+            "precision": engine_precision(self.precision_plugin, masters=self.masters, lowered=self.lowered),
+            "device": self.root_device,
+            "offload": self.offload,
+            "step": self.step,
+            "moments": self.moments,
+            **self._groups(),
+        }
+
+    def _groups(self) -> dict[str, Any]:
+        if self._mesh is None:
+            return {}
+        return {"process_group": self._mesh.copy_group, "parts_group": self._mesh.stage_group}
+
+    @property
+    def _step_plugin(self) -> ZeroStep:
+        plugin = self.precision_plugin
+        if self._precision_plugin is None:
+            self._precision_plugin = plugin
+        assert isinstance(plugin, ZeroStep)
+        return plugin
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Let the module make its optimizers and bind them to this rank's segments."""
+        self._reset_optimizers_and_schedulers()
+        self.engine.detach()
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            self.engine.drop_elsewhere(optimizer)
+        self.engine.attach(*self.optimizers)
+        self.optimizers = self.optimizers  # Lightning's wrappers take over the classes that `attach` has set
+
+    def _show_values_to_finetuning(self, trainer: pl.Trainer) -> None:
+        """Gather the parameters while a finetuning callback chooses among them: it compares their values."""
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, BaseFinetuning):
+                vars(callback)["finetune_function"] = partial(self._finetune, callback)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the states of all optimizers, with the groups of finetuning callbacks. Collective: all ranks."""
+        self._restore_thawed_groups()
+        super().load_optimizer_state_dict(checkpoint)
+
+    def _restore_thawed_groups(self) -> None:
+        """Make the groups that finetuning callbacks had added when the checkpoint was saved, and train them again.
+
+        Lightning makes them in ``on_fit_start``, before the checkpoint is read here, and leaves them frozen.
+        """
+        trainer: Any = self._sharded_module.trainer
+        callbacks = [one for one in trainer.callbacks if isinstance(one, BaseFinetuning) and one._restarting]
+        counts = [len(optimizer.param_groups) for optimizer in self.optimizers]
+        for callback in callbacks:
+            callback.on_fit_start(trainer, self._sharded_module)
+        for optimizer, count in zip(self.optimizers, counts, strict=True):
+            for group in optimizer.param_groups[count:]:
+                for param in group["params"]:
+                    param.requires_grad_(True)
+        if callbacks:
+            self.engine.attach(*self.optimizers)
+            self.optimizers = self.optimizers  # as in `setup_optimizers`
+
+    def _finetune(self, callback: BaseFinetuning, *args: Any) -> None:
+        with self.gathered(self._sharded_module, write="all"):
+            type(callback).finetune_function(callback, *args)
+
+    def model_to_device(self) -> None:
+        """Move metrics, which the engine does not hold, and set the module's device."""
+        assert self.lightning_module is not None
+        _update_properties(self.lightning_module, device=self.root_device)
+        metrics = [module for module in self.lightning_module.modules() if isinstance(module, Metric)]
+        params = [param for metric in metrics for param in metric.parameters()]
+        with self.gathered(params, write="all") if params else nullcontext():
+            for metric in metrics:
+                metric.to(self.root_device)
+
+    def _around_collective(self, group: Any | None = None) -> AbstractContextManager[None]:
+        is_of_all = group in (None, torch.distributed.group.WORLD) and self._mesh is None
+        return self._engine.around_collective() if is_of_all and self._engine is not None else nullcontext()
+
+    def _announce(self) -> None:
+        if self._announced is not self._engine:
+            self._announced = self._engine
+            rank_zero_info("\n".join(self.engine.plan()))
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Create tensors on the meta device (``empty_init``), on the CPU (stage 3) or on the root device."""
+        if empty_init:
+            device: AbstractContextManager[Any] = torch.device("meta")
+        else:
+            device = nullcontext() if self.stage == 3 else self.root_device
+        with device, self.precision_plugin.tensor_init_context():
+            yield
+
+    def _whole_state_dict(self) -> dict[str, Any]:
+        """See ``ProcessHooks``."""
+        engine = self.engine
+        whole = {
+            alias: engine.full_param(record.parameter).cpu() for record in engine.records() for alias in record.aliases
+        }
+        return {key: whole.get(key, value) for key, value in self.lightning_module_state_dict().items()}
+
+    # -- Steps -----------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Agree on a step of fewer micro-batches. Collective at the end of an epoch: all ranks."""
+        if self.stage < 2 and self.world_size > 1:
+            agree_on_last_step(self.engine, self._sharded_module.trainer)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Run ``LightningModule.training_step`` with the parameters it needs."""
+        if self._steps is not None:
+            return self._pipelined_training_step(self._steps, args)
+        with self.engine.scope("training_step"):
+            output = super().training_step(*args, **kwargs)
+        assert self.lightning_module is not None
+        if output is None and self.world_size > 1 and self.lightning_module.automatic_optimization:
+            return self._loss_of_nothing()
+        return output
+
+    def _pipelined_training_step(self, steps: PipelinedSteps, args: tuple[Any, ...]) -> Tensor:
+        trainer = self._sharded_module.trainer
+        every = trainer.accumulate_grad_batches
+        return steps.training_step(
+            args,
+            context=self.precision_plugin.train_step_context,
+            scale=self._step_plugin.get_scale() / every,
+            is_first=trainer.fit_loop.epoch_loop.batch_idx % every == 0,
+        )
+
+    def backward(self, closure_loss: Tensor, optimizer: Optional[Optimizer], *args: Any, **kwargs: Any) -> Tensor:
+        """Run the backward of a loss; in a pipeline the training step has done so, and only hooks are called."""
+        if self._steps is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        assert self.lightning_module is not None
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        self.engine.end_gradients()
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Run the step; choose the policy of activation checkpointing when the first ones have been made."""
+        if self.stage >= 2 and self.world_size > 1:
+            closure = partial(self._backward_of_step, closure)
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._forecast is not None and self._forecast.policy is None:
+            line = self._forecast.settle(self._largest)
+            if line is not None:
+                rank_zero_info(line)
+        return output
+
+    def _backward_of_step(self, closure: Callable[[], T]) -> T:
+        output = closure()
+        agree_on_last_step(self.engine, self._sharded_module.trainer)
+        return output
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Run ``LightningModule.validation_step`` with the parameters it needs."""
+        if self._steps is not None:
+            return self._evaluate(self._steps, "validation_step", args, self.precision_plugin.val_step_context)
+        return self._evaluate_batch("validation_step", super().validation_step, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Run ``LightningModule.test_step`` with the parameters it needs."""
+        if self._steps is not None:
+            return self._evaluate(self._steps, "test_step", args, self.precision_plugin.test_step_context)
+        return self._evaluate_batch("test_step", super().test_step, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``LightningModule.predict_step`` with the parameters it needs."""
+        if self._steps is not None:
+            return self._steps.predict_step(args, context=self.precision_plugin.predict_step_context)
+        return self._evaluate_batch("predict_step", super().predict_step, *args, **kwargs)
+
+    def pipeline_timings(self, steps: int) -> dict[str, float]:
+        """Return seconds of work per step and stage, and the bubble's share, since the last call; empty without stages.
+
+        Collective: all ranks.
+        """
+        return {} if self._steps is None else self._steps.timings(steps)
+
+    def _evaluate(self, steps: PipelinedSteps, name: str, args: tuple[Any, ...], context: Any) -> STEP_OUTPUT:
+        output: STEP_OUTPUT = steps.evaluation_step(name, args, context=context)
+        return output
+
+    def _loss_of_nothing(self) -> Tensor:
+        """Return a loss without parameters, so that this rank still joins the reductions of the others."""
+        if not self._warned_of_none:
+            self._warned_of_none = True
+            rank_zero_warn(
+                "`training_step` returned None: this rank adds nothing to the average of the gradients. Where all"
+                " ranks return None the step changes nothing."
+            )
+        return torch.zeros((), device=self.root_device, requires_grad=True)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Run a micro-batch that is not the last before the step."""
+        with self.engine.microbatch(last=False):
+            yield
+
+    def on_validation_start(self) -> None:
+        """Let ranks have different numbers of batches (see ``UnevenEvaluation``). Collective: all ranks."""
+        self._begin_evaluation("validation_step")
+
+    def on_test_start(self) -> None:
+        """Let ranks have different numbers of batches (see ``UnevenEvaluation``). Collective: all ranks."""
+        self._begin_evaluation("test_step")
+
+    def on_predict_start(self) -> None:
+        """Let ranks have different numbers of batches (see ``UnevenEvaluation``). Collective: all ranks."""
+        self._begin_evaluation("predict_step")
+
+    def _begin_evaluation(self, step: str) -> None:
+        self._evaluation = None
+        if self._steps is None and self.world_size > 1:
+            self._evaluation = UnevenEvaluation(self.engine, self._sharded_module.trainer, step)
+            self._evaluation.begin()
+
+    def _evaluate_batch(self, name: str, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        if self._evaluation is not None:
+            self._evaluation.announce()
+        with self.engine.scope(name):
+            try:
+                return step(*args, **kwargs)
+            except StopIteration as error:  # of `dataloader_iter`: the others may have a batch, and need this step
+                end = error
+        raise end
+
+    def on_validation_end(self) -> None:
+        """Show parameters in their own dtype when ``Trainer.validate`` ends. Collective: all ranks."""
+        self._end_evaluation()
+
+    def on_test_end(self) -> None:
+        """Show parameters in their own dtype when ``Trainer.test`` ends. Collective: all ranks."""
+        self._end_evaluation()
+
+    def on_predict_end(self) -> None:
+        """Show parameters in their own dtype when ``Trainer.predict`` ends. Collective: all ranks."""
+        self._end_evaluation()
+
+    def _end_evaluation(self) -> None:
+        if self._sharded_module.trainer.state.fn != TrainerFn.FITTING:
+            self.engine.show_masters()
+
+    # -- The end ---------------------------------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        """Release the run's resources. No collectives; the module stays sharded, so it can still be saved.
+
+        Raises:
+            CheckpointError, OSError: The last asynchronous save failed, and nothing else has.
+        """
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        try:
+            self._finish_saving()
+        finally:
+            Peers.of_world().end_run()
+        if self._engine is not None:
+            self._engine.pause()
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        made = dict.fromkeys(("_engine", "_saver", "_mesh", "_steps", "_announced", "_forecast", "_evaluation"))
+        return {**super().__getstate__(), **made}
+
+
+# Precision and options that the strategies' engines were made for: a module may go from one Trainer to the next.
+_made_for: weakref.WeakKeyDictionary[ZeroEngine, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+
+
+# -- Helpers -----------------------------------------------------------------------------------------------------------
+
+
+def _pipeline(pipeline: Pipeline | dict[str, Any] | int | None) -> Pipeline | None:
+    """Return the options of a pipeline of two or more stages, or None."""
+    options: Pipeline | None = (
+        Pipeline(stages=pipeline) if isinstance(pipeline, int) else from_fields(Pipeline, pipeline)
+    )
+    return None if options is None or options.stages == 1 else options
+
+
+def _timeouts(
+    communication: Communication | dict[str, Any] | None, timeout: timedelta | float | None
+) -> tuple[Communication, timedelta]:
+    """Return the engine's communication options and the timeout of the default process group."""
+    if isinstance(timeout, timedelta):
+        timeout = timeout.total_seconds()
+    if timeout is not None and timeout <= 0:
+        raise ValueError(f"`timeout={timeout!r}` must be a positive number of seconds.")
+    options: Communication | None = from_fields(Communication, communication)
+    if options is None:
+        options = Communication() if timeout is None else Communication(timeout_s=timeout)
+    return options, timedelta(seconds=options.timeout_s if timeout is None else timeout)
+
+
+def register_strategies() -> None:
+    """Make ``Trainer(strategy="zero_0")`` … ``"zero_3"`` known to Lightning."""
+    for stage in (0, 1, 2, 3):
+        StrategyRegistry.register(
+            f"zero_{stage}", ZeroStrategy, description=f"ZeRO stage {stage}", override=True, stage=stage
+        )
+    DDPStrategy.register(ZeroStrategy)  # Lightning takes compiled modules for subclasses of three strategies only

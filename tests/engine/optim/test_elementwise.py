@@ -1,0 +1,197 @@
+"""Which optimizers are right on segments."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lightning_zero.engine.optim import elementwise
+from lightning_zero.engine.optim.elementwise import ElementwiseTrial, Obstacle, Stepped, cut_down
+from tests.engine.optimizers import RIGHT as OTHERS_RIGHT
+from tests.engine.optimizers import WRONG as OTHERS_WRONG
+from tests.engine.optimizers import Lamb, Momentum, SometimesFactored
+
+SHAPES = ((300, 200), (5, 4), (3, 2, 3, 3), (7,), (), (0, 3))
+
+RIGHT: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "Adam": lambda params: torch.optim.Adam(params, amsgrad=True),
+    "AdamW": lambda params: torch.optim.AdamW(params, weight_decay=0.1),
+    "AdamW-fused": lambda params: torch.optim.AdamW(params, fused=True),
+    "AdamW-foreach": lambda params: torch.optim.AdamW(params, foreach=True),
+    "AdamW-capturable": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.01)),
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "Adamax": torch.optim.Adamax,
+    "Adagrad": lambda params: torch.optim.Adagrad(params, initial_accumulator_value=0.1),
+    "Adadelta": torch.optim.Adadelta,
+    "RMSprop": lambda params: torch.optim.RMSprop(params, centered=True, momentum=0.9),
+    "Rprop": torch.optim.Rprop,
+    "ASGD": torch.optim.ASGD,
+    **OTHERS_RIGHT,
+}
+WRONG: dict[str, tuple[Callable[[list[nn.Parameter]], Optimizer], str]] = {
+    "LBFGS": (torch.optim.LBFGS, "other numbers"),
+    "Adafactor": (lambda params: torch.optim.Adafactor(params[:4]), "other numbers"),
+    "Muon": (
+        lambda params: torch.optim.Muon(params[:2]),
+        "on shards .* raised ValueError: Param gradient must be a 2D",
+    ),
+    "SparseAdam": (torch.optim.SparseAdam, "could not be tried.*SparseAdam does not support dense gradients"),
+    **OTHERS_WRONG,
+}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elementwise, "_KNOWN", frozenset())
+
+
+def parameters(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
+    params = [nn.Parameter(torch.ones(shape)) for shape in shapes or SHAPES]
+    params[0].use_muon = True  # type: ignore[attr-defined]
+    return params
+
+
+def stepped(param: Any) -> Stepped:
+    return Stepped(tuple(param.shape), param.dtype, param.device)
+
+
+def tried(optimizer: Optimizer) -> Obstacle | None:
+    return ElementwiseTrial(optimizer, stepped).find_obstacle()
+
+
+@pytest.mark.parametrize("name", list(RIGHT))
+def test_elementwise_optimizers_are_recognised(name: str) -> None:
+    assert tried(RIGHT[name](parameters())) is None
+
+
+@pytest.mark.parametrize("name", list(WRONG))
+def test_optimizers_that_need_whole_parameters_are_recognised(name: str) -> None:
+    make, reason = WRONG[name]
+    found = tried(make(parameters()))
+    assert found is not None
+    pytest.raises(ValueError, _raise, found.reason).match(reason)
+
+
+def _raise(message: str) -> None:
+    raise ValueError(message)
+
+
+def test_every_group_is_tried() -> None:
+    first, second = parameters((4, 3), (4, 3))
+    groups = [{"params": [first], "factored": False}, {"params": [second], "least": 2}]
+    assert tried(SometimesFactored(groups)) is not None
+    assert tried(SometimesFactored([groups[0], {**groups[1], "least": 100}])) is None
+
+
+def test_a_trial_is_due_when_an_option_changes_its_kind() -> None:
+    optimizer = SometimesFactored(parameters(), factored=False)
+    trial = ElementwiseTrial(optimizer, stepped)
+    assert trial.is_due
+    assert trial.find_obstacle() is None
+    group = optimizer.param_groups[0]
+    group.update(lr=0.0, momentum=0.5)
+    assert not trial.is_due
+    group["momentum"] = 0.0
+    assert trial.is_due
+    assert trial.find_obstacle() is None
+    group["factored"] = True
+    assert trial.is_due
+    assert trial.find_obstacle() is not None
+
+
+@pytest.mark.parametrize("name", ["ScheduleFree", "CountsCalls"])
+def test_options_that_the_optimizer_changes_itself_need_no_trial(name: str) -> None:
+    params = parameters()
+    optimizer: Any = OTHERS_RIGHT[name](params)
+    trial = ElementwiseTrial(optimizer, stepped)
+    assert trial.find_obstacle() is None
+    for param in params:
+        param.grad = torch.ones_like(param)
+    if name == "ScheduleFree":
+        optimizer.train()
+    for _ in range(3):
+        optimizer.step()
+        assert not trial.is_due
+
+
+def test_the_error_of_a_trial_is_shown() -> None:
+    class Fails(Momentum):
+        def direction(self, *args: Any) -> Any:
+            raise KeyError("learning_rate")
+
+    found = tried(Fails(parameters()))
+    assert found is not None
+    assert found.reason == "could not be tried, because its step raised KeyError: 'learning_rate'"
+    assert isinstance(found.error, KeyError)
+
+
+def test_the_trial_leaves_the_optimizer_as_it_was() -> None:
+    param = nn.Parameter(torch.ones(4, 3))
+    optimizer = torch.optim.Adagrad([param], lr=0.5)
+    before = copy.deepcopy(optimizer.state_dict())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert tried(optimizer) is None
+    assert torch.equal(param, torch.ones(4, 3))
+    after = optimizer.state_dict()
+    assert before["param_groups"][0]["lr"] == after["param_groups"][0]["lr"]
+    assert torch.equal(before["state"][0]["sum"], after["state"][0]["sum"])
+    assert before["state"][0]["step"] == after["state"][0]["step"]
+    assert scheduler.last_epoch == 0
+
+
+def test_the_trial_leaves_wrapped_optimizers_and_their_counters_as_they_were() -> None:
+    optimizer: Any = OTHERS_RIGHT["Lookahead"](parameters())
+    assert tried(optimizer) is None
+    assert (optimizer.number, len(optimizer.state), len(optimizer.base.state)) == (0, 0, 0)
+    counts: Any = OTHERS_RIGHT["CountsCalls"](parameters())
+    assert tried(counts) is None
+    assert counts.calls == [0]
+
+
+def test_the_trial_draws_no_random_numbers() -> None:
+    states = torch.get_rng_state(), random.getstate()
+    assert tried(OTHERS_WRONG["Langevin"][0](parameters())) is not None
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+
+
+def test_the_trial_calls_no_hooks_of_the_user() -> None:
+    called = []
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(4, 3))])
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    everywhere = register_optimizer_step_pre_hook(lambda *_: called.append("everywhere"))
+    assert tried(optimizer) is None
+    everywhere.remove()
+    assert not called
+
+
+def test_classes_of_pytorch_need_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert not ElementwiseTrial(torch.optim.AdamW(parameters(), lr=0.0), stepped).is_due
+    assert ElementwiseTrial(type("Own", (torch.optim.AdamW,), {})(parameters()), stepped).is_due
+    assert ElementwiseTrial(Lamb(parameters()), stepped).is_due
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((), ()),
+        ((0, 3), (0, 3)),
+        ((50_000, 4096), (256, 256)),
+        ((100_000, 16), (4096, 16)),
+        ((9, 8, 3, 3), (9, 8, 3, 3)),
+    ],
+)
+def test_shapes_are_cut_down_evenly(shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    assert cut_down(shape) == expected

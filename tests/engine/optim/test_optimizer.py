@@ -1,0 +1,401 @@
+"""Torch optimizers on segments: what the window shows, what their subclass does."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.config import MixedPrecision
+from lightning_zero.engine.buffers.parameter import raw_grad
+from lightning_zero.engine.buffers.sharded_gradient import ShardedGradient
+from lightning_zero.engine.engine import ZeroEngine
+from tests import worlds
+from tests.engine.optimizers import Lamb, Momentum, SometimesFactored, Unfinished
+from tests.references import TinyGPT, token_loss
+
+STAGES = (0, 1, 2, 3)
+stages = pytest.mark.parametrize("stage", STAGES)
+
+
+def _engine(stage: int, **options: Any) -> tuple[ZeroEngine, nn.Module]:
+    worlds.seed()
+    engine = ZeroEngine(stage, units=["Block"], **options)
+    return engine, engine.shard(TinyGPT())
+
+
+def _backward(engine: ZeroEngine, module: nn.Module, rank: int, step: int = 0) -> None:
+    token_loss(module, rank, step).backward()
+
+
+def _object(rank: int, world: int, stage: int) -> None:
+    engine, module = _engine(stage)
+    params = list(module.parameters())
+    optimizer = torch.optim.AdamW(params, lr=0.1)
+    assert engine.attach(optimizer) is optimizer
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert type(optimizer).__name__ == "AdamW"
+    assert type(optimizer).__module__ == torch.optim.AdamW.__module__
+    assert all(mine is theirs for mine, theirs in zip(optimizer.param_groups[0]["params"], params, strict=True))
+    second = torch.optim.SGD(params, lr=0.1)
+    assert engine.attach(optimizer, second) == [optimizer, second]
+    assert engine.optimizers == [optimizer, second]
+    assert engine.attach(second) is second
+    assert type(optimizer) is torch.optim.AdamW
+    engine.detach()
+    assert type(second) is torch.optim.SGD
+    assert not second._optimizer_step_pre_hooks
+    assert engine.optimizers == []
+    pickle.dumps(optimizer.state_dict())
+    engine.close()
+
+
+@stages
+def test_an_attached_optimizer_stays_the_same_object(stage: int) -> None:
+    worlds.run(_object, 2, stage)
+
+
+def _window(rank: int, world: int, stage: int) -> None:
+    engine, module = _engine(stage, precision=MixedPrecision(compute_dtype=torch.bfloat16))
+    optimizer = engine.attach(torch.optim.SGD(module.parameters(), lr=0.1))
+    shapes = [param.shape for param in module.parameters()]
+    with torch.autocast("cpu", torch.bfloat16):
+        _backward(engine, module, rank)
+    assert all(raw_grad(param) is None for param in module.parameters())
+    engine.open_window(optimizer)
+    engine.open_window(optimizer)
+    counts = []
+    for param in module.parameters():
+        assert (param.dtype, param.grad.dtype) == (torch.float32, torch.float32)
+        assert param.shape == param.grad.shape
+        assert isinstance(param.grad, ShardedGradient) == (stage > 0)
+        counts.append(param.detach().as_subclass(torch.Tensor).numel())
+    engine.close_window(optimizer)
+    engine.close_window(optimizer)
+    assert [param.shape for param in module.parameters()] == shapes
+    total = torch.tensor(counts)
+    if stage:
+        torch.distributed.all_reduce(total)
+    assert total.tolist() == [shape.numel() for shape in shapes]
+    engine.close()
+
+
+@stages
+def test_the_window_shows_each_rank_its_part_and_nothing_twice(stage: int) -> None:
+    worlds.run(_window, 2, stage)
+
+
+def _zero_grad(rank: int, world: int, stage: int) -> None:
+    engine, module = _engine(stage)
+    halves = list(module.parameters())[:4], list(module.parameters())[4:]
+    first, second = engine.attach(*[torch.optim.SGD(half, lr=0.1) for half in halves])
+    _backward(engine, module, rank)
+    norms = [engine.grad_norm(optimizer) for optimizer in (first, second)]
+    assert min(norms) > 0
+    assert torch.allclose(torch.stack(norms).norm(), engine.grad_norm())
+    first.zero_grad()
+    assert engine.grad_norm(first) == 0
+    assert engine.full_grad(halves[0][0]) is None
+    assert torch.equal(engine.grad_norm(second), norms[1])
+    second.zero_grad(set_to_none=False)
+    assert engine.grad_norm() == 0
+    assert torch.equal(engine.full_grad(halves[1][0]), torch.zeros(halves[1][0].shape))
+    before = [engine.full_param(param) for param in module.parameters()]
+    first.step()
+    second.step()
+    assert all(torch.equal(engine.full_param(p), value) for p, value in zip(module.parameters(), before, strict=True))
+    engine.close()
+
+
+@stages
+def test_zero_grad_drops_the_gradients_of_one_optimizer(stage: int) -> None:
+    worlds.run(_zero_grad, 2, stage)
+
+
+def _accumulate(rank: int, world: int, stage: int) -> None:
+    """Without zero_grad gradients add up, as in torch."""
+    engine, module = _engine(stage)
+    optimizer = engine.attach(torch.optim.SGD(module.parameters(), lr=0.0))
+    weight = module.head.weight
+    for step in range(2):
+        _backward(engine, module, rank, step)
+        optimizer.step()
+    both = engine.full_grad(weight)
+    parts = []
+    for step in range(2):
+        optimizer.zero_grad()
+        _backward(engine, module, rank, step)
+        parts.append(engine.full_grad(weight))
+    assert torch.equal(both, parts[0] + parts[1])
+    engine.close()
+
+
+@stages
+def test_gradients_stay_over_a_step_without_zero_grad(stage: int) -> None:
+    worlds.run(_accumulate, 2, stage)
+
+
+def _groups(rank: int, world: int, stage: int) -> None:
+    engine, module = _engine(stage)
+    optimizer = engine.attach(torch.optim.AdamW(module.head.parameters(), lr=0.1))
+    optimizer.add_param_group({"params": module.embedding.parameters(), "lr": 0.0})
+    before = {name: engine.full_param(param) for name, param in module.named_parameters()}
+    _backward(engine, module, rank)
+    optimizer.step()
+    moved = {name for name, p in module.named_parameters() if not torch.equal(engine.full_param(p), before[name])}
+    assert moved == {"head.weight"}
+    optimizer.param_groups[1]["lr"] = 0.1
+    optimizer.zero_grad()
+    _backward(engine, module, rank)
+    optimizer.step()
+    assert not torch.equal(engine.full_param(module.embedding.weight), before["embedding.weight"])
+    with pytest.raises(ValueError, match="not in the sharded module"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    engine.close()
+
+
+@stages
+def test_a_group_that_is_added_later_is_stepped(stage: int) -> None:
+    worlds.run(_groups, 2, stage)
+
+
+def _state(rank: int, world: int, stage: int) -> int:
+    engine, module = _engine(stage)
+    optimizer = engine.attach(torch.optim.Adagrad(module.parameters(), lr=0.1, initial_accumulator_value=0.5))
+    for record in engine.records():
+        start, stop = record.own_range
+        state = record.state(optimizer)
+        assert state["sum"].numel() == stop - start
+        assert record.master().numel() == stop - start
+        assert bool((state["sum"] == 0.5).all())
+    _backward(engine, module, rank)
+    optimizer.step()
+    nbytes = engine.stats().memory["optimizer"]
+    engine.close()
+    return nbytes
+
+
+@stages
+def test_state_made_in_the_constructor_is_cut_to_segments(stage: int) -> None:
+    whole = sum(param.numel() for param in TinyGPT().parameters()) * 4
+    for nbytes in worlds.run(_state, 2, stage):
+        assert whole / (2 if stage else 1) * 0.7 < nbytes < whole / (2 if stage else 1) * 1.6
+
+
+def _closure(rank: int, world: int, stage: int) -> list[Tensor]:
+    """Step with a closure, which some optimizers call themselves."""
+    engine, module = _engine(stage)
+    optimizer = engine.attach(torch.optim.SGD(module.parameters(), lr=0.1))
+    losses = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = token_loss(module, rank, 0)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        losses.append(optimizer.step(closure).detach())
+        losses.append(optimizer.step(closure=closure).detach())
+    weight = engine.full_param(module.head.weight)
+    engine.close()
+    return [*losses, weight]
+
+
+def test_a_closure_computes_on_whole_parameters_at_every_stage() -> None:
+    expected = worlds.run(_closure, 2, 0)
+    assert all(losses[0] > losses[5] for losses in expected)
+    for stage in (1, 2, 3):
+        for found, wanted in zip(worlds.run(_closure, 2, stage), expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def _clip(rank: int, world: int, stage: int) -> None:
+    engine, module = _engine(stage)
+    optimizer = engine.attach(torch.optim.SGD(module.parameters(), lr=0.1))
+    _backward(engine, module, rank)
+    grads = [engine.full_grad(param) for param in module.parameters()]
+    whole = torch.cat([grad.reshape(-1) for grad in grads])
+    for order in (1.0, 2.0, 3.0, float("inf")):
+        assert torch.allclose(engine.grad_norm(norm_type=order), torch.linalg.vector_norm(whole, order), rtol=1e-6)
+    norm = engine.clip_grad_norm(optimizer, 0.1)
+    assert torch.allclose(norm, whole.norm(), rtol=1e-6)
+    assert torch.allclose(engine.grad_norm(), torch.tensor(0.1), rtol=1e-4)
+    assert torch.allclose(engine.full_grad(module.head.weight), grads[-1] * 0.1 / whole.norm(), rtol=1e-4)
+    engine.clip_grad_value(optimizer, 1e-3)
+    assert engine.grad_norm(norm_type=float("inf")) <= 1e-3
+    engine.close()
+
+
+@stages
+def test_norms_and_clipping_see_the_whole_gradient(stage: int) -> None:
+    worlds.run(_clip, 2, stage)
+
+
+def _unscale(rank: int, world: int, stage: int) -> list[bool]:
+    engine, module = _engine(stage)
+    optimizer = engine.attach(torch.optim.SGD(module.parameters(), lr=0.1))
+    found = []
+    for step in range(2):
+        loss = token_loss(module, rank, step) * 8
+        (loss * float("inf") if step == 1 and rank == 1 else loss).backward()
+        before = engine.grad_norm()
+        found.append(engine.unscale(optimizer, 0.125))
+        if step == 0:
+            assert torch.allclose(engine.grad_norm(), before / 8)
+        optimizer.zero_grad()
+    engine.close()
+    return found
+
+
+@stages
+def test_an_overflow_on_one_rank_is_known_to_all(stage: int) -> None:
+    assert worlds.run(_unscale, 2, stage) == [[False, True]] * 2
+
+
+def _order_of_windows(rank: int, world: int, stage: int) -> None:
+    """Two optimizers over the same parameters: one window closes the other."""
+    engine, module = _engine(stage)
+    first, second = engine.attach(*[torch.optim.SGD(module.parameters(), lr=0.1) for _ in range(2)])
+    _backward(engine, module, rank)
+    before = engine.full_param(module.head.weight)
+    grad = engine.full_grad(module.head.weight)
+    engine.open_window(first)
+    engine.open_window(second)
+    first.step()
+    second.step()
+    assert torch.allclose(engine.full_param(module.head.weight), before - 0.2 * grad, atol=1e-7)
+    assert module.head.weight.shape == (11, 6)
+    engine.close()
+
+
+@stages
+def test_optimizers_may_share_parameters(stage: int) -> None:
+    worlds.run(_order_of_windows, 2, stage)
+
+
+def _refusals(rank: int, world: int, stage: int) -> None:
+    engine, module = _engine(stage)
+    *others, last = module.parameters()
+    with pytest.raises(ValueError, match="`Lamb` is not element-wise: it gives other numbers .* Use stage 0"):
+        engine.attach(Lamb(module.parameters(), lr=0.0))  # a warm-up starts with 0
+    groups = [{"params": others, "factored": False}, {"params": [last], "least": 2}]
+    with pytest.raises(ValueError, match="`SometimesFactored` is not element-wise"):
+        engine.attach(SometimesFactored(groups))
+    optimizer = engine.attach(SometimesFactored(groups[:1]))
+    with pytest.raises(ValueError, match="`SometimesFactored` is not element-wise"):
+        optimizer.add_param_group({"params": [last], "least": 2})
+    optimizer.add_param_group({"params": [last], "factored": False})
+    assert [len(group["params"]) for group in optimizer.param_groups] == [len(others), 1]
+    _backward(engine, module, rank)
+    optimizer.param_groups[1].update(lr=0.5, momentum=0.5)
+    optimizer.step()
+    optimizer.param_groups[1].update(factored=True, least=2)
+    with pytest.raises(ValueError, match="`SometimesFactored` is not element-wise"):
+        optimizer.step()
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_every_group_and_every_kind_of_options_is_tried_before_it_steps(stage: int) -> None:
+    worlds.run(_refusals, 2, stage)
+
+
+def _unlike(rank: int, world: int) -> None:
+    engine, module = _engine(1)
+    make = type("Momentum", (Lamb,), {}) if rank else Momentum  # ranks compare names first
+    with pytest.raises(ValueError, match="is not element-wise" if rank else "`Momentum` is refused by another rank"):
+        engine.attach(make(module.parameters()))
+    engine.close()
+
+
+def test_a_refusal_on_one_rank_is_known_to_all() -> None:
+    worlds.run(_unlike, 2)
+
+
+def _without_hooks(rank: int, world: int) -> None:
+    engine, module = _engine(1)
+    optimizer = Unfinished(torch.optim.SGD(module.parameters(), lr=0.1))
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(ValueError, match=r"`Unfinished` does not call `super\(\).__init__\(\)`"):
+        engine.attach(optimizer)
+    engine.close()
+
+
+def test_a_wrapper_without_hooks_under_a_scheduler_is_refused() -> None:
+    worlds.run(_without_hooks, 2)
+
+
+def _unattached(rank: int, world: int) -> None:
+    engine, module = _engine(2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for call in (engine.open_window, engine.close_window, engine.grad_norm):
+        with pytest.raises(RuntimeError, match=r"`SGD` is not attached to the engine. Call `engine.attach"):
+            call(optimizer)
+    engine.close()
+
+
+def test_an_optimizer_that_was_not_attached_is_refused() -> None:
+    worlds.run(_unattached, 2)
+
+
+def _stepped_unattached(rank: int, world: int, stage: int) -> None:
+    engine, module = _engine(stage)
+    head, others = list(module.head.parameters()), list(module.embedding.parameters())
+    first, second = torch.optim.SGD(head, lr=0.1), torch.optim.RMSprop(others, lr=0.1)
+    first.step()  # there is no gradient
+    _backward(engine, module, rank)
+    with pytest.raises(RuntimeError, match=r"A `SGD` steps `head.weight`, .*attached: none.*`engine.attach"):
+        first.step()
+    engine.attach(first)
+    engine.attach(second)
+    _backward(engine, module, rank)
+    with pytest.raises(RuntimeError, match=r"attached: `RMSprop`.* a second `attach` replaces"):
+        first.step()
+    assert head[0].grad is not None
+    with pytest.raises(RuntimeError, match="is not attached"):  # nor in the window
+        first.step()
+    second.step()
+    engine.attach(first, second)
+    first.step()
+    second.step()
+    engine.close()
+    if stage < 3:
+        for param in head:
+            param.grad = torch.ones_like(param)
+        plain = torch.optim.SGD(head, lr=0.1)
+        before = head[0].detach().clone()
+        plain.step()
+        assert torch.equal(head[0], before - 0.1)
+
+
+@stages
+def test_an_optimizer_that_is_not_attached_does_not_step_a_part_in_silence(stage: int) -> None:
+    worlds.run(_stepped_unattached, 2, stage)
+
+
+def _past_add_param_group(rank: int, world: int, stage: int) -> None:
+    engine, module = _engine(stage)
+    head, others = list(module.head.parameters()), list(module.embedding.parameters())
+    for make in (torch.optim.RMSprop, torch.optim.SGD):
+        optimizer = engine.attach(make(head, lr=0.1))
+        _backward(engine, module, rank)
+        optimizer.param_groups[0]["params"].append(others[0])
+        with pytest.raises(RuntimeError, match=r"got `embedding.weight` .*Use `optimizer.add_param_group\("):
+            optimizer.step()
+        optimizer.param_groups[0]["params"].pop()
+        optimizer.param_groups.append({**optimizer.param_groups[0], "params": others})
+        with pytest.raises(RuntimeError, match=r"got `embedding.weight` .*Use `optimizer.add_param_group\("):
+            optimizer.step()
+        optimizer.param_groups.pop()
+        optimizer.add_param_group({"params": others})
+        optimizer.step()
+    engine.close()
+
+
+@stages
+def test_parameters_put_into_groups_by_hand_are_refused(stage: int) -> None:
+    worlds.run(_past_add_param_group, 2, stage)

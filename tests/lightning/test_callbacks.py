@@ -1,0 +1,124 @@
+"""What `ZeroMonitor` writes, and what it is computed from."""
+
+from __future__ import annotations
+
+import csv
+import mmap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from lightning_zero.lightning.callbacks import ZeroMonitor
+from lightning_zero.lightning.monitor import Meter, memory_in_use, samples_in, tokens_in
+from lightning_zero.lightning.strategy import ZeroStrategy
+from tests.lightning_programs import Net, loader, trainer, weights
+from tests.worlds import run
+
+WORLD = 2
+MEMORY = {f"memory/{name}" for name in ("parameters", "gradients", "optimizer", "gathered", "gathered_peak", "other")}
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    path = next(folder.rglob("metrics.csv"))
+    return [row for row in csv.DictReader(path.open()) if row["time/wait_s"]]
+
+
+def monitored(rank: int, world: int, folder: str, strategy: Any) -> dict[str, int]:
+    fitted = trainer(
+        rank, world, strategy, max_epochs=2, callbacks=ZeroMonitor(tokens=lambda batch: 10, grad_norm=True),
+        logger=CSVLogger(folder), log_every_n_steps=2,
+    )  # fmt: skip
+    fitted.fit(Net(), loader(rank, world), loader(rank, world))
+    weights(fitted)
+    return dict(fitted.strategy.engine.stats().memory)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_monitor_writes_a_row_per_interval(stage: int, tmp_path: Path) -> None:
+    memory = run(monitored, WORLD, str(tmp_path), stage)[0]
+    written = rows(tmp_path)
+    assert len(written) == 4
+    for row in written:
+        assert row.keys() >= MEMORY | {"throughput/tokens_per_s", "throughput/samples_per_s", "grad_norm"}
+        assert float(row["traffic/reduce_scatter"]) > 0
+        assert float(row["grad_norm"]) > 0
+        assert float(row["throughput/tokens_per_s"]) == pytest.approx(2.5 * float(row["throughput/samples_per_s"]))
+    assert float(written[-1]["memory/parameters"]) == memory["parameters"]
+    assert float(written[-1]["memory/optimizer"]) == memory["optimizer"]
+    assert written[1]["traffic/reduce_scatter"] == written[2]["traffic/reduce_scatter"]
+
+
+def offloaded(rank: int, world: int, folder: str) -> tuple[dict[str, int], list[str]]:
+    strategy = ZeroStrategy(stage=3, offload="cpu")
+    fitted = trainer(
+        rank, world, strategy, max_epochs=1, callbacks=ZeroMonitor(), logger=CSVLogger(folder), log_every_n_steps=1
+    )
+    fitted.fit(Net(), loader(rank, world))
+    return strategy.engine.stats().host, strategy.engine.plan()
+
+
+def test_monitor_and_plan_tell_what_is_in_host_memory(tmp_path: Path) -> None:
+    host, plan = run(offloaded, WORLD, str(tmp_path))[0]
+    assert float(rows(tmp_path)[-1]["memory/host_optimizer"]) == host["optimizer"] > 0
+    assert any("in host memory: parameters 0 B, masters" in line for line in plan)
+
+
+def other_strategy(rank: int, world: int, folder: str) -> None:
+    fitted = trainer(
+        rank, world, "ddp", max_epochs=1, callbacks=ZeroMonitor(), logger=TensorBoardLogger(folder), log_every_n_steps=1
+    )
+    fitted.fit(Net(), loader(rank, world))
+
+
+def test_monitor_runs_with_another_strategy_and_tensorboard(tmp_path: Path) -> None:
+    run(other_strategy, WORLD, str(tmp_path))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(next(tmp_path.rglob("events*")).parent))
+    events.Reload()
+    assert "throughput/samples_per_s" in events.Tags()["scalars"]
+
+
+@dataclass
+class Batch:
+    weights: torch.Tensor
+    ids: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "samples"),
+    [
+        ({"x": torch.zeros(3, 5), "ids": torch.zeros(3, 7, dtype=torch.long)}, 21, 3),
+        ((torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)), None, 4),
+        (Batch(torch.zeros(2, 2), torch.zeros(2, 3, dtype=torch.int32)), 6, 2),
+        ("text", None, None),
+    ],
+    ids=["mapping", "labels-are-no-tokens", "dataclass", "no-tensor"],
+)
+def test_tokens_and_samples_are_found_in_a_batch(batch: Any, tokens: int | None, samples: int | None) -> None:
+    assert tokens_in(batch) == tokens
+    assert samples_in(batch) == samples
+
+
+def test_paused_time_does_not_count() -> None:
+    meter = Meter(None, world_size=3)
+    meter.start()
+    meter.count(tokens=100, samples=None)
+    meter.pause()
+    time.sleep(0.05)
+    meter.resume()
+    row = meter.row(1)
+    assert row.keys() == {"throughput/tokens_per_s"}
+    assert row["throughput/tokens_per_s"] > 300 / 0.05
+
+
+def test_memory_in_use_sees_a_large_tensor() -> None:
+    block = mmap.mmap(-1, 64 << 20)  # fresh from the system: the process keeps memory that was freed
+    before = memory_in_use(torch.device("cpu"))
+    tensor = torch.frombuffer(block, dtype=torch.float32).fill_(1.0)
+    assert memory_in_use(torch.device("cpu")) - before > tensor.nbytes // 2

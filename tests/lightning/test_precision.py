@@ -1,0 +1,209 @@
+"""The rule of the loss scale and the translation of Lightning's precision plugins."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+    TransformerEnginePrecision,
+)
+
+from lightning_zero.lightning.precision import (
+    LossScale,
+    LossScaler,
+    ZeroDoublePrecision,
+    ZeroHalfPrecision,
+    ZeroMixedPrecision,
+    ZeroPrecision,
+    adopt,
+    engine_precision,
+)
+
+GOOD, OVERFLOW = ".", "x"
+
+
+def scales(config: LossScale, steps: str) -> list[float]:
+    scaler = LossScaler(config)
+    out = []
+    for step in steps:
+        scaler.update(step == OVERFLOW)
+        out.append(scaler.scale)
+    return out
+
+
+TABLE = {
+    "first-doubling-after-window-plus-one": ({"window": 2}, "......", [16, 16, 32, 32, 64, 64]),
+    "second-overflow-halves": ({}, "xx", [16, 8]),
+    "hysteresis-is-not-refilled-by-halving": ({}, "xxx", [16, 8, 4]),
+    "good-steps-do-not-refill-hysteresis": ({}, "x.x", [16, 16, 8]),
+    "consecutive-hysteresis-refills-at-a-good-step": ({"consecutive_hysteresis": True}, "x.x", [16, 16, 16]),
+    "doubling-refills-hysteresis": ({"window": 1}, "x..x", [16, 16, 32, 32]),
+    "window-counts-from-the-overflow": ({"window": 2, "hysteresis": 1}, "x...", [8, 8, 8, 16]),
+    "floor": ({"init_scale": 2.0, "min_scale": 1.5, "hysteresis": 1}, "x", [1.5]),
+    "static": ({"static": 128.0}, "x.x.", [128] * 4),
+}
+
+
+@pytest.mark.parametrize(("options", "steps", "expected"), TABLE.values(), ids=TABLE.keys())
+def test_scale_follows_the_table(options: dict[str, Any], steps: str, expected: list[float]) -> None:
+    assert scales(LossScale(**{"init_scale": 16.0, **options}), steps) == expected
+
+
+class Reference:
+    """DeepSpeed's DynamicLossScaler, transcribed."""
+
+    def __init__(self, config: LossScale) -> None:
+        self.config, self.scale = config, config.init_scale
+        self.iteration, self.last_overflow, self.hysteresis = 0, -1, config.hysteresis
+
+    def update(self, overflow: bool) -> None:
+        config = self.config
+        if overflow:
+            if config.hysteresis == 1 or self.hysteresis == 1:
+                self.scale = max(self.scale / 2, config.min_scale)
+            else:
+                self.hysteresis -= 1
+            self.last_overflow = self.iteration
+        else:
+            if config.consecutive_hysteresis:
+                self.hysteresis = config.hysteresis
+            stable = self.iteration - self.last_overflow - 1
+            if stable > 0 and stable % config.window == 0:
+                if not config.consecutive_hysteresis:
+                    self.hysteresis = config.hysteresis
+                self.scale *= 2
+        self.iteration += 1
+
+
+@pytest.mark.parametrize("consecutive", [False, True])
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+def test_scale_equals_the_transcribed_rule_step_by_step(hysteresis: int, consecutive: bool) -> None:
+    config = LossScale(init_scale=2.0**40, window=3, hysteresis=hysteresis, consecutive_hysteresis=consecutive)
+    scaler, reference = LossScaler(config), Reference(config)
+    steps = random.Random(hysteresis)
+    for _ in range(400):
+        overflow = steps.random() < 0.15
+        scaler.update(overflow)
+        reference.update(overflow)
+        assert (scaler.scale, scaler.hysteresis) == (reference.scale, reference.hysteresis)
+
+
+def test_overflow_at_the_floor_raises_and_names_it() -> None:
+    scaler = LossScaler(LossScale(init_scale=1.0, hysteresis=1))
+    with pytest.raises(RuntimeError, match=r"min_scale=1\.0"):
+        scaler.update(True)
+
+
+def test_resumed_scale_goes_on_as_if_uninterrupted() -> None:
+    config = LossScale(init_scale=64.0, window=3)
+    steps = [number % 5 == 0 for number in range(40)]
+    whole, first, second = LossScaler(config), LossScaler(config), LossScaler(config)
+    for overflow in steps:
+        whole.update(overflow)
+    for overflow in steps[:17]:
+        first.update(overflow)
+    second.load_state_dict(first.state_dict())
+    for overflow in steps[17:]:
+        second.update(overflow)
+    assert second.state_dict() == whole.state_dict()
+
+
+def test_scale_of_another_strategys_checkpoint_is_taken_over() -> None:
+    plugin = ZeroMixedPrecision("16-mixed", "cpu")
+    plugin.on_load_checkpoint({"MixedPrecision": {"scale": 1024.0, "growth_factor": 2.0, "_growth_tracker": 7}})
+    assert plugin.scaler is not None
+    assert plugin.scaler.scale == 1024.0
+
+
+def test_skipped_steps_are_counted() -> None:
+    scaler = LossScaler(LossScale(static=4.0))
+    for step in "x.xx":
+        scaler.update(step == OVERFLOW)
+    assert scaler.skipped == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_scale": 0.0}, "`LossScale.min_scale=0.0.` must be positive"),
+        ({"init_scale": 1.0, "min_scale": 2.0}, "`LossScale.init_scale=1.0.` must be at least `min_scale=2.0`"),
+        ({"window": 0}, "`LossScale.window=0.` must be a whole number"),
+        ({"hysteresis": -1}, "`LossScale.hysteresis=-1.` must be a whole number"),
+        ({"static": -1.0}, "`LossScale.static=-1.0.` must be positive"),
+    ],
+)
+def test_wrong_loss_scale_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LossScale(**options)
+
+
+@pytest.mark.parametrize(
+    ("stock", "ours"),
+    [
+        (Precision(), ZeroPrecision),
+        (MixedPrecision("bf16-mixed", "cpu"), ZeroMixedPrecision),
+        (MixedPrecision("16-mixed", "cpu"), ZeroMixedPrecision),
+        (HalfPrecision("bf16-true"), ZeroHalfPrecision),
+        (HalfPrecision("16-true"), ZeroHalfPrecision),
+        (DoublePrecision(), ZeroDoublePrecision),
+    ],
+    ids=lambda value: getattr(value, "precision", None),
+)
+def test_stock_plugin_becomes_ours_of_the_same_class_and_name(stock: Precision, ours: type[Precision]) -> None:
+    plugin = adopt(stock)
+    assert type(plugin) is ours
+    assert isinstance(plugin, type(stock))
+    assert plugin.precision == stock.precision
+    assert adopt(plugin) is plugin
+
+
+def test_fp16_scales_the_loss_by_default_and_bf16_does_not() -> None:
+    assert adopt(MixedPrecision("16-mixed", "cpu")).scaler is not None
+    assert adopt(MixedPrecision("bf16-mixed", "cpu")).scaler is None
+    assert adopt(HalfPrecision("16-true")).scaler is not None
+    assert adopt(HalfPrecision("bf16-true")).scaler is None
+
+
+def test_settings_of_a_given_grad_scaler_are_honoured_or_refused() -> None:
+    given = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=5))
+    scaler = adopt(given).scaler
+    assert scaler is not None
+    assert (scaler.scale, scaler.config.window, scaler.config.hysteresis) == (8.0, 5, 1)
+    with pytest.raises(ValueError, match="growth_factor=4.0"):
+        adopt(MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", growth_factor=4.0)))
+
+
+def test_plugin_that_cannot_work_on_shards_is_refused_with_the_choices() -> None:
+    class Own(Precision):
+        pass
+
+    with pytest.raises(TypeError, match="`Own` cannot work with sharded parameters.*bf16-mixed.*ZeroPrecision"):
+        adopt(Own())
+    assert not issubclass(TransformerEnginePrecision, ZeroPrecision)
+
+
+def test_loss_scale_with_bf16_is_refused() -> None:
+    with pytest.raises(ValueError, match="no effect with 'bf16-mixed'"):
+        ZeroMixedPrecision("bf16-mixed", "cpu", LossScale())
+
+
+@pytest.mark.parametrize(
+    ("plugin", "dtype"),
+    [
+        (ZeroPrecision(), None),
+        (ZeroMixedPrecision("bf16-mixed", "cpu"), torch.bfloat16),
+        (ZeroMixedPrecision("16-mixed", "cpu"), torch.float16),
+        (ZeroHalfPrecision("bf16-true"), None),
+        (ZeroDoublePrecision(), None),
+    ],
+    ids=lambda value: getattr(value, "precision", None),
+)
+def test_engine_is_told_the_compute_dtype_of_mixed_precision_only(plugin: Precision, dtype: torch.dtype) -> None:
+    assert engine_precision(plugin, masters=True).compute_dtype is dtype
