@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zero.checkpoint.checksums import EARLIER, BlockReader
 from lightning_zero.checkpoint.planner import METADATA, Box, KeyPath, Segment, covers
 from lightning_zero.checkpoint.unpickling import read_index
+from lightning_zero.trees import tree_leaves, tree_map_only
 
 __all__ = ["METADATA_FUNCTIONS", "Lent", "StoredTensor", "StoredTensors", "TensorSource", "fill"]
 

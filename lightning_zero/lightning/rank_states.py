@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from lightning_zero.checkpoint.planner import Segment
+from lightning_zero.trees import tree_flatten, tree_leaves, tree_map_only
 
 __all__ = ["RANK_STATES", "describe_states", "differing_in_copies", "kept_states", "own_states", "take_own_states"]
 

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_zero.blocks import modules_of_classes, repeated_blocks
@@ -35,6 +34,7 @@ from lightning_zero.parallel.input_versions import with_first_inputs
 from lightning_zero.parallel.module_state import RunAgain, is_empty_cache, version_of
 from lightning_zero.parallel.writable import writable
 from lightning_zero.storage.copies import Copies, Landing
+from lightning_zero.trees import tree_map_only
 
 __all__ = ["checkpoint_activations", "forecast_of"]
 

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any, TypeVar
 
@@ -200,11 +201,13 @@ class _Description:
 
 _MISSING = "missing"
 _AVAILABLE = "available"
+_PLAIN = (int, float, complex, str, bytes, type(None), torch.Size, torch.dtype)
 
 
 def _describe(leaf: Any, *, is_missing: bool) -> Any:
     if not isinstance(leaf, Tensor):
-        return repr(leaf) if isinstance(leaf, (int, float, str, bool)) or leaf is None else type(leaf).__name__
+        kind = type(leaf).__name__
+        return f"{kind}.{leaf.name}" if isinstance(leaf, Enum) else repr(leaf) if isinstance(leaf, _PLAIN) else kind
     values: int | str = _MISSING if is_missing else _AVAILABLE if is_fake(leaf) else _checksum(leaf)
     return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad, values)
 

@@ -34,7 +34,6 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.attributes import Key, attribute_spaces
@@ -49,6 +48,7 @@ from lightning_zero.parallel.user_hooks import (
     runs_code_of_users,
     without_hooks,
 )
+from lightning_zero.trees import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = ["VALUES_NEEDED", "Fakes"]
 
@@ -60,9 +60,9 @@ _Position = tuple[Key | None, int]  # see `Source`
 
 _MOST_CALLS = 4096  # that are remembered
 _MISSING = object()
-_NUMBERS = (int, float, complex, str)
+_NUMBERS = (int, float, complex, str, torch.Size)
 _KNOWN_BY_IDENTITY = (nn.Module, type, Enum, FunctionType, BuiltinFunctionType, torch.Generator)  # and nothing else
-_KNOWN_BY_VALUE = (int, float, complex, str, bool, bytes, type(None), torch.dtype, torch.device)
+_KNOWN_BY_VALUE = (int, float, complex, str, bool, bytes, type(None), torch.Size, torch.dtype, torch.device)
 
 
 class Fakes:

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_zero.blocks import inner_module
 from lightning_zero.storage.copies import memory_of
+from lightning_zero.trees import tree_leaves
 
 __all__ = ["Forecast", "KeptBytes", "Settled"]
 

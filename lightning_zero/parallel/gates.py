@@ -26,7 +26,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.attributes import attribute_spaces
@@ -38,6 +37,7 @@ from lightning_zero.parallel.outcomes import Attributes, Outcome
 from lightning_zero.parallel.sources import FOR_HOOKS, Origins, Shape, Source, is_fake
 from lightning_zero.parallel.split import Place, Split, modules_around
 from lightning_zero.parallel.writable import writable
+from lightning_zero.trees import tree_flatten, tree_leaves, tree_unflatten
 
 __all__ = ["Gates", "Message"]
 

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.sources import Source, is_fake
+from lightning_zero.trees import tree_leaves
 
 __all__ = ["GradientHooks"]
 

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import MappingKey, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import MappingKey, keystr
 
 from lightning_zero.parallel.module_state import version_of
 from lightning_zero.parallel.writable import writable
+from lightning_zero.trees import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 __all__ = ["with_first_inputs"]
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.attributes import Key, attribute_spaces
+from lightning_zero.trees import TreeSpec, tree_flatten, tree_leaves
 
 __all__ = ["Attributes", "Outcome"]
 

@@ -12,14 +12,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_zero.parallel.sources import Shape, describe_tensor
+from lightning_zero.trees import TreeSpec, tree_flatten, tree_unflatten
 
 __all__ = ["Recording"]
 
-_KNOWN_BY_VALUE = (int, float, complex, str, bool, bytes, type(None))
+_KNOWN_BY_VALUE = (int, float, complex, str, bool, bytes, type(None), torch.Size)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
+
+from lightning_zero.trees import tree_leaves
 
 __all__ = ["FOR_HOOKS", "Origins", "Shape", "Source", "describe_tensor", "is_fake"]
 

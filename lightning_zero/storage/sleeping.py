@@ -13,9 +13,9 @@ from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zero.storage.metadata import QUESTIONS
+from lightning_zero.trees import tree_leaves, tree_map_only
 
 __all__ = [
     "Sleeper",

@@ -21,6 +21,7 @@ LEVELS: dict[str, int] = {
     "lightning_zero.foreign_options": 1,
     "lightning_zero.layout": 1,
     "lightning_zero.option_checks": 1,
+    "lightning_zero.trees": 1,
     "lightning_zero.comm": 2,
     "lightning_zero.storage": 2,
     "lightning_zero.parallel": 3,

@@ -627,6 +627,41 @@ class Recorded(Program):
         return self.net.head(hidden + record.aux)
 
 
+class Resized(nn.Module):
+    """Takes and returns a shape, as blocks of Swin do."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, hidden: Tensor, size: torch.Size) -> tuple[Tensor, torch.Size]:
+        assert type(size) is torch.Size
+        hidden = self.layer(hidden.reshape(-1, hidden.shape[-1])).view(size)
+        return hidden, hidden.shape
+
+
+class Sized(Program):
+    """Gives a ``torch.Size`` from block to block, and to a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.blocks = nn.ModuleList(Resized(self.net.embedding.embedding_dim) for _ in range(4))
+        self.net.blocks[0].register_forward_hook(self._look)
+        self.seen: list[Any] = []
+
+    def _look(self, block: nn.Module, args: Any, output: Any) -> None:
+        self.seen.append((type(args[1]), type(output[1])))
+
+    def logits(self, ids: Tensor) -> Tensor:
+        hidden = self.net.embedding(ids)
+        size = hidden.shape
+        for block in self.net.blocks:
+            hidden, size = block(hidden, size)
+            assert type(size) is torch.Size
+        assert set(self.seen) <= {(torch.Size, torch.Size)}
+        return self.net.head(self.net.norm(hidden))
+
+
 class EndsEarly(Program):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return None if batch_idx == 1 else super().training_step(batch, batch_idx)
@@ -685,6 +720,7 @@ PROGRAMS: list[tuple[Any, dict[str, Any]]] = [
     *((partial(RoutedProgram, keeps, "anew"), {}) for keeps in ("attribute", "list", "buffer")),
     (Taps, {}),
     (Recorded, {}),
+    (Sized, {}),
     (TogglesProgram, {}),
     (partial(States, Registered), {}),
 ]

@@ -261,6 +261,27 @@ def test_inputs_and_outputs_may_be_nested_and_no_tensors(policy: Any) -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(run(), expected, strict=True))
 
 
+class Sized(nn.Module):
+    """Is given a shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, size: torch.Size) -> Tensor:
+        assert size.numel() == x.numel()  # a tuple has none
+        return torch.tanh(self.layer(x)).view(size)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_size_among_the_inputs_stays_one(policy: Any) -> None:
+    model = nn.ModuleList([Sized(), Sized()])
+    checkpoint_activations(model, ActivationCheckpointing(policy=policy))
+    x = torch.randn(3, 4, requires_grad=True)
+    model[0](x, x.shape).sum().backward()
+    assert x.grad is not None
+
+
 def test_modules_are_chosen_by_class_or_found() -> None:
     model = Model(3)
     model.nested = nn.Sequential(Odd(), nn.Sequential(Odd(), Odd()))

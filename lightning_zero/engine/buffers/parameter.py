@@ -32,11 +32,11 @@ from typing import Any, ClassVar, Protocol, cast
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_leaves
 
 from lightning_zero.errors import ReleasedParameterError
 from lightning_zero.storage.metadata import QUESTION_FUNCTIONS
 from lightning_zero.storage.sleeping import call_awake
+from lightning_zero.trees import tree_leaves
 
 __all__ = [
     "LoweredParameter",

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.buffers.parameter import ReducedParameter, has_class, name_of, operation_of
@@ -28,6 +27,7 @@ from lightning_zero.engine.buffers.sharded_gradient import (
 )
 from lightning_zero.errors import ShardedGradientError
 from lightning_zero.storage.metadata import QUESTION_FUNCTIONS
+from lightning_zero.trees import tree_leaves, tree_map_only
 
 __all__ = ["SegmentParameter", "ShardedValues", "segment_parameter_class"]
 

@@ -16,12 +16,12 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map_only
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.buffers.parameter import operation_of
 from lightning_zero.errors import ShardedGradientError
 from lightning_zero.storage.sleeping import call_awake
+from lightning_zero.trees import tree_map_only
 from lightning_zero_ops.flat import sq_norm
 from lightning_zero_ops.selfcheck import kernels_agree
 
