@@ -40,7 +40,7 @@ def checked_arguments(
     """
 
     def decorate(init: Callable[P, None]) -> Callable[P, None]:
-        check = _Check(init, use or {}, foreign or {}, unchecked)
+        check = _Check(init, use or {}, foreign=foreign or {}, unchecked=unchecked)
 
         @functools.wraps(init)
         def checked(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -95,6 +95,7 @@ class _Check:
         self,
         init: Callable[..., None],
         use: Mapping[str, str],
+        *,
         foreign: Mapping[str, str] | None = None,
         unchecked: Collection[str] = (),
         owner: str | None = None,

@@ -128,7 +128,9 @@ class PipelinedTraining:
             **options,
         )
         self.engine.shard(self.module, split.holders)
-        self.steps = PipelinedSteps(self.module, self.engine, split, pipeline, self.mesh, self.device)
+        self.steps = PipelinedSteps(
+            self.module, self.engine, split=split, pipeline=pipeline, mesh=self.mesh, device=self.device
+        )
         optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.01)
         self.engine.drop_elsewhere(optimizer)
         self.optimizer = self.engine.attach(optimizer)

@@ -98,7 +98,7 @@ class BlockReader:
             if expected is None:
                 file.seek(offset)
                 return bytearray(file.read(stop - offset))
-            return self._read_checked(file, name, expected["crc32"], offset, stop)
+            return self._read_checked(file, name, sums=expected["crc32"], offset=offset, stop=stop)
 
     def _entry(self, name: str) -> dict[str, Any] | None:
         if self._files is None:
@@ -107,7 +107,7 @@ class BlockReader:
             raise ValueError(f"`{self.directory / name}` is of another checkpoint: it is not listed in `{CHECKSUMS}`.")
         return self._files[name]
 
-    def _read_checked(self, file: BinaryIO, name: str, sums: Sequence[int], offset: int, stop: int) -> bytearray:
+    def _read_checked(self, file: BinaryIO, name: str, *, sums: Sequence[int], offset: int, stop: int) -> bytearray:
         out = bytearray(stop - offset)
         for index in range(offset // self._block_bytes, -(-stop // self._block_bytes)):
             base = index * self._block_bytes

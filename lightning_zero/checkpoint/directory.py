@@ -152,7 +152,7 @@ def write(prepared: Prepared, ranks: Ranks) -> None:
                     make_folder(target.parent)
                     write_file(temporary, prepared.whole)
         else:
-            _write_directory(ranks, prepared.flat, target, temporary, prepared.stage)
+            _write_directory(ranks, prepared.flat, target=target, temporary=temporary, stage=prepared.stage)
         with ranks.agree(f"Saving `{target}`"):
             if ranks.rank == 0:
                 _check_target(target)  # again: something may have been put there meanwhile
@@ -184,7 +184,7 @@ def remove(path: str | os.PathLike[str]) -> None:
 # -- A directory -------------------------------------------------------------------------------------------------------
 
 
-def _write_directory(ranks: Ranks, flat: FlatCheckpoint, target: Path, temporary: Path, stage: int | None) -> None:
+def _write_directory(ranks: Ranks, flat: FlatCheckpoint, *, target: Path, temporary: Path, stage: int | None) -> None:
     what = f"Saving `{target}`"
     with ranks.agree(what):
         if ranks.rank == 0:

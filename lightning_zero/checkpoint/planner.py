@@ -214,14 +214,14 @@ class SegmentSavePlanner(DefaultSavePlanner):
     def _write_items(self, key: str, value: Any) -> Iterator[WriteItem]:
         if isinstance(value, Segment):
             if value.numel() == 0 and self.is_coordinator:
-                yield _tensor_item(key, value.local.view(value.shape), WriteItemType.TENSOR)
+                yield _tensor_item(key, value.local.view(value.shape), kind=WriteItemType.TENSOR)
             for (offsets, sizes), view in value.views():
-                yield _tensor_item(key, view, WriteItemType.SHARD, offsets, sizes, value.shape)
+                yield _tensor_item(key, view, kind=WriteItemType.SHARD, offsets=offsets, sizes=sizes, shape=value.shape)
         elif isinstance(value, Deferred):
             outline = torch.empty(value.shape, dtype=value.dtype, device="meta")
-            yield _tensor_item(key, outline, WriteItemType.TENSOR)
+            yield _tensor_item(key, outline, kind=WriteItemType.TENSOR)
         elif isinstance(value, torch.Tensor):
-            yield _tensor_item(key, value, WriteItemType.TENSOR)
+            yield _tensor_item(key, value, kind=WriteItemType.TENSOR)
         else:
             yield WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO)
 
@@ -241,6 +241,7 @@ class SegmentSavePlanner(DefaultSavePlanner):
 def _tensor_item(
     key: str,
     tensor: torch.Tensor,
+    *,
     kind: WriteItemType,
     offsets: Sequence[int] | None = None,
     sizes: Sequence[int] | None = None,

@@ -171,7 +171,7 @@ def _load_range(record: ParameterRecord, sources: Sequence[Any], wanted: tuple[i
     base = record.own_range[0]
     if start == stop:
         return
-    values = _range(record.name, sources, start, stop, record.shape, record.dtype)
+    values = _range(record.name, sources, start=start, stop=stop, shape=record.shape, dtype=record.dtype)
     record.master()[start - base : stop - base].copy_(values)
 
 
@@ -181,12 +181,14 @@ def _load_whole(place: Place, sources: Sequence[Any]) -> None:
     if tensor.is_contiguous() and len(sources) == 1:
         copy_ranges([(place.name, sources[0], Segment(tensor.detach().view(-1), 0, tensor.shape))])
     else:
-        values = _range(place.name, sources, 0, tensor.numel(), tuple(tensor.shape), tensor.dtype)
+        values = _range(
+            place.name, sources, start=0, stop=tensor.numel(), shape=tuple(tensor.shape), dtype=tensor.dtype
+        )
         tensor.copy_(values.view(tensor.shape))
 
 
 def _range(
-    name: str, sources: Sequence[Any], start: int, stop: int, shape: Sequence[int], dtype: torch.dtype
+    name: str, sources: Sequence[Any], *, start: int, stop: int, shape: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
     """Return a range of a tensor in host memory; all its sources must agree."""
     ranges = []

@@ -223,6 +223,7 @@ def _slot_segment(record: ParameterRecord, slot: str, value: Any) -> Any:
 def load_optimizer_state(
     engine: ZeroEngine,
     optimizers: Sequence[Optimizer],
+    *,
     states: Sequence[Mapping[str, Any]],
     names: Sequence[Sequence[Sequence[str]]] = (),
     stored: Mapping[str, Hashable] | None = None,
@@ -246,12 +247,13 @@ def load_optimizer_state(
         CheckpointError: Another rank had an error.
     """
     with Ranks(engine).agree("Loading the optimizers"):
-        return _load_optimizers(engine, optimizers, states, names, stored or {})
+        return _load_optimizers(engine, optimizers, states=states, names=names, stored=stored or {})
 
 
 def _load_optimizers(
     engine: ZeroEngine,
     optimizers: Sequence[Optimizer],
+    *,
     states: Sequence[Mapping[str, Any]],
     names: Sequence[Sequence[Sequence[str]]],
     stored: Mapping[str, Hashable],
@@ -265,7 +267,7 @@ def _load_optimizers(
     places = _places(engine, optimizers)
     for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
         saved_names = names[number] if len(names) == len(states) else []
-        state = _named(state, saved_names, places, number, stored)
+        state = _named(state, saved_names, places=places, number=number, stored=stored)
         _refuse_of_others(state, places, number)
         kept = Lent()
         if not _load_optimizer(engine, optimizer, kept.lend(state), f"optimizer {number}"):
@@ -290,7 +292,9 @@ def _load_optimizer(engine: ZeroEngine, optimizer: Optimizer, state: Mapping[str
         for record in group:
             if slots.get(record.name):
                 loaded[record.parameter] = {
-                    slot: _new_slot(engine, optimizer, record, slot, value, options, items)
+                    slot: _new_slot(
+                        engine, optimizer, record=record, slot=slot, value=value, options=options, items=items
+                    )
                     for slot, value in slots[record.name].items()
                 }
     copy_ranges(items)
@@ -325,6 +329,7 @@ def _places(engine: ZeroEngine, optimizers: Sequence[Optimizer]) -> dict[str, Pl
 def _named(
     state: Mapping[str, Any],
     saved_names: Sequence[Sequence[str]],
+    *,
     places: Mapping[str, Place | None],
     number: int,
     stored: Mapping[str, Hashable],
@@ -498,6 +503,7 @@ def _slots_by_position(
 def _new_slot(
     engine: ZeroEngine,
     optimizer: Optimizer,
+    *,
     record: ParameterRecord,
     slot: str,
     value: Any,

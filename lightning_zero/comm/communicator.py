@@ -228,7 +228,7 @@ class Communicator:
         if self.world_size > 1 and self._backend == "gloo":
             sent = dict.fromkeys(self._peers(), shard)
             received = dict(zip(self._ranks(), full.chunk(self.world_size), strict=True))
-            pending = self._exchange(sent, received, self._gather_group, f"all-gather of {what}")
+            pending = self._exchange(sent, received, group=self._gather_group, what=f"all-gather of {what}")
             if not is_in_place:
                 own.copy_(shard)  # while the exchange runs
             return pending
@@ -285,8 +285,8 @@ class Communicator:
             return self._exchange(
                 sent,
                 received,
-                self._reduce_group,
-                f"reduce-scatter of {what}",
+                group=self._reduce_group,
+                what=f"reduce-scatter of {what}",
                 then=lambda: _average_in_rank_order(shard, {**received, self.rank: own}),
             )
         work = _reduce_scatter_flat(
@@ -299,6 +299,7 @@ class Communicator:
         self,
         sent: dict[int, torch.Tensor],
         received: dict[int, torch.Tensor],
+        *,
         group: Any,
         what: str,
         then: Callable[[], None] | None = None,

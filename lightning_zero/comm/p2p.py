@@ -18,7 +18,7 @@ __all__ = ["Letter", "Mailbox"]
 class Letter:
     """A tensor that is on its way here."""
 
-    def __init__(self, mailbox: Mailbox, peer: int, call: Call, work: Any, buffer: torch.Tensor) -> None:
+    def __init__(self, mailbox: Mailbox, peer: int, *, call: Call, work: Any, buffer: torch.Tensor) -> None:
         self._mailbox = mailbox
         self._peer = peer
         self._call = call
@@ -78,7 +78,7 @@ class Mailbox:
             work = dist.irecv(buffer, group=self._group, group_src=peer, tag=self._tag("receive", peer))
         except (RuntimeError, ValueError) as error:
             raise self._mesh.failure(what, error, peer) from None
-        return Letter(self, peer, self._waits.start(what, self._group), work, buffer)
+        return Letter(self, peer, call=self._waits.start(what, self._group), work=work, buffer=buffer)
 
     def flush(self) -> None:
         """Return when everything has been sent."""

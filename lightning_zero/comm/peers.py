@@ -218,7 +218,7 @@ class Peers:
         if self._store is None:
             return judge({0: facts})
         try:
-            return self._meet(what, facts, judge, timeout_s, ends_with_errors)
+            return self._meet(what, facts, judge=judge, timeout_s=timeout_s, ends_with_errors=ends_with_errors)
         except dist.DistError as error:
             raise PeersError(
                 f"{what} needs the store of the process group, which rank {self.rank} does not reach: {error}"
@@ -228,6 +228,7 @@ class Peers:
         self,
         what: str,
         facts: Facts,
+        *,
         judge: Callable[[Mapping[int, Facts]], str],
         timeout_s: float,
         ends_with_errors: bool,
@@ -238,7 +239,7 @@ class Peers:
         end = f"{meeting}/end"
         self._store.set(f"{meeting}/{self.rank}", json.dumps({**facts}))
         try:
-            self._await_end(meeting, what, judge, timeout_s, ends_with_errors)
+            self._await_end(meeting, what, judge=judge, timeout_s=timeout_s, ends_with_errors=ends_with_errors)
         except BaseException as error:
             text = str(error) if isinstance(error, PeersError) else f"{what}: rank {self.rank}: {_describe(error)}"
             with contextlib.suppress(Exception):
@@ -257,6 +258,7 @@ class Peers:
         self,
         meeting: str,
         what: str,
+        *,
         judge: Callable[[Mapping[int, Facts]], str],
         timeout_s: float,
         ends_with_errors: bool,

@@ -145,7 +145,12 @@ class ShardedModule:
         self.store = DeviceStore(device, keeps_freed=options.offload is None or not options.offload.uses_disks)
         itemsize = (options.precision.compute_dtype or torch.get_default_dtype()).itemsize
         self.placement = Placement(
-            options.offload, territories, self.communicator, self._sharding, itemsize, self.store.copies
+            options.offload,
+            territories,
+            communicator=self.communicator,
+            sharding=self._sharding,
+            itemsize=itemsize,
+            copies=self.store.copies,
         )
         self.aside = Aside(self.store, self.placement.host)
         # - Units
@@ -204,7 +209,13 @@ class ShardedModule:
         communicator = Communicator(options.communication, device, options.parts_group)
         parts = Parts(communicator, dict(module.named_parameters()), holders)
         self._places.elsewhere = Elsewhere(
-            module, parts, self._places.names, options.precision, self._lowering, options.communication, device
+            module,
+            parts,
+            names=self._places.names,
+            precision=options.precision,
+            lowering=self._lowering,
+            communication=options.communication,
+            device=device,
         )
         return parts
 

@@ -317,7 +317,7 @@ class CheckpointHooks(ParallelStrategy):
         """Load ``checkpoint["state_dict"]`` as it is now. Collective: all ranks."""
         module, saved = self._sharded_module, checkpoint.get(METRIC_STATES, [])
         values, undivided = with_own_metric_states(
-            module, checkpoint["state_dict"], saved, self.engine.rank, self.engine.world_size
+            module, checkpoint["state_dict"], saved=saved, rank=self.engine.rank, world_size=self.engine.world_size
         )
         if undivided:
             rank_zero_warn(
@@ -339,9 +339,9 @@ class CheckpointHooks(ParallelStrategy):
             permuted = state.load_optimizer_state(
                 self.engine,
                 self.optimizers,
-                checkpoint["optimizer_states"],
-                checkpoint.get(PARAMETER_NAMES, ()),
-                stored,
+                states=checkpoint["optimizer_states"],
+                names=checkpoint.get(PARAMETER_NAMES, ()),
+                stored=stored,
             )
         for config, saved in zip(self.lr_scheduler_configs, checkpoint.get("lr_schedulers", ()), strict=False):
             optimizer = raw(config.scheduler.optimizer)

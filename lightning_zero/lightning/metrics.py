@@ -23,7 +23,7 @@ def metric_states(module: nn.Module) -> dict[str, Any]:
 
 
 def with_own_metric_states(
-    module: nn.Module, state_dict: Mapping[str, Any], saved: Sequence[Mapping[str, Any]], rank: int, world_size: int
+    module: nn.Module, state_dict: Mapping[str, Any], *, saved: Sequence[Mapping[str, Any]], rank: int, world_size: int
 ) -> tuple[Mapping[str, Any], list[str]]:
     """Return a ``state_dict`` with the metric states that this rank goes on with, and names that could not be divided.
 

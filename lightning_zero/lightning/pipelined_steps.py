@@ -71,7 +71,7 @@ class PipelinedSteps:
     """
 
     def __init__(
-        self, module: Any, engine: ZeroEngine, split: Split, pipeline: Pipeline, mesh: Mesh, device: torch.device
+        self, module: Any, engine: ZeroEngine, *, split: Split, pipeline: Pipeline, mesh: Mesh, device: torch.device
     ) -> None:
         # - The cut, the mesh, the runner
         self._split = split
@@ -145,7 +145,9 @@ class PipelinedSteps:
 
         self._metrics.begin()
         with torch.enable_grad():
-            step = self._prepare("training_step", batch, rest, context, self._pipeline.num_microbatches)
+            step = self._prepare(
+                "training_step", batch, rest=rest, context=context, number=self._pipeline.num_microbatches
+            )
         self.runner.hooks.require_none()  # it has run the step
         with self._denominated(step), self._logs.recording(), torch.enable_grad():
             outputs = self.runner.train(step, loss_of, reduces=reduces)
@@ -155,7 +157,7 @@ class PipelinedSteps:
         mean = self._share(None if loss is None else loss.cpu())
         return torch.as_tensor(mean, device=self._device)
 
-    def _prepare(self, name: str, batch: Any, rest: list[Any], context: Contexts, number: int) -> Any:
+    def _prepare(self, name: str, batch: Any, *, rest: list[Any], context: Contexts, number: int) -> Any:
         """Cut a batch, compare batches and steps of all stages, and return the step for the runner's route.
 
         Collective: all ranks.
@@ -307,7 +309,7 @@ class PipelinedSteps:
     def _evaluate(self, name: str, args: tuple[Any, ...], context: Contexts) -> Any:
         batch, *rest = args
         self._metrics.begin()
-        step = self._prepare(name, batch, rest, context, 1)
+        step = self._prepare(name, batch, rest=rest, context=context, number=1)
         with self._logs.recording():
             return self.runner.evaluate(step, name)
 

@@ -328,7 +328,9 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         assert self.pipeline is not None
         assert self._mesh is not None
         engine.shard(module, split.holders)
-        self._steps = PipelinedSteps(module, engine, split, self.pipeline, self._mesh, self.root_device)
+        self._steps = PipelinedSteps(
+            module, engine, split=split, pipeline=self.pipeline, mesh=self._mesh, device=self.root_device
+        )
         rank_zero_info(self._steps.summary())
 
     def _recipe(self) -> dict[str, Any]:

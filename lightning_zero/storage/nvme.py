@@ -246,7 +246,7 @@ class NvmeStore:
         sums = [0] * len(record.blocks)
         record.sums = sums
         futures = [
-            self._pool.submit(self._write_block, record, number, data, sums, behind)
+            self._pool.submit(self._write_block, record, number, data=data, sums=sums, behind=behind)
             for number in range(len(record.blocks))
         ]
         self.written_bytes += record.nbytes
@@ -268,7 +268,7 @@ class NvmeStore:
         return data
 
     def _write_block(
-        self, record: Record, number: int, data: torch.Tensor, sums: list[int], behind: Transfer | None
+        self, record: Record, number: int, *, data: torch.Tensor, sums: list[int], behind: Transfer | None
     ) -> None:
         if behind is not None:
             behind.wait()

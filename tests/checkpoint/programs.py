@@ -95,7 +95,7 @@ def restore(engine: ZeroEngine, model: nn.Module, optimizer: Optimizer, path: An
     checkpoint = directory.load(engine, path)
     state.load_model_state(engine, model, checkpoint["state_dict"])
     names = checkpoint.get(PARAMETER_NAMES, ())
-    state.load_optimizer_state(engine, [optimizer], checkpoint["optimizer_states"], names)
+    state.load_optimizer_state(engine, [optimizer], states=checkpoint["optimizer_states"], names=names)
     return checkpoint
 
 

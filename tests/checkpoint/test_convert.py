@@ -31,7 +31,7 @@ def _load(rank: int, world: int, path: str, stage: int) -> Any:
     engine, model, optimizer = programs.make(stage, 1)
     checkpoint = directory.load(engine, path)
     state.load_model_state(engine, model, checkpoint["state_dict"])
-    state.load_optimizer_state(engine, [optimizer], checkpoint["optimizer_states"])
+    state.load_optimizer_state(engine, [optimizer], states=checkpoint["optimizer_states"])
     return programs.held(engine, optimizer), [group["lr"] for group in optimizer.param_groups], model.note
 
 

@@ -277,7 +277,7 @@ def _refuse(rank: int, world: int, path: str, what: str, message: str) -> None:
     checkpoint = directory.load(engine, path)
     _change(checkpoint, what)
     with pytest.raises(ValueError, match=message):
-        state.load_optimizer_state(engine, [optimizer], checkpoint["optimizer_states"])
+        state.load_optimizer_state(engine, [optimizer], states=checkpoint["optimizer_states"])
 
 
 @pytest.mark.parametrize(
@@ -390,7 +390,7 @@ def _resume_blocks(rank: int, world: int, full: bool, saved: str, kind: str, mes
     checkpoint = directory.load(other, path)
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
         names, stored = checkpoint.get(PARAMETER_NAMES, ()), state.identities(checkpoint["state_dict"])
-        state.load_optimizer_state(other, resumed, checkpoint["optimizer_states"], names, stored)
+        state.load_optimizer_state(other, resumed, states=checkpoint["optimizer_states"], names=names, stored=stored)
         assert [group["lr"] for one in resumed for group in one.param_groups] == [0.1, 0.01]
 
 

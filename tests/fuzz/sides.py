@@ -314,7 +314,7 @@ class Sharded:
             self.attach(_remade(self, before))
         content = directory.load(self.engine, path)
         state.load_model_state(self.engine, self.module, content["state_dict"])
-        state.load_optimizer_state(self.engine, self.optimizers, content["optimizer_states"])
+        state.load_optimizer_state(self.engine, self.optimizers, states=content["optimizer_states"])
 
     def tell_engine(self, verb: str) -> None:
         getattr(self.engine, verb)()

@@ -98,7 +98,9 @@ def test_on_another_number_of_ranks_everything_is_counted_once(ranks: int) -> No
     assert list(saved[0]) == [f"many.{name}" for name in ("sum", "max", "mean", "values", "own")]
     loaded = [nn.ModuleDict({"many": Many()}) for _ in range(ranks)]
     for rank, module in enumerate(loaded):
-        values, undivided = with_own_metric_states(module, modules[0].state_dict(), saved, rank, ranks)
+        values, undivided = with_own_metric_states(
+            module, modules[0].state_dict(), saved=saved, rank=rank, world_size=ranks
+        )
         module.load_state_dict(values)
         assert undivided == ["many.own"]
     old, new = [[module["many"] for module in group] for group in (modules, loaded)]

@@ -458,7 +458,7 @@ class FlatStep:
                     make_codes(state, buffer.segment(index))
                 continue
             for key in keys:
-                self._place_state(state, key, buffer, index, is_whole)
+                self._place_state(state, key, buffer=buffer, index=index, is_whole=is_whole)
         return steps
 
     def _count(
@@ -492,7 +492,7 @@ class FlatStep:
                 return False
         return True
 
-    def _place_state(self, state: dict[str, Any], key: str, buffer: FlatBuffer, index: int, is_whole: bool) -> None:
+    def _place_state(self, state: dict[str, Any], key: str, *, buffer: FlatBuffer, index: int, is_whole: bool) -> None:
         present, place = state.get(key), (id(buffer), key)
         with torch.inference_mode(False):
             if place not in self._flat and not is_whole:

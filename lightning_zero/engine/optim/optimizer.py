@@ -61,6 +61,7 @@ class ShardedOptimizer:
         self,
         optimizer: Optimizer,
         places: dict[int, Place],
+        *,
         communicator: Communicator,
         before_open: Callable[[ShardedOptimizer], None],
         parts: Parts | None = None,

@@ -60,7 +60,12 @@ def free_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def homes_of_units(
-    offload: Offload, numels: Sequence[tuple[int, int]], sharding: Sharding, communicator: Communicator, itemsize: int
+    offload: Offload,
+    numels: Sequence[tuple[int, int]],
+    *,
+    sharding: Sharding,
+    communicator: Communicator,
+    itemsize: int,
 ) -> list[Home]:
     """Return the placement of each unit with ``fraction="auto"``, the same on all ranks. Collective: all ranks.
 

@@ -152,7 +152,13 @@ def build_unit(
     kinds: dict[BufferKind, tuple[list[nn.Parameter], list[str]]] = {}
     for param, names, owner in zip(territory.params, territory.names, territory.owners, strict=True):
         compute = lowering.dtype(param, owner, names[0].rpartition(".")[2])
-        kind = kind_of(param, compute, precision, communication, names[0] if is_shared(param) else None)
+        kind = kind_of(
+            param,
+            compute,
+            precision=precision,
+            communication=communication,
+            shared=names[0] if is_shared(param) else None,
+        )
         params, param_names = kinds.setdefault(kind, ([], []))
         params.append(param)
         param_names.append(names[0])
@@ -177,6 +183,7 @@ def build_unit(
 def kind_of(
     param: nn.Parameter,
     compute: torch.dtype,
+    *,
     precision: MixedPrecision,
     communication: Communication,
     shared: str | None = None,

@@ -41,6 +41,7 @@ class Placement:
         self,
         offload: Offload | None,
         territories: Sequence[Territory],
+        *,
         communicator: Communicator,
         sharding: Sharding,
         itemsize: int,
@@ -54,7 +55,9 @@ class Placement:
         self._homes: list[Home] = ["device"] * len(territories)
         if offload is not None and offload.fraction == "auto":
             numels = [(_numel(one.params), _numel([p for p in one.params if p.requires_grad])) for one in territories]
-            self._homes = homes_of_units(offload, numels, sharding, communicator, itemsize)
+            self._homes = homes_of_units(
+                offload, numels, sharding=sharding, communicator=communicator, itemsize=itemsize
+            )
         elif offload is not None:
             self._homes = _by_fraction(offload, [_numel(one.params) for one in territories])
         if offload is not None and offload.uses_disks:

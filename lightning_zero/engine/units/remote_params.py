@@ -54,6 +54,7 @@ class Elsewhere:
         self,
         module: nn.Module,
         parts: Parts,
+        *,
         names: dict[int, tuple[str, ...]],
         precision: MixedPrecision,
         lowering: Lowering,
@@ -71,7 +72,7 @@ class Elsewhere:
             if id(param) not in self._absent:
                 path, _, key = name.rpartition(".")
                 compute = lowering.dtype(param, module.get_submodule(path), key)
-                kind = kind_of(param, compute, precision, communication)
+                kind = kind_of(param, compute, precision=precision, communication=communication)
                 empty = torch.empty(0, dtype=kind.shown, device=device)
                 self._absent[id(param)] = _Absent(param, empty, placeholder(param, device))
         for absent in self._absent.values():

@@ -160,7 +160,7 @@ def _resume(rank: int, world: int, stage: int, path: str, moments: Moments, othe
         stepper = again.attach(torch.optim.AdamW(copied.parameters(), lr=0.01))
         loaded = directory.load(again, path)
         load_model_state(again, copied, loaded["state_dict"])
-        load_optimizer_state(again, [stepper], loaded["optimizer_states"])
+        load_optimizer_state(again, [stepper], states=loaded["optimizer_states"])
         _steps(again, copied, stepper, rank, range(3, 5))
         found = _weights(again, copied)
         if setting == moments:
