@@ -1,0 +1,107 @@
+"""Process groups are lent: one user after the other, and none behind an error."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_zero.comm.groups import Lent, lend
+from tests.worlds import run
+
+
+class _User:
+    """Somebody who borrows."""
+
+
+def _made(rank: int, world: int) -> list[Lent]:
+    """Return the sets that were made for several users in turn."""
+    made: list[Lent] = []
+
+    def make() -> Lent:
+        made.append(Lent())
+        return made[-1]
+
+    def borrow() -> tuple[_User, Lent]:
+        user = _User()
+        return user, lend(user, "test", range(world), make)
+
+    first, one = borrow()
+    one.leave(first)
+    second, again = borrow()
+    assert again is one  # given back: lent again
+    assert again.loan == 2
+    third, other = borrow()
+    assert other is not one  # in use
+    del second
+    gc.collect()
+    assert borrow()[1] is one  # its user was collected
+    return made
+
+
+def test_a_set_that_was_given_back_or_whose_user_is_gone_is_lent_again() -> None:
+    assert [len(made) for made in run(_counted, 2)] == [2, 2]
+
+
+def _counted(rank: int, world: int) -> range:
+    return range(len(_made(rank, world)))
+
+
+def _broken_on_one_rank(rank: int, world: int) -> list[int]:
+    numbers: list[int] = []
+
+    def make() -> Lent:
+        numbers.append(len(numbers))
+        return Lent()
+
+    user = _User()
+    one = lend(user, "test", range(world), make)
+    one.leave(user)
+    if rank == 1:
+        one.is_broken = True
+    lend(_User(), "test", range(world), make)
+    assert one.is_broken  # on all ranks
+    return numbers
+
+
+def test_a_set_that_is_broken_on_one_rank_is_lent_on_none() -> None:
+    assert run(_broken_on_one_rank, 3) == [[0, 1]] * 3
+
+
+def _interrupted(rank: int, world: int) -> tuple[bool, bool]:
+    user = _User()
+    one = lend(user, "test", range(world), Lent)
+    one.num_interrupted += rank == 0
+    one.leave(user)
+    other = lend(_User(), "test", range(world), Lent)
+    return other is one, one.is_broken
+
+
+def test_a_set_with_calls_in_flight_is_not_lent() -> None:
+    assert run(_interrupted, 2) == [(False, True)] * 2
+
+
+def _many(rank: int, world: int) -> list[int]:
+    users = [_User() for _ in range(7)]
+    sets = [lend(user, "test", range(world), Lent) for user in users]
+    return [sets.index(one) for one in sets]
+
+
+def test_more_users_than_four_share_the_set_that_was_lent_longest_ago() -> None:
+    assert run(_many, 2) == [[0, 1, 2, 3, 0, 1, 2]] * 2
+
+
+def _failing_peer(rank: int, world: int) -> Any:
+    """The sets of a part of the ranks do not wait for the others."""
+    if rank == 2:
+        return None
+    user = _User()
+    lend(user, "pair", [0, 1], Lent).leave(user)
+    again = lend(_User(), "pair", [0, 1], Lent)
+    assert dist.get_world_size() == 3
+    return again.loan
+
+
+def test_sets_of_some_ranks_need_these_alone() -> None:
+    assert run(_failing_peer, 3) == [2, 2, None]

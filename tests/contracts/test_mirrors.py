@@ -1,0 +1,83 @@
+"""Every source file has tests: in the file that mirrors it, or in the contract that promises its behaviour."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Files whose behaviour shows only together with others, in whole steps or fits, and the contract that has it.
+IN_CONTRACTS = {
+    "lightning_zero/blocks.py": "tests/engine/units/test_partition.py",
+    "lightning_zero/checkpoint/flat.py": "tests/checkpoint/test_directory.py",
+    "lightning_zero/checkpoint/placeholders.py": "tests/checkpoint/test_state.py",
+    "lightning_zero/checkpoint/ranks.py": "tests/contracts/test_kill_while_saving.py",
+    "lightning_zero/checkpoint/weightfiles.py": "tests/checkpoint/test_pretrained.py",
+    "lightning_zero/engine/access/gathered.py": "tests/contracts/test_between_steps.py",
+    "lightning_zero/engine/access/records.py": "tests/checkpoint/test_state.py",
+    "lightning_zero/engine/access/statistics.py": "tests/contracts/test_memory_formula.py",
+    "lightning_zero/engine/buffers/aliases.py": "tests/contracts/test_quantised_weights.py",
+    "lightning_zero/engine/buffers/deferred.py": "tests/contracts/test_offload.py",
+    "lightning_zero/engine/buffers/disk_state.py": "tests/contracts/test_nvme.py",
+    "lightning_zero/engine/optim/methods.py": "tests/contracts/test_schedule_free.py",
+    "lightning_zero/engine/optim/streamed.py": "tests/contracts/test_simulated_device.py",
+    "lightning_zero/engine/units/facts.py": "tests/contracts/test_ranks_differ.py",
+    "lightning_zero/engine/units/pipeline_peers.py": "tests/contracts/test_pipeline_parity.py",
+    "lightning_zero/engine/units/placement.py": "tests/contracts/test_offload.py",
+    "lightning_zero/engine/units/remote_params.py": "tests/contracts/test_pipeline_parity.py",
+    "lightning_zero/engine/units/submodules.py": "tests/contracts/test_forwards_anywhere.py",
+    "lightning_zero/errors.py": "tests/contracts/test_bad_input.py",
+    "lightning_zero/lightning/averaging.py": "tests/contracts/test_averaging.py",
+    "lightning_zero/lightning/checkpoint_hooks.py": "tests/contracts/test_lightning_checkpoints.py",
+    "lightning_zero/lightning/compatibility.py": "tests/lightning/test_strategy.py",
+    "lightning_zero/lightning/layer_costs.py": "tests/contracts/test_pipeline_models.py",
+    "lightning_zero/lightning/loader_states.py": "tests/contracts/test_states_of_ranks.py",
+    "lightning_zero/lightning/monitor.py": "tests/lightning/test_callbacks.py",
+    "lightning_zero/lightning/pipeline_logging.py": "tests/contracts/test_pipeline_metrics.py",
+    "lightning_zero/lightning/pipelined_steps.py": "tests/contracts/test_pipeline_parity.py",
+    "lightning_zero/lightning/progress.py": "tests/contracts/test_places_of_saves.py",
+    "lightning_zero/lightning/rank_states.py": "tests/contracts/test_states_of_ranks.py",
+    "lightning_zero/lightning/signals.py": "tests/contracts/test_signals.py",
+    "lightning_zero/lightning/uneven.py": "tests/contracts/test_lightning_data.py",
+    "lightning_zero/parallel/attributes.py": "tests/contracts/test_pipeline_programs.py",
+    "lightning_zero/parallel/captured.py": "tests/contracts/test_pipeline_programs.py",
+    "lightning_zero/parallel/gates.py": "tests/contracts/test_pipeline_programs.py",
+    "lightning_zero/parallel/generators.py": "tests/contracts/test_pipeline_generators.py",
+    "lightning_zero/parallel/gradient_hooks.py": "tests/contracts/test_pipeline_programs.py",
+    "lightning_zero/parallel/handed.py": "tests/contracts/test_pipeline_models.py",
+    "lightning_zero/parallel/outcomes.py": "tests/contracts/test_pipeline_late_values.py",
+    "lightning_zero/parallel/parameter_hooks.py": "tests/contracts/test_pipeline_parameter_hooks.py",
+    "lightning_zero/parallel/placed_attributes.py": "tests/contracts/test_pipeline_state_around.py",
+    "lightning_zero/parallel/replays.py": "tests/contracts/test_pipeline_programs.py",
+    "lightning_zero/parallel/sources.py": "tests/contracts/test_pipeline_programs.py",
+    "lightning_zero/parallel/user_hooks.py": "tests/contracts/test_pipeline_programs.py",
+    "lightning_zero/parallel/writable.py": "tests/parallel/test_activation.py",
+    "lightning_zero/storage/references.py": "tests/engine/buffers/test_gradients.py",
+    "lightning_zero/storage/sleeping.py": "tests/storage/test_disk.py",
+    "lightning_zero_ops/elementwise.py": "tests/ops/test_gated.py",
+    "lightning_zero_ops/selfcheck.py": "tests/engine/test_kernels_in_steps.py",
+}
+
+
+def _sources() -> list[str]:
+    files = [path for package in ("lightning_zero", "lightning_zero_ops") for path in (ROOT / package).rglob("*.py")]
+    return sorted(str(path.relative_to(ROOT)) for path in files if not path.stem.startswith("__"))
+
+
+def _mirror(source: str) -> str:
+    path = Path(source)
+    room = Path("tests", "ops") if path.parts[0] == "lightning_zero_ops" else Path("tests", *path.parts[1:-1])
+    return str(room / f"test_{path.name}")
+
+
+@pytest.mark.parametrize("source", _sources())
+def test_every_source_file_has_tests(source: str) -> None:
+    file = ROOT / IN_CONTRACTS.get(source, _mirror(source))
+    assert file.exists(), f"`{source}` has no test: write `{_mirror(source)}`, or name its contract"
+
+
+def test_files_with_a_mirror_need_no_contract() -> None:
+    assert [source for source in IN_CONTRACTS if (ROOT / _mirror(source)).exists()] == []
+    assert set(IN_CONTRACTS) <= set(_sources())
