@@ -10,6 +10,8 @@ Note [Guesses]
     An operation's result may depend on values (which tokens an expert is given). Where nothing is computed from the
     result but shapes, it is guessed from ones: a module that routes tokens returns as many as it is given. The stage
     that computes compares the shapes of what it sends, so a wrong guess is an error.
+
+Tensors that a forward leaves outside of its module are told in ``escapes.py``.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.attributes import Key, attribute_spaces
+from lightning_zero.parallel.escapes import Escapes
 from lightning_zero.parallel.outcomes import Outcome
+from lightning_zero.parallel.own_gradients import leaf_of
 from lightning_zero.parallel.replays import Recording
 from lightning_zero.parallel.sources import FOR_HOOKS, Origins, Shape, Source, describe_tensor, is_fake
 from lightning_zero.parallel.user_hooks import (
@@ -97,6 +101,8 @@ class Fakes:
         self._sharing: list[tuple[str, Tensor, int]] = []  # module, tensor that shares memory with others, and version
         self._origins: Origins | None = None  # of a run on fakes
         self._fetch: Fetch | None = None  # of a run that computes
+        self._escapes: Escapes | None = None  # of the forward that was imagined last
+        self._outside: list[str] = []  # names of modules that have left fakes outside
 
     def begin(self, *, origins: Origins | None = None, fetch: Fetch | None = None) -> None:
         """Begin a run: register fakes of free parameters in advance, because converting them later reads ``grad``.
@@ -108,6 +114,7 @@ class Fakes:
         self._given.clear()
         self._times.clear()
         self._sharing.clear()
+        self._outside.clear()
         self._origins = self._mode.origins = origins
         self._fetch = fetch
         convert: Any = self._mode.fake_tensor_converter
@@ -135,6 +142,17 @@ class Fakes:
                     " and that shares memory with another one. This stage does not see the write in the other. Write"
                     " into a copy (`tensor.clone()`), or compute a new tensor."
                 )
+
+    @property
+    def advice(self) -> str:
+        """A sentence on modules that have left fakes outside in this run, for errors; empty if there are none."""
+        if not self._outside:
+            return ""
+        return (
+            f" `{self._outside[0]}` leaves tensors outside of its modules (in a global, a closure, a class, or another"
+            " object), where other pipeline stages do not have them. If the step uses them, let the module return them,"
+            " or keep them in attributes of its own (`self.loss = ...`), which are sent."
+        )
 
     @property
     def shown(self) -> list[Any]:
@@ -191,6 +209,17 @@ class Fakes:
         with self._mode.paused():
             return self._fetch(source)
 
+    def gradients(self, outputs: Sequence[Any], inputs: Sequence[Any], has_graph: bool) -> tuple[Tensor, ...]:
+        """Return fakes, or zeros in a survey, for gradients that the step computes in a run that computes nothing."""
+        leaves = [leaf_of(one) for one in inputs]
+        known = [Shape(tuple(one.shape), _strides(one), one.dtype, one.device, has_graph, True) for one in leaves]
+        if self._origins is None:
+            return tuple(map(_zeros, known))
+        with self._mode:
+            found = tuple(map(_empty, known))
+        self._origins.derive(found, outputs)
+        return found
+
     def zeros(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the outputs of a call as zeros that take no memory."""
         call, inputs = self._call(module, args, kwargs, are_sources=False)
@@ -232,11 +261,11 @@ class Fakes:
         if runs_code_of_users(module):
             return self._call_with_hooks(module, inputs, spec, are_sources=are_sources), inputs
         if not all(map(_is_known, inputs)):
-            return self._imagine(module, inputs, spec), inputs
+            return self._with_escapes(module, self._imagine(module, inputs, spec)), inputs
         key = self._key(module, inputs, spec)
         if key not in self._calls:
-            call = self._imagine(module, inputs, spec)
-            if any(isinstance(leaf, _NUMBERS) for leaf in call.leaves):
+            call = self._with_escapes(module, self._imagine(module, inputs, spec))
+            if call.has_escapes or any(isinstance(leaf, _NUMBERS) for leaf in call.leaves):
                 return call, inputs  # they may be others in the next call
             self._calls[key] = call
             if len(self._calls) > _MOST_CALLS:
@@ -277,8 +306,10 @@ class Fakes:
         with watching, self._hooks_outside(module, recording, results):
             call = self._imagine(module, inputs, spec)
         recording.end()
+        self._with_escapes(module, call)
         has_numbers = any(isinstance(leaf, _NUMBERS) for leaf in call.leaves)
-        if key is not None and recording.is_exact and not self._has_changed_attributes and not has_numbers:
+        is_same = not (self._has_changed_attributes or has_numbers or call.has_escapes)
+        if key is not None and recording.is_exact and is_same:
             self._recorded[key] = call, recording
             if len(self._recorded) > _MOST_CALLS:
                 self._recorded.popitem(last=False)
@@ -311,6 +342,24 @@ class Fakes:
         self, module: nn.Module, inputs: list[Any], spec: TreeSpec, *, forward: Callable[[], Any] | None = None
     ) -> _Call:
         """Run a forward, or its replacement, on fakes; describe its outputs and the attributes it sets."""
+        self._fake_parameters(module)  # stay
+        self._escapes = self._mode.escapes = Escapes(inputs) if forward is None else None
+        try:
+            return self._imagined(module, inputs, spec, forward=forward)
+        finally:
+            self._mode.escapes = None
+
+    def _with_escapes(self, module: nn.Module, call: _Call) -> _Call:
+        """Note whether the forward that was imagined last has left tensors outside of its module."""
+        escapes, self._escapes = self._escapes, None
+        call.has_escapes = escapes is not None and escapes.found()
+        if call.has_escapes:
+            self._outside.append(self._names[id(module)])
+        return call
+
+    def _imagined(
+        self, module: nn.Module, inputs: list[Any], spec: TreeSpec, *, forward: Callable[[], Any] | None
+    ) -> _Call:
         args, kwargs = tree_unflatten(inputs, spec)
         self._mode.has_guessed, self._has_run_hooks = False, True
         try:
@@ -403,6 +452,8 @@ class Fakes:
             number = next(numbers)
 
             def call(*args: Any, **kwargs: Any) -> Any:
+                if self._mode.escapes is not None:
+                    self._mode.escapes.ignore((args, kwargs))
                 with recording.hook(number, (args, kwargs)) as found, self._mode.paused():
                     found.append(results.popleft() if results else hook(*args, **kwargs))
                 return found[0]
@@ -478,6 +529,7 @@ class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """
 
     origins: Origins | None = None  # of a run on fakes
+    escapes: Escapes | None = None  # of a forward that is imagined
     has_guessed = False  # a result, since this was set
     _is_imagining = False
     _is_drawn = False  # an operation is running whose random numbers have been drawn
@@ -536,6 +588,8 @@ class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
             if reads or func._schema.is_mutable or not (self._is_imagining or self.origins is not None):
                 raise
             result = self._guess(func, args, kwargs)
+        if self.escapes is not None and self._is_imagining:
+            self.escapes.note(result, (args, kwargs))
         if self.origins is not None and not self._is_imagining:
             self.origins.derive(result, (args, kwargs))
         return result
@@ -617,6 +671,7 @@ class _Call:
         sharing: Leaves, and inputs, that share memory on the stage that computes.
         is_guess: Shapes were guessed.
         has_hooks: Hooks of the program, if there are any, have run.
+        has_escapes: Its forward has left tensors outside of the module.
         made: Fakes that stand for them, by leaf.
     """
 
@@ -626,6 +681,7 @@ class _Call:
     sharing: list[_Sharing]
     is_guess: bool = False
     has_hooks: bool = True
+    has_escapes: bool = False
     made: dict[int, list[Tensor]] = field(default_factory=dict)
 
     @property
@@ -691,6 +747,10 @@ class _Object:
 def _empty(known: Shape) -> Tensor:
     tensor = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device=known.device)
     return tensor.requires_grad_(known.requires_grad)
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    return torch.empty(tensor.shape, device="meta").stride()
 
 
 def _zeros(known: Shape) -> Tensor:

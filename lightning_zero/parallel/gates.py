@@ -34,8 +34,10 @@ from lightning_zero.parallel.fakes import VALUES_NEEDED, Fakes
 from lightning_zero.parallel.gradient_hooks import GradientHooks
 from lightning_zero.parallel.module_state import version_of, without_caches
 from lightning_zero.parallel.outcomes import Attributes, Outcome
+from lightning_zero.parallel.own_gradients import OwnGradients, users_of_parameters
 from lightning_zero.parallel.sources import FOR_HOOKS, Origins, Shape, Source, is_fake
 from lightning_zero.parallel.split import Place, Split, modules_around
+from lightning_zero.parallel.subclasses import subclass_of
 from lightning_zero.parallel.writable import writable
 from lightning_zero.trees import tree_flatten, tree_leaves, tree_unflatten
 
@@ -84,6 +86,7 @@ class _Visit:
     has_failed_inside: bool = False  # a module that computes has raised an error
     is_computing: bool = False  # one of this chunk
     gradients: GradientHooks = field(default_factory=GradientHooks)
+    own: OwnGradients = field(default_factory=partial(OwnGradients, -1, {}))
     swaps: dict[int, tuple[Any, int, Tensor]] = field(default_factory=dict)  # fake leaf and version, by id -> received
 
 
@@ -123,6 +126,7 @@ class Gates:
         self._places = {id(module.get_submodule(place.name)): place for place in split.places}
         self._modules = [module.get_submodule(place.name) for place in split.places]
         self._classes: dict[type[nn.Module], type[nn.Module]] = {}
+        self._users = users_of_parameters(module, split)
         names = {key: place.name for key, place in self._places.items()}
         self._fakes = Fakes(names, _ungated_parameters(module, split), asleep)
         self._visit: _Visit | None = None
@@ -178,6 +182,7 @@ class Gates:
                 visit.hidden
                 or "What the step returns depends on a value of an earlier pipeline stage that did not come through"
                 f" the blocks of `{self._split.blocks}`, and it could not be told before the step that it is needed."
+                f"{self._fakes.advice}"
             )
         return finished, result
 
@@ -225,15 +230,21 @@ class Gates:
     def _run(self, step: Callable[[], Any], visit: _Visit) -> tuple[bool, Any]:
         assert self._visit is None
         self._visit = visit
+        visit.own = OwnGradients(visit.chunk, self._users)
+        stand_in = None if visit.computes and visit.origins is None else self._fakes.gradients
         try:
             self._fakes.begin(origins=visit.origins, fetch=partial(self._fetched, visit))
-            with self._keeping_buffers(), visit.gradients.watched(lambda: not visit.is_computing):
+            with (
+                self._keeping_buffers(),
+                visit.gradients.watched(lambda: not visit.is_computing),
+                visit.own.watched(lambda: not visit.is_inside, stand_in),
+            ):
                 return self._run_installed(step)
         except VALUES_NEEDED as error:
             raise PipelineError(
                 "The step needs a value that an earlier pipeline stage computes, outside of the blocks of"
                 f" `{self._split.blocks}`: {error}. The line is in the traceback. Move it into a block, or write"
-                " `pipeline_step` and `pipeline_loss`."
+                f" `pipeline_step` and `pipeline_loss`.{self._fakes.advice}"
             ) from error
         except RuntimeError as error:
             if "NestedTensor" not in str(error) or isinstance(error, PipelineError) or visit.has_failed_inside:
@@ -286,11 +297,7 @@ class Gates:
             def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 return self._call(module, cls, args, kwargs)
 
-            names = {"__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-            gated = type(cls.__name__, (cls,), names)
-            if "forward" in vars(gated):  # a base class has wrapped it once more (gradient checkpointing does)
-                delattr(gated, "forward")
-            self._classes[cls] = gated
+            self._classes[cls] = subclass_of(cls, {"__call__": call})
         return self._classes[cls]
 
     # -- A call of a module that has a place ---------------------------------------------------------------------------
@@ -318,6 +325,7 @@ class Gates:
         finally:
             visit.is_inside = visit.is_computing = False
         visit.gradients.mark_own(output)
+        visit.own.note_own(output)
         return output
 
     def _compared(
@@ -416,12 +424,16 @@ class Gates:
         return self._computes_block(visit, place, place.block, args, kwargs)
 
     def _pass_over(self, module: nn.Module, visit: _Visit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        num_shown = len(self._fakes.shown)
         visit.is_inside = True
         try:
             outputs = self._fakes.outputs if visit.computes else self._fakes.zeros
-            return outputs(module, args, kwargs)
+            output = outputs(module, args, kwargs)
         finally:
             visit.is_inside = False
+        visit.own.note_given((args, kwargs))
+        visit.own.note_received((output, self._fakes.shown[num_shown:]))
+        return output
 
     def _computes_outside(self, visit: _Visit, place: Place) -> bool:
         is_before = visit.reached < visit.start
@@ -470,6 +482,8 @@ class Gates:
                 if isinstance(position, int):
                     arrived = writable(tensor)
                     fake = leaves[position]
+                    visit.own.note_given(fake)
+                    visit.own.note_received(arrived)
                     visit.swaps[id(fake)] = (fake, version_of(fake), arrived)
         leaves = [self._swapped(visit, place, leaf) for leaf in leaves]
         if any(is_fake(leaf) for leaf in leaves):
@@ -478,7 +492,7 @@ class Gates:
                 or f"`{place.name}` is given a value that an earlier pipeline stage computes, but not as an argument of"
                 f" `{self._block_name(visit.start)}`, and it could not be told before the step that it is needed. Pass"
                 " the value to every block, cut the list elsewhere (`Pipeline(partition=[...])`), or write"
-                " `pipeline_step` and `pipeline_loss`."
+                f" `pipeline_step` and `pipeline_loss`.{self._fakes.advice}"
             )
         args, kwargs = tree_unflatten(leaves, spec)
         return args, kwargs

@@ -40,6 +40,7 @@ from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.module_state import version_of
 from lightning_zero.parallel.sources import is_fake
 from lightning_zero.parallel.split import Split
+from lightning_zero.parallel.subclasses import subclass_of
 
 __all__ = ["Change", "StateAround"]
 
@@ -485,9 +486,7 @@ class StateAround:
                     self._watch.written.add((self._names[id(module)], name))
                 cls.__setattr__(module, name, value)
 
-            names = {"__getattribute__": read, "__setattr__": write, "__module__": cls.__module__,
-                     "__qualname__": cls.__qualname__}  # fmt: skip
-            self._classes[cls] = type(cls.__name__, (cls,), names)
+            self._classes[cls] = subclass_of(cls, {"__getattribute__": read, "__setattr__": write})
         return self._classes[cls]
 
     def _note_read(self, module: nn.Module, name: str) -> None:

@@ -1,0 +1,76 @@
+"""Tensors that a forward on fakes leaves outside: in globals, closures, class attributes, and objects of the program.
+
+Note [Escapes]
+    Stages that pass a module over run its forward once on fakes, and then remember what it returns and sets. A loss
+    that it appends to a global list is in neither. A fake that lives on when the forward, its outputs and their graph
+    are gone is kept somewhere else, wherever that is. Such a call is not remembered: its forward runs on fakes in
+    every step, so that code that reads the list finds fakes there, and is refused. Where nobody reads it, nothing is.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Escapes"]
+
+
+class Escapes:
+    """Watches a forward on fakes.
+
+    Args:
+        inputs: Leaves of its arguments.
+    """
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        self._inputs = {id(leaf): leaf for leaf in inputs if isinstance(leaf, Tensor)}
+        self._made: dict[int, StorageWeakRef] = {}
+        self._before = {key: _holders(self._inputs[key]) for key in self._inputs}
+
+    def note(self, result: Any, arguments: Any) -> None:
+        """Note the results of an operation that have memory of their own."""
+        given = {one.untyped_storage()._cdata for one in _strided(arguments)}
+        for one in _strided(result):
+            storage = one.untyped_storage()
+            if storage._cdata not in given:
+                self._made[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    def ignore(self, values: Any) -> None:
+        """Do not count tensors that a hook of the program is given, which it may keep: other stages run it too."""
+        for one in _strided(values):
+            key = one.untyped_storage()._cdata
+            self._made.pop(key, None)
+            for mine in [mine for mine in _strided(self._inputs) if mine.untyped_storage()._cdata == key]:
+                del self._inputs[id(mine)]
+
+    def found(self) -> bool:
+        """Say whether somebody keeps a tensor, now that the forward has ended and its outputs are gone."""
+        if not self._is_kept():
+            return False
+        gc.collect()  # of cycles, as those of errors that were caught
+        return self._is_kept()
+
+    def _is_kept(self) -> bool:
+        is_alive = any(not one.expired() for one in self._made.values())  # type: ignore[no-untyped-call]
+        return is_alive or any(self._has_new_holder(key) for key in self._inputs)
+
+    def _has_new_holder(self, key: int) -> bool:
+        return any(now > was for now, was in zip(_holders(self._inputs[key]), self._before[key], strict=True))
+
+
+def _holders(tensor: Tensor) -> tuple[int, int]:
+    """Count references to a tensor, and tensors of its memory."""
+    count = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
+    is_strided = tensor.layout is torch.strided
+    return sys.getrefcount(tensor), count(tensor.untyped_storage()._cdata) if is_strided else 0
+
+
+def _strided(values: Any) -> Iterable[Tensor]:
+    return (one for one in tree_leaves(values) if isinstance(one, Tensor) and one.layout is torch.strided)

@@ -1,0 +1,337 @@
+"""Tensors that blocks put outside of their modules, and gradients that a step computes by itself.
+
+Other pipeline stages do not have them: a step that uses them is refused, and is never trained without them in silence.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.contracts.test_pipeline_late_values import Block, Program, _fit, batches
+from tests.sampling import sample
+from tests.worlds import run
+
+LOSSES: list[Tensor] = []
+BY_NAME: dict[str, Tensor] = {}
+
+
+class Gathers(Program):
+    """Gathers losses of blocks from somewhere."""
+
+    def losses(self) -> list[Tensor]:
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        """Forget the losses of the step before."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.clear()
+        return super().training_step(batch, batch_idx) + torch.stack(self.losses()).sum()
+
+
+class ListBlock(Block):
+    def forward(self, x: Tensor) -> Any:
+        hidden = super().forward(x)
+        LOSSES.append(hidden.pow(2).mean())
+        return hidden
+
+
+class GlobalList(Gathers):
+    block = ListBlock
+
+    def losses(self) -> list[Tensor]:
+        return LOSSES
+
+    def clear(self) -> None:
+        LOSSES.clear()
+
+
+class InputsBlock(Block):
+    def forward(self, x: Tensor) -> Any:
+        LOSSES.append(x)
+        return super().forward(x)
+
+
+class GlobalInputs(GlobalList):
+    """Collects what blocks are given."""
+
+    block = InputsBlock
+
+    def losses(self) -> list[Tensor]:
+        return [hidden.pow(2).mean() for hidden in LOSSES]
+
+
+class ViewsBlock(Block):
+    def forward(self, x: Tensor) -> Any:
+        LOSSES.append(x.view(-1))
+        return super().forward(x)
+
+
+class GlobalViews(GlobalInputs):
+    block = ViewsBlock
+
+
+class DictBlock(Block):
+    def forward(self, x: Tensor) -> Any:
+        hidden = super().forward(x)
+        BY_NAME["aux"] = BY_NAME["aux"] + hidden.pow(2).mean() if "aux" in BY_NAME else hidden.pow(2).mean()
+        return hidden
+
+
+class GlobalDict(Gathers):
+    block = DictBlock
+
+    def losses(self) -> list[Tensor]:
+        return [BY_NAME["aux"]]
+
+    def clear(self) -> None:
+        BY_NAME.clear()
+
+
+class ClassBlock(Block):
+    losses: ClassVar[list[Tensor]] = []
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = super().forward(x)
+        type(self).losses = [*self.losses, hidden.pow(2).mean()]
+        return hidden
+
+
+class ClassAttribute(Gathers):
+    block = ClassBlock
+
+    def losses(self) -> list[Tensor]:
+        return ClassBlock.losses
+
+    def clear(self) -> None:
+        ClassBlock.losses = []
+
+
+class Notes:
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+
+
+class NotesBlock(Block):
+    notes: Any = None
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = super().forward(x)
+        self.notes.losses.append(hidden.pow(2).mean())
+        return hidden
+
+
+class SharedObject(Gathers):
+    block = NotesBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes = Notes()
+        for block in self.blocks:
+            block.notes = self.notes
+
+    def losses(self) -> list[Tensor]:
+        return self.notes.losses
+
+    def clear(self) -> None:
+        self.notes.losses.clear()
+
+
+class ClosureBlock(Block):
+    keep: Any = None
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = super().forward(x)
+        self.keep(hidden.pow(2).mean())
+        return hidden
+
+
+class Closure(Gathers):
+    block = ClosureBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        found: list[Tensor] = []
+        self.losses, self.clear = lambda: found, found.clear  # type: ignore[method-assign]
+        for block in self.blocks:
+            block.keep = found.append
+
+
+class Logs(GlobalList):
+    """Logs what its blocks have noted."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.clear()
+        loss = Program.training_step(self, batch, batch_idx)
+        self.log("aux", torch.stack(LOSSES).detach().sum())
+        return loss
+
+
+class Unused(GlobalList):
+    """Notes what nobody reads."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.clear()
+        return Program.training_step(self, batch, batch_idx)
+
+
+def sum_of_squares(output: Tensor, one: Any, **options: Any) -> Tensor:
+    (slope,) = torch.autograd.grad(output, one, create_graph=True, **options)
+    return slope.pow(2).sum() if slope is not None else torch.zeros(())
+
+
+class Penalty(Program):
+    """Adds a penalty on a gradient to its loss; a case says by which value."""
+
+    def by(self, start: Tensor, hidden: Tensor) -> Any:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        start = self.embedding(batch)
+        hidden = self.body(start)
+        loss = self.loss(hidden + 0.1 * start, batch)
+        return loss + 0.1 * sum_of_squares(loss, self.by(start, hidden))
+
+
+class ByEarly(Penalty):
+    """Found the path of the skip alone, in silence."""
+
+    def by(self, start: Tensor, hidden: Tensor) -> Any:
+        return start
+
+
+class ByEarlyWeight(Penalty):
+    def by(self, start: Tensor, hidden: Tensor) -> Any:
+        return self.embedding.weight
+
+
+class ByTied(Penalty):
+    """Found the gradient of the head alone, in silence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embedding.weight
+
+    def by(self, start: Tensor, hidden: Tensor) -> Any:
+        return self.head.weight
+
+
+class ByInput(Penalty):
+    """Takes the gradient by a value that goes in at the front, and is used at the end."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        noise = torch.zeros(*batch.shape, 6, dtype=torch.float64, requires_grad=True)
+        hidden = self.body(self.embedding(batch) + noise)
+        loss = self.loss(hidden + 0.1 * noise, batch)
+        return loss + 0.1 * sum_of_squares(loss, noise, allow_unused=True)
+
+
+class ByLate(Penalty):
+    def by(self, start: Tensor, hidden: Tensor) -> Any:
+        return hidden
+
+
+class ByLateWeight(Penalty):
+    def by(self, start: Tensor, hidden: Tensor) -> Any:
+        return self.head.weight
+
+
+class ByScale(Penalty):
+    """Takes the gradient by a parameter around the blocks that is used behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def loss(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        return super().loss(hidden * self.scale, ids)
+
+    def by(self, start: Tensor, hidden: Tensor) -> Any:
+        return self.scale
+
+
+class InFront(Program):
+    """Takes a gradient in front of the blocks, of a value that they are given too."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        start = self.embedding(batch)
+        steep = sum_of_squares(start.tanh().sum(), start)
+        return self.loss(self.body(start), batch) + 0.01 * steep
+
+
+class Backward(Program):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        loss.backward(retain_graph=True)
+        return loss
+
+
+class BackwardInFront(Program):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.embedding(batch).pow(2).sum().backward()
+        return super().training_step(batch, batch_idx)
+
+
+def _pipeline(schedule: str = "1f1b") -> dict[str, Any]:
+    return {"stages": 2, "schedule": schedule}
+
+
+OUTSIDE = [GlobalList, GlobalViews, GlobalDict, ClassAttribute, SharedObject, Closure]
+
+
+@pytest.mark.parametrize("make", sample(OUTSIDE, GlobalList, SharedObject), ids=lambda one: one.__name__)
+@pytest.mark.parametrize("schedule", sample(("1f1b", "interleaved_1f1b"), "1f1b"))
+def test_losses_that_blocks_put_outside_of_their_modules_are_refused(make: Any, schedule: str) -> None:
+    """They were those of the last stage alone, in silence."""
+    message = "leaves tensors outside of its modules"
+    with pytest.raises(BaseException, match=re.escape(message)):
+        run(_fit, 2, make, _pipeline(schedule), batches())
+
+
+def test_values_that_blocks_put_outside_of_their_modules_are_not_logged_in_part() -> None:
+    """The value was that of the last stage's blocks, in silence."""
+    with pytest.raises(BaseException, match=re.escape("`self.log('aux', ...)` logs a value of an earlier pipeline")):
+        run(_fit, 2, Logs, _pipeline(), batches())
+
+
+@pytest.mark.parametrize("make", sample((Unused, GlobalInputs), Unused, GlobalInputs), ids=lambda one: one.__name__)
+def test_blocks_may_leave_outside_what_nobody_reads_or_what_they_were_given(make: Any) -> None:
+    """Inputs that blocks append to a global list were lost in silence, those of the last stage's blocks excepted."""
+    expected = run(_fit, 1, make, {}, batches())[0]
+    for found in run(_fit, 2, make, {"stages": 2, "microbatches": 1, "schedule": "gpipe"}, batches()):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value)
+
+
+BY = [ByEarly, ByEarlyWeight, ByTied, ByInput]
+
+
+@pytest.mark.parametrize("make", sample(BY, ByEarly, ByTied), ids=lambda one: one.__name__)
+@pytest.mark.parametrize("schedule", sample(("1f1b", "interleaved_1f1b"), "1f1b"))
+def test_gradients_in_a_step_by_what_earlier_stages_use_are_refused(make: Any, schedule: str) -> None:
+    """Some were a part of the gradient, in silence."""
+    with pytest.raises(BaseException, match="which modules of earlier pipeline stages use"):
+        run(_fit, 2, make, _pipeline(schedule), batches())
+
+
+@pytest.mark.parametrize("make", sample((Backward, BackwardInFront), Backward), ids=lambda one: one.__name__)
+def test_a_backward_in_a_step_is_refused(make: Any) -> None:
+    with pytest.raises(BaseException, match="The step calls `backward` by itself"):
+        run(_fit, 2, make, _pipeline(), batches())
+
+
+WHOLE = [ByLate, ByLateWeight, ByScale, InFront]
+
+
+@pytest.mark.parametrize("make", sample(WHOLE, ByLate, ByLateWeight), ids=lambda one: one.__name__)
+def test_gradients_in_a_step_of_one_stage_train_as_without_a_pipeline(make: Any) -> None:
+    """The values that such a step needs behind the gradient were not found."""
+    expected = run(_fit, 1, make, {}, batches())[0]
+    for found in run(_fit, 2, make, {"stages": 2, "microbatches": 1, "schedule": "gpipe"}, batches()):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value)
