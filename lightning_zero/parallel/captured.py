@@ -34,7 +34,14 @@ class CapturedSteps:
         self._stage = stage
         self._own_chunks = range(stage.mesh.stage, stage.split.num_chunks, stage.mesh.stages)
         self._around = list(modules_around(stage.module, stage.split))
-        self._gates = Gates(stage.module, stage.split, self._on_call, inside=self._inside, asleep=self._asleep)
+        self._gates = Gates(
+            stage.module,
+            stage.split,
+            self._on_call,
+            inside=self._inside,
+            asleep=self._asleep,
+            device=stage.device,
+        )
         self._messages: dict[Hashable, dict[int, tuple[Message, ...]]] = {}  # into every chunk, by kind of step
         self._outcomes: dict[Hashable, dict[int, dict[tuple[str, int], Outcome]]] = {}  # of own chunks, by kind of step
         self._kinds: Sequence[Hashable] = ()  # of the step that follows, by micro-batch

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
+
+from lightning_zero.trees import tree_leaves
 
 __all__ = ["Escapes"]
 

@@ -35,13 +35,17 @@ from lightning_zero.parallel.gradient_hooks import GradientHooks
 from lightning_zero.parallel.module_state import version_of, without_caches
 from lightning_zero.parallel.outcomes import Attributes, Outcome
 from lightning_zero.parallel.own_gradients import OwnGradients, users_of_parameters
+from lightning_zero.parallel.recomputation import Again, Checkpoints, NotedCall
 from lightning_zero.parallel.sources import FOR_HOOKS, Origins, Shape, Source, is_fake
 from lightning_zero.parallel.split import Place, Split, modules_around
+from lightning_zero.parallel.streams import RandomState
 from lightning_zero.parallel.subclasses import subclass_of
 from lightning_zero.parallel.writable import writable
 from lightning_zero.trees import tree_flatten, tree_leaves, tree_unflatten
 
 __all__ = ["Gates", "Message"]
+
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,18 @@ class _Visit:
     gradients: GradientHooks = field(default_factory=GradientHooks)
     own: OwnGradients = field(default_factory=partial(OwnGradients, -1, {}))
     swaps: dict[int, tuple[Any, int, Tensor]] = field(default_factory=dict)  # fake leaf and version, by id -> received
+    again: Again | None = None  # of a recomputation
+    checkpoints: Checkpoints | None = None  # of the program, around modules
+
+    @property
+    def notes_calls(self) -> bool:
+        """Whether a function is running that the backward may run again."""
+        return self.checkpoints is not None and self.checkpoints.is_open
+
+    def note(self, call: NotedCall) -> None:
+        """Note a call of a module for recomputations."""
+        if self.checkpoints is not None:
+            self.checkpoints.note(call)
 
 
 class _BrokenOff(Exception):
@@ -107,6 +123,7 @@ class Gates:
         on_call: Called when a step calls a module of the split.
         inside: Around a module of the split that computes.
         asleep: Around forwards that compute nothing.
+        device: Whose random numbers modules draw.
     """
 
     def __init__(
@@ -117,12 +134,14 @@ class Gates:
         *,
         inside: Callable[[], AbstractContextManager[None]] = nullcontext,
         asleep: Callable[[], AbstractContextManager[None]] = nullcontext,
+        device: torch.device = _HOST,
     ) -> None:
         self._root = module
         self._around = list(modules_around(module, split))
         self._split = split
         self._on_call = on_call
         self._inside = inside
+        self._random_state = partial(RandomState, device)
         self._places = {id(module.get_submodule(place.name)): place for place in split.places}
         self._modules = [module.get_submodule(place.name) for place in split.places]
         self._classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -238,6 +257,7 @@ class Gates:
                 self._keeping_buffers(),
                 visit.gradients.watched(lambda: not visit.is_computing),
                 visit.own.watched(lambda: not visit.is_inside, stand_in),
+                self._checkpoints(visit),
             ):
                 return self._run_installed(step)
         except VALUES_NEEDED as error:
@@ -264,6 +284,23 @@ class Gates:
                 return True, step()
         except _BrokenOff as end:
             return False, end.leaves
+
+    @contextmanager
+    def _checkpoints(self, visit: _Visit) -> Iterator[None]:
+        visit.checkpoints = Checkpoints(self._run_again)
+        with visit.checkpoints.watched(lambda: not visit.is_inside):
+            yield
+
+    def _run_again(self, again: Again, function: Callable[[], Any]) -> Any:
+        """Run a checkpointed function of the program in a backward."""
+        before, self._visit = self._visit, _Visit(-1, 0, 0, again=again)
+        random = self._random_state()
+        try:
+            with self._checkpoints(self._visit), self._installed() if before is None else nullcontext():
+                return function()
+        finally:
+            self._visit = before
+            random.restore()
 
     @contextmanager
     def _installed(self) -> Iterator[None]:
@@ -308,16 +345,23 @@ class Gates:
             return cls.__call__(module, *args, **kwargs)
         place = self._places[id(module)]
         with unwatched():
+            if visit.again is not None:
+                return self._call_again(module, cls, visit, args, kwargs)
             self._on_call()
+            behind = self._random_state() if visit.notes_calls else None
             if not self._computes(visit, place, args, kwargs):
-                return self._pass_over(module, visit, args, kwargs)
+                return self._pass_over(module, visit, place, args, kwargs, behind=behind)
             if visit.origins is not None:
                 return self._stand_in(module, visit, place, args, kwargs)
+            given = args, kwargs
             args, kwargs = self._with_received(visit, place, args, kwargs)
             visit.hidden = visit.hidden or _hidden(place.name, (args, kwargs))
         visit.is_inside = visit.is_computing = True
         try:
             with self._inside(), nullcontext() if place.block is None else unwatched():
+                if behind is not None:
+                    random = self._random_state(), behind
+                    visit.note(NotedCall.computed(place.name, given, (args, kwargs), *random))
                 output = self._compared(module, cls, visit, args, kwargs)
         except RuntimeError:
             visit.has_failed_inside = True
@@ -327,6 +371,25 @@ class Gates:
         visit.gradients.mark_own(output)
         visit.own.note_own(output)
         return output
+
+    def _call_again(
+        self, module: nn.Module, cls: type[nn.Module], visit: _Visit, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Repeat a call in a recomputation."""
+        assert visit.again is not None
+        noted = visit.again.next()
+        visit.note(noted)
+        if noted.random is None:
+            noted.behind.restore()
+            return noted.output
+        args, kwargs = noted.with_received((args, kwargs))
+        noted.random.restore()
+        visit.is_inside = True
+        try:
+            return cls.__call__(module, *args, **kwargs)
+        finally:
+            visit.is_inside = False
+            noted.behind.restore()
 
     def _compared(
         self, module: nn.Module, cls: type[nn.Module], visit: _Visit, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -423,16 +486,32 @@ class Gates:
             return self._computes_outside(visit, place)
         return self._computes_block(visit, place, place.block, args, kwargs)
 
-    def _pass_over(self, module: nn.Module, visit: _Visit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        num_shown = len(self._fakes.shown)
+    def _pass_over(
+        self,
+        module: nn.Module,
+        visit: _Visit,
+        place: Place,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        behind: RandomState | None,
+    ) -> Any:
         visit.is_inside = True
+        num_shown = len(self._fakes.shown)
         try:
-            outputs = self._fakes.outputs if visit.computes else self._fakes.zeros
-            output = outputs(module, args, kwargs)
+            output = (self._fakes.outputs if visit.computes else self._fakes.zeros)(module, args, kwargs)
         finally:
             visit.is_inside = False
         visit.own.note_given((args, kwargs))
         visit.own.note_received((output, self._fakes.shown[num_shown:]))
+        if behind is not None:
+            if len(self._fakes.shown) > num_shown:
+                raise PipelineError(
+                    f"`{place.name}` of another pipeline stage leaves tensors in its attributes, and is called inside"
+                    " of `torch.utils.checkpoint`: the backward, which runs the code again, does not have them. Return"
+                    " them, or use `ZeroStrategy(activation_checkpointing=...)`."
+                )
+            visit.note(NotedCall(place.name, behind, output=output))
         return output
 
     def _computes_outside(self, visit: _Visit, place: Place) -> bool:

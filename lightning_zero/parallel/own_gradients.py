@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_leaves
 
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.sources import is_fake
 from lightning_zero.parallel.split import Split
+from lightning_zero.trees import tree_leaves
 
 __all__ = ["OwnGradients", "Users", "leaf_of", "users_of_parameters"]
 

@@ -52,6 +52,7 @@ IN_CONTRACTS = {
     "lightning_zero/parallel/own_gradients.py": "tests/contracts/test_pipeline_outside_values.py",
     "lightning_zero/parallel/parameter_hooks.py": "tests/contracts/test_pipeline_parameter_hooks.py",
     "lightning_zero/parallel/placed_attributes.py": "tests/contracts/test_pipeline_state_around.py",
+    "lightning_zero/parallel/recomputation.py": "tests/contracts/test_pipeline_recomputation.py",
     "lightning_zero/parallel/replays.py": "tests/contracts/test_pipeline_programs.py",
     "lightning_zero/parallel/sources.py": "tests/contracts/test_pipeline_programs.py",
     "lightning_zero/parallel/subclasses.py": "tests/contracts/test_pipeline_outside_values.py",
