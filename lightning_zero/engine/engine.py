@@ -400,7 +400,7 @@ class ZeroEngine:
     def flush(self) -> None:
         """Make the steps that were deferred. Collective at stages 1 and 2: all ranks."""
         self._require_module()
-        stale = [unit for unit in self.units if unit.state is UnitState.SHARDED and not unit.is_sharded_between_uses]
+        stale = [unit for unit in self.units if unit.state is UnitState.STALE]
         with self._sharded.hooks.boundary() if stale else nullcontext():
             for unit in stale:
                 unit.unshard()
@@ -417,9 +417,7 @@ class ZeroEngine:
             buffer.flush()
 
     def _mark_stale(self, buffer: FlatBuffer) -> None:
-        unit = self._places.unit_of(buffer)
-        if not unit.is_sharded_between_uses:
-            unit.state = UnitState.SHARDED
+        self._places.unit_of(buffer).mark_stale()
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:

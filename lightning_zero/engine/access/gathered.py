@@ -16,7 +16,7 @@ from lightning_zero.engine.runtime.hooks import Hooks
 from lightning_zero.engine.runtime.order import PassOrder
 from lightning_zero.engine.runtime.transforms import explain_transform
 from lightning_zero.engine.units.remote_params import Elsewhere
-from lightning_zero.engine.units.unit import Unit, UnitState
+from lightning_zero.engine.units.unit import Unit
 from lightning_zero.errors import CollectiveError
 from lightning_zero.storage.copies import memory_of
 
@@ -69,9 +69,9 @@ class Whole:
         try:
             with self._hooks.boundary():
                 for unit in units:
-                    unit.holds += 1
+                    unit.hold()
                     held.append(unit)
-                    if not unit.holds > 1 and unit.state is UnitState.SHARDED:
+                    if unit.holds == 1 and unit.needs_gather:
                         unit.unshard()
                     unit.wait()
                     if unit.holds == 1:
@@ -102,12 +102,11 @@ class Whole:
         finally:
             self._order.is_suspended -= all_held
             for unit in held:  # of all, before one of them fails
-                unit.holds -= 1
+                unit.unhold()
             for unit in held:
                 if not unit.holds:
                     unit.hide_original()
-                if not unit.is_busy:
-                    unit.reshard()
+                unit.give_back()
 
     def _accept_from_rank0(self, units: Sequence[Unit], error: Exception | None) -> None:
         """Take rank 0's values on every rank, also where the block has ended in an error, and raise that then.
@@ -157,7 +156,7 @@ class Whole:
         self._is_resting = True
         has_room = self._has_room(together=together)
         for unit in self._units:
-            self._give_back(unit)
+            _give_back_whole(unit)
             if not unit.is_sharded_between_uses and has_room and (together or _can_show_alone(unit)):
                 unit.show_original()
             elif not unit.is_sharded_between_uses:
@@ -172,7 +171,7 @@ class Whole:
             return
         self._is_resting = False
         for unit in self._units:
-            self._give_back(unit)
+            _give_back_whole(unit)
             for buffer in unit.buffers:
                 buffer.end_rest()
             unit.end_computing()
@@ -192,11 +191,6 @@ class Whole:
             if not unit.is_sharded_between_uses and not unit.holds:
                 for buffer in unit.buffers:
                     buffer.forget_original()
-
-    @staticmethod
-    def _give_back(unit: Unit) -> None:
-        if unit.is_sharded_between_uses and unit.state is UnitState.UNSHARDED and not unit.is_busy:
-            unit.reshard()
 
     def _has_room(self, *, together: bool) -> bool:
         """Say whether a GPU has room for whole parameters in their own dtype, on every rank if all ask."""
@@ -256,6 +250,11 @@ class Whole:
             self._communicator.any_is(False, f"reading of parameter `{slot.name}`")  # all ranks have come for the same
             self._communicator.all_reduce(summed, f"parameter `{slot.name}`", kind="reads")
             return whole.view(slot.shape)
+
+
+def _give_back_whole(unit: Unit) -> None:
+    if unit.is_whole:  # one that is gathered ahead is given back by the order of gathers
+        unit.give_back()
 
 
 def _can_show_alone(unit: Unit) -> bool:

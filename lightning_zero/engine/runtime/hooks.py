@@ -184,7 +184,7 @@ class _Call(NamedTuple):
     unit: Unit
     opens_scope: bool
     handled: BaseException | None  # the error that was being handled when it began
-    awaited: object | None = None  # stands for the gradients of its inputs in ``Unit.awaited``
+    awaited: object | None = None  # stands for it in ``Unit.await_inputs``
 
 
 class _BeforeUsers(NamedTuple):
@@ -359,7 +359,8 @@ class Hooks:
             yield
             self._leave_scope(with_root=True)
         except BaseException as error:
-            self._depth, self._root.uses = depth, uses
+            self._depth = depth
+            self._root.end_uses(above=uses)
             if depth == 0:
                 self._abandon()
             explain_transform(error)
@@ -397,7 +398,7 @@ class Hooks:
     def end_step(self, units: Sequence[Unit]) -> None:
         """Let no whole unit show the values of before a step. Collective for those in use: all ranks."""
         for unit in units:
-            if unit.is_sharded_between_uses and unit.state is not UnitState.SHARDED:
+            if unit.is_sharded_between_uses and not unit.needs_gather:
                 unit.reshard()
                 if unit.is_busy:
                     self._order.request(unit)
@@ -426,7 +427,7 @@ class Hooks:
         if with_root:
             self._use(self._root)
             # The root's parameters are used by code, not by a forward of the root: their gradients may come last.
-            self._root.ran_forward = self._root.ran_forward or torch.is_grad_enabled()
+            self._root.note_forward(builds_graph=torch.is_grad_enabled())
 
     def _leave_scope(self, *, with_root: bool) -> None:
         self.recover()
@@ -437,8 +438,7 @@ class Hooks:
             return
         self._end_calls()
         for unit in self._units:
-            if unit.is_touched:
-                unit.is_touched = False
+            if unit.end_touch():
                 self._give_back(unit)
         self._order.finish()
         self._cast_net_off()
@@ -451,8 +451,7 @@ class Hooks:
         """End the record of running forwards: an error may have ended some without notice."""
         self._open_calls.clear()
         for unit in self._units:
-            if unit.uses:
-                unit.uses = 0
+            if unit.end_uses():
                 self._give_back(unit)
 
     # -- After an error --------------------------------------------------------------------------------------------
@@ -477,9 +476,7 @@ class Hooks:
         self._abandon_backward()
         self._order.abandon()
         for unit in self._units:
-            unit.uses = unit.calls = 0
-            unit.awaited.clear()
-            unit.is_touched = False
+            unit.abandon_uses()
             for buffer in unit.buffers:
                 buffer.gradients.mark_reduced()
         self._open_calls.clear()
@@ -503,7 +500,7 @@ class Hooks:
 
     def _give_back_idle(self) -> None:
         for unit in self._units:
-            if unit.state is UnitState.UNSHARDED:
+            if unit.is_whole:
                 self._give_back(unit)
 
     def _cast_net_off(self) -> None:
@@ -512,7 +509,7 @@ class Hooks:
             self._net = None
 
     def _begin_pass(self, direction: Literal["forward", "backward", "backward of inputs"]) -> None:
-        is_stale = any(unit.state is UnitState.SHARDED and not unit.is_sharded_between_uses for unit in self._units)
+        is_stale = any(unit.state is UnitState.STALE for unit in self._units)
         is_suspended = self._order.is_suspended or (direction == "forward" and self._holds_all_below)
         if direction != "backward" and (is_suspended or not (self._shards or is_stale)):
             return
@@ -614,10 +611,8 @@ class Hooks:
             self._open_calls[-1] = self._open_calls[-1]._replace(awaited=awaited)
         if in_backward:
             return
-        if torch.is_grad_enabled():
-            unit.ran_forward = True
-        elif not unit.ran_forward:
-            unit.ran_forward = _calling(_FORWARD_CODES) is not None  # it is computed again with gradients
+        # Inside a function of the program without gradients: it is computed again with gradients.
+        unit.note_forward(builds_graph=torch.is_grad_enabled() or _calling(_FORWARD_CODES) is not None)
 
     def _after_forward(self, unit: Unit, output: Any) -> None:
         call = self._take_call(unit) if not self.is_asleep else None
@@ -654,11 +649,11 @@ class Hooks:
         return call
 
     def _use(self, unit: Unit) -> None:
-        unit.uses += 1
+        unit.enter()
         self._make_whole(unit)
 
     def _unuse(self, unit: Unit) -> None:
-        unit.uses -= 1
+        unit.leave()
         if not _in_backward():
             self._give_back(unit)
 
@@ -667,7 +662,7 @@ class Hooks:
             unit.reshard()
 
     def _make_whole(self, unit: Unit) -> None:
-        if unit.is_sharded_between_uses or unit.state is not UnitState.UNSHARDED:
+        if unit.is_sharded_between_uses or not unit.is_whole:
             with _outside_of_transforms():
                 if _in_backward():
                     self.arm()
@@ -679,7 +674,7 @@ class Hooks:
         """Gather a unit of which a released parameter is used, if a step is running; say whether it is whole."""
         if not self.in_scope:
             return False
-        unit.is_touched = True
+        unit.touch()
         self._make_whole(unit)
         return True
 
@@ -712,7 +707,7 @@ class Hooks:
         self._enter_scope(submodule.name, with_root=False, in_original=self._is_exact)
         for unit in submodule.around:
             self._use(unit)
-            unit.ran_forward = unit.ran_forward or torch.is_grad_enabled()
+            unit.note_forward(builds_graph=torch.is_grad_enabled())
 
     def _after_submodule(self, submodule: Submodule) -> None:
         opened = self._opened_by
@@ -752,7 +747,7 @@ class Hooks:
         kept: _Kept | _KeptWeight = saved
         tensor = kept.tensor
         if isinstance(kept, _KeptWeight):
-            if not (kept.unit.holds and kept.unit.state is UnitState.UNSHARDED):
+            if not (kept.unit.holds and kept.unit.is_whole):
                 self._note_graph()
                 self._make_whole(kept.unit)
             kept.buffer.fill_computed()
@@ -785,7 +780,7 @@ class Hooks:
         def begins(_: Any) -> None:
             self._note_graph()
             if awaited is not None:
-                unit.awaited.add(awaited)
+                unit.await_inputs(awaited)
             self._make_whole(unit)
 
         for node in {tensor.grad_fn for tensor in _tensors(output)}:
@@ -796,16 +791,16 @@ class Hooks:
         """Keep a unit in backwards that come to its outputs, until its inputs have their gradients, or to the end.
 
         Returns:
-            The objects that stand for them in ``Unit.awaited``.
+            The object that stands for the call in ``Unit.await_inputs``.
         """
         awaited, is_counted = object(), not _in_backward()
         # A leaf is an input of a reentrant recomputation. `autograd.grad` by a leaf that has such a hook would fail.
         tensors = [one for one in _tensors(inputs) if one.grad_fn is not None or (one.requires_grad and not is_counted)]
-        unit.calls += is_counted
+        if is_counted:
+            unit.expect_inputs()
 
         def passed(_: Any) -> None:
-            unit.calls = max(unit.calls - is_counted, 0)
-            unit.awaited.discard(awaited)
+            unit.pass_inputs(awaited, was_expected=is_counted)
             self._give_back_if_done(unit)
 
         if tensors:
@@ -941,8 +936,7 @@ class Hooks:
         return grad
 
     def _give_back_if_done(self, unit: Unit) -> None:
-        is_awaited = unit.calls > 0 or bool(unit.awaited)
-        if unit.is_complete and not is_awaited and self._armed and not unit.uses and not unit.holds:
+        if self._armed and unit.is_passed:
             self._give_back(unit)
 
     def _end_backward(self) -> None:
@@ -950,10 +944,10 @@ class Hooks:
             return
         if not self._keeps_units:
             for unit in self._units:
-                unit.calls = 0
-                unit.awaited.clear()
+                unit.forget_inputs()
                 if not unit.uses:
-                    unit.is_touched = unit.is_touched and self._depth > 0
+                    if self._depth == 0:
+                        unit.end_touch()
                     self._give_back(unit)
         reduces = self._is_reducing and (self._took_gradient or self._explicit) and not self._keeps_units
         ends_pass = reduces or self._has_own_pass

@@ -104,9 +104,9 @@ class PassOrder:
         current = self._running or _Pass(None, gathers=True, in_original=False, entries=())
         if unit in current.ahead:
             while current.ahead[0] is not unit:
-                self._drop(current.ahead.popleft())
+                current.ahead.popleft().give_back()
             current.ahead.popleft()
-        elif unit.state is UnitState.SHARDED:
+        elif unit.needs_gather:
             entry = unit.index + len(self._units)
             if current.entries is not None and entry in current.entries[current.position :]:
                 self._drop_ahead(current)
@@ -117,7 +117,7 @@ class PassOrder:
             else:
                 self._agree_until(entry, current)
             unit.unshard(in_original=current.in_original)
-        elif unit.state is UnitState.UNSHARDED:
+        elif unit.is_whole:
             return
         unit.wait()
         self._look_ahead(current)
@@ -240,7 +240,7 @@ class PassOrder:
         while len(current.ahead) < self._prefetch and current.position < len(current.entries):
             entry = current.entries[current.position]
             unit = self._units[entry % len(self._units)]
-            if entry < len(self._units) or unit.state is not UnitState.SHARDED:
+            if entry < len(self._units) or not unit.needs_gather:
                 return  # a reduction that is not ready, or a unit whose present use must end first
             unit.unshard(in_original=current.in_original)
             current.ahead.append(unit)
@@ -249,11 +249,7 @@ class PassOrder:
 
     def _drop_ahead(self, current: _Pass) -> None:
         while current.ahead:
-            self._drop(current.ahead.popleft())
-
-    def _drop(self, unit: Unit) -> None:
-        if not unit.is_busy:
-            unit.reshard()
+            current.ahead.popleft().give_back()
 
     def _agree(self, wanted: int, has_news: bool, current: _Pass) -> tuple[int, bool]:
         if wanted == _DONE:

@@ -63,7 +63,7 @@ class Reducer:
         """Start reducing a unit's gradients, with zeros where it has none. Collective: all ranks."""
         if unit.is_reduced:
             return
-        unit.is_reduced = True
+        unit.begin_reduce()
         if self._early is not None:
             self._early.promise(unit)
         for buffer in unit.reducing_buffers:
@@ -88,8 +88,7 @@ class Reducer:
         self._drain(0)
         self._settle(kind, is_as_before)
         for unit in self._units:
-            unit.ran_forward = unit.ran_forward and has_more_backwards
-            unit.is_reduced = False
+            unit.end_backward(has_more_backwards=has_more_backwards)
 
     def cancel(self) -> None:
         """End a backward that brought no gradients: the reductions in flight were sums of zeros. No collective."""
@@ -97,7 +96,7 @@ class Reducer:
         self._late.clear()
         for unit in self._units:
             if unit.is_reduced:
-                unit.is_reduced = False
+                unit.reopen()
                 for buffer in unit.reducing_buffers:
                     if not buffer.gradients.has_grad:
                         buffer.gradients.forget()
@@ -108,10 +107,7 @@ class Reducer:
         self._late.clear()
         self._last.clear()
         for unit in self._units:
-            unit.arrived.clear()
-            unit.is_reduced = False
-            for buffer in unit.buffers:
-                buffer.gradients.abandon()
+            unit.abandon_backward()
 
     def serve(self, unit: Unit) -> None:
         """Take part in a reduction of an abandoned backward. Collective: all ranks."""
@@ -166,7 +162,7 @@ class Reducer:
             position += len(buffer.params)
             buffer.gradients.agreed(index for index, flag in enumerate(used) if flag)
         for unit in late:
-            unit.is_reduced = False
+            unit.reopen()
             self.start(unit)
         self._drain(0)
         self._late.clear()

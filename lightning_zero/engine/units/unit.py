@@ -18,19 +18,21 @@ __all__ = ["Unit", "UnitState"]
 class UnitState(Enum):
     """Which tensors of a unit are in memory.
 
-    SHARDED:    the shards. Parameters are placeholders. Below stage 3: whole parameters that are stale, because a step
-                is due or not gathered yet.
+    SHARDED:    the shards. Parameters are placeholders. At stage 3 only.
+    STALE:      shards and whole buffers, which are older than the masters because a step is due or not gathered yet.
+                Below stage 3 only.
     UNSHARDING: shards and whole buffers; the all-gathers may still be running. ``wait`` before use.
     UNSHARDED:  shards and whole buffers. Parameters are views of them.
     """
 
     SHARDED = 0
-    UNSHARDING = 1
-    UNSHARDED = 2
+    STALE = 1
+    UNSHARDING = 2
+    UNSHARDED = 3
 
 
 class Unit:
-    """The buffers of one unit and who is using them.
+    """The buffers of one unit and who is using them. Others read its attributes; only its verbs write them.
 
     It knows nothing of other units, of order, of optimizers.
 
@@ -66,9 +68,8 @@ class Unit:
         # - The backward that is running
         self.expected: set[tuple[int, int]] = set()  # (buffer, slot) that may get a gradient
         self.arrived: set[tuple[int, int]] = set()
-        self.calls = 0  # forwards whose inputs still wait for their gradient
-        self.awaited: set[object] = set()  # those of them through which the backward that is running has come
-        self.has_frozen = False
+        self._calls = 0  # forwards whose inputs still wait for their gradient
+        self._awaited: set[object] = set()  # those of them through which the backward that is running has come
         self.ran_forward = False  # with gradients, since the last backward
         self.is_reduced = False  # its reduction of this backward was started
 
@@ -77,10 +78,65 @@ class Unit:
         """Elements of all parameters."""
         return sum(buffer.layout.numel for buffer in self.buffers)
 
+    # -- Who needs it whole ----------------------------------------------------------------------------------------
+
     @property
     def is_busy(self) -> bool:
         """Whether a use of the unit keeps it gathered."""
         return self.uses > 0 or self.holds > 0 or self.is_touched
+
+    def enter(self) -> None:
+        """Note that a forward begins which uses it."""
+        self.uses += 1
+
+    def leave(self) -> None:
+        """Note that such a forward has ended; the record of one may be gone after an error."""
+        self.uses = max(self.uses - 1, 0)
+
+    def end_uses(self, *, above: int = 0) -> bool:
+        """Forget forwards that an error has ended without notice, but for the first ones; say whether there are any."""
+        has_ended, self.uses = self.uses > above, min(self.uses, above)
+        return has_ended
+
+    def hold(self) -> None:
+        """Note that a ``gathered`` context begins."""
+        self.holds += 1
+
+    def unhold(self) -> None:
+        """Note that such a context has ended."""
+        self.holds -= 1
+
+    def touch(self) -> None:
+        """Note that a parameter is used outside of the unit's module."""
+        self.is_touched = True
+
+    def end_touch(self) -> bool:
+        """Note that the code which used one has ended; say whether there was a use."""
+        was_touched, self.is_touched = self.is_touched, False
+        return was_touched
+
+    def abandon_uses(self) -> None:
+        """Forget all uses but ``gathered``, after an error."""
+        self.uses = 0
+        self.is_touched = False
+        self.forget_inputs()
+
+    # -- Values ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether parameters have their present values."""
+        return self.state is UnitState.UNSHARDED
+
+    @property
+    def needs_gather(self) -> bool:
+        """Whether a use must gather it first."""
+        return self.state is UnitState.SHARDED or self.state is UnitState.STALE
+
+    def mark_stale(self) -> None:
+        """Note that the masters were stepped; at stage 3 the next gather brings their values anyhow."""
+        if not self.is_sharded_between_uses:
+            self.state = UnitState.STALE
 
     def unshard(self, *, in_original: bool = False) -> None:
         """Start gathering. Collective: all ranks. ``wait`` before use.
@@ -88,7 +144,7 @@ class Unit:
         Args:
             in_original: In the parameters' own dtype, at stage 3.
         """
-        assert self.state is UnitState.SHARDED
+        assert self.needs_gather
         with label("gather", self.name):
             self._pending = [buffer.gather(in_original=in_original) for buffer in self.buffers]
         self.state = UnitState.UNSHARDING
@@ -144,7 +200,7 @@ class Unit:
 
     def reshard(self) -> None:
         """Give the whole buffers back. No collective; below stage 3 they stay."""
-        if self.state is UnitState.SHARDED:
+        if self.needs_gather:
             return
         self.wait()
         if not self.is_sharded_between_uses:
@@ -153,15 +209,44 @@ class Unit:
             buffer.release()
         self.state = UnitState.SHARDED
 
+    def give_back(self) -> None:
+        """Reshard unless somebody needs it."""
+        if not self.is_busy:
+            self.reshard()
+
     def serve(self, *, in_original: bool = False) -> None:
         """Take part in a gather of this unit that only other ranks need. Collective: all ranks."""
         if not self.is_sharded_between_uses:
-            if self.state is UnitState.SHARDED:
+            if self.state is UnitState.STALE:
                 self.unshard()
                 self.wait()
             return
         for pending in [buffer.serve(in_original=in_original) for buffer in self.buffers]:
             pending.wait()
+
+    # -- Gradients -------------------------------------------------------------------------------------------------
+
+    def note_forward(self, *, builds_graph: bool) -> None:
+        """Note a forward, or a use of a parameter, whose backward may bring gradients."""
+        self.ran_forward = self.ran_forward or builds_graph
+
+    def expect_inputs(self) -> None:
+        """Note a forward whose inputs will get gradients: it is needed up to then."""
+        self._calls += 1
+
+    def await_inputs(self, call: object) -> None:
+        """Note that a backward has come to the outputs of a forward."""
+        self._awaited.add(call)
+
+    def pass_inputs(self, call: object, *, was_expected: bool) -> None:
+        """Note that the inputs of a forward have their gradients."""
+        self._calls = max(self._calls - was_expected, 0)
+        self._awaited.discard(call)
+
+    def forget_inputs(self) -> None:
+        """Note that a backward has ended: nothing is waited for."""
+        self._calls = 0
+        self._awaited.clear()
 
     def begin_backward(self) -> None:
         """Forget the last backward and find out which gradients this one may bring."""
@@ -180,6 +265,11 @@ class Unit:
         return len(self.arrived) == len(self.expected)
 
     @property
+    def is_passed(self) -> bool:
+        """Whether every gradient of this backward has arrived, also those of its inputs that it is needed for."""
+        return self.is_complete and not self._calls and not self._awaited
+
+    @property
     def reducing_buffers(self) -> list[FlatBuffer]:
         """The buffers with a parameter that requires a gradient."""
         places = sorted({place for place, _ in self.expected})
@@ -189,3 +279,27 @@ class Unit:
         """Take over the gradient of one parameter."""
         self.buffers[place].gradients.accumulate(index, grad)
         self.arrived.add((place, index))
+
+    def begin_reduce(self) -> None:
+        """Note that its reduction is started."""
+        self.is_reduced = True
+
+    def reopen(self) -> None:
+        """Let another reduction follow: a gradient came late, or the one that was started was of zeros."""
+        self.is_reduced = False
+
+    def end_backward(self, *, has_more_backwards: bool) -> None:
+        """Note that its reduction is finished.
+
+        Args:
+            has_more_backwards: Backwards of forwards that have run follow.
+        """
+        self.is_reduced = False
+        self.ran_forward = self.ran_forward and has_more_backwards
+
+    def abandon_backward(self) -> None:
+        """Drop the gradients of a backward that an error has ended."""
+        self.arrived.clear()
+        self.is_reduced = False
+        for buffer in self.buffers:
+            buffer.gradients.abandon()

@@ -27,6 +27,18 @@ class _Unit:
         self.is_reduced = False
         self._log = log
 
+    @property
+    def needs_gather(self) -> bool:
+        return self.state is UnitState.SHARDED
+
+    @property
+    def is_whole(self) -> bool:
+        return self.state is UnitState.UNSHARDED
+
+    def give_back(self) -> None:
+        if not self.is_busy:
+            self.reshard()
+
     def unshard(self, *, in_original: bool = False) -> None:
         assert self.state is UnitState.SHARDED
         self._log.append(f"gather {self.index}")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import lightning_zero.engine
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication, MixedPrecision, Sharding
 from lightning_zero.engine.buffers.parameter import ReleasedParameter
@@ -52,6 +55,7 @@ def _cycle(rank: int, world: int) -> None:
     assert type(module.weight) is ReleasedParameter
     unit.wait()
     unit.wait()
+    unit.mark_stale()  # of whole parameters below stage 3
     assert unit.state is UnitState.UNSHARDED
     assert type(module.weight) is nn.Parameter
     assert torch.equal(module.weight, values)
@@ -81,6 +85,11 @@ def _below_stage_3(rank: int, world: int) -> None:
         assert not unit.is_sharded_between_uses
         unit.reshard()
         assert unit.state is UnitState.UNSHARDED
+        unit.mark_stale()
+        unit.reshard()
+        assert unit.state is UnitState.STALE
+        unit.serve()
+        assert unit.is_whole
 
 
 def test_a_unit_stays_whole_below_stage_3() -> None:
@@ -109,11 +118,62 @@ def test_a_rank_may_take_part_in_a_gather_that_it_does_not_need() -> None:
 def test_a_unit_is_busy_while_anybody_needs_it() -> None:
     unit = make_unit(nn.Linear(5, 3), 0)
     assert not unit.is_busy
-    for attribute, needed, free in (("uses", 1, 0), ("holds", 1, 0), ("is_touched", True, False)):
-        setattr(unit, attribute, needed)
+    for begin, end in ((unit.enter, unit.leave), (unit.hold, unit.unhold), (unit.touch, unit.end_touch)):
+        begin()
         assert unit.is_busy
-        setattr(unit, attribute, free)
+        end()
         assert not unit.is_busy
+
+
+def test_an_error_ends_every_use_but_those_of_gathered() -> None:
+    unit = make_unit(nn.Linear(5, 3), 0)
+    for begin in (unit.enter, unit.enter, unit.enter, unit.touch, unit.hold):
+        begin()
+    assert unit.end_uses(above=1)
+    assert not unit.end_uses(above=1)
+    assert unit.uses == 1
+    unit.abandon_uses()
+    assert (unit.uses, unit.is_touched, unit.holds) == (0, False, 1)
+    unit.leave()  # its record is gone
+    assert unit.uses == 0
+
+
+def test_a_unit_is_passed_when_the_gradients_of_its_inputs_have_arrived_too() -> None:
+    unit = make_unit(nn.Linear(5, 3).requires_grad_(False), 0)
+    unit.begin_backward()
+    unit.expect_inputs()
+    unit.await_inputs("call")
+    assert unit.is_complete
+    assert not unit.is_passed
+    unit.pass_inputs("call", was_expected=True)
+    assert unit.is_passed
+    unit.await_inputs("recomputed")
+    assert not unit.is_passed
+    unit.forget_inputs()
+    assert unit.is_passed
+
+
+def test_a_unit_without_reductions_to_come_expects_no_gradients() -> None:
+    unit = make_unit(nn.Linear(5, 3), 0)
+    unit.note_forward(builds_graph=True)
+    unit.note_forward(builds_graph=False)
+    unit.begin_reduce()
+    unit.end_backward(has_more_backwards=True)
+    assert (unit.is_reduced, unit.ran_forward) == (False, True)
+    unit.end_backward(has_more_backwards=False)
+    assert not unit.ran_forward
+
+
+def test_only_a_unit_writes_its_state() -> None:
+    names = {"state", "uses", "holds", "is_touched", "expected", "arrived", "ran_forward", "is_reduced"}
+    written = [
+        f"{file.name}:{node.lineno}"
+        for file in Path(lightning_zero.engine.__path__[0]).rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in names
+        if ast.unparse(node.value) != "self"
+    ]
+    assert written == []
 
 
 def test_a_unit_is_complete_when_every_gradient_has_arrived() -> None:
