@@ -22,8 +22,8 @@ from lightning_zero.engine.access.records import ParameterRecord, records_of
 from lightning_zero.engine.access.statistics import EngineStats
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.deferred import Deferral
-from lightning_zero.engine.buffers.parameter import is_called_by, restore_class
-from lightning_zero.engine.buffers.sharded_gradient import ShardedGradient
+from lightning_zero.engine.buffers.parameter import is_called_by, raw_grad, restore_class
+from lightning_zero.engine.buffers.sharded_gradient import ShardedGradient, mark_of_stage
 from lightning_zero.engine.buffers.window import compare_assigned
 from lightning_zero.engine.optim.attached import Attached
 from lightning_zero.engine.optim.optimizer import ShardedOptimizer, gradient_norm
@@ -912,6 +912,8 @@ class ZeroEngine:
             buffer.window.drop([index])
             return None
         self._attached.show_gradient(param, (buffer, index))
+        if self.parts is not None:
+            mark_of_stage(raw_grad(param))
         return None
 
 

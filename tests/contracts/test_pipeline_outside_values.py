@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
 from tests.contracts.test_pipeline_late_values import Block, Program, _fit, batches
@@ -277,6 +278,36 @@ class BackwardInFront(Program):
         return super().training_step(batch, batch_idx)
 
 
+class ClipsBetween(Program):
+    """Clips all gradients by their norm in a hook."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+
+
+class ClipsAfter(Program):
+    def on_after_backward(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+
+
+class LogsNorms(Program):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        grad_norm(self, 2)
+
+
+class ClipsByStrategy(Program):
+    """Reads the norm from the strategy, scales by hand, and clips as Lightning does."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = self.trainer.strategy.grad_norm()
+        for param in self.parameters():
+            if param.grad is not None:
+                param.grad.div_(norm.clamp(min=0.01) * 2.0)
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="norm")
+
+
 def _pipeline(schedule: str = "1f1b") -> dict[str, Any]:
     return {"stages": 2, "schedule": schedule}
 
@@ -335,3 +366,20 @@ def test_gradients_in_a_step_of_one_stage_train_as_without_a_pipeline(make: Any)
     for found in run(_fit, 2, make, {"stages": 2, "microbatches": 1, "schedule": "gpipe"}, batches()):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value)
+
+
+@pytest.mark.parametrize(
+    "make", sample((ClipsBetween, ClipsAfter, LogsNorms), ClipsBetween), ids=lambda one: one.__name__
+)
+@pytest.mark.parametrize("world", sample((2, 4), 2))
+def test_norms_of_gradients_of_one_stage_are_refused(make: Any, world: int) -> None:
+    """Every stage clipped by a factor of its own, in silence."""
+    with pytest.raises(BaseException, match=r"a norm over the module's gradients \(`clip_grad_norm_`"):
+        run(_fit, world, make, _pipeline(), batches())
+
+
+def test_norms_of_the_strategy_are_those_of_all_stages() -> None:
+    expected = run(_fit, 1, ClipsByStrategy, {}, batches())[0]
+    for found in run(_fit, 2, ClipsByStrategy, {"stages": 2, "microbatches": 1, "schedule": "gpipe"}, batches()):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)  # norms are float32

@@ -12,14 +12,14 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.buffers.parameter import operation_of
-from lightning_zero.errors import ShardedGradientError
+from lightning_zero.errors import PipelineError, ShardedGradientError
 from lightning_zero.storage.sleeping import call_awake
 from lightning_zero.trees import tree_map_only
 from lightning_zero_ops.flat import sq_norm
@@ -29,11 +29,13 @@ __all__ = [
     "RANDOM",
     "Cut",
     "ShardedGradient",
+    "StageGradient",
     "answer_for_whole",
     "asks_for_shape",
     "cut_all",
     "draw",
     "is_elementwise",
+    "mark_of_stage",
     "norm_of_norms",
     "norm_over_ranks",
     "require_same_part",
@@ -111,6 +113,7 @@ class ShardedGradient(torch.Tensor):
     communicator: ClassVar[Communicator]
     cut: ClassVar[Cut | None] = None
     whole: ClassVar[Cut | None] = None  # the same, unless the shape is asked for in a method of an optimizer
+    is_of_stage: ClassVar[bool] = False  # of a pipeline: others have the gradients of other parameters
     in_methods: ClassVar[type[ShardedGradient]]  # the class that answers with the segment's shape
     noun: ClassVar[str] = "gradient"
     reader: ClassVar[str] = "full_grad"
@@ -171,6 +174,8 @@ class ShardedGradient(torch.Tensor):
 
     @classmethod
     def _norm(cls, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if cls.is_of_stage:
+            _refuse_norm(name)
         names = ("input", "self", "x", "A", "tensors")
         tensors = args[0] if args else next(kwargs[key] for key in names if key in kwargs)
         order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2.0))
@@ -188,6 +193,46 @@ class ShardedGradient(torch.Tensor):
         if name == "_foreach_norm":
             return [_finished(tensor, order, cls.communicator) for tensor in tensors]
         return _finished(tensors, order, cls.communicator)
+
+
+class StageGradient(torch.Tensor):
+    """A whole gradient on a pipeline stage, whose norm would be added up to that of the stage alone."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Refuse norms, and run everything else."""
+        name = operation_of(func)
+        if name in _NORMS:
+            _refuse_norm(name)
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def mark_of_stage(grad: torch.Tensor | None) -> None:
+    """Let a gradient that is shown on a pipeline stage refuse norms."""
+    if isinstance(grad, ShardedGradient):
+        type(grad).is_of_stage = True
+    elif type(grad) is torch.Tensor:
+        grad.__class__ = StageGradient
+
+
+def _refuse_norm(name: str) -> NoReturn:
+    """Refuse the norm of a gradient on a pipeline stage.
+
+    Raises:
+        PipelineError: Always.
+    """
+    raise PipelineError(
+        f"`{name}` of a gradient on a pipeline stage: a norm over the module's gradients (`clip_grad_norm_`,"
+        " `get_total_norm`, Lightning's `grad_norm`) would be that of this stage's parameters alone, and every stage"
+        " would clip by another factor. Use `Trainer(gradient_clip_val=...)` or `self.clip_gradients(...)` to clip,"
+        " and `strategy.grad_norm()` on every rank, or `ZeroMonitor(grad_norm=True)`, for the norm over all stages."
+    )
 
 
 def sharded_gradient_class(communicator: Communicator, cut: Cut | None = None) -> type[ShardedGradient]:

@@ -32,6 +32,7 @@ from lightning_zero.engine.buffers.segment_parameter import SegmentParameter, Sh
 from lightning_zero.engine.buffers.sharded_gradient import (
     Cut,
     ShardedGradient,
+    StageGradient,
     require_same_part,
     sharded_gradient_class,
 )
@@ -208,7 +209,7 @@ class BufferWindow:
         """Make a parameter and its gradient plain tensors: optimizers have fast paths for exact classes only."""
         param = self._buffer.params[index]
         grad = raw_grad(param)
-        if isinstance(grad, ShardedGradient):
+        if isinstance(grad, (ShardedGradient, StageGradient)):
             grad.__class__ = torch.Tensor  # type: ignore[assignment]
         if has_class(param, ReducedParameter):
             restore_class(param)
