@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.attributes import attribute_spaces
+from lightning_zero.parallel.conversions import conversions_watched
 from lightning_zero.parallel.denominators import unwatched
 from lightning_zero.parallel.fakes import VALUES_NEEDED, Fakes
 from lightning_zero.parallel.gradient_hooks import GradientHooks
@@ -308,7 +309,7 @@ class Gates:
         try:
             for module in self._modules:
                 module.__class__ = self._gated(type(module))
-            with without_caches(self._root):
+            with without_caches(self._root), conversions_watched():
                 yield
         finally:
             for module, cls in zip(self._modules, before, strict=True):

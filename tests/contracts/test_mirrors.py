@@ -45,6 +45,7 @@ IN_CONTRACTS = {
     "lightning_zero/parallel/captured.py": "tests/contracts/test_pipeline_programs.py",
     "lightning_zero/parallel/escapes.py": "tests/contracts/test_pipeline_outside_values.py",
     "lightning_zero/parallel/gates.py": "tests/contracts/test_pipeline_programs.py",
+    "lightning_zero/parallel/conversions.py": "tests/contracts/test_pipeline_programs.py",
     "lightning_zero/parallel/generators.py": "tests/contracts/test_pipeline_generators.py",
     "lightning_zero/parallel/gradient_hooks.py": "tests/contracts/test_pipeline_programs.py",
     "lightning_zero/parallel/handed.py": "tests/contracts/test_pipeline_models.py",

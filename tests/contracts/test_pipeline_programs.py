@@ -662,6 +662,44 @@ class Sized(Program):
         return self.net.head(self.net.norm(hidden))
 
 
+class Converted(nn.Module):
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+        self.dtype = dtype
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.layer = self.layer.to(self.dtype)
+        return hidden + self.layer(hidden.to(self.dtype)).to(hidden.dtype)
+
+
+class Converts(Program):
+    """Converts modules in front of the blocks, in the blocks, and behind them."""
+
+    def __init__(self, dtype: str) -> None:
+        super().__init__()
+        width = self.net.embedding.embedding_dim
+        self.net.blocks = nn.ModuleList(Converted(width, getattr(torch, dtype)) for _ in range(4))
+
+    def logits(self, ids: Tensor) -> Tensor:
+        self.net.head = self.net.head.float()
+        hidden = self.net.embedding.to(ids.device)(ids)
+        for number, block in enumerate(self.net.blocks):
+            self.net.blocks[number] = block.to(hidden.dtype)
+            hidden = self.net.blocks[number](hidden)
+        return self.net.head(self.net.norm.cpu()(hidden))
+
+
+class CallsForward(Program):
+    """Calls a method of its blocks, as SqueezeBERT does."""
+
+    def logits(self, ids: Tensor) -> Tensor:
+        hidden = self.net.embedding(ids)
+        for block in self.net.blocks:
+            hidden = block.forward(hidden)
+        return self.net.head(self.net.norm(hidden))
+
+
 class EndsEarly(Program):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return None if batch_idx == 1 else super().training_step(batch, batch_idx)
@@ -721,6 +759,7 @@ PROGRAMS: list[tuple[Any, dict[str, Any]]] = [
     (Taps, {}),
     (Recorded, {}),
     (Sized, {}),
+    (partial(Converts, "float32"), {}),
     (TogglesProgram, {}),
     (partial(States, Registered), {}),
 ]
@@ -984,6 +1023,8 @@ ON_ONE_STAGE: list[tuple[Any, str]] = [
     (WritesShared, "that shares memory with another one"),
     (partial(States, State), "`torch.export.register_dataclass(State)`"),
     (EndsEarly, "returns its loss times zero"),
+    (CallsForward, "call `block(x)`, or cut another list with `Pipeline(module=...)`"),
+    (partial(Converts, "bfloat16"), "Convert the module before training starts"),
     (WritesArgument, "which would not see the write"),
 ]
 ON_ALL_STAGES: list[tuple[Any, dict[str, Any], type[Exception], str]] = [

@@ -163,7 +163,10 @@ class Elsewhere:
         """
         raise PipelineError(
             f"Parameter `{self.param_name(param)}` lies on pipeline stage {self.parts.first_holder(param)}, and code of"
-            f" stage {self.parts.communicator.rank} uses its values. If several stages use it, name it:"
+            f" stage {self.parts.communicator.rank} uses its values. Stages pass over a block of"
+            " another stage where the program calls it, not where it calls the block's method or modules inside of it"
+            " (`block.forward(x)`, `block.attention(x)`): call `block(x)`, or cut another list with"
+            " `Pipeline(module=...)`. If several stages use the parameter, name it:"
             f" `Pipeline(shared=[{self.param_name(param)!r}])`; for a copy call `strategy.full_param(param)` on every"
             " rank."
         )
