@@ -459,6 +459,9 @@ ORDERS: dict[str, str] = {  # and a case that shows it
     "wait_event: parallel/activation.py present": "plain-stage1-recomputed-fp32",
     "wait_event: engine/buffers/gradients.py _send_home": "accumulated-stage2-cpu-fp32",
     "wait_event: engine/buffers/gradients.py _add_to_earlier": "accumulated-stage2-cpu-fp32",
+    "wait_event: storage/downloads.py start": "plain-stage2-nvme-fp32",
+    "record_stream: storage/downloads.py start": "plain-stage2-nvme-bf16",
+    "synchronize: storage/downloads.py finish": "plain-stage3-nvme-fp32",
 }
 ALONE = {"wait_event: engine/units/unit.py wait"}  # among several ranks the wait for the gather is one for the copy
 # Where this is asked for, the device waits for the copy before the memory is given back, whatever the program does.
