@@ -24,11 +24,11 @@ from benchmarks.table import Row, append, heading
 from benchmarks.turns import named_device, percentiles
 from lightning_zero.blocks import repeated_blocks
 from lightning_zero.config import ActivationCheckpointing, Pipeline
-from lightning_zero.parallel.activation import checkpoint_activations
-from lightning_zero.parallel.denominators import count_elements
-from lightning_zero.parallel.gates import Gates, Message
-from lightning_zero.parallel.sources import is_fake
-from lightning_zero.parallel.split import split_module
+from lightning_zero.parallel.activation.checkpointing import checkpoint_activations
+from lightning_zero.parallel.pipeline.stages.sources import is_fake
+from lightning_zero.parallel.pipeline.stages.split import split_module
+from lightning_zero.parallel.pipeline.tracing.loss_normalization import count_elements
+from lightning_zero.parallel.pipeline.tracing.module_interception import Gates, Message
 
 __all__ = ["BOUND", "FAMILIES", "KINDS", "main", "measure"]
 

@@ -14,7 +14,7 @@ from lightning_zero.lightning.callbacks import ExportSafetensors, ZeroMonitor
 from lightning_zero.lightning.checkpoint_io import load_from_checkpoint, name_the_reader_of_directories
 from lightning_zero.lightning.precision import LossScale
 from lightning_zero.lightning.strategy import ZeroStrategy, register_strategies
-from lightning_zero.parallel.specs import LayerSpec, TiedLayerSpec
+from lightning_zero.parallel.pipeline.stages.specs import LayerSpec, TiedLayerSpec
 
 __version__ = "0.1.0"
 

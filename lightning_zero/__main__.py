@@ -11,7 +11,7 @@ from jsonargparse import auto_cli
 
 from lightning_zero.checkpoint.consolidate import consolidate
 from lightning_zero.checkpoint.convert import convert
-from lightning_zero.parallel.picture import pipeline
+from lightning_zero.parallel.pipeline.schedule.picture import pipeline
 
 __all__ = ["COMMANDS", "main"]
 

@@ -16,8 +16,8 @@ from lightning_zero.comm.mesh import Mesh, _MeshGroups
 from lightning_zero.config import ActivationCheckpointing, Communication, MixedPrecision, Pipeline
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.lightning.pipelined_steps import PipelinedSteps
-from lightning_zero.parallel.activation import checkpoint_activations
-from lightning_zero.parallel.split import split_module
+from lightning_zero.parallel.activation.checkpointing import checkpoint_activations
+from lightning_zero.parallel.pipeline.stages.split import split_module
 from tests.references import Block, TinyGPT
 from tests.simulated_transport import BACKEND
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy  # noqa: F401 (its generator is saved where the module is imported)
 
 from lightning_zero.checkpoint.ranks import Ranks, describe_layouts
-from lightning_zero.parallel.streams import RandomState
+from lightning_zero.parallel.pipeline.schedule.streams import RandomState
 
 if TYPE_CHECKING:
     from lightning_zero.engine.engine import ZeroEngine

@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from lightning_zero.config import Pipeline
 from lightning_zero.lightning.pipeline_logging import Logs, MetricStates
-from lightning_zero.parallel.costs import count_flops, measure_time
-from lightning_zero.parallel.microbatches import split_batch
 from lightning_zero.parallel.module_state import ModuleState
-from lightning_zero.parallel.split import costed_layers
-from lightning_zero.parallel.streams import RandomState
+from lightning_zero.parallel.pipeline.schedule.costs import count_flops, measure_time
+from lightning_zero.parallel.pipeline.schedule.microbatches import split_batch
+from lightning_zero.parallel.pipeline.schedule.streams import RandomState
+from lightning_zero.parallel.pipeline.stages.split import costed_layers
 
 __all__ = ["layer_costs"]
 

@@ -24,8 +24,8 @@ from torchmetrics import Metric, MetricCollection, MetricTracker
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_zero.errors import PipelineError
-from lightning_zero.parallel.microbatches import weighted_mean
-from lightning_zero.parallel.sources import is_fake
+from lightning_zero.parallel.pipeline.schedule.microbatches import weighted_mean
+from lightning_zero.parallel.pipeline.stages.sources import is_fake
 
 __all__ = ["LoggedValue", "Logs", "MetricStates"]
 

@@ -30,12 +30,10 @@ from lightning_zero.config import Pipeline
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.errors import PipelineError
 from lightning_zero.lightning.pipeline_logging import LoggedValue, Logs, MetricStates
-from lightning_zero.parallel.captured import CapturedSteps
-from lightning_zero.parallel.denominators import Denominators, count_elements
-from lightning_zero.parallel.generators import Draws
-from lightning_zero.parallel.handed import HandedStep, HandedSteps
-from lightning_zero.parallel.keeping import device_bytes, reduces_once
-from lightning_zero.parallel.microbatches import (
+from lightning_zero.parallel.module_state import unregistered_modules
+from lightning_zero.parallel.pipeline.explicit_steps import HandedStep, HandedSteps
+from lightning_zero.parallel.pipeline.pipeline import PipelineRunner, PipelineStage
+from lightning_zero.parallel.pipeline.schedule.microbatches import (
     batch_digest,
     list_of_samples,
     num_samples,
@@ -43,13 +41,15 @@ from lightning_zero.parallel.microbatches import (
     split_batch,
     weighted_mean,
 )
-from lightning_zero.parallel.module_state import unregistered_modules
-from lightning_zero.parallel.pipeline import PipelineRunner, PipelineStage
-from lightning_zero.parallel.placed_attributes import PlacedAttributes
-from lightning_zero.parallel.plan import most_microbatches
-from lightning_zero.parallel.split import Split, modules_around
-from lightning_zero.parallel.state_around import StateAround
-from lightning_zero.parallel.streams import RandomState, RandomStreams
+from lightning_zero.parallel.pipeline.schedule.plan import most_microbatches
+from lightning_zero.parallel.pipeline.schedule.reduce_policy import device_bytes, reduces_once
+from lightning_zero.parallel.pipeline.schedule.streams import RandomState, RandomStreams
+from lightning_zero.parallel.pipeline.stages.generators import Draws
+from lightning_zero.parallel.pipeline.stages.placed_attributes import PlacedAttributes
+from lightning_zero.parallel.pipeline.stages.split import Split, modules_around
+from lightning_zero.parallel.pipeline.stages.state_around import StateAround
+from lightning_zero.parallel.pipeline.traced_steps import CapturedSteps
+from lightning_zero.parallel.pipeline.tracing.loss_normalization import Denominators, count_elements
 
 __all__ = ["PipelinedSteps", "refuse_program"]
 

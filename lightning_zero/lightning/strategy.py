@@ -42,10 +42,10 @@ from lightning_zero.lightning.process_hooks import ProcessHooks
 from lightning_zero.lightning.signals import Signals
 from lightning_zero.lightning.uneven import UnevenEvaluation, agree_on_last_step, skip_together
 from lightning_zero.option_checks import checked_arguments, from_fields
-from lightning_zero.parallel.activation import checkpoint_activations, forecast_of
-from lightning_zero.parallel.forecast import Forecast
-from lightning_zero.parallel.specs import SpecifiedLayers
-from lightning_zero.parallel.split import Split, split_module
+from lightning_zero.parallel.activation.checkpointing import checkpoint_activations, forecast_of
+from lightning_zero.parallel.activation.forecast import Forecast
+from lightning_zero.parallel.pipeline.stages.specs import SpecifiedLayers
+from lightning_zero.parallel.pipeline.stages.split import Split, split_module
 
 __all__ = ["ZeroStrategy", "register_strategies"]
 

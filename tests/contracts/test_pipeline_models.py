@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_zero.errors import PipelineError
 from lightning_zero.lightning.strategy import ZeroStrategy
-from lightning_zero.parallel.specs import LayerSpec, TiedLayerSpec
+from lightning_zero.parallel.pipeline.stages.specs import LayerSpec, TiedLayerSpec
 from tests.contracts.test_pipeline_programs import Program, _fit, _loader, _pipeline
 from tests.lightning_programs import seeded, trainer
 from tests.references import VOCAB, WIDTH, Block, TinyGPT

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from lightning_zero.config import Pipeline, Schedule
 from lightning_zero.lightning.strategy import ZeroStrategy
-from lightning_zero.parallel.pipeline import PipelineRunner
-from lightning_zero.parallel.plan import compute_order, simulate
+from lightning_zero.parallel.pipeline.pipeline import PipelineRunner
+from lightning_zero.parallel.pipeline.schedule.plan import compute_order, simulate
 from tests.contracts.test_pipeline_programs import ON_ONE_STAGE, Program, _loader
 from tests.contracts.test_pipeline_programs import _name as name_of_program
 from tests.lightning_programs import trainer

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_zero.config import Pipeline, Schedule
 from lightning_zero.lightning.strategy import ZeroStrategy
-from lightning_zero.parallel.activation import forecast_of
+from lightning_zero.parallel.activation.checkpointing import forecast_of
 from tests.contracts.test_pipeline_programs import Dropout, Program, _loader
 from tests.lightning_programs import seeded, trainer
 from tests.sampling import sample

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import ActivationCheckpointing, Communication, MixedPrecision, Offload
 from lightning_zero.engine.engine import ZeroEngine
-from lightning_zero.parallel.activation import checkpoint_activations
+from lightning_zero.parallel.activation.checkpointing import checkpoint_activations
 from tests import worlds
 from tests.references import TinyGPT
 from tests.sampling import sample
@@ -435,7 +435,7 @@ def test_bytes_on_the_device_are_those_of_the_accounts(case: str) -> None:
 ORDERS: dict[str, str] = {  # and a case that shows it
     "record_stream: engine/buffers/gradients.py _send_home": "accumulated-stage2-cpu-fp32",
     "record_stream: engine/buffers/original.py ask": "plain-stage1-bf16",
-    "record_stream: parallel/activation.py _to_device": "plain-stage1-recomputed-fp32",
+    "record_stream: parallel/activation/checkpointing.py _to_device": "plain-stage1-recomputed-fp32",
     "synchronize: engine/buffers/buffer.py await_uploads": "validated-stage3-cpu-params-fp32",
     "synchronize: engine/buffers/gradients.py reduced": "accumulated-stage2-cpu-fp32",
     "synchronize: engine/optim/streamed.py step_streamed": "accumulated-stage3-streamed-fp32",
@@ -455,8 +455,8 @@ ORDERS: dict[str, str] = {  # and a case that shows it
     "wait_event: engine/buffers/rounding.py _send": "validated-stage3-cpu-now-fp32",
     "wait_event: engine/buffers/rounding.py land": "accumulated-stage3-cpu-fp32",
     "wait_event: engine/optim/streamed.py step_streamed": "validated-stage3-streamed-fp32",
-    "wait_event: parallel/activation.py _to_host": "plain-stage1-recomputed-fp32",
-    "wait_event: parallel/activation.py present": "plain-stage1-recomputed-fp32",
+    "wait_event: parallel/activation/checkpointing.py _to_host": "plain-stage1-recomputed-fp32",
+    "wait_event: parallel/activation/checkpointing.py present": "plain-stage1-recomputed-fp32",
     "wait_event: engine/buffers/gradients.py _send_home": "accumulated-stage2-cpu-fp32",
     "wait_event: engine/buffers/gradients.py _add_to_earlier": "accumulated-stage2-cpu-fp32",
     "wait_event: storage/downloads.py start": "plain-stage2-nvme-fp32",
@@ -468,11 +468,11 @@ ALONE = {"wait_event: engine/units/unit.py wait"}  # among several ranks the wai
 REDUNDANT = {
     "record_stream: engine/buffers/gradients.py _fetch_earlier",
     "record_stream: engine/buffers/rounding.py _send",
-    "record_stream: parallel/activation.py _to_host",
+    "record_stream: parallel/activation/checkpointing.py _to_host",
 }
-IN_PLACE = {  # shown by what changes inputs in place, in tests/parallel/test_activation.py
-    "wait_event: parallel/activation.py _hold_back_writes",
-    "wait_event: parallel/activation.py _to_device",
+IN_PLACE = {  # shown by what changes inputs in place, in tests/parallel/activation/test_checkpointing.py
+    "wait_event: parallel/activation/checkpointing.py _hold_back_writes",
+    "wait_event: parallel/activation/checkpointing.py _to_device",
 }
 
 

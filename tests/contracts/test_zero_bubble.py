@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_zero.config import Pipeline, Schedule
 from lightning_zero.lightning.strategy import ZeroStrategy
-from lightning_zero.parallel.weight_gradients import WeightGradients
+from lightning_zero.parallel.pipeline.schedule.weight_gradients import WeightGradients
 from tests.contracts.test_pipeline_parity import fit
 from tests.contracts.test_pipeline_programs import Program
 from tests.contracts.test_pipeline_programs import _fit as fit_program

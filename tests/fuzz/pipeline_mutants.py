@@ -12,13 +12,13 @@ import torch
 from lightning_zero.comm.peers import Peers
 from lightning_zero.errors import PipelineError
 from lightning_zero.lightning.pipelined_steps import PipelinedSteps
-from lightning_zero.parallel import pipeline
-from lightning_zero.parallel.fakes import Fakes
-from lightning_zero.parallel.gates import Gates
-from lightning_zero.parallel.gradient_hooks import GradientHooks
-from lightning_zero.parallel.pipeline import PipelineRunner
-from lightning_zero.parallel.sources import Source
-from lightning_zero.parallel.user_hooks import without_hooks
+from lightning_zero.parallel.pipeline import pipeline
+from lightning_zero.parallel.pipeline.pipeline import PipelineRunner
+from lightning_zero.parallel.pipeline.stages.sources import Source
+from lightning_zero.parallel.pipeline.tracing.fakes import Fakes
+from lightning_zero.parallel.pipeline.tracing.gradient_hooks import GradientHooks
+from lightning_zero.parallel.pipeline.tracing.module_interception import Gates
+from lightning_zero.parallel.pipeline.tracing.user_hooks import without_hooks
 
 __all__ = ["MUTANTS"]
 
@@ -92,7 +92,7 @@ def sources_are_kept_as_they_become() -> Iterator[None]:
         if source.leaf < len(leaves) and isinstance(leaves[source.leaf], torch.Tensor):
             visit.computed[source] = leaves[source.leaf]
 
-    with mock.patch("lightning_zero.parallel.gates._keep", keep):
+    with mock.patch("lightning_zero.parallel.pipeline.tracing.module_interception._keep", keep):
         yield
 
 

@@ -19,7 +19,7 @@ from torch.nn.utils.parametrizations import spectral_norm as parametrized_spectr
 from lightning_zero.config import ActivationCheckpointing
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel import module_state
-from lightning_zero.parallel.activation import checkpoint_activations
+from lightning_zero.parallel.activation.checkpointing import checkpoint_activations
 from lightning_zero.parallel.module_state import ModuleState, put_back, unregistered_modules, without_caches
 from tests import worlds
 from tests.references import Outcome, difference, train, train_zero

@@ -1,0 +1,530 @@
+"""Run the user's steps in pipeline stages: the plan's actions, one after the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle, islice
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.mesh import Mesh
+from lightning_zero.comm.p2p import Letter, Mailbox
+from lightning_zero.config import Pipeline
+from lightning_zero.errors import PipelineError
+from lightning_zero.parallel.module_state import AttributeState, HookState, ModuleState, put_back
+from lightning_zero.parallel.pipeline.schedule.plan import Action, compute_order, evaluation_order, simulate
+from lightning_zero.parallel.pipeline.schedule.streams import RandomStreams
+from lightning_zero.parallel.pipeline.schedule.weight_gradients import WeightGradients
+from lightning_zero.parallel.pipeline.stages.generators import Draws, GeneratorState, generators_of
+from lightning_zero.parallel.pipeline.stages.parameter_hooks import ParameterHooks
+from lightning_zero.parallel.pipeline.stages.placed_attributes import PlacedAttributes
+from lightning_zero.parallel.pipeline.stages.sources import Source, is_fake
+from lightning_zero.parallel.pipeline.stages.split import Split, modules_around
+from lightning_zero.parallel.pipeline.stages.state_around import StateAround
+from lightning_zero.parallel.pipeline.tracing.module_interception import Message
+
+__all__ = ["PipelineRunner", "PipelineStage", "Route", "Stepper", "Timing"]
+
+_State = ModuleState | AttributeState | HookState | GeneratorState
+Step = TypeVar("Step", contravariant=True)
+T = TypeVar("T")
+
+
+class Stepper(Protocol):
+    """The parts of the engine that a pipeline uses; it holds this stage's parameters."""
+
+    @property
+    def communicator(self) -> Communicator:
+        """Collectives of the ranks that hold the same stage."""
+        ...
+
+    def scope(self, name: str) -> AbstractContextManager[None]:
+        """Run code that may use any parameter of this stage."""
+        ...
+
+    def microbatch(
+        self, last: bool, has_more_backwards: bool = False, keeps_gradients: bool = False
+    ) -> AbstractContextManager[None]:
+        """Run a micro-batch; the last one reduces."""
+        ...
+
+    def backward_scope(self) -> AbstractContextManager[None]:
+        """Run a backward."""
+        ...
+
+    def has_hooks_of_program(self, param: nn.Parameter) -> bool:
+        """Say whether the program has hooks on a parameter's gradient."""
+        ...
+
+    def asleep(self) -> AbstractContextManager[None]:
+        """Let forwards that compute nothing go unnoticed."""
+        ...
+
+
+@dataclass(frozen=True)
+class PipelineStage:
+    """This rank's part of a model, and who is asked about it.
+
+    Attributes:
+        module: The root; parameters of other stages have no values.
+        split: The cut of the module.
+        mesh: The ranks.
+        device: Device of this rank.
+        engine: Holds the parameters of this stage.
+        streams: Random numbers of the chunks.
+        draws: Draws of code around the blocks from generators of the program.
+        placed: Attributes of modules in chunks that code around the blocks may change.
+    """
+
+    module: nn.Module
+    split: Split
+    mesh: Mesh
+    device: torch.device
+    engine: Stepper
+    streams: RandomStreams
+    draws: Draws
+    placed: PlacedAttributes
+
+    def apart(self, run: Callable[[], T], modules: Iterable[nn.Module], *, is_survey: bool = False) -> T:
+        """Run something that leaves no trace in the generators, and in the state of modules."""
+        found = list(modules)
+        generators = GeneratorState(generators_of(found).values())
+        placed = self.placed.put_back(looks_at_all=not is_survey)
+        with placed, put_back(found), ModuleState(found).shown(), HookState(self.module).shown(), generators.shown():
+            result: T = self.streams.apart(run)
+        return result
+
+    def any_copy(self, flag: bool, what: str) -> bool:
+        """Say whether a flag is set on some rank of this stage. Collective: all of them."""
+        return self.engine.communicator.any_is(flag, what)
+
+
+class Route(Protocol[Step]):
+    """How a step gets from chunk to chunk."""
+
+    def is_new(self, kind: Hashable) -> bool:
+        """Say whether a kind of micro-batch is new to this rank."""
+        ...
+
+    def describe(self, step: Step, index: int, kind: Hashable) -> None:
+        """Run a micro-batch to describe the messages between chunks in those of its kind. Collective: all ranks."""
+        ...
+
+    def messages(self, kinds: Sequence[Hashable]) -> list[dict[int, tuple[Message, ...]]]:
+        """Return the messages into every chunk this rank sends to or receives from, by micro-batch.
+
+        Args:
+            kinds: Of the micro-batches of the step that follows; all are described.
+        """
+        ...
+
+    def survey(self, step: Step, index: int) -> None:
+        """Run a micro-batch's code without the model, on the last stage. Collective: all ranks of this stage."""
+        ...
+
+    @property
+    def modules_in_survey(self) -> Iterable[nn.Module]:
+        """The modules whose state a survey may change."""
+        ...
+
+    def run(
+        self,
+        step: Step,
+        index: int,
+        chunk: int,
+        expected: Sequence[Message],
+        receive: Callable[[], Sequence[torch.Tensor]],
+        send: Callable[[Mapping[int | Source, Any]], None],
+    ) -> tuple[bool, Any]:
+        """Run a micro-batch through a chunk.
+
+        Args:
+            step: The step.
+            index: The micro-batch.
+            chunk: The chunk.
+            expected: The messages from the chunk before.
+            receive: Waits for it and returns it; called once, at the chunk's first block.
+            send: Called with each tensor for the next chunk, by leaf of its message, as soon as it is there.
+
+        Returns:
+            Whether the step came to its end, and its result.
+        """
+        ...
+
+
+@dataclass
+class Timing:
+    """Seconds of this stage, on the host.
+
+    Attributes:
+        busy_s: In forwards and backwards.
+        total_s: In steps.
+    """
+
+    busy_s: float = 0.0
+    total_s: float = 0.0
+
+
+class PipelineRunner(Generic[Step]):
+    """Runs steps of a module that is cut into stages.
+
+    Args:
+        stage: This rank's part of the model, and its mesh.
+        pipeline: Schedule and number of micro-batches.
+        route: How steps get from chunk to chunk.
+        around: The state that they leave around the blocks.
+        mail: To the other stages.
+        keeps_gradients: Whether stage 3 reduces once per batch.
+
+    Attributes:
+        hooks: Refuses hooks of the program on gradients of parameters of several chunks.
+    """
+
+    def __init__(
+        self,
+        stage: PipelineStage,
+        pipeline: Pipeline,
+        *,
+        route: Route[Step],
+        around: StateAround,
+        mail: Mailbox,
+        keeps_gradients: bool,
+    ) -> None:
+        # - The cut, the mesh, the plan
+        self.split = stage.split
+        self.mesh = stage.mesh
+        self._schedule = pipeline.schedule
+        self._plans: dict[int, list[Action]] = {}  # of this stage, by number of micro-batches
+        chunks, stages = self.split.num_chunks, self.mesh.stages
+        self._evaluation = simulate(evaluation_order(stages, chunks), chunks)[0][self.mesh.stage]
+        # A backward reduces all units of the stage, also those of its other chunks.
+        self._keeps_gradients = keeps_gradients or pipeline.reduces_once
+        # - How it runs
+        self._stage = stage
+        self._module = stage.module
+        self._engine = stage.engine
+        self._route = route
+        self.around = around
+        self._streams = stage.streams
+        self._mail = mail
+        self._weights = (
+            WeightGradients(stage.device, stage.engine.has_hooks_of_program) if pipeline.splits_backward else None
+        )
+        self.hooks = ParameterHooks(stage.module, stage.split, pipeline.shared or (), stage.engine.has_hooks_of_program)
+        self.timing = Timing()
+        # - The step that is running
+        self._name = ""  # of its method
+        self._is_new = False  # some rank has run none of this kind
+        self._messages: list[dict[int, tuple[Message, ...]]] = []  # into every chunk, by micro-batch
+        self._states: dict[int, tuple[_State, ...]] = {}  # around the model, by chunk
+        self._letters: dict[Action, list[Letter]] = {}
+        self._inputs: dict[tuple[int, int], list[torch.Tensor]] = {}  # received, waiting for their gradient
+        self._outputs: dict[tuple[int, int], list[torch.Tensor]] = {}  # sent, waiting for their gradient
+        self._results: dict[int, Any] = {}  # of the last chunk, by micro-batch
+
+    @property
+    def is_last(self) -> bool:
+        """Whether steps come to their end on this rank."""
+        return self.mesh.stage == self.last_stage
+
+    @property
+    def last_stage(self) -> int:
+        """The stage on which steps come to their end."""
+        return (self.split.num_chunks - 1) % self.mesh.stages
+
+    # -- Steps ---------------------------------------------------------------------------------------------------------
+
+    def num_new(self, name: str, kinds: Sequence[Hashable]) -> int:
+        """Return how many kinds ``prepare`` has to describe: all of a step, if one of them is new to this rank."""
+        kinds = self._kinds(name, kinds)
+        return len(set(kinds)) if any(map(self._route.is_new, kinds)) else 0
+
+    def prepare(self, step: Step, name: str, kinds: Sequence[Hashable], *, num_described: int) -> None:
+        """Describe the messages from chunk to chunk in the step that follows, and leave no trace.
+
+        Collective: all ranks, if anything is described.
+
+        Args:
+            step: The user's step.
+            name: Of its method.
+            kinds: Of its micro-batches; they differ where shapes of tensors between stages may differ.
+            num_described: The largest ``num_new`` of all ranks, because describing is collective.
+        """
+        self._name, self._is_new = name, num_described > 0
+        kinds = self._kinds(name, kinds)
+        first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
+        for index in islice(cycle(sorted(first.values())), num_described):
+            self._route.describe(step, index, kinds[index])
+        self._messages = self._route.messages(kinds)
+
+    def _kinds(self, name: str, kinds: Sequence[Hashable]) -> list[Hashable]:
+        trained = hash(tuple(param.requires_grad for param in self._module.parameters()))
+        return [(name, kind, trained) for kind in kinds]
+
+    def _plan(self, number: int) -> list[Action]:
+        """Return this stage's actions in a step of a number of micro-batches."""
+        if number not in self._plans:
+            chunks = self.split.num_chunks
+            orders = compute_order(self._schedule, self.mesh.stages, chunks, number)
+            self._plans[number] = simulate(orders, chunks)[0][self.mesh.stage]
+        return self._plans[number]
+
+    def train(self, step: Step, loss_of: Callable[[Any, int], torch.Tensor], *, reduces: bool) -> list[Any]:
+        """Run forwards and backwards of all micro-batches, after ``prepare``.
+
+        Collective: all ranks of a copy; with ``reduces`` and at ZeRO stages 2 and 3 all ranks.
+
+        Args:
+            step: The user's step.
+            loss_of: Returns the loss in the step's result for a micro-batch.
+            reduces: The gradients of these micro-batches are the last before the optimizer's step.
+
+        Returns:
+            The step's results, by micro-batch, on the last stage; elsewhere nothing.
+        """
+        started = time.perf_counter()
+        actions = self._plan(len(self._messages))
+        forwards = [action for action in actions if action.kind == "forward"]
+        backwards = [action for action in actions if action.is_backward]
+        self.around.begin(self._name, is_new=self._is_new)
+        self._stage.draws.begin()
+        self._streams.begin()
+        try:
+            for action in actions:
+                if action.kind == "forward":
+                    # Module buffers are made equal where the next batch begins, not in between.
+                    with self._engine.microbatch(reduces and action == forwards[-1]):
+                        self._forward(action, step, "training_step")
+                elif action.is_backward:
+                    is_final = action == backwards[-1]
+                    self._backward(action, loss_of, reduces=reduces and is_final, has_more=not is_final)
+                elif action.kind in ("recv_input", "recv_gradient"):
+                    self._receive(action)
+            self._mail.flush()
+            self._streams.end()
+            self.timing.total_s += time.perf_counter() - started
+            if self._is_new:
+                self.around.compare(self._of_all_stages)
+            return [self._results[index] for index in sorted(self._results)]
+        finally:
+            self._forget()
+
+    def survey(self, step: Step, look: Callable[[Callable[[], None]], None]) -> None:
+        """Run all micro-batches without the model, after ``prepare``, and leave no trace.
+
+        Collective: all ranks of the last stage, before they ``train``.
+
+        Args:
+            step: The step.
+            look: Given a function that runs a micro-batch.
+        """
+
+        def run() -> None:
+            self._streams.begin()
+            with self._engine.scope("survey"), torch.no_grad():
+                for index in range(len(self._messages)):
+                    self._streams.enter(self.split.num_chunks - 1, index)
+                    look(partial(self._route.survey, step, index))
+                    self._streams.leave_common()
+
+        self._stage.apart(run, self._route.modules_in_survey, is_survey=True)
+
+    def evaluate(self, step: Step, name: str) -> Any:
+        """Run the forward of one batch, after ``prepare``; return the step's result on the last stage, else None.
+
+        Collective: all ranks of a copy.
+        """
+        self.around.begin(self._name, is_new=self._is_new)
+        self._stage.draws.begin()
+        self._streams.begin()
+        try:
+            for action in self._evaluation:
+                if action.kind == "forward":
+                    self._forward(action, step, name)
+                elif action.kind in ("recv_input", "recv_gradient"):
+                    self._receive(action)
+            self._mail.flush()
+            self._streams.end()
+            if self._is_new:
+                self.around.compare(self._of_all_stages)
+            return self._results.get(0)
+        finally:
+            self._forget()
+
+    def _of_all_stages(self, mine: T) -> list[T]:
+        return self.mesh.gather(mine, "the comparison of state around the blocks")
+
+    def _forget(self) -> None:
+        self._letters.clear()
+        self._inputs.clear()
+        self._outputs.clear()
+        self._results.clear()
+        self._states.clear()
+        if self._weights is not None:
+            self._weights.forget()
+
+    def _forward(self, action: Action, step: Step, name: str) -> None:
+        chunk, index = action.chunk, action.microbatch
+        messages = self._messages[index]
+        expected = messages.get(chunk, ())
+        received: list[torch.Tensor] = []
+
+        def receive() -> Sequence[torch.Tensor]:
+            received.extend(letter.wait() for letter in self._letters.pop(Action("recv_input", chunk, index), []))
+            for message, tensor in zip(expected, received, strict=True):
+                tensor.requires_grad_(message.requires_grad)
+            return received
+
+        def send(leaves: Mapping[int | Source, Any]) -> None:
+            outputs = self._checked(leaves, chunk + 1, messages[chunk + 1])
+            for tensor in outputs:
+                # The next micro-batch may change a module buffer in place before the message has left.
+                sent = tensor if tensor.requires_grad else tensor.clone()
+                self._mail.send((chunk + 1) % self.mesh.stages, sent, _words_of("output", action))
+            if is_training:
+                self._outputs[chunk, index] = outputs
+
+        is_training = torch.is_grad_enabled()
+        with self._working():
+            self._streams.enter(chunk, index)
+            state, draws = self._state_of(chunk), self._stage.draws.watched(chunk, index)
+            around, scope = self.around.watched(chunk, index), self._engine.scope(name)
+            with state, draws, around, scope, self._splitting(is_training):
+                finished, result = self._route.run(step, index, chunk, expected, receive, send)
+            self._streams.leave()
+        if is_training:
+            self._inputs[chunk, index] = received
+        if finished:
+            self._results[index] = result
+
+    @contextmanager
+    def _state_of(self, chunk: int) -> Iterator[None]:
+        """Let the code around the model, which runs once per chunk of this stage, find the state that it left in it.
+
+        The state after the stage's last chunk is kept.
+        """
+        if chunk + self.mesh.stages >= self.split.num_chunks:
+            yield
+            return
+        modules = list(modules_around(self._module, self.split))
+
+        def states() -> tuple[_State, ...]:
+            generators = GeneratorState(generators_of(modules).values())
+            return ModuleState(modules), AttributeState(modules), HookState(self._module), generators
+
+        with ExitStack() as stack:
+            for state in self._states.get(chunk) or states():
+                stack.enter_context(state.shown())
+            yield
+            self._states[chunk] = states()
+
+    def _checked(
+        self, leaves: Mapping[int | Source, Any], chunk: int, messages: Sequence[Message]
+    ) -> list[torch.Tensor]:
+        """Return the tensors to send into a chunk, after comparing them with its messages."""
+        outputs = []
+        for message in messages:
+            tensor = leaves.get(message.leaf)
+            is_right = (
+                isinstance(tensor, torch.Tensor)
+                and not is_fake(tensor)
+                and (tuple(tensor.shape), tensor.dtype) == (message.shape, message.dtype)
+                and (tensor.requires_grad or not message.requires_grad)
+                and not (tensor.requires_grad and not message.requires_grad and torch.is_grad_enabled())
+            )
+            if not is_right:
+                raise PipelineError(
+                    f"Pipeline chunk {chunk} expects a tensor of shape {message.shape}, {message.dtype}, requires_grad="
+                    f"{message.requires_grad}, and chunk {chunk - 1} has {_words(tensor)}. Micro-batches with as"
+                    " many samples must have the same shapes, and modules must return what the shapes of their"
+                    " arguments tell."
+                )
+            assert tensor is not None
+            outputs.append(tensor)
+        return outputs
+
+    def _backward(
+        self,
+        action: Action,
+        loss_of: Callable[[Any, int], torch.Tensor],
+        *,
+        reduces: bool,
+        has_more: bool,
+    ) -> None:
+        keeps = self._keeps_gradients
+        with (
+            self._working(),
+            self.hooks.watched(action.chunk),
+            self._engine.microbatch(reduces, has_more, keeps),
+            self._engine.backward_scope(),
+        ):
+            if action.kind == "backward_weight":
+                assert self._weights is not None
+                self._weights.bring((action.chunk, action.microbatch))
+                return
+            self._backward_of_roots(action, loss_of)
+            self._send_gradients(action)  # before the reductions are finished
+
+    def _backward_of_roots(self, action: Action, loss_of: Callable[[Any, int], torch.Tensor]) -> None:
+        chunk, index = action.chunk, action.microbatch
+        if chunk == self.split.num_chunks - 1:
+            roots = [loss_of(self._results[index], index)]
+        else:
+            roots = self._outputs.pop((chunk, index))
+        roots = [root for root in roots if root.requires_grad]
+        seeds = [letter.wait() for letter in self._letters.pop(Action("recv_gradient", chunk, index), [])]
+        with self._deferring(action, roots):
+            if roots:
+                torch.autograd.backward(roots, seeds or None)
+
+    def _splitting(self, is_training: bool) -> AbstractContextManager[Any]:
+        """Return a context for a forward, whose backward may be one in two halves."""
+        return self._weights.split(self._module) if is_training and self._weights is not None else nullcontext()
+
+    def _deferring(self, action: Action, roots: list[torch.Tensor]) -> AbstractContextManager[None]:
+        """Return a context for a backward, which may be the first half of one."""
+        if self._weights is None or action.kind != "backward_input":
+            return nullcontext()
+        return self._weights.deferring((action.chunk, action.microbatch), roots)
+
+    def _send_gradients(self, action: Action) -> None:
+        for tensor in self._inputs.pop((action.chunk, action.microbatch)):
+            if tensor.requires_grad:
+                gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+                self._mail.send((action.chunk - 1) % self.mesh.stages, gradient, _words_of("gradient", action))
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Count the time as work, without the time spent waiting for messages."""
+        started, waited = time.perf_counter(), self._mail.wait_s
+        yield
+        self.timing.busy_s += time.perf_counter() - started - (self._mail.wait_s - waited)
+
+    def _receive(self, action: Action) -> None:
+        """Start receiving an input or gradients. Sending starts where they are computed, as the plan has it."""
+        is_input = action.kind == "recv_input"
+        into, sender = (action.chunk, action.chunk - 1) if is_input else (action.chunk + 1, action.chunk + 1)
+        wanted = [one for one in self._messages[action.microbatch][into] if is_input or one.requires_grad]
+        what = _words_of("input" if is_input else "gradient of the output", action)
+        self._letters[action] = [
+            self._mail.receive(sender % self.mesh.stages, one.shape, one.dtype, what) for one in wanted
+        ]
+
+
+def _words_of(what: str, action: Action) -> str:
+    return f"{what} of chunk {action.chunk}, micro-batch {action.microbatch}"
+
+
+def _words(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__}"
+    if is_fake(value):
+        return f"its shape alone, {tuple(value.shape)}: it is computed from values of an earlier stage"
+    return f"{tuple(value.shape)}, {value.dtype}, requires_grad={value.requires_grad}"

@@ -1,0 +1,1 @@
+"""Schedules of pipeline stages, the cost of layers, streams of random numbers."""

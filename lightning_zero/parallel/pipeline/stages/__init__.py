@@ -1,0 +1,1 @@
+"""How a model is cut into stages, and state around the blocks that stages keep equal."""

@@ -1,0 +1,239 @@
+"""Steps as the user wrote them, from chunk to chunk: both ends of a boundary compare their tensors there."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.errors import PipelineError
+from lightning_zero.parallel.pipeline.pipeline import PipelineStage
+from lightning_zero.parallel.pipeline.stages.sources import Shape, Source, is_fake
+from lightning_zero.parallel.pipeline.stages.split import modules_around
+from lightning_zero.parallel.pipeline.tracing.module_interception import Gates, Message
+from lightning_zero.parallel.pipeline.tracing.outcomes import Outcome
+
+__all__ = ["CapturedStep", "CapturedSteps"]
+
+T = TypeVar("T")
+
+CapturedStep = Callable[[int], Any]  # runs the user's step on a micro-batch
+
+
+class CapturedSteps:
+    """Runs steps through gates."""
+
+    def __init__(self, stage: PipelineStage) -> None:
+        self._stage = stage
+        self._own_chunks = range(stage.mesh.stage, stage.split.num_chunks, stage.mesh.stages)
+        self._around = list(modules_around(stage.module, stage.split))
+        self._gates = Gates(
+            stage.module,
+            stage.split,
+            self._on_call,
+            inside=self._inside,
+            asleep=self._asleep,
+            device=stage.device,
+        )
+        self._messages: dict[Hashable, dict[int, tuple[Message, ...]]] = {}  # into every chunk, by kind of step
+        self._outcomes: dict[Hashable, dict[int, dict[tuple[str, int], Outcome]]] = {}  # of own chunks, by kind of step
+        self._kinds: Sequence[Hashable] = ()  # of the step that follows, by micro-batch
+        self._running: list[dict[int, tuple[Message, ...]]] = []  # of the step that follows, by micro-batch
+
+    def _on_call(self) -> None:
+        self._stage.streams.leave_common()
+        self._stage.draws.note()
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Run a module of this chunk with its own random numbers."""
+        with self._stage.streams.inside(), self._stage.draws.inside():
+            yield
+
+    @contextmanager
+    def _asleep(self) -> Iterator[None]:
+        """Run forwards that compute nothing: the engine does not notice, and numbers that they draw do not count."""
+        with self._stage.engine.asleep(), self._stage.streams.inside():
+            yield
+
+    def run(
+        self,
+        step: CapturedStep,
+        index: int,
+        chunk: int,
+        expected: Sequence[Message],
+        receive: Callable[[], Sequence[Tensor]],
+        send: Callable[[Mapping[int | Source, Any]], None],
+    ) -> tuple[bool, Any]:
+        """Run the step until the next chunk's first block; see ``Gates.run``."""
+        later = [
+            message.leaf for message in self._running[index].get(chunk + 1, ()) if isinstance(message.leaf, Source)
+        ]
+        wanted = [source for source in later if self._stage.split.chunk_of(source.module) == chunk]
+        outcomes = self._outcomes[self._kinds[index]][chunk]
+        return self._gates.run(lambda: step(index), chunk, expected, receive, send, wanted=wanted, outcomes=outcomes)
+
+    def survey(self, step: CapturedStep, index: int) -> None:
+        """Run the step as it would go on if no module of the split computed."""
+        self._gates.survey(lambda: step(index))
+
+    @property
+    def modules_in_survey(self) -> Iterable[nn.Module]:
+        """The modules whose state a survey may change."""
+        return self._around
+
+    def is_new(self, kind: Hashable) -> bool:
+        """Say whether this kind of micro-batch is new."""
+        return kind not in self._messages
+
+    def messages(self, kinds: Sequence[Hashable]) -> list[dict[int, tuple[Message, ...]]]:
+        """Return which leaves go into every chunk in the step that follows, by micro-batch."""
+        self._kinds = kinds
+        self._running = [self._messages[kind] for kind in kinds]
+        return self._running
+
+    def describe(self, step: CapturedStep, index: int, kind: Hashable) -> None:
+        """Find out which leaves go into every chunk.
+
+        Every chunk runs the step on fakes and finds the sources that it needs (see ``sources.py``). Then both ends run
+        it as the receiving chunk does, and compare: what is computed from sources that it does not have is sent, and so
+        is what differs between them, for example a mask that is drawn inside the model.
+        Collective: all ranks.
+        """
+        run = partial(step, index)
+        needed = {chunk: self._apart(chunk, partial(self._gates.needed, run, chunk)) for chunk in self._own_chunks}
+        self._outcomes[kind] = {chunk: outcomes for chunk, (_, outcomes) in needed.items()}
+        mine = {chunk: sources for chunk, (sources, _) in needed.items()}
+        self._messages[kind] = self._found(run, self._on_all_stages(mine))
+
+    def _found(
+        self, run: Callable[[], Any], needed: Mapping[int, Mapping[Source, Shape]]
+    ) -> dict[int, tuple[Message, ...]]:
+        num_chunks = self._stage.split.num_chunks
+        sources = {chunk: self._passing(chunk, needed) for chunk in range(1, num_chunks)}
+        table = self._on_all_stages({
+            (chunk, acting): self._description(run, chunk, acting, sources[chunk])
+            for acting in self._own_chunks
+            for chunk in (acting, acting + 1)
+            if 0 < chunk < num_chunks
+        })  # fmt: skip
+        lacking = {
+            chunk: self._lacking(chunk, table[chunk, chunk].origins, sources.get(chunk - 1, {})) for chunk in sources
+        }
+        if any(lacking.values()):
+            return self._found(
+                run, {chunk: {**found, **lacking.get(chunk, {})} for chunk, found in sorted(needed.items())}
+            )
+        return {
+            chunk: _differing(chunk, table[chunk, chunk].leaves, table[chunk, chunk - 1].leaves)
+            + tuple(Message(source, one.shape, one.dtype, one.requires_grad) for source, one in sources[chunk].items())
+            for chunk in range(1, num_chunks)
+        }
+
+    def _lacking(
+        self, chunk: int, origins: Iterable[Mapping[Source, Shape]], sources: Collection[Source]
+    ) -> dict[Source, Shape]:
+        """Return the sources of arguments that the chunk before does not have: both are sent them instead.
+
+        Args:
+            chunk: Whose first block has the arguments.
+            origins: Of each argument, the sources that the chunk does not have.
+            sources: That the chunk before is sent.
+        """
+        chunk_of = self._stage.split.chunk_of
+        return {
+            source: shape
+            for one in origins
+            if any(chunk_of(source.module) < chunk - 1 and source not in sources for source in one)
+            for source, shape in one.items()
+        }
+
+    def _on_all_stages(self, mine: dict[Any, Any]) -> dict[Any, Any]:
+        """Return the entries of all stages. Collective: all ranks of a copy."""
+        everyone = self._stage.mesh.gather(mine, "the description of a step")
+        return {key: value for one in everyone for key, value in one.items()}
+
+    def _passing(self, chunk: int, needed: Mapping[int, Mapping[Source, Shape]]) -> dict[Source, Shape]:
+        """Return the sources that a chunk is sent: those of earlier chunks that it or a later one needs."""
+        return {
+            source: shape
+            for user in sorted(needed)
+            if user >= chunk
+            for source, shape in needed[user].items()
+            if self._stage.split.chunk_of(source.module) < chunk
+        }
+
+    def _description(self, run: Callable[[], Any], chunk: int, acting: int, sources: Iterable[Source]) -> _Description:
+        """Describe the arguments of a chunk's first block as ``acting`` would find them."""
+
+        def look() -> _Description:
+            leaves, origins = self._gates.arguments(run, chunk, sources)
+            missing = [origins.is_missing(leaf) for leaf in leaves]
+            described = [_describe(leaf, is_missing=one) for leaf, one in zip(leaves, missing, strict=True)]
+            return _Description(described, [origins.shapes_of(leaf) for leaf in leaves])
+
+        return self._apart(acting, look)
+
+    def _apart(self, chunk: int, look: Callable[[], T]) -> T:
+        """Run the step for a chunk, and leave no trace."""
+
+        def run() -> T:
+            self._stage.streams.begin()
+            self._stage.streams.enter(chunk, 0)
+            with self._stage.engine.scope("arguments"):
+                return look()
+
+        return self._stage.apart(run, self._around)
+
+
+@dataclass(frozen=True)
+class _Description:
+    """The arguments of a chunk's first block.
+
+    Attributes:
+        leaves: Described.
+        origins: Of each, the sources that the chunk does not have.
+    """
+
+    leaves: list[Any]
+    origins: list[dict[Source, Shape]]
+
+
+_MISSING = "missing"
+_AVAILABLE = "available"
+_PLAIN = (int, float, complex, str, bytes, type(None), torch.Size, torch.dtype)
+
+
+def _describe(leaf: Any, *, is_missing: bool) -> Any:
+    if not isinstance(leaf, Tensor):
+        kind = type(leaf).__name__
+        return f"{kind}.{leaf.name}" if isinstance(leaf, Enum) else repr(leaf) if isinstance(leaf, _PLAIN) else kind
+    values: int | str = _MISSING if is_missing else _AVAILABLE if is_fake(leaf) else _checksum(leaf)
+    return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad, values)
+
+
+def _checksum(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def _differing(chunk: int, here: Sequence[Any], there: Sequence[Any]) -> tuple[Message, ...]:
+    """Return the messages to send into a chunk, given the descriptions of its arguments on both ends."""
+    if len(here) != len(there):
+        raise PipelineError(f"Pipeline stages call the first block of chunk {chunk} with different arguments.")
+    messages = []
+    for index, (mine, theirs) in enumerate(zip(here, there, strict=True)):
+        if isinstance(mine, tuple) and (mine[3] == _MISSING or mine != theirs):
+            messages.append(Message(index, *mine[:3]))
+        elif mine != theirs:
+            raise PipelineError(
+                f"The first block of pipeline chunk {chunk} is called with {mine} on its stage and {theirs} on the one"
+                " before. Values that are no tensors must not depend on random numbers drawn inside the model."
+            )
+    return tuple(messages)

@@ -1,0 +1,779 @@
+"""Outputs of modules of other pipeline stages, as PyTorch's ``FakeTensor``: shapes and dtypes, no values.
+
+Note [State of a passed module]
+    A forward may leave tensors in its module (``self.aux_loss = ...``, statistics in a module buffer), which code
+    behind it reads. A module that is passed over must not be left with fakes, and that code must not read old values in
+    silence. So its forward finds fakes in place of the module's tensors; what it has changed is put back, and is shown
+    as fakes until the step is run to its end. Modules with hooks of the program run on fakes in every call.
+
+Note [Guesses]
+    An operation's result may depend on values (which tokens an expert is given). Where nothing is computed from the
+    result but shapes, it is guessed from ones: a module that routes tokens returns as many as it is given. The stage
+    that computes compares the shapes of what it sends, so a wrong guess is an error.
+
+Tensors that a forward leaves outside of its module are told in ``escapes.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import partial
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+from torch.nn.utils.stateless import _reparametrize_module
+
+from lightning_zero.errors import PipelineError
+from lightning_zero.parallel.pipeline.stages.sources import FOR_HOOKS, Origins, Shape, Source, describe_tensor, is_fake
+from lightning_zero.parallel.pipeline.tracing.attributes import Key, attribute_spaces
+from lightning_zero.parallel.pipeline.tracing.escapes import Escapes
+from lightning_zero.parallel.pipeline.tracing.outcomes import Outcome
+from lightning_zero.parallel.pipeline.tracing.own_gradients import leaf_of
+from lightning_zero.parallel.pipeline.tracing.replays import Recording
+from lightning_zero.parallel.pipeline.tracing.user_hooks import (
+    has_hooks_only,
+    hooks_of_users,
+    is_own,
+    kind_of_hook,
+    runs_code_of_users,
+    without_hooks,
+)
+from lightning_zero.trees import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+__all__ = ["VALUES_NEEDED", "Fakes"]
+
+# Errors of operations that need values of a fake.
+VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+Fetch = Callable[[Source], Tensor | None]
+_Position = tuple[Key | None, int]  # see `Source`
+
+_MOST_CALLS = 4096  # that are remembered
+_MISSING = object()
+_NUMBERS = (int, float, complex, str, torch.Size)
+_KNOWN_BY_IDENTITY = (nn.Module, type, Enum, FunctionType, BuiltinFunctionType, torch.Generator)  # and nothing else
+_KNOWN_BY_VALUE = (int, float, complex, str, bool, bytes, type(None), torch.Size, torch.dtype, torch.device)
+
+
+class Fakes:
+    """Computes the shapes and dtypes of modules' outputs from their arguments, and remembers them.
+
+    Args:
+        names: Of the modules, by ``id``; for errors.
+        free: Parameters that code outside of these modules uses.
+        asleep: Around forwards of modules.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[int, str],
+        free: Sequence[nn.Parameter],
+        asleep: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._names = names
+        self._asleep = asleep
+        self._mode = _Mode(allow_non_fake_inputs=True)
+        self._parameters: dict[int, dict[str, nn.Parameter]] = {}  # of a module, as fakes
+        self._free = free
+        self._known: dict[nn.Parameter, Tensor] = {}  # of these, as fakes
+        self._calls: OrderedDict[Hashable, _Call] = OrderedDict()
+        self._recorded: OrderedDict[Hashable, tuple[_Call, Recording]] = OrderedDict()  # those with hooks
+        self._given: Counter[tuple[int, int]] = Counter()  # fakes in this run, by `id` of the call and leaf
+        self._shown: list[tuple[dict[str, Any], str, Any]] = []  # attributes to restore: (attributes, name, value)
+        self._has_changed_attributes = False  # a forward, or hooks in it
+        self._has_run_hooks = True  # a forward has: they need no values
+        # - The run
+        self._times: Counter[str] = Counter()  # calls by name of the module
+        self._sharing: list[tuple[str, Tensor, int]] = []  # module, tensor that shares memory with others, and version
+        self._origins: Origins | None = None  # of a run on fakes
+        self._fetch: Fetch | None = None  # of a run that computes
+        self._escapes: Escapes | None = None  # of the forward that was imagined last
+        self._outside: list[str] = []  # names of modules that have left fakes outside
+
+    def begin(self, *, origins: Origins | None = None, fetch: Fetch | None = None) -> None:
+        """Begin a run: register fakes of free parameters in advance, because converting them later reads ``grad``.
+
+        Args:
+            origins: In a run on fakes, follows their sources.
+            fetch: Returns the tensor of a source that this chunk has, else None.
+        """
+        self._given.clear()
+        self._times.clear()
+        self._sharing.clear()
+        self._outside.clear()
+        self._origins = self._mode.origins = origins
+        self._fetch = fetch
+        convert: Any = self._mode.fake_tensor_converter
+        for param in self._free:
+            known = self._known.get(param)
+            if known is None or (known.dtype, known.requires_grad) != (param.dtype, param.requires_grad):
+                with self._mode:
+                    known = torch.empty(param.shape, dtype=param.dtype, device=param.device)
+                self._known[param] = known.requires_grad_(param.requires_grad)
+                convert.set_tensor_memo(param, known)
+
+    def end(self) -> None:
+        """End a run: restore the attributes that modules passed over show as fakes."""
+        self._origins = self._mode.origins = self._fetch = None
+        while self._shown:
+            attributes, name, value = self._shown.pop()
+            _assign(attributes, name, value)
+
+    def require_unwritten(self) -> None:
+        """Raise where the program has written into one of several tensors that share memory on their own stage."""
+        for name, tensor, version in self._sharing:
+            if tensor._version != version:
+                raise PipelineError(
+                    f"The step writes into a tensor that `{name}` of another pipeline stage has returned or was given,"
+                    " and that shares memory with another one. This stage does not see the write in the other. Write"
+                    " into a copy (`tensor.clone()`), or compute a new tensor."
+                )
+
+    @property
+    def advice(self) -> str:
+        """A sentence on modules that have left fakes outside in this run, for errors; empty if there are none."""
+        if not self._outside:
+            return ""
+        return (
+            f" `{self._outside[0]}` leaves tensors outside of its modules (in a global, a closure, a class, or another"
+            " object), where other pipeline stages do not have them. If the step uses them, let the module return them,"
+            " or keep them in attributes of its own (`self.loss = ...`), which are sent."
+        )
+
+    @property
+    def shown(self) -> list[Any]:
+        """The attributes that modules show as fakes, of all calls in this run."""
+        return [space.get(name) for space, name, _ in self._shown]
+
+    def outputs(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, are_sources: bool = True
+    ) -> Any:
+        """Return the outputs of a call as fakes, and show the attributes it would set in the module as fakes.
+
+        Args:
+            module: The module.
+            args: Of the call.
+            kwargs: Of the call.
+            are_sources: The module is one of an earlier chunk: sources that this chunk has are returned as they are.
+        """
+        number = self._times[self._names[id(module)]]
+        call, inputs = self._call(module, args, kwargs, are_sources=are_sources)
+        return self._shown_result(module, call, inputs, number, are_sources=are_sources)
+
+    def described(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Outcome | None]:
+        """Return the outputs of a module of this chunk as ``outputs`` does, and the outcome that other stages expect.
+
+        The outcome is None where hooks of the program could not run on fakes.
+        """
+        number = self._times[self._names[id(module)]]
+        call, inputs = self._call(module, args, kwargs, are_sources=False)
+        output = self._shown_result(module, call, inputs, number, are_sources=False)
+        return output, Outcome.of(output, call.left, has_shapes=not call.is_guess) if call.has_hooks else None
+
+    def _shown_result(
+        self, module: nn.Module, call: _Call, inputs: Sequence[Any], number: int, *, are_sources: bool
+    ) -> Any:
+        name = self._names[id(module)]
+        self._times[name] += 1
+
+        def make(leaf: int, known: Shape) -> Tensor:
+            left, position = call.positions[leaf]
+            source = Source(name, number, left, position)
+            fetched = self._fetched(source) if are_sources else None
+            if fetched is not None:
+                return fetched
+            fake = self._fake(call, leaf, known)
+            if self._origins is not None and are_sources:
+                self._origins.mark(fake, source)
+            return fake
+
+        return self._result(module, call, inputs, make)
+
+    def _fetched(self, source: Source) -> Tensor | None:
+        if self._fetch is None:
+            return None
+        with self._mode.paused():
+            return self._fetch(source)
+
+    def gradients(self, outputs: Sequence[Any], inputs: Sequence[Any], has_graph: bool) -> tuple[Tensor, ...]:
+        """Return fakes, or zeros in a survey, for gradients that the step computes in a run that computes nothing."""
+        leaves = [leaf_of(one) for one in inputs]
+        known = [Shape(tuple(one.shape), _strides(one), one.dtype, one.device, has_graph, True) for one in leaves]
+        if self._origins is None:
+            return tuple(map(_zeros, known))
+        with self._mode:
+            found = tuple(map(_empty, known))
+        self._origins.derive(found, outputs)
+        return found
+
+    def zeros(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the outputs of a call as zeros that take no memory."""
+        call, inputs = self._call(module, args, kwargs, are_sources=False)
+        return self._result(module, call, inputs, lambda _, known: _zeros(known))
+
+    def _result(
+        self, module: nn.Module, call: _Call, inputs: Sequence[Any], make: Callable[[int, Shape], Tensor]
+    ) -> Any:
+        leaves = [_again(leaf, inputs, partial(make, number)) for number, leaf in enumerate(call.leaves)]
+        for shared in call.sharing:
+            alike = [leaves[number] for number in shared.leaves] + [inputs[number] for number in shared.inputs]
+            self._sharing += [(self._names[id(module)], one, one._version) for one in alike if not one.is_inference()]
+        output, left = tree_unflatten(leaves, call.spec)
+        spaces = attribute_spaces(module) if left else {}
+        for (child, kept, name), value in left.items():
+            space = spaces[child, kept]
+            self._shown.append((space, name, space.get(name, _MISSING)))
+            space[name] = value
+        return output
+
+    def _fake(self, call: _Call, leaf: int, known: Shape) -> Tensor:
+        """Return a fake that this run has not had yet: one of an earlier run, if nobody has changed it in place."""
+        made, number = call.made.setdefault(leaf, []), self._given[id(call), leaf]
+        self._given[id(call), leaf] += 1
+        old = made[number] if number < len(made) else None
+        is_same = old is not None and _describe(old) == replace(known, is_fake=True)
+        if old is not None and is_same and not old._version and not old._backward_hooks:
+            return old
+        with self._mode:
+            fake = _empty(known)
+            fake = fake.clone() if fake.requires_grad else fake  # a module's output may be changed in place
+        made[number : number + 1] = [fake]
+        return fake
+
+    def _call(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, are_sources: bool
+    ) -> tuple[_Call, list[Any]]:
+        inputs, spec = tree_flatten((args, kwargs))
+        if runs_code_of_users(module):
+            return self._call_with_hooks(module, inputs, spec, are_sources=are_sources), inputs
+        if not all(map(_is_known, inputs)):
+            return self._with_escapes(module, self._imagine(module, inputs, spec)), inputs
+        key = self._key(module, inputs, spec)
+        if key not in self._calls:
+            call = self._with_escapes(module, self._imagine(module, inputs, spec))
+            if call.has_escapes or any(isinstance(leaf, _NUMBERS) for leaf in call.leaves):
+                return call, inputs  # they may be others in the next call
+            self._calls[key] = call
+            if len(self._calls) > _MOST_CALLS:
+                self._calls.popitem(last=False)
+        self._calls.move_to_end(key)
+        return self._calls[key], inputs
+
+    def _key(self, module: nn.Module, inputs: list[Any], spec: TreeSpec) -> Hashable:
+        """Return a key that is equal for calls that return the same shapes."""
+        trained = tuple(param.requires_grad for param in module.parameters())
+        device = _autocast_device(inputs)
+        autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        modes = (torch.is_grad_enabled(), autocast, tuple(child.training for child in module.modules()))
+        return id(module), spec, tuple(map(_describe, inputs)), trained, modes
+
+    def _call_with_hooks(self, module: nn.Module, inputs: list[Any], spec: TreeSpec, *, are_sources: bool) -> _Call:
+        """Describe a call in which hooks of the program run; see ``replays.py``."""
+        is_alike = self._origins is None and has_hooks_only(module) and all(map(_is_known, inputs))
+        hooks = tuple(map(kind_of_hook, hooks_of_users(module)))
+        first = {id(leaf): number for number, leaf in reversed(list(enumerate(inputs)))}
+        same = tuple(first[id(leaf)] for leaf in inputs if isinstance(leaf, Tensor))  # hooks are given these themselves
+        key = (self._key(module, inputs, spec), same, hooks, are_sources) if is_alike else None
+        if key in self._recorded:
+            call, recording = self._recorded[key]
+            results: deque[Any] = deque()
+            times = self._times.copy()
+            replay = partial(self._replay, module, recording, inputs, results)
+            self._imagine(module, inputs, spec, forward=replay)
+            if all(result is None for result in results):
+                return call
+            del self._recorded[key]
+            self._times = times
+        else:
+            results = deque()
+        recording = Recording(inputs)
+        watching = self._watching_inside(module, recording) if are_sources else nullcontext()
+        self._has_changed_attributes = False
+        with watching, self._hooks_outside(module, recording, results):
+            call = self._imagine(module, inputs, spec)
+        recording.end()
+        self._with_escapes(module, call)
+        has_numbers = any(isinstance(leaf, _NUMBERS) for leaf in call.leaves)
+        is_same = not (self._has_changed_attributes or has_numbers or call.has_escapes)
+        if key is not None and recording.is_exact and is_same:
+            self._recorded[key] = call, recording
+            if len(self._recorded) > _MOST_CALLS:
+                self._recorded.popitem(last=False)
+        return call
+
+    def _replay(self, module: nn.Module, recording: Recording, inputs: Sequence[Any], results: deque[Any]) -> None:
+        """Run the hooks of a recorded forward, up to one that returns a value; append their results to ``results``."""
+        hooks = [hook for _, hook in hooks_of_users(module)]
+
+        def returned(name: str, is_inner: bool, leaves: Collection[int]) -> dict[int, Tensor]:
+            number = self._times[name]
+            self._times[name] += is_inner
+            left = None if is_inner else FOR_HOOKS
+            found = {leaf: self._fetched(Source(name, number, left, leaf)) for leaf in leaves}
+            return {leaf: tensor for leaf, tensor in found.items() if tensor is not None}
+
+        def make(known: Shape) -> Tensor:
+            fake = _empty(known)
+            return fake.clone() if fake.requires_grad else fake
+
+        def call(number: int, args: Any, kwargs: Any) -> Any:
+            with self._mode.paused():
+                results.append(hooks[number](*args, **kwargs))
+            return results[-1]
+
+        with suppress(*VALUES_NEEDED):  # a forward would be run without hooks then
+            recording.replay(inputs, returned, make, call)
+
+    def _imagine(
+        self, module: nn.Module, inputs: list[Any], spec: TreeSpec, *, forward: Callable[[], Any] | None = None
+    ) -> _Call:
+        """Run a forward, or its replacement, on fakes; describe its outputs and the attributes it sets."""
+        self._fake_parameters(module)  # stay
+        self._escapes = self._mode.escapes = Escapes(inputs) if forward is None else None
+        try:
+            return self._imagined(module, inputs, spec, forward=forward)
+        finally:
+            self._mode.escapes = None
+
+    def _with_escapes(self, module: nn.Module, call: _Call) -> _Call:
+        """Note whether the forward that was imagined last has left tensors outside of its module."""
+        escapes, self._escapes = self._escapes, None
+        call.has_escapes = escapes is not None and escapes.found()
+        if call.has_escapes:
+            self._outside.append(self._names[id(module)])
+        return call
+
+    def _imagined(
+        self, module: nn.Module, inputs: list[Any], spec: TreeSpec, *, forward: Callable[[], Any] | None
+    ) -> _Call:
+        args, kwargs = tree_unflatten(inputs, spec)
+        self._mode.has_guessed, self._has_run_hooks = False, True
+        try:
+            with (
+                self._asleep(),
+                self._mode.imagining(),
+                _reparametrize_module(module, dict(self._fake_parameters(module))),
+                self._apart(module) as left,
+            ):
+                real = [leaf for leaf in inputs if isinstance(leaf, Tensor) and not is_fake(leaf)]
+                versions = [leaf._version for leaf in real if not leaf.is_inference()]  # which views share
+                output = self._forward(module, args, kwargs) if forward is None else forward()
+                self._require_same(tree_flatten((args, kwargs)), inputs, spec)
+                if [leaf._version for leaf in real if not leaf.is_inference()] != versions:
+                    raise PipelineError("it writes into an argument that this stage has, which other stages do not see")
+        except Exception as error:
+            raise PipelineError(
+                f"`{self._names[id(module)]}` lies on another pipeline stage, and what it returns could not be told"
+                f" from the shapes of its arguments: {error}"
+            ) from error
+        positions = {
+            id(leaf): index for index, leaf in enumerate(inputs) if isinstance(leaf, Tensor) and not is_fake(leaf)
+        }
+        leaves, out_spec = tree_flatten((output, left))
+        places: list[_Position] = [(None, number) for number in range(len(tree_leaves(output)))]
+        places += [(key, number) for key, value in left.items() for number in range(len(tree_leaves(value)))]
+        described = [_Input(positions[id(leaf)]) if id(leaf) in positions else _describe(leaf) for leaf in leaves]
+        sharing, guessed = _sharing(leaves, inputs), self._mode.has_guessed
+        return _Call(out_spec, described, places, sharing, is_guess=guessed, has_hooks=self._has_run_hooks)
+
+    def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a forward with the program's hooks; without them if they read values, as those that only watch do."""
+        try:
+            return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        except VALUES_NEEDED:
+            if not runs_code_of_users(module):
+                raise
+        self._has_run_hooks = False
+        with without_hooks(module):
+            return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _require_same(self, now: tuple[list[Any], TreeSpec], inputs: Sequence[Any], spec: TreeSpec) -> None:
+        leaves, now_spec = now
+        if now_spec != spec or any(mine is not given for mine, given in zip(leaves, inputs, strict=True)):
+            raise PipelineError("it changes a list or a dictionary among its arguments, which other stages do not see")
+
+    @contextmanager
+    def _watching_inside(self, module: nn.Module, recording: Recording) -> Iterator[None]:
+        """Let hooks of the program on modules inside of one find sources: fakes that are known as such, or tensors."""
+        own = self._names[id(module)]
+        names = {child: f"{own}.{name}" if name else own for name, child in module.named_modules()}
+        marked: dict[int, Any] = {}  # outputs of modules further inside, by `id`
+
+        def watch(child: nn.Module, args: Any, output: Any) -> Any:
+            name, left = names[child], FOR_HOOKS if child is module else None
+            number = self._times[name]
+            self._times[name] += child is not module
+            leaves, spec = tree_flatten(output)
+            found: dict[int, tuple[Tensor, Tensor]] = {}
+            for position, leaf in enumerate(leaves):
+                if not is_fake(leaf) or id(leaf) in marked:
+                    continue
+                source = Source(name, number, left, position)
+                fetched = self._fetched(source)
+                if fetched is not None:
+                    leaves[position] = fetched
+                elif self._origins is not None:
+                    self._origins.mark(leaf, source)
+                marked[id(leaves[position])] = leaves[position]
+                found[position] = leaf, leaves[position]
+            recording.note_outputs(name, found, is_inner=child is not module)
+            return tree_unflatten(leaves, spec)
+
+        handles = [child.register_forward_hook(watch, prepend=True) for child in names]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def _hooks_outside(self, module: nn.Module, recording: Recording, results: deque[Any]) -> Iterator[None]:
+        """Let hooks of the program compute as code between modules does, with tensors where they find tensors.
+
+        The first ones have been called already, and have returned ``results``.
+        """
+        numbers = itertools.count()
+
+        def outside(hook: Any) -> Any:
+            number = next(numbers)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if self._mode.escapes is not None:
+                    self._mode.escapes.ignore((args, kwargs))
+                with recording.hook(number, (args, kwargs)) as found, self._mode.paused():
+                    found.append(results.popleft() if results else hook(*args, **kwargs))
+                return found[0]
+
+            call.__module__ = ""  # not one of ours
+            return call
+
+        hooks = [one for child in module.modules() for one in (child._forward_pre_hooks, child._forward_hooks)]
+        before = [dict(one) for one in hooks]
+        for one in hooks:
+            one.update({key: outside(hook) for key, hook in one.items() if not is_own(hook)})
+        try:
+            yield
+        finally:
+            for one, old in zip(hooks, before, strict=True):
+                one.update({key: old.get(key, hook) for key, hook in one.items()})
+
+    @contextmanager
+    def _apart(self, module: nn.Module) -> Iterator[dict[Key, Any]]:
+        """Show a forward fakes in place of the module's tensors, and restore its changes afterwards.
+
+        Yields:
+            A dictionary for the fakes that it has left, by submodule, dictionary and name.
+        """
+        left: dict[Key, Any] = {}
+        keys, spaces = zip(*attribute_spaces(module).items(), strict=True)
+        lists = {id(value): (value, list(value)) for space in spaces for value in space.values() if type(value) is list}
+        before = [dict(space) for space in spaces]
+        fakes: dict[int, Tensor] = {}  # by `id` of the tensor
+        for space in spaces:
+            for name, value in space.items():
+                if isinstance(value, Tensor) and not is_fake(value):
+                    fakes.setdefault(id(value), _empty(_describe(value)))
+                    space[name] = fakes[id(value)]
+        versions = {id(fake): fake._version for fake in fakes.values()}
+        try:
+            yield left
+            for now, was in lists.values():
+                if len(now) != len(was) or any(mine is not given for mine, given in zip(now, was, strict=True)):
+                    raise PipelineError("it changes a list that it keeps, which code on other stages would not see")
+        finally:
+            for now, was in lists.values():
+                now[:] = was
+            for number, (space, old) in enumerate(zip(spaces, before, strict=True)):
+                for name in [*space, *(name for name in old if name not in space)]:
+                    value, was = space.get(name, _MISSING), old.get(name, _MISSING)
+                    stood = fakes.get(id(was))
+                    is_changed = value is not was if stood is None else (
+                        value is not stood or stood._version != versions[id(stood)]
+                    )  # fmt: skip
+                    self._has_changed_attributes |= is_changed
+                    if is_changed and any(map(is_fake, tree_leaves(value))):
+                        left[*keys[number], name] = value
+                    _assign(space, name, was)
+
+    def _fake_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        if id(module) not in self._parameters:
+            with self._mode:
+                self._parameters[id(module)] = {
+                    name: nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device=param.device), False)
+                    for name, param in module.named_parameters()
+                }
+        fakes = self._parameters[id(module)]
+        for name, param in module.named_parameters():
+            fakes[name].requires_grad_(param.requires_grad)
+        return fakes
+
+
+class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Refuses operations that would write nothing: of a fake into a tensor with values, and any while imagining.
+
+    In a run on fakes they are taken note of, and results that depend on values are guessed; see the note.
+    """
+
+    origins: Origins | None = None  # of a run on fakes
+    escapes: Escapes | None = None  # of a forward that is imagined
+    has_guessed = False  # a result, since this was set
+    _is_imagining = False
+    _is_drawn = False  # an operation is running whose random numbers have been drawn
+
+    @contextmanager
+    def imagining(self) -> Iterator[None]:
+        """Run code that computes with fakes only."""
+        self._is_imagining = True
+        try:
+            with self:
+                yield
+        finally:
+            self._is_imagining = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run code of the program while imagining."""
+        was, self._is_imagining = self._is_imagining, False
+        try:
+            with unset_fake_temporarily():
+                yield
+        finally:
+            self._is_imagining = was
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        lost = self._lost_writes(func, args, kwargs)
+        if lost and self.origins is None:
+            raise PipelineError(
+                f"`{func}` writes a value of an earlier pipeline stage into a tensor of shape {tuple(lost[0].shape)}"
+                " that is not of that stage, as in `loss += block.aux_loss`, and it could not be told before the step"
+                " that it is needed. Add it to what goes from block to block, or write `pipeline_step` and"
+                " `pipeline_loss`."
+            )
+        if lost and self.origins is not None:
+            self.origins.need((args, kwargs))
+            return lost[0]
+        if not (self._is_imagining or self._is_drawn) and torch.Tag.nondeterministic_seeded in getattr(
+            func, "tags", ()
+        ):
+            _draw(func, args, kwargs)
+            self._is_drawn = True  # also where PyTorch makes it of other random operations
+            try:
+                return self.__torch_dispatch__(func, types, args, kwargs)
+            finally:
+                self._is_drawn = False
+        if func is torch.ops.aten._grouped_mm.default:
+            result: Any = self._empty_product(*args, **kwargs)
+            if self.origins is not None and not self._is_imagining:
+                self.origins.derive(result, (args, kwargs))
+            return result
+        try:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        except VALUES_NEEDED as error:
+            reads = isinstance(error, DataDependentOutputException)  # a value may be read to be shown, or to compute
+            if reads or func._schema.is_mutable or not (self._is_imagining or self.origins is not None):
+                raise
+            result = self._guess(func, args, kwargs)
+        if self.escapes is not None and self._is_imagining:
+            self.escapes.note(result, (args, kwargs))
+        if self.origins is not None and not self._is_imagining:
+            self.origins.derive(result, (args, kwargs))
+        return result
+
+    def _lost_writes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """Return the tensors with values that an operation would write fakes into."""
+        schema = getattr(func, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            return []
+        given = {**dict(zip((one.name for one in schema.arguments), args, strict=False)), **kwargs}
+        written = [
+            given.get(one.name) for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write
+        ]
+        lost = [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor) and not is_fake(leaf)]
+        if lost and self._is_imagining:
+            raise PipelineError(
+                f"it writes into a tensor of shape {tuple(lost[0].shape)} (`{func}`) that is not its own and that"
+                " code behind it may need. Let it compute a new tensor, or write into a copy (`tensor.clone()`)"
+            )
+        return lost if any(map(is_fake, tree_leaves(given))) else []
+
+    def _empty_product(
+        self, left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
+    ) -> Tensor:
+        """Return an empty result of a grouped product (of experts); PyTorch's shapes are for bf16 only."""
+        groups = [right.shape[0]] if right.dim() == 3 else [0 if offs is None else offs.shape[0]]
+        shape = [*(groups if left.dim() == right.dim() else []), left.shape[-2], right.shape[-1]]
+        with self:
+            return left.new_empty(shape, dtype=out_dtype)
+
+    def _guess(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Guess the result of an operation that needs values: run it on ones, and zeros where they may be indices."""
+        self.has_guessed = True
+        with torch.no_grad(), unset_fake_temporarily():
+            result = func(*tree_map(_filled, args), **tree_map(_filled, kwargs))
+
+        def fake(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            with self:
+                return _empty(describe_tensor(leaf))
+
+        return tree_map(fake, result)
+
+
+def _filled(leaf: Any) -> Any:
+    if not is_fake(leaf):
+        return leaf
+    value = 1 if leaf.dtype.is_floating_point or leaf.dtype is torch.bool else 0
+    return torch.full(leaf.shape, value, dtype=leaf.dtype, device=leaf.device)
+
+
+_DRAWN_BY_VALUES = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
+
+
+def _draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Draw as many random numbers as the stage that has the values: all stages draw the same ones behind it."""
+    if func._schema.name.rpartition("::")[2] in _DRAWN_BY_VALUES:
+        raise PipelineError(
+            f"`{func}` draws random numbers for a value of an earlier pipeline stage, as many as its values tell, so"
+            " that this stage would draw others from here on. Move it into a block."
+        )
+
+    def ones(leaf: Any) -> Any:
+        return torch.ones_like(_empty(_describe(leaf)), requires_grad=False) if is_fake(leaf) else leaf
+
+    with torch.no_grad():
+        func(*tree_map(ones, args), **tree_map(ones, kwargs))
+
+
+@dataclass
+class _Call:
+    """The description of a module's call: its outputs and the attributes that it sets.
+
+    Attributes:
+        spec: Of its outputs, and of the attributes it sets.
+        leaves: Of these, described.
+        positions: Of these, as sources have them.
+        sharing: Leaves, and inputs, that share memory on the stage that computes.
+        is_guess: Shapes were guessed.
+        has_hooks: Hooks of the program, if there are any, have run.
+        has_escapes: Its forward has left tensors outside of the module.
+        made: Fakes that stand for them, by leaf.
+    """
+
+    spec: TreeSpec
+    leaves: list[Any]
+    positions: list[_Position]
+    sharing: list[_Sharing]
+    is_guess: bool = False
+    has_hooks: bool = True
+    has_escapes: bool = False
+    made: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    @property
+    def left(self) -> dict[Key, tuple[bool, ...]]:
+        """Of each attribute that it sets, which leaves are tensors."""
+        found: dict[Key, tuple[bool, ...]] = {}
+        for (key, _), leaf in zip(self.positions, self.leaves, strict=True):
+            if key is not None:
+                found[key] = (*found.get(key, ()), isinstance(leaf, (Shape, _Input)))
+        return found
+
+
+@dataclass
+class _Sharing:
+    """Positions of tensors that share memory."""
+
+    leaves: list[int] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+
+
+def _sharing(leaves: Sequence[Any], inputs: Sequence[Any]) -> list[_Sharing]:
+    found: dict[int, _Sharing] = {}
+    for number, leaf in enumerate(leaves):
+        if is_fake(leaf):
+            found.setdefault(leaf.untyped_storage()._cdata, _Sharing()).leaves.append(number)
+    for number, leaf in enumerate(inputs):
+        if is_fake(leaf) and leaf.untyped_storage()._cdata in found:
+            found[leaf.untyped_storage()._cdata].inputs.append(number)
+    return [one for one in found.values() if len(one.leaves) + len(one.inputs) > 1]
+
+
+@dataclass(frozen=True)
+class _Input:
+    """An output that is an input."""
+
+    leaf: int
+
+
+def _describe(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return describe_tensor(leaf)
+    return leaf if isinstance(leaf, _KNOWN_BY_VALUE) else _Object(leaf)
+
+
+def _is_known(leaf: Any) -> bool:
+    """Say whether the next call with this argument is a call with the same argument."""
+    return isinstance(leaf, (Tensor, *_KNOWN_BY_VALUE, *_KNOWN_BY_IDENTITY))
+
+
+class _Object:
+    """A value of which nothing is known but which one it is."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Object) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _empty(known: Shape) -> Tensor:
+    tensor = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device=known.device)
+    return tensor.requires_grad_(known.requires_grad)
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    return torch.empty(tensor.shape, device="meta").stride()
+
+
+def _zeros(known: Shape) -> Tensor:
+    return torch.zeros((), dtype=known.dtype, device=known.device).expand(known.shape)
+
+
+def _again(output: Any, inputs: Sequence[Any], make: Callable[[Shape], Tensor]) -> Any:
+    """Return an output of a call that is known."""
+    if isinstance(output, _Input):
+        return inputs[output.leaf]
+    if isinstance(output, _Object):
+        return output.value
+    if not isinstance(output, Shape):
+        return output
+    return make(output)
+
+
+def _autocast_device(leaves: Sequence[Any]) -> str:
+    return next((leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)), "cpu")
+
+
+def _assign(space: dict[str, Any], name: str, value: Any) -> None:
+    if value is _MISSING:
+        space.pop(name, None)
+    else:
+        space[name] = value

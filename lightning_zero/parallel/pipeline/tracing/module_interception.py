@@ -1,0 +1,627 @@
+"""Run a user's step for one chunk of the model: modules of other stages are passed over, not computed.
+
+Note [Passing over]
+    Every stage runs the user's own code from its first line. A module of another stage in front of this chunk does not
+    compute: it returns *fake* tensors (PyTorch's ``FakeTensor``), which have a shape and a dtype and no values. What
+    the code derives from them is fake as well; masks, positions and rotary tables that it derives from the batch are
+    real. At the first block of the chunk fake arguments are replaced by the tensors of the stage before. At the
+    first block of the next chunk the run is broken off, and the arguments of that call are sent on. So the code
+    between blocks, keyword arguments and values that all blocks share need no rules. A value that reaches a module of
+    this chunk in another way, or the loss, is computed from sources, which are sent with the arguments (see
+    ``sources.py``). A fake that does so all the same is an error: nothing is ever computed from it.
+
+Note [Gates]
+    While a step runs the class of every module with a place in the split is a subclass that asks here first. Inside of
+    such a module nothing is different.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.errors import PipelineError
+from lightning_zero.parallel.module_state import version_of, without_caches
+from lightning_zero.parallel.pipeline.schedule.streams import RandomState
+from lightning_zero.parallel.pipeline.stages.sources import FOR_HOOKS, Origins, Shape, Source, is_fake
+from lightning_zero.parallel.pipeline.stages.split import Place, Split, modules_around
+from lightning_zero.parallel.pipeline.stages.subclasses import subclass_of
+from lightning_zero.parallel.pipeline.tracing.attributes import attribute_spaces
+from lightning_zero.parallel.pipeline.tracing.conversions import conversions_watched
+from lightning_zero.parallel.pipeline.tracing.fakes import VALUES_NEEDED, Fakes
+from lightning_zero.parallel.pipeline.tracing.gradient_hooks import GradientHooks
+from lightning_zero.parallel.pipeline.tracing.loss_normalization import unwatched
+from lightning_zero.parallel.pipeline.tracing.outcomes import Attributes, Outcome
+from lightning_zero.parallel.pipeline.tracing.own_gradients import OwnGradients, users_of_parameters
+from lightning_zero.parallel.pipeline.tracing.recomputation import Again, Checkpoints, NotedCall
+from lightning_zero.parallel.writable import writable
+from lightning_zero.trees import tree_flatten, tree_leaves, tree_unflatten
+
+__all__ = ["Gates", "Message"]
+
+_HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Message:
+    """A tensor that goes from one chunk to the next.
+
+    Attributes:
+        leaf: Position among the leaves of the arguments of the next chunk's first block, or a source.
+        shape: Of the tensor.
+        dtype: Of the tensor.
+        requires_grad: Whether its gradient comes back.
+    """
+
+    leaf: int | Source
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass
+class _Visit:
+    """A run of the step for one chunk."""
+
+    chunk: int
+    start: int  # first block of the chunk
+    stop: int  # first block of the next one
+    computes: bool = True  # False: a survey
+    expected: Sequence[Message] = ()
+    receive: Callable[[], Sequence[Tensor]] = tuple
+    send: Callable[[Mapping[int | Source, Any]], None] | None = None
+    wanted: Collection[Source] = ()  # of this chunk, by later ones
+    origins: Origins | None = None  # of a run on fakes
+    received: dict[int | Source, Tensor] | None = None
+    computed: dict[Source, Tensor] = field(default_factory=dict)  # that are wanted
+    times: Counter[str] = field(default_factory=Counter)  # calls of modules that compute, by name
+    outcomes: dict[tuple[str, int], Outcome] = field(default_factory=dict)  # described, by name and number of the call
+    calls: Counter[str] = field(default_factory=Counter)  # that have been described or compared, by name
+    reached: int = -1  # block that was run last
+    passed: int = -1  # block that was passed over last
+    is_inside: bool = False  # a gated module is running
+    hidden: str = ""  # advice on fakes that an argument has hidden
+    has_failed_inside: bool = False  # a module that computes has raised an error
+    is_computing: bool = False  # one of this chunk
+    gradients: GradientHooks = field(default_factory=GradientHooks)
+    own: OwnGradients = field(default_factory=partial(OwnGradients, -1, {}))
+    swaps: dict[int, tuple[Any, int, Tensor]] = field(default_factory=dict)  # fake leaf and version, by id -> received
+    again: Again | None = None  # of a recomputation
+    checkpoints: Checkpoints | None = None  # of the program, around modules
+
+    @property
+    def notes_calls(self) -> bool:
+        """Whether a function is running that the backward may run again."""
+        return self.checkpoints is not None and self.checkpoints.is_open
+
+    def note(self, call: NotedCall) -> None:
+        """Note a call of a module for recomputations."""
+        if self.checkpoints is not None:
+            self.checkpoints.note(call)
+
+
+class _BrokenOff(Exception):
+    """The next chunk's first block was reached. An ``Exception``, because module hooks see no other end of a call."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.leaves = tree_flatten((args, kwargs))[0]
+
+
+class Gates:
+    """Runs steps of a module chunk by chunk.
+
+    Args:
+        module: The root.
+        split: The cut of the module.
+        on_call: Called when a step calls a module of the split.
+        inside: Around a module of the split that computes.
+        asleep: Around forwards that compute nothing.
+        device: Whose random numbers modules draw.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        split: Split,
+        on_call: Callable[[], None],
+        *,
+        inside: Callable[[], AbstractContextManager[None]] = nullcontext,
+        asleep: Callable[[], AbstractContextManager[None]] = nullcontext,
+        device: torch.device = _HOST,
+    ) -> None:
+        self._root = module
+        self._around = list(modules_around(module, split))
+        self._split = split
+        self._on_call = on_call
+        self._inside = inside
+        self._random_state = partial(RandomState, device)
+        self._places = {id(module.get_submodule(place.name)): place for place in split.places}
+        self._modules = [module.get_submodule(place.name) for place in split.places]
+        self._classes: dict[type[nn.Module], type[nn.Module]] = {}
+        self._users = users_of_parameters(module, split)
+        names = {key: place.name for key, place in self._places.items()}
+        self._fakes = Fakes(names, _ungated_parameters(module, split), asleep)
+        self._visit: _Visit | None = None
+
+    # -- Running a step ------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        step: Callable[[], Any],
+        chunk: int,
+        expected: Sequence[Message],
+        receive: Callable[[], Sequence[Tensor]],
+        send: Callable[[Mapping[int | Source, Any]], None],
+        *,
+        wanted: Collection[Source] = (),
+        outcomes: Mapping[tuple[str, int], Outcome] | None = None,
+    ) -> tuple[bool, Any]:
+        """Run a step for one chunk.
+
+        Args:
+            step: The user's code.
+            chunk: The chunk that computes.
+            expected: The messages from the chunk before.
+            receive: Waits for it and returns it. Called at the chunk's first block, or at the first module that has
+                returned a source, so that what is in front of it does not wait.
+            send: Called with the leaves of the arguments of the next chunk's first block, when it is called, and with
+                sources.
+            wanted: Sources that this chunk computes and later ones need.
+            outcomes: Of calls of its modules, as later chunks know them; see ``needed``.
+
+        Returns:
+            Whether the step came to its end (the last chunk), and its result.
+
+        Raises:
+            PipelineError: The step cannot be run in chunks.
+        """
+        bounds = self._split.bounds
+        visit = _Visit(
+            chunk, bounds[chunk], bounds[chunk + 1], expected=expected, receive=receive, send=send, wanted=wanted
+        )
+        visit.outcomes.update(outcomes or {})
+        finished, result = self._run(step, visit)
+        self._fakes.require_unwritten()
+        if finished and (chunk < self._split.num_chunks - 1 or visit.reached < visit.start):
+            missed = visit.start if visit.reached < visit.start else visit.stop
+            raise PipelineError(
+                f"The step ended before it called `{self._block_name(missed)}`, the first block of a pipeline stage."
+                " Every block of the list must be called in every step: a step that has nothing to train on"
+                " returns its loss times zero, not None in front of the model."
+            )
+        if finished and any(is_fake(leaf) for leaf in tree_leaves(result)):
+            raise PipelineError(
+                visit.hidden
+                or "What the step returns depends on a value of an earlier pipeline stage that did not come through"
+                f" the blocks of `{self._split.blocks}`, and it could not be told before the step that it is needed."
+                f"{self._fakes.advice}"
+            )
+        return finished, result
+
+    def needed(self, step: Callable[[], Any], chunk: int) -> tuple[dict[Source, Shape], dict[tuple[str, int], Outcome]]:
+        """Run a step for one chunk on fakes.
+
+        Returns:
+            The sources that it needs besides its first block's arguments, and the outcomes of calls of its modules, by
+            name of the module and number of the call.
+        """
+        bounds = self._split.bounds
+        visit = _Visit(chunk, bounds[chunk], bounds[chunk + 1], origins=Origins())
+        assert visit.origins is not None
+        with suppress(Exception):  # a guess may lead to errors; the step itself shows those of the program
+            finished, result = self._run(step, visit)
+            if finished:
+                visit.origins.need(result)
+        return visit.origins.needed, visit.outcomes
+
+    def arguments(self, step: Callable[[], Any], chunk: int, available: Iterable[Source]) -> tuple[list[Any], Origins]:
+        """Return the leaves of the arguments of a chunk's first block, fake where other chunks compute them.
+
+        Args:
+            step: The user's code.
+            chunk: The chunk.
+            available: Sources that it has.
+
+        Returns:
+            The leaves, and which sources that the chunk does not have they are computed from.
+        """
+        start = self._split.bounds[chunk]
+        origins = Origins(available)
+        finished, leaves = self._run(step, _Visit(chunk, start, start, origins=origins))
+        if finished:
+            raise PipelineError(
+                f"The step did not call `{self._block_name(start)}`, the first block of pipeline chunk {chunk}."
+                f" A pipeline needs every block of `{self._split.blocks}` to be called in every step."
+            )
+        return leaves, origins
+
+    def survey(self, step: Callable[[], Any]) -> Any:
+        """Run a step in which no module of the split computes: they return zeros without memory."""
+        return self._run(step, _Visit(-1, 0, 0, computes=False))
+
+    def _run(self, step: Callable[[], Any], visit: _Visit) -> tuple[bool, Any]:
+        assert self._visit is None
+        self._visit = visit
+        visit.own = OwnGradients(visit.chunk, self._users)
+        stand_in = None if visit.computes and visit.origins is None else self._fakes.gradients
+        try:
+            self._fakes.begin(origins=visit.origins, fetch=partial(self._fetched, visit))
+            with (
+                self._keeping_buffers(),
+                visit.gradients.watched(lambda: not visit.is_computing),
+                visit.own.watched(lambda: not visit.is_inside, stand_in),
+                self._checkpoints(visit),
+            ):
+                return self._run_installed(step)
+        except VALUES_NEEDED as error:
+            raise PipelineError(
+                "The step needs a value that an earlier pipeline stage computes, outside of the blocks of"
+                f" `{self._split.blocks}`: {error}. The line is in the traceback. Move it into a block, or write"
+                f" `pipeline_step` and `pipeline_loss`.{self._fakes.advice}"
+            ) from error
+        except RuntimeError as error:
+            if "NestedTensor" not in str(error) or isinstance(error, PipelineError) or visit.has_failed_inside:
+                raise
+            raise PipelineError(
+                f"The step makes a nested tensor for the blocks of `{self._split.blocks}`, which has no shape that"
+                " another pipeline stage could be told. `nn.TransformerEncoder` does so for a padding mask where no"
+                " gradients are computed: build it with `enable_nested_tensor=False`."
+            ) from error
+        finally:
+            self._visit = None
+            self._fakes.end()
+
+    def _run_installed(self, step: Callable[[], Any]) -> tuple[bool, Any]:
+        try:
+            with self._installed():
+                return True, step()
+        except _BrokenOff as end:
+            return False, end.leaves
+
+    @contextmanager
+    def _checkpoints(self, visit: _Visit) -> Iterator[None]:
+        visit.checkpoints = Checkpoints(self._run_again)
+        with visit.checkpoints.watched(lambda: not visit.is_inside):
+            yield
+
+    def _run_again(self, again: Again, function: Callable[[], Any]) -> Any:
+        """Run a checkpointed function of the program in a backward."""
+        before, self._visit = self._visit, _Visit(-1, 0, 0, again=again)
+        random = self._random_state()
+        try:
+            with self._checkpoints(self._visit), self._installed() if before is None else nullcontext():
+                return function()
+        finally:
+            self._visit = before
+            random.restore()
+
+    @contextmanager
+    def _installed(self) -> Iterator[None]:
+        before = [type(module) for module in self._modules]
+        try:
+            for module in self._modules:
+                module.__class__ = self._gated(type(module))
+            with without_caches(self._root), conversions_watched():
+                yield
+        finally:
+            for module, cls in zip(self._modules, before, strict=True):
+                module.__class__ = cls
+
+    @contextmanager
+    def _keeping_buffers(self) -> Iterator[None]:
+        before = [(module, dict(module._buffers)) for module in self._around]
+        yield
+        for module, buffers in before:
+            for name, buffer in module._buffers.items():
+                if is_fake(buffer):
+                    module._buffers.update(buffers)
+                    raise PipelineError(
+                        f"The step assigns a value of an earlier pipeline stage to the module buffer `{name}` of"
+                        f" `{type(module).__name__}`, which lies around the blocks of `{self._split.blocks}`: stages"
+                        " behind it do not have the value. Make it a buffer of a block, or a plain attribute."
+                    )
+
+    def _gated(self, cls: type[nn.Module]) -> type[nn.Module]:
+        if cls not in self._classes:
+
+            def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                return self._call(module, cls, args, kwargs)
+
+            self._classes[cls] = subclass_of(cls, {"__call__": call})
+        return self._classes[cls]
+
+    # -- A call of a module that has a place ---------------------------------------------------------------------------
+
+    def _call(self, module: nn.Module, cls: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        visit = self._visit
+        if visit is None or visit.is_inside:
+            return cls.__call__(module, *args, **kwargs)
+        place = self._places[id(module)]
+        with unwatched():
+            if visit.again is not None:
+                return self._call_again(module, cls, visit, args, kwargs)
+            self._on_call()
+            behind = self._random_state() if visit.notes_calls else None
+            if not self._computes(visit, place, args, kwargs):
+                return self._pass_over(module, visit, place, args, kwargs, behind=behind)
+            if visit.origins is not None:
+                return self._stand_in(module, visit, place, args, kwargs)
+            given = args, kwargs
+            args, kwargs = self._with_received(visit, place, args, kwargs)
+            visit.hidden = visit.hidden or _hidden(place.name, (args, kwargs))
+        visit.is_inside = visit.is_computing = True
+        try:
+            with self._inside(), nullcontext() if place.block is None else unwatched():
+                if behind is not None:
+                    random = self._random_state(), behind
+                    visit.note(NotedCall.computed(place.name, given, (args, kwargs), *random))
+                output = self._compared(module, cls, visit, args, kwargs)
+        except RuntimeError:
+            visit.has_failed_inside = True
+            raise
+        finally:
+            visit.is_inside = visit.is_computing = False
+        visit.gradients.mark_own(output)
+        visit.own.note_own(output)
+        return output
+
+    def _call_again(
+        self, module: nn.Module, cls: type[nn.Module], visit: _Visit, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Repeat a call in a recomputation."""
+        assert visit.again is not None
+        noted = visit.again.next()
+        visit.note(noted)
+        if noted.random is None:
+            noted.behind.restore()
+            return noted.output
+        args, kwargs = noted.with_received((args, kwargs))
+        noted.random.restore()
+        visit.is_inside = True
+        try:
+            return cls.__call__(module, *args, **kwargs)
+        finally:
+            visit.is_inside = False
+            noted.behind.restore()
+
+    def _compared(
+        self, module: nn.Module, cls: type[nn.Module], visit: _Visit, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a module, and compare with its description if later chunks pass over it; see ``outcomes.py``."""
+        name = self._places[id(module)].name
+        outcome = visit.outcomes.get((name, visit.calls[name]))
+        if outcome is None or visit.chunk == self._split.num_chunks - 1:
+            return self._compute(module, cls, visit, args, kwargs)
+        attributes = Attributes(module)
+        output = self._compute(module, cls, visit, args, kwargs)
+        outcome.require_same(name, output, attributes)
+        visit.calls[name] += 1
+        return output
+
+    def _compute(
+        self, module: nn.Module, cls: type[nn.Module], visit: _Visit, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a module, and keep the sources that later chunks want of it."""
+        name = self._places[id(module)].name
+        mine = [one for one in visit.wanted if one.module == name or one.module.startswith(f"{name}.")]
+        if not mine:
+            return cls.__call__(module, *args, **kwargs)
+        seen = [one for one in mine if one.module != name or one.left == FOR_HOOKS]
+        with self._watching(visit, seen, name):
+            output = cls.__call__(module, *args, **kwargs)
+        for source in mine:
+            if source not in seen and source.call == visit.times[name]:
+                left = source.left
+                space = output if left is None else attribute_spaces(module).get(left[:2], {}).get(left[2])
+                _keep(visit, source, tree_leaves(space))
+        visit.times[name] += 1
+        return output
+
+    @contextmanager
+    def _watching(self, visit: _Visit, sources: Sequence[Source], outermost: str) -> Iterator[None]:
+        """Keep the tensors that a module, and modules inside of it, give to their hooks."""
+        names = {one.module for one in sources}
+
+        def watch(name: str, child: nn.Module, args: Any, output: Any) -> None:
+            for source in sources:
+                if source.module == name and source.call == visit.times[name]:
+                    _keep(visit, source, tree_leaves(output))
+            visit.times[name] += name != outermost
+
+        handles = [
+            self._root.get_submodule(name).register_forward_hook(partial(watch, name), prepend=True) for name in names
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _stand_in(
+        self, module: nn.Module, visit: _Visit, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return fakes for the outputs of a module of this chunk, and note the sources that it needs."""
+        assert visit.origins is not None
+        leaves = tree_leaves((args, kwargs))
+        if place.block == visit.start and not visit.swaps:
+            visit.swaps = {id(leaf): (leaf, version_of(leaf), leaf) for leaf in leaves if is_fake(leaf)}
+        visit.origins.need([leaf for leaf in leaves if id(leaf) not in visit.swaps])
+        num_shown = len(self._fakes.shown)
+        visit.is_inside = True
+        try:
+            output, outcome = self._fakes.described(module, args, kwargs)
+        finally:
+            visit.is_inside = False
+        if outcome is not None:
+            visit.outcomes[place.name, visit.calls[place.name]] = outcome
+        visit.calls[place.name] += 1
+        visit.origins.mark_own((output, self._fakes.shown[num_shown:]))
+        return output
+
+    def _fetched(self, visit: _Visit, source: Source) -> Tensor | None:
+        """Return a source that this chunk has been sent, else None."""
+        if not any(message.leaf == source for message in visit.expected):
+            return None
+        tensor = self._received(visit)[source].clone()  # the program may write into it
+        visit.gradients.mark(tensor, source)
+        return tensor
+
+    def _received(self, visit: _Visit) -> dict[int | Source, Tensor]:
+        if visit.received is None:
+            tensors = visit.receive()
+            visit.received = {message.leaf: one for message, one in zip(visit.expected, tensors, strict=True)}
+        return visit.received
+
+    def _computes(self, visit: _Visit, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if not visit.computes:
+            return False
+        if place.block is None:
+            return self._computes_outside(visit, place)
+        return self._computes_block(visit, place, place.block, args, kwargs)
+
+    def _pass_over(
+        self,
+        module: nn.Module,
+        visit: _Visit,
+        place: Place,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        behind: RandomState | None,
+    ) -> Any:
+        visit.is_inside = True
+        num_shown = len(self._fakes.shown)
+        try:
+            output = (self._fakes.outputs if visit.computes else self._fakes.zeros)(module, args, kwargs)
+        finally:
+            visit.is_inside = False
+        visit.own.note_given((args, kwargs))
+        visit.own.note_received((output, self._fakes.shown[num_shown:]))
+        if behind is not None:
+            if len(self._fakes.shown) > num_shown:
+                raise PipelineError(
+                    f"`{place.name}` of another pipeline stage leaves tensors in its attributes, and is called inside"
+                    " of `torch.utils.checkpoint`: the backward, which runs the code again, does not have them. Return"
+                    " them, or use `ZeroStrategy(activation_checkpointing=...)`."
+                )
+            visit.note(NotedCall(place.name, behind, output=output))
+        return output
+
+    def _computes_outside(self, visit: _Visit, place: Place) -> bool:
+        is_before = visit.reached < visit.start
+        if place.chunk == 0:
+            if not is_before and visit.chunk > 0:
+                self._refuse_place(place, "behind the first block of a later stage", "first", "last")
+            return visit.chunk == 0 and visit.stop > 0
+        if is_before and visit.passed >= 0:
+            raise PipelineError(
+                f"`{place.name}` is called before `{self._block_name(visit.start)}`, the first block of a pipeline"
+                f" stage. A pipeline needs every block of `{self._split.blocks}` to be called in every step, in order."
+            )
+        if is_before:
+            self._refuse_place(place, "in front of the blocks", "last", "first")
+        return True
+
+    def _computes_block(
+        self, visit: _Visit, place: Place, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        if block == visit.stop:
+            end = _BrokenOff(args, kwargs)
+            if visit.send is not None:
+                found: dict[int | Source, Any] = dict(visit.received or {})
+                found.update(visit.computed.items())
+                found.update(enumerate(end.leaves))
+                self._fakes.require_unwritten()
+                visit.send(found)
+            raise end
+        if block < visit.start and visit.reached < 0:
+            visit.passed = block
+            return False
+        if block <= visit.reached or block > visit.stop or (visit.reached < visit.start < block):
+            raise PipelineError(
+                f"`{place.name}` is called out of turn (the last block was {visit.reached}). A pipeline needs the"
+                f" blocks of `{self._split.blocks}` to be called once and in order."
+            )
+        visit.reached = block
+        return True
+
+    def _with_received(
+        self, visit: _Visit, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        leaves, spec = tree_flatten((args, kwargs))
+        if visit.expected and place.block == visit.start and not visit.swaps:
+            for position, tensor in self._received(visit).items():
+                if isinstance(position, int):
+                    arrived = writable(tensor)
+                    fake = leaves[position]
+                    visit.own.note_given(fake)
+                    visit.own.note_received(arrived)
+                    visit.swaps[id(fake)] = (fake, version_of(fake), arrived)
+        leaves = [self._swapped(visit, place, leaf) for leaf in leaves]
+        if any(is_fake(leaf) for leaf in leaves):
+            raise PipelineError(
+                visit.hidden
+                or f"`{place.name}` is given a value that an earlier pipeline stage computes, but not as an argument of"
+                f" `{self._block_name(visit.start)}`, and it could not be told before the step that it is needed. Pass"
+                " the value to every block, cut the list elsewhere (`Pipeline(partition=[...])`), or write"
+                f" `pipeline_step` and `pipeline_loss`.{self._fakes.advice}"
+            )
+        args, kwargs = tree_unflatten(leaves, spec)
+        return args, kwargs
+
+    def _swapped(self, visit: _Visit, place: Place, leaf: Any) -> Any:
+        """Return the received tensor for a fake argument, and other arguments as they are."""
+        if id(leaf) not in visit.swaps:
+            return leaf
+        fake, version, received = visit.swaps[id(leaf)]
+        if version_of(fake) != version:
+            raise PipelineError(
+                f"The step writes into an argument of `{self._block_name(visit.start)}`, which an earlier pipeline"
+                f" stage computes, and gives it to `{place.name}` as well, which would not see the write. Compute a"
+                " new tensor."
+            )
+        return received
+
+    def _refuse_place(self, place: Place, where: str, side: str, other: str) -> NoReturn:
+        raise PipelineError(
+            f"`{place.name}` is called {where}, but lies {'in front of' if side == 'first' else 'behind'} the blocks"
+            f" of `{self._split.blocks}` by the source of `forward` or in the order of registration. Name it:"
+            f" `Pipeline({other}=[{place.name!r}])`, or, if both sides use it, give both a module of their own."
+        )
+
+    def _block_name(self, block: int) -> str:
+        return next((place.name for place in self._split.places if place.block == block), f"block {block}")
+
+
+def _hidden(name: str, arguments: Any) -> str:
+    """Return advice on an argument that hides tensors of another stage, which nobody sends; else an empty text."""
+    for leaf in tree_leaves(arguments):
+        hidden = [] if isinstance(leaf, (Tensor, nn.Module)) else getattr(leaf, "__dict__", {}).values()
+        if any(map(is_fake, hidden)):
+            cls = type(leaf).__name__
+            return (
+                f"`{name}` is given a `{cls}` with tensors of an earlier pipeline stage. Only tensors in tuples, lists,"
+                " dictionaries, named tuples and registered classes are sent. If it is a dataclass, call"
+                f" `torch.export.register_dataclass({cls})` once, or give the block its tensors."
+            )
+    return ""
+
+
+def _keep(visit: _Visit, source: Source, leaves: Sequence[Any]) -> None:
+    """Keep a copy of a source: the program may write into a module's outputs."""
+    if source.leaf < len(leaves) and isinstance(leaves[source.leaf], Tensor):
+        visit.computed[source] = leaves[source.leaf].clone()
+
+
+def _ungated_parameters(module: nn.Module, split: Split) -> list[nn.Parameter]:
+    """Return the parameters that lie in no module of the split."""
+    inside = {id(param) for place in split.places for param in module.get_submodule(place.name).parameters()}
+    return [param for param in module.parameters() if id(param) not in inside]

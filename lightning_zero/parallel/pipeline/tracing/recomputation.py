@@ -1,0 +1,152 @@
+"""Code around modules of pipeline stages that the program checkpoints (``torch.utils.checkpoint``).
+
+Note [Calls of a recomputation]
+    The backward runs the checkpointed function again, long after the step: modules of other stages must be passed over
+    again, received tensors take the places of fakes again, and modules of this chunk draw the same random numbers from
+    the stream of their chunk. So the first run notes every call of a module with a place, and the recomputation repeats
+    these calls in order. Where the first run was broken off, the recomputation is over. PyTorch's reentrant variant
+    cannot be broken off: the other one runs in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.utils.checkpoint import _StopRecomputationError, checkpoint
+
+from lightning_zero.errors import PipelineError
+from lightning_zero.parallel.module_state import version_of
+from lightning_zero.parallel.pipeline.schedule.streams import RandomState
+from lightning_zero.trees import tree_flatten, tree_leaves, tree_unflatten
+
+__all__ = ["Again", "Checkpoints", "NotedCall"]
+
+_Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class NotedCall:
+    """A call of a module with a place, as the first run made it.
+
+    Attributes:
+        name: Of the module.
+        behind: Where code behind it began to draw.
+        output: Of a module that was passed over.
+        random: Where a module that computed began to draw; None for one that was passed over.
+        received: Tensors in the places of fakes, and their versions, by leaf of its arguments.
+    """
+
+    name: str
+    behind: RandomState
+    output: Any = None
+    random: RandomState | None = None
+    received: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
+
+    @staticmethod
+    def computed(name: str, given: Any, arguments: Any, random: RandomState, behind: RandomState) -> NotedCall:
+        """Return the call of a module that computes with ``arguments``, where the program gave it ``given``."""
+        pairs = zip(tree_leaves(given), tree_leaves(arguments), strict=True)
+        received = {leaf: (one, version_of(one)) for leaf, (was, one) in enumerate(pairs) if one is not was}
+        return NotedCall(name, behind, random=random, received=received)
+
+    def with_received(self, arguments: Any) -> Any:
+        """Return the arguments of a repeated call with the received tensors in their places.
+
+        Raises:
+            PipelineError: One has been changed since.
+        """
+        leaves, spec = tree_flatten(arguments)
+        for leaf, (tensor, version) in self.received.items():
+            if version_of(tensor) != version:
+                raise PipelineError(
+                    f"`{self.name}`, or code behind it, writes into an argument that another pipeline stage has"
+                    " computed, and is called inside of `torch.utils.checkpoint`, which runs it again in the backward."
+                    " Compute a new tensor (`x = x + y`)."
+                )
+            leaves[leaf] = tensor
+        return tree_unflatten(leaves, spec)
+
+
+class Again:
+    """The calls of a first run, one after the other."""
+
+    def __init__(self, calls: list[NotedCall]) -> None:
+        self._calls = iter(calls)
+
+    def next(self) -> NotedCall:
+        """Return the next call; end the recomputation where the first run has ended."""
+        call = next(self._calls, None)
+        if call is None:
+            raise _StopRecomputationError
+        return call
+
+
+class Checkpoints:
+    """The checkpointed functions of a run that call modules with a place.
+
+    Args:
+        run_again: Runs a function in a recomputation, given the calls that it makes.
+    """
+
+    def __init__(self, run_again: Callable[[Again, Callable[[], Any]], Any]) -> None:
+        self._run_again = run_again
+        self._open: list[list[NotedCall]] = []  # those that are running
+        self._started: list[Generator[None]] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a checkpointed function is running."""
+        return bool(self._open)
+
+    def note(self, call: NotedCall) -> None:
+        """Note a call in the functions that are running."""
+        for calls in self._open:
+            calls.append(call)
+
+    @contextmanager
+    def watched(self, is_between: Callable[[], bool]) -> Iterator[None]:
+        """Watch for checkpointed functions where ``is_between`` modules says so."""
+        module: Any = torch.utils.checkpoint
+        generator, reentrant = module._checkpoint_without_reentrant_generator, module.CheckpointFunction
+
+        def watched_generator(function: _Function, *args: Any, **kwargs: Any) -> Generator[None]:
+            if not is_between():
+                started: Generator[None] = generator(function, *args, **kwargs)
+                return started
+            self._started.append(self._noting(generator, function, args, kwargs))
+            return self._started[-1]
+
+        class _Reentrant(reentrant):  # type: ignore[misc,valid-type]
+            @staticmethod
+            def apply(function: _Function, preserve: bool, *args: Any) -> Any:
+                if not is_between() or not any(isinstance(one, Tensor) and one.requires_grad for one in args):
+                    return reentrant.apply(function, preserve, *args)
+                return checkpoint(
+                    function, *args, use_reentrant=False, preserve_rng_state=preserve, determinism_check="none"
+                )
+
+        try:
+            module._checkpoint_without_reentrant_generator, module.CheckpointFunction = watched_generator, _Reentrant
+            yield
+        finally:
+            module._checkpoint_without_reentrant_generator, module.CheckpointFunction = generator, reentrant
+            for started in reversed(self._started):  # one that was broken off may be open still
+                started.close()
+            self._started.clear()
+
+    def _noting(self, generator: _Function, function: _Function, args: Any, kwargs: Any) -> Generator[None]:
+        calls: list[NotedCall] = []
+        self._open.append(calls)
+        try:
+            yield from generator(partial(self._again, calls, function), *args, **kwargs)
+        finally:
+            self._open[:] = [one for one in self._open if one is not calls]
+
+    def _again(self, calls: list[NotedCall], function: _Function, *args: Any, **kwargs: Any) -> Any:
+        return self._run_again(Again(calls), partial(function, *args, **kwargs))

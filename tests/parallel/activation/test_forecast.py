@@ -1,0 +1,149 @@
+"""``policy="auto"``: what is counted, what is chosen, and that nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.config import ActivationCheckpointing
+from lightning_zero.lightning.strategy import ZeroStrategy
+from lightning_zero.parallel.activation.checkpointing import checkpoint_activations, forecast_of
+from lightning_zero.parallel.activation.forecast import Forecast, KeptBytes
+from tests import worlds
+from tests.lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
+from tests.parallel.activation.test_checkpointing import Model, _kept_per_block
+
+CHOICES = ("none", "selective", "full", "offload")
+
+
+def _auto(budget_bytes: int = 0) -> ActivationCheckpointing:
+    return ActivationCheckpointing(policy="auto", budget_bytes=budget_bytes)
+
+
+def _step(model: nn.Module, tokens: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    model(tokens).square().mean().backward()
+    return [param.grad for param in model.parameters() if param.grad is not None]
+
+
+def _forecast(model: nn.Module) -> Forecast:
+    forecast = forecast_of(model)
+    assert forecast is not None
+    return forecast
+
+
+def _itself(value: int) -> int:
+    return value
+
+
+# -- What is counted ---------------------------------------------------------------------------------------------------
+
+
+def test_forecast_is_what_the_policies_keep() -> None:
+    tokens = torch.randint(0, 13, (4, 32))
+    model = Model(12)
+    checkpoint_activations(model, _auto())
+    for _ in range(2):
+        _step(model, tokens)
+    needed = _forecast(model).needed()
+    for name, nbytes in zip(CHOICES[:3], needed[:3], strict=True):
+        options = None if name == "none" else ActivationCheckpointing(policy=name)  # type: ignore[arg-type]
+        assert nbytes == pytest.approx(12 * _kept_per_block(options, tokens), rel=0.05), name
+    assert needed[3] == 0
+
+
+def test_parameters_are_not_counted_and_every_class_is() -> None:
+    model = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.GELU()), nn.Linear(64, 64), nn.Linear(64, 64)])
+    checkpoint_activations(model, ActivationCheckpointing(modules=["Sequential", "Linear"], policy="auto"))
+    x = torch.randn(2, 64)
+    for module in model:
+        x = module(x)
+    one = 2 * 64 * 4
+    # `Linear` keeps its result, `Sequential` that of its `Linear` as well. The third module is the first that waits.
+    assert _forecast(model).needed() == (2 * one, 2 * one, one, 0)
+
+
+# -- What is chosen ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("budget", "policy"),
+    [(3000, "none"), (2999, "selective"), (600, "selective"), (599, "full"), (150, "full"), (149, "offload")],
+)
+def test_the_cheapest_policy_that_fits_is_taken(budget: int, policy: str) -> None:
+    forecast = Forecast(budget, bool)
+    forecast._kept = {nn.Linear: KeptBytes(none=1000, selective=200, full=50), nn.Tanh: KeptBytes(none=900)}
+    forecast.note_waiting(3)
+    assert forecast.settle(_itself) is None  # the states of the optimizer were not there yet
+    assert forecast.policy is None
+    line = forecast.settle(_itself)
+    assert forecast.policy == policy
+    assert line is not None
+    assert line.startswith(f"activation checkpointing: 'auto' is '{policy}'. 3 calls would keep, in MiB: none 0.0,")
+    assert forecast.settle(_itself) is None
+
+
+def test_ranks_take_the_policy_of_the_one_with_the_least_room() -> None:
+    forecast = Forecast(10**9, bool)
+    forecast._kept = {nn.Linear: KeptBytes(none=1000)}
+    for _ in range(2):
+        forecast.settle(lambda mine: max(mine, CHOICES.index("full")))
+    assert forecast.policy == "full"
+
+
+def test_nothing_is_chosen_before_a_call_was_counted() -> None:
+    model = Model(2)
+    checkpoint_activations(model, _auto())
+    forecast = _forecast(model)
+    assert [forecast.settle(_itself) for _ in range(4)] == [None] * 4
+    _step(model, torch.randint(0, 13, (1, 4)))
+    assert forecast.settle(_itself) is not None
+
+
+# -- Nothing else changes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", CHOICES)
+def test_gradients_have_the_same_bits_before_and_after_the_choice(policy: str) -> None:
+    tokens = torch.randint(0, 13, (2, 8))
+    plain, model = Model(3), Model(3)
+    model.load_state_dict(plain.state_dict())
+    checkpoint_activations(model, _auto())
+    expected = _step(plain, tokens)
+    for turn in range(4):
+        if turn == 2:
+            _forecast(model).policy = policy  # type: ignore[assignment]
+        found = _step(model, tokens)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+
+
+def test_a_copy_of_a_model_chooses_for_itself() -> None:
+    model = Model(2)
+    checkpoint_activations(model, _auto())
+    other = copy.deepcopy(model)
+    _forecast(model).policy = "full"
+    assert _forecast(other).policy is None
+    stand_ins: list[Any] = [vars(block)["forward"] for block in other.blocks]
+    assert len({id(one.forecast) for one in stand_ins}) == 1
+
+
+def _fit(rank: int, world: int) -> None:
+    plain = trainer(rank, world, 3, max_epochs=1)
+    plain.fit(seeded(Net), loader(rank, world))
+    for budget, policy in ((10**9, "none"), (0, "offload")):
+        # The rank with less room decides.
+        options = _auto(budget if rank else 10**9)
+        fitted = trainer(rank, world, ZeroStrategy(stage=3, activation_checkpointing=options), max_epochs=1)
+        fitted.fit(seeded(Net), loader(rank, world))
+        assert_equal(weights(fitted), weights(plain))
+        assert _forecast(fitted.lightning_module).policy == policy
+    with pytest.raises(ValueError, match="`policy='auto'` of `activation_checkpointing` needs `budget_bytes` on `cpu`"):
+        trainer(rank, world, ZeroStrategy(activation_checkpointing={"policy": "auto"})).fit(Net(), loader(rank, world))
+
+
+def test_the_trainer_settles_after_two_steps_on_all_ranks_alike() -> None:
+    worlds.run(_fit, 2)

@@ -1,0 +1,107 @@
+"""Batches in pieces."""
+
+from __future__ import annotations
+
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_zero.parallel.pipeline.schedule.microbatches import (
+    batch_digest,
+    list_of_samples,
+    num_samples,
+    shapes_of,
+    split_batch,
+    weighted_mean,
+)
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass(frozen=True)
+class Sample:
+    x: torch.Tensor
+    names: list[str]
+
+
+def test_tensors_are_cut_in_every_container() -> None:
+    x = torch.arange(8).view(4, 2)
+    batch = {"x": x, "pair": Pair(x, [x]), "sample": Sample(x, list("abcd")), "rate": 0.5, "one": torch.tensor(3)}
+    first, second = split_batch(batch, 2)
+    assert torch.equal(first["x"], x[:2])
+    assert torch.equal(second["pair"].y[0], x[2:])
+    assert second["sample"].names == ["c", "d"]
+    assert (first["rate"], first["one"]) == (0.5, torch.tensor(3))
+
+
+@pytest.mark.parametrize(
+    ("size", "number", "expected"), [(7, 3, [3, 2, 2]), (2, 3, [1, 1]), (6, 3, [2, 2, 2]), (0, 3, [0])]
+)
+def test_sizes_differ_by_one_at_most(size: int, number: int, expected: list[int]) -> None:
+    x = torch.arange(size)
+    pieces = split_batch({"x": x, "names": list(range(size))}, number)
+    assert [num_samples(piece) for piece in pieces] == expected
+    assert [piece["x"].tolist() for piece in pieces] == [piece["names"] for piece in pieces]
+    assert torch.cat([piece["x"] for piece in pieces]).tolist() == x.tolist()
+
+
+def test_means_are_those_of_the_samples() -> None:
+    x = torch.arange(14.0).view(7, 2)
+    pieces = split_batch(x, 3)
+    mean = weighted_mean([piece.mean(0) for piece in pieces], [3, 2, 2])
+    assert torch.allclose(mean, x.mean(0))
+    assert weighted_mean([torch.tensor(1), torch.tensor(2)], [2, 2]) == 1.5
+
+
+def test_user_dicts_keep_their_class() -> None:
+    batch = UserDict(ids=torch.arange(4))
+    pieces = split_batch(batch, 2)
+    assert type(pieces[1]) is UserDict
+    assert pieces[1]["ids"].tolist() == [2, 3]
+    assert batch["ids"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"x": torch.zeros(4), "y": torch.zeros(2)}, r"`batch\['x'\]` has 4, `batch\['y'\]` has 2"),
+        ({"rate": 3}, "this one has none"),
+    ],
+)
+def test_batches_that_cannot_be_cut_are_refused(batch: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split_batch(batch, 4)
+
+
+def test_digest_and_shapes_tell_batches_apart() -> None:
+    x = torch.arange(6.0).view(3, 2)
+    assert batch_digest([x]) == batch_digest((x.clone(),))
+    assert batch_digest(x) != batch_digest(x.flip(0))
+    assert shapes_of({"x": x}) == shapes_of({"x": x + 1})
+    assert shapes_of({"x": x}) != shapes_of({"x": x[:2]})
+
+
+FOUR = [torch.zeros(5)] * 4
+
+
+@pytest.mark.parametrize(
+    ("batch", "size", "found"),
+    [
+        (FOUR, 4, ("batch", 4, 5)),
+        ({"ids": FOUR, "labels": FOUR}, 4, ("batch['ids']", 4, 5)),
+        ({"ids": FOUR, "labels": FOUR}, None, ("batch['ids']", 4, 5)),
+        ([FOUR, FOUR], None, ("batch[0]", 4, 5)),
+        (FOUR, None, None),  # four tensors of five samples
+        (FOUR, 5, None),
+        (FOUR[:2], 20, None),
+        ([FOUR, torch.zeros(5)], None, None),  # the labels of five samples
+        ({"ids": FOUR[:3], "labels": FOUR}, None, None),
+        ([torch.zeros(4)] * 4, 4, None),
+        ({"ids": torch.zeros(4, 5)}, 4, None),
+    ],
+)
+def test_a_list_with_a_tensor_for_each_sample_is_found(batch: Any, size: Any, found: Any) -> None:
+    assert list_of_samples(batch, size) == found
