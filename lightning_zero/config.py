@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 ReduceDtype = Literal["fp32", "bf16", "fp16"]
-Place = Literal["cpu", "nvme"]
+OffloadTarget = Literal["cpu", "nvme"]
 Moments = Literal["fp32", "bf16", "int8"]
 CheckpointPolicy = Literal["full", "selective", "offload", "auto"]
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1"]
@@ -135,8 +135,8 @@ class Offload:
             None: with CUDA each unit where it is faster, by measured rates.
     """
 
-    optimizer: Place | None = "cpu"
-    params: Place | None = None
+    optimizer: OffloadTarget | None = "cpu"
+    params: OffloadTarget | None = None
     path: str | Path | Sequence[str | Path] | None = None
     fraction: float | Literal["auto"] = 1.0
     pin_memory: bool = True

@@ -103,13 +103,13 @@ def _watched(
             if id(tensor) not in inside:
                 stack.enter_context(_moved([tensor], device))
         for name, layer in layers:
-            visit = _Visit(name, layer, spent, now, device)
-            stack.callback(layer.register_forward_pre_hook(visit.begin, prepend=True).remove)
-            stack.callback(layer.register_forward_hook(visit.end).remove)
+            call = _TimedCall(name, layer, spent, now, device)
+            stack.callback(layer.register_forward_pre_hook(call.begin, prepend=True).remove)
+            stack.callback(layer.register_forward_hook(call.end).remove)
         yield
 
 
-class _Visit:
+class _TimedCall:
     """The call of a layer."""
 
     def __init__(

@@ -20,13 +20,13 @@ from torch import nn
 from lightning_zero.config import Pipeline
 from lightning_zero.errors import nearest
 
-__all__ = ["Place", "Split", "balanced_bounds", "costed_layers", "modules_around", "split_module"]
+__all__ = ["PlacedModule", "Split", "balanced_bounds", "costed_layers", "modules_around", "split_module"]
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 
 
 @dataclass(frozen=True)
-class Place:
+class PlacedModule:
     """A module that runs on one chunk alone, and the chunk.
 
     Attributes:
@@ -55,7 +55,7 @@ class Split:
 
     blocks: str
     bounds: tuple[int, ...]
-    places: tuple[Place, ...]
+    places: tuple[PlacedModule, ...]
     stages: int
     costs: tuple[int, ...]
     holders: dict[str, tuple[int, ...]]
@@ -115,10 +115,10 @@ def split_module(module: nn.Module, pipeline: Pipeline, costs: Mapping[str, int]
         bounds = balanced_bounds(sizes, chunks, *ends)
     else:
         bounds = _given_bounds(list(blocks), name, pipeline.partition)
-    places = [Place(one, 0, None) for one in first]
+    places = [PlacedModule(one, 0, None) for one in first]
     for chunk, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        places += [Place(one, chunk, start + index) for index, one in enumerate(list(blocks)[start:stop])]
-    places += [Place(one, chunks - 1, None) for one in last]
+        places += [PlacedModule(one, chunk, start + index) for index, one in enumerate(list(blocks)[start:stop])]
+    places += [PlacedModule(one, chunks - 1, None) for one in last]
     sums = [sum(sizes[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)]
     sums[0], sums[-1] = sums[0] + ends[0], sums[-1] + ends[1]
     return Split(name, bounds, tuple(places), pipeline.stages, tuple(sums), _holders(module, places, pipeline))
@@ -294,7 +294,7 @@ def _given_bounds(blocks: Sequence[str], name: str, points: Sequence[str | int])
 # -- Parameters --------------------------------------------------------------------------------------------------------
 
 
-def _holders(module: nn.Module, places: Sequence[Place], pipeline: Pipeline) -> dict[str, tuple[int, ...]]:
+def _holders(module: nn.Module, places: Sequence[PlacedModule], pipeline: Pipeline) -> dict[str, tuple[int, ...]]:
     chunk_of = {place.name: place.chunk for place in places}
     everyone = set(range(pipeline.stages))
     names: dict[int, str] = {}

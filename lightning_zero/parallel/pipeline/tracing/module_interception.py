@@ -31,7 +31,7 @@ from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.module_state import version_of, without_caches
 from lightning_zero.parallel.pipeline.schedule.streams import RandomState
 from lightning_zero.parallel.pipeline.stages.sources import FOR_HOOKS, Origins, Shape, Source, is_fake
-from lightning_zero.parallel.pipeline.stages.split import Place, Split, modules_around
+from lightning_zero.parallel.pipeline.stages.split import PlacedModule, Split, modules_around
 from lightning_zero.parallel.pipeline.stages.subclasses import subclass_of
 from lightning_zero.parallel.pipeline.tracing.attributes import attribute_spaces
 from lightning_zero.parallel.pipeline.tracing.conversions import conversions_watched
@@ -446,7 +446,7 @@ class Gates:
                 handle.remove()
 
     def _stand_in(
-        self, module: nn.Module, visit: _Visit, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, visit: _Visit, place: PlacedModule, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Return fakes for the outputs of a module of this chunk, and note the sources that it needs."""
         assert visit.origins is not None
@@ -480,7 +480,7 @@ class Gates:
             visit.received = {message.leaf: one for message, one in zip(visit.expected, tensors, strict=True)}
         return visit.received
 
-    def _computes(self, visit: _Visit, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _computes(self, visit: _Visit, place: PlacedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if not visit.computes:
             return False
         if place.block is None:
@@ -491,7 +491,7 @@ class Gates:
         self,
         module: nn.Module,
         visit: _Visit,
-        place: Place,
+        place: PlacedModule,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
@@ -515,7 +515,7 @@ class Gates:
             visit.note(NotedCall(place.name, behind, output=output))
         return output
 
-    def _computes_outside(self, visit: _Visit, place: Place) -> bool:
+    def _computes_outside(self, visit: _Visit, place: PlacedModule) -> bool:
         is_before = visit.reached < visit.start
         if place.chunk == 0:
             if not is_before and visit.chunk > 0:
@@ -531,7 +531,7 @@ class Gates:
         return True
 
     def _computes_block(
-        self, visit: _Visit, place: Place, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, visit: _Visit, place: PlacedModule, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         if block == visit.stop:
             end = _BrokenOff(args, kwargs)
@@ -554,7 +554,7 @@ class Gates:
         return True
 
     def _with_received(
-        self, visit: _Visit, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, visit: _Visit, place: PlacedModule, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         leaves, spec = tree_flatten((args, kwargs))
         if visit.expected and place.block == visit.start and not visit.swaps:
@@ -577,7 +577,7 @@ class Gates:
         args, kwargs = tree_unflatten(leaves, spec)
         return args, kwargs
 
-    def _swapped(self, visit: _Visit, place: Place, leaf: Any) -> Any:
+    def _swapped(self, visit: _Visit, place: PlacedModule, leaf: Any) -> Any:
         """Return the received tensor for a fake argument, and other arguments as they are."""
         if id(leaf) not in visit.swaps:
             return leaf
@@ -590,7 +590,7 @@ class Gates:
             )
         return received
 
-    def _refuse_place(self, place: Place, where: str, side: str, other: str) -> NoReturn:
+    def _refuse_place(self, place: PlacedModule, where: str, side: str, other: str) -> NoReturn:
         raise PipelineError(
             f"`{place.name}` is called {where}, but lies {'in front of' if side == 'first' else 'behind'} the blocks"
             f" of `{self._split.blocks}` by the source of `forward` or in the order of registration. Name it:"
