@@ -29,6 +29,7 @@ from lightning_zero.engine.optim.attached import Attached
 from lightning_zero.engine.optim.optimizer import ShardedOptimizer, gradient_norm
 from lightning_zero.engine.optim.step_device import StepDevice
 from lightning_zero.engine.runtime.accumulation_hooks import has_hooks_of_program
+from lightning_zero.engine.runtime.backward import Microbatch
 from lightning_zero.engine.runtime.hooks import is_hooked
 from lightning_zero.engine.sharded_module import EngineOptions, ShardedModule
 from lightning_zero.engine.units.deferred_init import awaited_places, awaited_values, forget_awaited
@@ -264,7 +265,7 @@ class ZeroEngine:
                 deferral=self._deferral,
                 after_defer=self._mark_stale,
                 moments=self._options.moments,
-                before_step=self._sharded.hooks.begin_step,
+                before_step=self._sharded.hooks.scopes.begin_step,
                 after_step=self._end_step,
             )
             self._attached.add(sharded)
@@ -401,7 +402,7 @@ class ZeroEngine:
         """Make the steps that were deferred. Collective at stages 1 and 2: all ranks."""
         self._require_module()
         stale = [unit for unit in self.units if unit.state is UnitState.STALE]
-        with self._sharded.hooks.boundary() if stale else nullcontext():
+        with self._sharded.hooks.scopes.boundary() if stale else nullcontext():
             for unit in stale:
                 unit.unshard()
             for unit in stale:
@@ -425,7 +426,7 @@ class ZeroEngine:
 
         Collective: all ranks. A forward of the module itself needs no scope.
         """
-        with self._sharded.hooks.scope(name):
+        with self._sharded.hooks.scopes.scope(name):
             yield
 
     def broadcast_module_buffers(self, when: Literal["scopes", "never"]) -> None:
@@ -437,7 +438,7 @@ class ZeroEngine:
             when: ``"scopes"``: only scopes do; forwards in hooks leave module buffers alone. ``"never"``: every rank
                 keeps its own from now on.
         """
-        self._sharded.hooks.forwards_are_steps = False
+        self._sharded.hooks.scopes.forwards_are_steps = False
         self._sharded.module_buffers.make_equal()
         self._sharded.module_buffers.is_on = when == "scopes"
 
@@ -446,21 +447,21 @@ class ZeroEngine:
 
         Collective: all ranks. Does nothing in a backward.
         """
-        return nullcontext() if self.module is None else self._sharded.hooks.around_collective()
+        return nullcontext() if self.module is None else self._sharded.hooks.scopes.around_collective()
 
     @contextmanager
     def asleep(self) -> Iterator[None]:
         """Take no note of forwards: they compute nothing, with stand-ins for parameters. No collective."""
-        self._sharded.hooks.is_asleep = True
+        self._sharded.hooks.forwards.is_asleep = True
         try:
             yield
         finally:
-            self._sharded.hooks.is_asleep = False
+            self._sharded.hooks.forwards.is_asleep = False
 
     @contextmanager
     def backward_scope(self) -> Iterator[None]:
         """Run a backward in which every rank reduces, also one whose loss uses no parameter. Collective: all ranks."""
-        with self._sharded.hooks.backward_scope():
+        with self._sharded.hooks.scopes.backward():
             yield
 
     @contextmanager
@@ -478,14 +479,12 @@ class ZeroEngine:
         """
         if not last:
             self._refuse_with_early_steps("Accumulating gradients over micro-batches")
-        hooks = self._sharded.hooks
-        before = hooks.is_last_microbatch, hooks.has_more_backwards, hooks.keeps_gradients
-        hooks.is_last_microbatch, hooks.has_more_backwards = last, has_more_backwards
-        hooks.keeps_gradients = keeps_gradients
+        backward = self._sharded.hooks.backward
+        before, backward.microbatch = backward.microbatch, Microbatch(last, has_more_backwards, keeps_gradients)
         try:
             yield
         finally:
-            hooks.is_last_microbatch, hooks.has_more_backwards, hooks.keeps_gradients = before
+            backward.microbatch = before
 
     def has_hooks_of_program(self, param: nn.Parameter) -> bool:
         """Say whether the program has hooks on a parameter's gradient."""
@@ -504,7 +503,7 @@ class ZeroEngine:
     @property
     def is_last_microbatch(self) -> bool:
         """Whether the next backward is the last before the optimizer's step."""
-        return self._sharded.hooks.is_last_microbatch
+        return self._sharded.hooks.backward.microbatch.is_last
 
     def begin_gradients(self) -> None:
         """Drop all gradients now, and let ``zero_grad`` leave those that follow alone, until ``end_gradients``.
@@ -834,7 +833,7 @@ class ZeroEngine:
         return known or params_or_module is self.module
 
     def _before_open(self, opening: ShardedOptimizer) -> None:
-        self._sharded.hooks.recover()
+        self._sharded.hooks.scopes.recover()
         self._sharded.membership.require()
         self._sharded.aside.take_back()
         self._sharded.whole.end_rest()
@@ -844,14 +843,14 @@ class ZeroEngine:
     def _recover(self) -> None:
         """End an interrupted backward, before gradients are read or assigned. No collective."""
         if self.module is not None:
-            self._sharded.hooks.recover()
+            self._sharded.hooks.scopes.recover()
 
     def _end_step(self, buffers: Sequence[FlatBuffer]) -> None:
         units = {unit.index: unit for unit in map(self._places.unit_of, buffers)}
-        self._sharded.hooks.end_step(list(units.values()))
+        self._sharded.hooks.scopes.end_step(list(units.values()))
 
     def _touch(self, unit: Unit) -> bool:
-        if self._sharded.hooks.touch(unit):
+        if self._sharded.hooks.uses.touch(unit):
             return True
         if unit.is_sharded_between_uses:
             return False
@@ -859,7 +858,7 @@ class ZeroEngine:
         return True
 
     def _show_original(self, unit: Unit, param: nn.Parameter) -> None:
-        if self._sharded.hooks.compute_in_backward(unit):
+        if self._sharded.hooks.uses.compute_in_backward(unit):
             return
         if any(sharded.is_running for sharded in self._attached):
             raise RuntimeError(

@@ -167,8 +167,8 @@ class ShardedModule:
         self.hooks = Hooks(
             module,
             places.units,
-            order,
-            reducer,
+            order=order,
+            reducer=reducer,
             close_windows=close_windows,
             broadcast_buffers=self.module_buffers.broadcast,
             check_module=self.membership.require,
@@ -181,7 +181,14 @@ class ShardedModule:
             fixed = "cpu"  # parts would choose by themselves, and a parameter of several would differ in its last bits
         self.step_devices.choose(fixed, self.communicator)
         # - Reading
-        self.whole = Whole(places.units, self.communicator, self.hooks, order, places.elsewhere)
+        self.whole = Whole(
+            places.units,
+            self.communicator,
+            scopes=self.hooks.scopes,
+            saved=self.hooks.saved,
+            order=order,
+            elsewhere=places.elsewhere,
+        )
         self.rounded_writes = RoundedWrites(self.communicator.rank)
         self.statistics = Statistics(
             options.stage,

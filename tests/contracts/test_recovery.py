@@ -23,19 +23,26 @@ from lightning_zero.comm.communicator import Pending
 from lightning_zero.config import Communication
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.gradients import BufferGradients
-from lightning_zero.engine.runtime.hooks import Hooks
+from lightning_zero.engine.runtime.backward import Backward
+from lightning_zero.engine.runtime.forward_hooks import ForwardHooks
 from lightning_zero.engine.runtime.order import PassOrder
+from lightning_zero.engine.runtime.passes import Passes
 from lightning_zero.engine.runtime.reduction import Reducer
+from lightning_zero.engine.runtime.saved_tensors import SavedTensors
+from lightning_zero.engine.runtime.scopes import Scopes
+from lightning_zero.engine.runtime.uses import UnitUses
 from lightning_zero.engine.units.unit import Unit, UnitState
 from tests import worlds
 from tests.references import Replica, Sharded, TinyGPT, Trainer, adamw, token_loss
 from tests.sampling import sample
 
 _POINTS: list[tuple[type, tuple[str, ...]]] = [
-    (Hooks, (
-        "_before_forward", "_after_forward", "_use", "_unuse", "_make_whole", "_pack", "_unpack", "arm",
-        "_take_gradient", "_end_backward", "_enter_scope", "_leave_scope", "_begin_pass",
-    )),
+    (ForwardHooks, ("pre_forward", "post_forward")),
+    (UnitUses, ("enter", "leave", "make_whole")),
+    (SavedTensors, ("_pack", "_unpack")),
+    (Backward, ("arm", "_take_gradient", "end")),
+    (Scopes, ("_enter", "leave")),
+    (Passes, ("begin",)),
     (PassOrder, ("request", "completed", "finish")),
     (Reducer, ("begin", "start", "finish", "_drain")),
     (Unit, ("unshard", "wait", "accumulate")),

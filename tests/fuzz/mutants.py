@@ -25,9 +25,9 @@ from lightning_zero.engine.buffers.window import BufferWindow
 from lightning_zero.engine.optim import optimizer
 from lightning_zero.engine.optim.attached import Attached
 from lightning_zero.engine.optim.optimizer import ShardedOptimizer
-from lightning_zero.engine.runtime.hooks import Hooks
 from lightning_zero.engine.runtime.order import PassOrder
 from lightning_zero.engine.runtime.reduction import Reducer
+from lightning_zero.engine.runtime.scopes import Scopes
 from lightning_zero.engine.units.module_buffers import ModuleBuffers
 from lightning_zero.engine.units.unit import Unit
 
@@ -268,7 +268,7 @@ def lists_are_not_joined() -> Iterator[None]:
 @contextmanager
 def errors_are_not_put_aside() -> Iterator[None]:
     """What an error has ended in a backward without notice is taken for a part of the next step."""
-    with mock.patch.object(Hooks, "recover", return_value=None):
+    with mock.patch.object(Scopes, "recover", return_value=None):
         yield
 
 

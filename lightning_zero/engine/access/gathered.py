@@ -12,8 +12,9 @@ from torch import nn
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.buffers.buffer import FlatBuffer
-from lightning_zero.engine.runtime.hooks import Hooks
 from lightning_zero.engine.runtime.order import PassOrder
+from lightning_zero.engine.runtime.saved_tensors import SavedTensors
+from lightning_zero.engine.runtime.scopes import Scopes
 from lightning_zero.engine.runtime.transforms import explain_transform
 from lightning_zero.engine.units.remote_params import Elsewhere
 from lightning_zero.engine.units.unit import Unit
@@ -34,7 +35,8 @@ class Whole:
     Args:
         units: The engine's units.
         communicator: Over the ranks that share the model.
-        hooks: The engine's hooks.
+        scopes: The engine's scopes.
+        saved: Keeps the values that graphs need.
         order: The engine's order of gathers.
         elsewhere: The parameters of other parts of the model; None if it is whole.
     """
@@ -43,13 +45,16 @@ class Whole:
         self,
         units: Sequence[Unit],
         communicator: Communicator,
-        hooks: Hooks,
+        *,
+        scopes: Scopes,
+        saved: SavedTensors,
         order: PassOrder,
         elsewhere: Elsewhere | None,
     ) -> None:
         self._units = units
         self._communicator = communicator
-        self._hooks = hooks
+        self._scopes = scopes
+        self._saved = saved
         self._order = order
         self._elsewhere = elsewhere
         self._is_resting = False
@@ -67,7 +72,7 @@ class Whole:
         held: list[Unit] = []
         all_held = False
         try:
-            with self._hooks.boundary():
+            with self._scopes.boundary():
                 for unit in units:
                     unit.hold()
                     held.append(unit)
@@ -85,7 +90,7 @@ class Whole:
             changes = any(
                 unit.is_sharded_between_uses or buffer.original is not None for unit in units for buffer in unit.buffers
             )
-            graphs = self._hooks.keeping_graphs() if changes else nullcontext()
+            graphs = self._saved.keeping_graphs() if changes else nullcontext()
             with self._elsewhere.borrowed(params) if self._elsewhere is not None else nullcontext(), graphs:
                 error = None
                 try:
@@ -156,7 +161,7 @@ class Whole:
         self._is_resting = True
         has_room = self._has_room(together=together)
         for unit in self._units:
-            _give_back_whole(unit)
+            unit.give_back_idle()
             if not unit.is_sharded_between_uses and has_room and (together or _can_show_alone(unit)):
                 unit.show_original()
             elif not unit.is_sharded_between_uses:
@@ -171,7 +176,7 @@ class Whole:
             return
         self._is_resting = False
         for unit in self._units:
-            _give_back_whole(unit)
+            unit.give_back_idle()
             for buffer in unit.buffers:
                 buffer.end_rest()
             unit.end_computing()
@@ -250,11 +255,6 @@ class Whole:
             self._communicator.any_is(False, f"reading of parameter `{slot.name}`")  # all ranks have come for the same
             self._communicator.all_reduce(summed, f"parameter `{slot.name}`", kind="reads")
             return whole.view(slot.shape)
-
-
-def _give_back_whole(unit: Unit) -> None:
-    if unit.is_whole:  # one that is gathered ahead is given back by the order of gathers
-        unit.give_back()
 
 
 def _can_show_alone(unit: Unit) -> bool:

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["has_hooks_of_program", "on_accumulated"]
+from lightning_zero.engine.buffers.buffer import FlatBuffer
+from lightning_zero.engine.buffers.parameter import raw_grad, set_raw_grad
+
+__all__ = ["ShownSums", "has_hooks_of_program", "on_accumulated"]
 
 Hook = Callable[[nn.Parameter], Any]
 
@@ -100,3 +103,59 @@ def has_hooks_of_program(param: nn.Parameter) -> bool:
         hooks = param._post_accumulate_grad_hooks
         after = hooks.num_of_program if isinstance(hooks, _Hooks) else len(hooks or ())
         return bool(param._backward_hooks) or after > 0
+
+
+class _Before(NamedTuple):
+    """A parameter's version and gradient before hooks of the program had the gradient."""
+
+    version: int
+    grad: torch.Tensor | None  # the gradient, if the sum is shown in its place
+    shown: torch.Tensor | None
+    shown_version: int
+
+
+class ShownSums(dict[nn.Parameter, _Before]):
+    """The gradients that hooks of the program see, by parameter, while these hooks run."""
+
+    def show(self, buffer: FlatBuffer, index: int, param: nn.Parameter) -> None:
+        """Show hooks of the program the sum over micro-batches; see Note [Hooks of the program]."""
+        grad = raw_grad(param)
+        total = None
+        if grad is not None and not torch.is_grad_enabled():
+            total = buffer.gradients.with_sum(index, grad)
+        if total is None:
+            self[param] = _Before(param._version, None, None, 0)
+            return
+        set_raw_grad(param, total)
+        self[param] = _Before(param._version, grad, total, total._version)
+
+    def taken(
+        self, buffer: FlatBuffer, index: int, param: nn.Parameter, grad: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Return the gradient to add to the local sum, after hooks of the program may have changed it.
+
+        Raises:
+            RuntimeError: One of them wrote the parameter, as an optimizer in the backward does.
+        """
+        before = self.get(param)
+        if before is None:
+            return grad
+        if param._version != before.version:
+            set_raw_grad(param, None)
+            raise RuntimeError(
+                f"A hook of `register_post_accumulate_grad_hook` has written `{buffer.layout.slots[index].name}` in the"
+                " backward (an optimizer in the backward?), where its gradient is that of this rank alone. Step behind"
+                " the backward, or use `step='backward'`, which steps each unit when its gradients are averaged."
+            )
+        if before.shown is None:
+            return grad
+        if grad is before.shown and grad._version == before.shown_version:
+            return before.grad
+        buffer.gradients.drop_sum(index)
+        return grad
+
+    def abandon(self) -> None:
+        """Drop gradients that nobody took, because a hook of the program has failed."""
+        for param in self:
+            set_raw_grad(param, None)
+        self.clear()

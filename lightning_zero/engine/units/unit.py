@@ -214,6 +214,11 @@ class Unit:
         if not self.is_busy:
             self.reshard()
 
+    def give_back_idle(self) -> None:
+        """Reshard unless somebody needs it, or gathers it ahead."""
+        if self.is_whole:
+            self.give_back()
+
     def serve(self, *, in_original: bool = False) -> None:
         """Take part in a gather of this unit that only other ranks need. Collective: all ranks."""
         if not self.is_sharded_between_uses:

@@ -1,0 +1,303 @@
+"""The backward that is running: when it begins and ends, whether it reduces.
+
+Note [Backward that builds a graph]
+    With ``create_graph`` the new graph needs the parameters again, so units stay whole and nothing is reduced; the next
+    backward without it cleans up.
+
+Note [Backwards that reduce]
+    ``loss.backward()`` ends the pass before it, and its own pass may reduce from its beginning: a rank that comes to a
+    reduction of the list without a gradient takes part with zeros. So nothing of the kind may stand in the list of
+    ``torch.autograd.grad`` (a penalty, a slope of an input). It belongs to the pass in which it is called, which
+    gathers only; ranks may differ in whether they call it. PyTorch tells the two apart by what allows reentrant
+    checkpointing: a backward that runs the whole graph. ``backward(inputs=...)`` does not and may bring gradients
+    nevertheless; they are reduced at its end.
+
+    What cannot be known at the beginning is whether ``backward(create_graph=True)`` builds a graph, or a rank's loss
+    without parameters goes with one that does. If so, reductions that were started because the list says so were of
+    zeros on all ranks, for a rank that takes a gradient knows better. They are finished and dropped.
+
+Note [Backwards inside a backward]
+    Reentrant checkpointing, and functions of users that do the same, run a backward in the backward, whose end is not
+    the end of ours. A nested one is told by the call of a Python function's backward in the stack; the nodes behind
+    that function run in the backward around it, where they ask again. All ranks make the same calls.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_zero.engine.buffers.parameter import raw_grad, set_raw_grad
+from lightning_zero.engine.runtime.accumulation_hooks import ShownSums
+from lightning_zero.engine.runtime.call_stack import enclosing_function, in_backward, runs_whole_graph
+from lightning_zero.engine.runtime.compute_dtypes import ComputeDtypes
+from lightning_zero.engine.runtime.order import PassOrder
+from lightning_zero.engine.runtime.passes import Passes
+from lightning_zero.engine.runtime.reduction import Reducer
+from lightning_zero.engine.units.unit import Unit
+
+__all__ = ["Backward", "Microbatch"]
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """The micro-batch that runs."""
+
+    is_last: bool = True
+    has_more_backwards: bool = False  # of forwards that have run: a pipeline runs several ahead
+    keeps_gradients: bool = False  # at stage 3 too, until the last of them
+
+
+@dataclass
+class _Running:
+    """One backward."""
+
+    is_explicit: bool  # `Backward.explicit` ends it, not autograd
+    runs_whole_graph: bool  # else it is for some tensors only, as `autograd.grad` is
+    has_own_pass: bool
+    is_end_known: bool = False  # PyTorch calls us at the end
+    has_nested_end: bool = False  # one inside it has ended without an error
+    reduces: bool = False  # unless it brings nothing
+    took_gradient: bool = False
+    keeps_units: bool = False  # it builds a graph
+
+
+class Backward:
+    """Begins and ends backwards, takes their gradients.
+
+    Args:
+        units: All units.
+        passes: Of the scope that is open, or was.
+        order: Starts reductions in one order on all ranks.
+        reducer: Finishes the reductions.
+        dtypes: In which parameters compute.
+        close_windows: Called when a backward begins.
+        reduces_each: Whether gradients are reduced in every backward (stages 2 and 3).
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        passes: Passes,
+        *,
+        order: PassOrder,
+        reducer: Reducer,
+        dtypes: ComputeDtypes,
+        close_windows: Callable[[], None],
+        reduces_each: bool,
+    ) -> None:
+        self._units = units
+        self._order = order
+        self._reducer = reducer
+        self._passes = passes
+        self._dtypes = dtypes
+        self._close_windows = close_windows
+        self._reduces_each = reduces_each
+        self._shards = any(unit.is_sharded_between_uses for unit in units)
+        self._shown = ShownSums()
+        self._running: _Running | None = None  # the one that is running
+        self.microbatch = Microbatch()  # set by the engine
+
+    # -- Begin -----------------------------------------------------------------------------------------------------
+
+    @property
+    def keeps_units(self) -> bool:
+        """Whether the backward that is running builds a graph, which needs units again."""
+        return self._running is not None and self._running.keeps_units
+
+    @contextmanager
+    def explicit(self) -> Iterator[None]:
+        """Run a backward whose reductions every rank makes, also one that has nothing to reduce."""
+        try:
+            self.arm(is_explicit=True).is_explicit = True
+            yield
+            self.end()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def arm(self, *, is_explicit: bool = False) -> _Running:
+        """Begin a backward, once."""
+        if self._running is None:
+            is_whole = is_explicit or runs_whole_graph()
+            self._running = _Running(is_explicit, is_whole, has_own_pass=is_whole or not self._order.in_pass)
+            self._begin(self._running)
+        return self._running
+
+    def _begin(self, running: _Running) -> None:
+        self._close_windows()
+        self.begin_computing()
+        if running.has_own_pass:
+            self._order.finish()
+        if self._is_reducing:
+            running.reduces = True
+            self._reducer.begin()
+            if running.has_own_pass:
+                self._passes.begin("backward" if running.runs_whole_graph else "backward of inputs")
+        if not running.is_explicit:
+            self._await_end(running)
+
+    def begin_computing(self) -> None:
+        """Show parameters as in the forwards whose graphs run; the end of the backward ends it."""
+        if not self._passes.in_scope:
+            self._dtypes.begin_backward()
+
+    def begin_watched(self, _: Any) -> None:
+        """Do so for a backward that may take no gradient, as ``autograd.grad`` does."""
+        self.begin_computing()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_watched)
+
+    def _end_watched(self) -> None:
+        if not self._passes.in_scope and self._running is None:
+            self._dtypes.end_computing()
+
+    def _await_end(self, running: _Running) -> None:
+        """End this backward when PyTorch's ends; see Note [Backwards inside a backward]."""
+        function = enclosing_function()
+        if function is None:
+            running.is_end_known = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.end)
+            return
+        backward = weakref.ref(self)
+
+        def behind(_: Any) -> None:
+            alive = backward()
+            current = alive and alive._running
+            if alive and current and not (current.is_explicit or current.is_end_known):
+                alive._await_end(current)
+
+        for node, _ in function.next_functions:
+            if node is not None:
+                node.register_prehook(behind)
+        torch.autograd.Variable._execution_engine.queue_callback(self._note_nested_end)
+
+    def _note_nested_end(self) -> None:
+        if self._running is not None:
+            self._running.has_nested_end = True
+
+    @property
+    def _is_reducing(self) -> bool:
+        if self.microbatch.has_more_backwards and (self.microbatch.keeps_gradients or not self._shards):
+            return False
+        return self._reduces_each or self.microbatch.is_last
+
+    # -- Gradients -------------------------------------------------------------------------------------------------
+
+    def note_graph(self) -> None:
+        """Keep units whole if the backward that is running builds a graph."""
+        if self._running is not None and torch.is_grad_enabled() and in_backward():
+            self._running.keeps_units = True
+
+    def takers(self, unit: Unit, place: int, index: int) -> tuple[Callable[[nn.Parameter], None], ...]:
+        """Return the hooks of a parameter on accumulated gradients: before those of the program, and behind them."""
+        backward, number = weakref.ref(self), unit.index  # the hooks live in C++, where cycles are not collected
+
+        def show(param: nn.Parameter) -> None:
+            alive = backward()
+            if alive is not None:
+                alive._shown.show(alive._units[number].buffers[place], index, param)
+
+        def take(param: nn.Parameter) -> None:
+            alive = backward()
+            if alive is not None:
+                alive._take_gradient(alive._units[number], place, index, param)
+
+        return show, take
+
+    def _take_gradient(self, unit: Unit, place: int, index: int, param: nn.Parameter) -> None:
+        running = self.arm()
+        running.keeps_units |= torch.is_grad_enabled()  # it builds a graph
+        left = unit.buffers[place].gradients.left
+        if running.keeps_units:
+            left.add(index)
+            self._shown.pop(param, None)
+            return
+        grad = raw_grad(param)
+        if self._shown:
+            grad = self._shown.taken(unit.buffers[place], index, param, grad)
+        if grad is None:
+            return
+        left.discard(index)
+        running.took_gradient = True
+        self._reducer.before_gradient(unit)
+        unit.accumulate(place, index, grad)
+        set_raw_grad(param, None)
+        self._shown.pop(param, None)
+        if self._is_reducing:
+            self.give_back_if_passed(unit)
+            if unit.is_complete and running.runs_whole_graph:
+                self._order.completed(unit)
+
+    def give_back_if_passed(self, unit: Unit) -> None:
+        """Give a unit back whose gradients, and those of its inputs that it is needed for, have arrived."""
+        if self._running is not None and unit.is_passed and not self._running.keeps_units:
+            unit.give_back()
+
+    # -- End -------------------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """End the backward: reduce the units that are left. Collective: all ranks."""
+        running = self._running
+        if running is None:
+            return
+        if not running.keeps_units:
+            self._give_units_back()
+        reduces = self._is_reducing and (running.took_gradient or running.is_explicit) and not running.keeps_units
+        ends_pass = reduces or running.has_own_pass
+        if reduces and not self._order.in_pass:  # `backward(inputs=...)` below stage 3
+            self._passes.begin_reductions()
+        if ends_pass:
+            self._order.finish(reduces=reduces, has_more_backwards=self.microbatch.has_more_backwards)
+        if not reduces:
+            self._reducer.cancel()
+            for buffer in [buffer for unit in self._units for buffer in unit.buffers]:
+                buffer.gradients.mark_reduced()
+        self._forget()
+        if self._passes.in_scope and ends_pass:
+            self._passes.begin("forward")
+
+    def _give_units_back(self) -> None:
+        for unit in self._units:
+            unit.forget_inputs()
+            if not unit.uses:
+                if not self._passes.in_scope:
+                    unit.end_touch()
+                unit.give_back()
+
+    def recover(self) -> None:
+        """End a backward of which only nested ones have run, abandon one that an error has ended. Outside of it."""
+        running = self._running
+        if running is None:
+            return
+        if running.has_nested_end and not running.is_end_known:
+            self.end()  # nothing behind the nested backward was run
+        elif not running.is_explicit:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Abandon an interrupted backward. No collective."""
+        running = self._running
+        if running is None:
+            return
+        if running.has_own_pass:
+            self._order.abandon()
+        self._shown.abandon()
+        if running.reduces:
+            self._reducer.abandon()
+        self._forget()
+        for unit in self._units:
+            unit.give_back_idle()
+        if self._passes.in_scope and not self._order.in_pass:
+            self._passes.begin("forward")
+
+    def _forget(self) -> None:
+        self._shown.clear()
+        self._running = None
+        if not self._passes.in_scope:
+            self._dtypes.end_backward()

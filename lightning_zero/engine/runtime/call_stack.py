@@ -1,0 +1,112 @@
+"""The calls of modules, functions and backwards that are running, as the interpreter's stack and PyTorch know them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd.function import BackwardCFunction
+
+__all__ = [
+    "ModuleCall",
+    "enclosing_function",
+    "frame_of_forward",
+    "handled_error",
+    "in_backward",
+    "in_function",
+    "is_raising",
+    "may_keep_handles",
+    "outside_of_transforms",
+    "runs_whole_graph",
+]
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+_FORWARD_CODES = (torch.autograd.Function.apply.__func__.__code__,)  # type: ignore[attr-defined]
+_BACKWARD_CODES = tuple(  # newer versions of PyTorch have the second
+    getattr(BackwardCFunction, name).__code__ for name in ("apply", "apply_boxed") if hasattr(BackwardCFunction, name)
+)
+
+
+class ModuleCall(NamedTuple):
+    """The call of a module."""
+
+    frame: FrameType
+    thread: int
+    handled: BaseException | None  # the error that was being handled when it began
+
+    @classmethod
+    def of_now(cls) -> ModuleCall | None:
+        """Return the innermost one that is running, which has called a hook."""
+        frame = frame_of_forward()
+        return None if frame is None else cls(frame, threading.get_ident(), handled_error())
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it is still going on; of other threads it is not known."""
+        caller: FrameType | None = sys._getframe(1)
+        while caller is not None and caller is not self.frame:
+            caller = caller.f_back
+        return caller is not None or self.thread != threading.get_ident()
+
+
+def handled_error() -> BaseException | None:
+    """Return the error that is being handled, or raised."""
+    return sys.exc_info()[1]
+
+
+def is_raising(handled: BaseException | None) -> bool:
+    """Say whether an error is being raised, by a call that began while ``handled`` was being handled."""
+    error = sys.exc_info()[1]
+    return error is not None and error is not handled
+
+
+def frame_of_forward() -> FrameType | None:
+    """Return the call of a module that has called a hook."""
+    return _calling((nn.Module._call_impl.__code__,))
+
+
+def in_function() -> bool:
+    """Say whether the forward of a Python function of autograd is running."""
+    return _calling(_FORWARD_CODES) is not None
+
+
+def in_backward() -> bool:
+    """Say whether a backward is running in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def runs_whole_graph() -> bool:
+    """Say whether the backward that is running is one of all tensors, not of some."""
+    return bool(torch.autograd._is_checkpoint_valid())  # type: ignore[no-untyped-call]
+
+
+def enclosing_function() -> Any:
+    """Return the node of the innermost Python function whose backward has begun the one that is running, if any."""
+    frame = _calling(_BACKWARD_CODES)
+    return None if frame is None else frame.f_locals["self"]
+
+
+def may_keep_handles() -> bool:
+    """Say whether saved tensors may have hooks; a graph without them keeps the memory of the weights in it."""
+    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
+
+
+def outside_of_transforms() -> AbstractContextManager[Any]:
+    """Keep the engine's own operations out of a transform of ``torch.func`` that is running."""
+    return _NOTHING if peek_interpreter_stack() is None else temporarily_clear_interpreter_stack()
+
+
+def _calling(codes: Collection[CodeType]) -> FrameType | None:
+    """Return the innermost call that is running of some functions, given by their code."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    return frame

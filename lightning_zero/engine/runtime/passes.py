@@ -1,0 +1,72 @@
+"""The passes of a scope: which one begins, and under which key its list of collectives is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from lightning_zero.engine.runtime.compute_dtypes import ComputeDtypes
+from lightning_zero.engine.runtime.order import PassOrder
+from lightning_zero.engine.units.unit import Unit, UnitState
+
+__all__ = ["Direction", "Passes"]
+
+Direction = Literal["forward", "backward", "backward of inputs"]
+
+
+class Passes:
+    """Begins the passes of the scope that is open, one after the other; behind it those of its backwards.
+
+    Args:
+        units: All units.
+        order: Runs the collectives of a pass.
+        dtypes: In which parameters are gathered.
+    """
+
+    def __init__(self, units: Sequence[Unit], order: PassOrder, dtypes: ComputeDtypes) -> None:
+        self._units = units
+        self._order = order
+        self._dtypes = dtypes
+        self._shards = any(unit.is_sharded_between_uses for unit in units)
+        self.depth = 0  # of scopes, one in another
+        self._scope = ""  # the outermost, or the last one
+        self._ordinal = 0  # of the pass in its step
+        self._is_held = False  # the scope uses only units that `gathered` holds
+
+    @property
+    def in_scope(self) -> bool:
+        """Whether a scope is open."""
+        return self.depth > 0
+
+    def enter_scope(self, name: str) -> None:
+        """Open a scope, perhaps inside another."""
+        self.depth += 1
+        if self.depth == 1:
+            self._scope = f"{name}:{'train' if torch.is_grad_enabled() else 'eval'}"
+            self._ordinal = 0
+
+    def note_held(self, units: Sequence[Unit]) -> None:
+        """Take note of the units that the next scope can use."""
+        self._is_held = all(unit.holds for unit in units)
+
+    def leave_scopes(self, *, to: int = 0) -> None:
+        """Close scopes, but for the outer ones."""
+        self.depth = to
+        self._is_held = self._is_held and to > 0
+
+    def begin(self, direction: Direction) -> None:
+        """Begin a pass, if it may have collectives. Every rank begins the same. No collective."""
+        is_stale = any(unit.state is UnitState.STALE for unit in self._units)
+        is_suspended = self._order.is_suspended or (direction == "forward" and self._is_held)
+        if direction != "backward" and (is_suspended or not (self._shards or is_stale)):
+            return
+        in_original = self._dtypes.in_original if direction == "forward" else self._dtypes.graphs_in_original
+        kind = (self._scope, self._ordinal, direction, is_stale, in_original)
+        self._order.begin(kind, gathers=self._shards or is_stale, in_original=in_original)
+        self._ordinal += 1
+
+    def begin_reductions(self) -> None:
+        """Begin the pass at the end of ``backward(inputs=...)`` below stage 3, which has reductions only."""
+        self._order.begin((self._scope, self._ordinal, "backward of inputs"), gathers=False)

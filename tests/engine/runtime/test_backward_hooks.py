@@ -1,0 +1,140 @@
+"""Hooks in the graph gather a unit before its backward and give it back behind it."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.engine.runtime.backward_hooks import tensors_in
+from lightning_zero.engine.units.unit import UnitState
+from tests import worlds
+from tests.references import TinyGPT, token_loss
+
+# -- Giving back in backward -------------------------------------------------------------------------------------------
+
+
+class _Checkpointed(TinyGPT):
+    """Recomputes each block."""
+
+    reentrant = False
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+def _frozen_norms(rank: int, world: int, reentrant: bool, retains: bool) -> float:
+    """Return the largest difference of weights after three steps of a model whose norms are frozen."""
+    worlds.seed()
+    module = _Checkpointed()
+    module.reentrant = reentrant
+    for name, param in module.named_parameters():
+        param.requires_grad_("norm" not in name)
+    plain = copy.deepcopy(module)
+    engine = ZeroEngine(stage=3)
+    engine.shard(module)
+    optimizers = [torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.1) for one in (module, plain)]
+    engine.attach(optimizers[0])
+    for step in range(3):
+        losses = [token_loss(module, rank, step), *(token_loss(plain, other, step) / world for other in range(world))]
+        for loss in losses:
+            if retains:
+                (0.5 * loss).backward(retain_graph=True)
+            (loss * (0.5 if retains else 1.0)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(module.parameters(), plain.parameters(), strict=True)
+    largest = max(float((engine.full_param(own) - whole).detach().abs().nan_to_num(9.0).max()) for own, whole in pairs)
+    engine.close()
+    return largest
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("retains", [False, True])
+def test_a_recomputed_unit_with_frozen_layers_stays_until_its_inputs_have_gradients(
+    reentrant: bool, retains: bool
+) -> None:
+    assert max(worlds.run(_frozen_norms, 2, reentrant, retains)) < 1e-6
+
+
+# -- Tensors of an output ----------------------------------------------------------------------------------------------
+
+x, y = torch.ones(1), torch.zeros(2)
+
+
+@dataclass
+class _Output:
+    logits: Tensor
+    more: Any = None
+
+
+class _Named(NamedTuple):
+    first: Tensor
+    second: Any
+
+
+OUTPUTS: dict[str, tuple[Any, list[Tensor]]] = {
+    "tensor": (x, [x]),
+    "tuple": ((x, (y,)), [x, y]),
+    "list": ([x, None, [y]], [x, y]),
+    "dict": ({"a": x, "b": {"c": y}}, [x, y]),
+    "named-tuple": (_Named(x, {"k": y}), [x, y]),
+    "dataclass": (_Output(x, [y]), [x, y]),
+    "object": (SimpleNamespace(a=x, b=SimpleNamespace(c=y)), [x, y]),
+    "nothing": ((None, 1, 2.0, "text", True), []),
+    "type": (_Output, []),
+    "module": (nn.Linear(1, 1), []),
+}
+
+
+@pytest.mark.parametrize("name", list(OUTPUTS))
+def test_tensors_are_found_in_whatever_a_forward_returns(name: str) -> None:
+    value, expected = OUTPUTS[name]
+    found = list(tensors_in(value))
+    assert [id(tensor) for tensor in found] == [id(tensor) for tensor in expected]
+
+
+def test_an_object_that_holds_itself_ends() -> None:
+    loop = SimpleNamespace(x=x)
+    loop.itself = loop
+    assert x is next(tensors_in(loop))
+    assert len(list(tensors_in(loop))) < 10
+
+
+def _engine(module: nn.Module, stage: int = 3, **options: Any) -> ZeroEngine:
+    engine = ZeroEngine(stage, units=options.pop("units", ["Block"]), **options)
+    engine.shard(module)
+    return engine
+
+
+def _states(engine: ZeroEngine) -> set[UnitState]:
+    return {unit.state for unit in engine.units}
+
+
+def _frozen(rank: int, world: int) -> None:
+    """A unit without any gradient of its own passes gradients on, and is given back."""
+    module = TinyGPT()
+    module.blocks[1].requires_grad_(False)
+    module.blocks[2].up.requires_grad_(False)
+    engine = _engine(module)
+    for step in range(2):
+        token_loss(module, rank, step).backward()
+        assert _states(engine) == {UnitState.SHARDED}
+    assert engine.full_grad(module.blocks[1].up.weight) is None
+    assert engine.full_grad(module.blocks[2].down.weight) is not None
+    assert engine.full_grad(module.embedding.weight) is not None
+    engine.close()
+
+
+def test_units_with_frozen_parameters_pass_gradients_on() -> None:
+    worlds.run(_frozen, 2)
