@@ -99,7 +99,6 @@ class Backward:
         self._dtypes = dtypes
         self._close_windows = close_windows
         self._reduces_each = reduces_each
-        self._shards = any(unit.is_sharded_between_uses for unit in units)
         self._shown = ShownSums()
         self._running: _Running | None = None  # the one that is running
         self.microbatch = Microbatch()  # set by the engine
@@ -183,7 +182,7 @@ class Backward:
 
     @property
     def _is_reducing(self) -> bool:
-        if self.microbatch.has_more_backwards and (self.microbatch.keeps_gradients or not self._shards):
+        if self.microbatch.has_more_backwards and (self.microbatch.keeps_gradients or not self._order.gathers):
             return False
         return self._reduces_each or self.microbatch.is_last
 

@@ -70,6 +70,7 @@ class PassOrder:
         self._communicator = communicator
         self._reducer = reducer
         self._prefetch = prefetch
+        self.gathers = any(unit.is_sharded_between_uses for unit in self._units)  # for every use
         self.is_suspended = 0  # > 0 while everything is held whole: forwards do not communicate
         # - Recorded lists
         self._lists: dict[Hashable, list[int]] = {}
@@ -95,7 +96,7 @@ class PassOrder:
         """
         assert self._running is None
         if gathers is None:
-            gathers = any(unit.is_sharded_between_uses for unit in self._units)
+            gathers = self.gathers
         self._running = _Pass(kind, gathers, in_original, self._lists.get(kind))
 
     def request(self, unit: Unit) -> None:

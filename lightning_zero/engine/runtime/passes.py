@@ -29,7 +29,6 @@ class Passes:
         self._units = units
         self._order = order
         self._dtypes = dtypes
-        self._shards = any(unit.is_sharded_between_uses for unit in units)
         self.depth = 0  # of scopes, one in another
         self._scope = ""  # the outermost, or the last one
         self._ordinal = 0  # of the pass in its step
@@ -60,11 +59,11 @@ class Passes:
         """Begin a pass, if it may have collectives. Every rank begins the same. No collective."""
         is_stale = any(unit.state is UnitState.STALE for unit in self._units)
         is_suspended = self._order.is_suspended or (direction == "forward" and self._is_held)
-        if direction != "backward" and (is_suspended or not (self._shards or is_stale)):
+        if direction != "backward" and (is_suspended or not (self._order.gathers or is_stale)):
             return
         in_original = self._dtypes.in_original if direction == "forward" else self._dtypes.graphs_in_original
         kind = (self._scope, self._ordinal, direction, is_stale, in_original)
-        self._order.begin(kind, gathers=self._shards or is_stale, in_original=in_original)
+        self._order.begin(kind, gathers=self._order.gathers or is_stale, in_original=in_original)
         self._ordinal += 1
 
     def begin_reductions(self) -> None:

@@ -61,7 +61,6 @@ class Scopes:
         check_module: Callable[[], None],
     ) -> None:
         self._root = units[0]
-        self._shards = any(unit.is_sharded_between_uses for unit in units)
         self._order = order
         self._passes = passes
         self._backward = backward
@@ -119,7 +118,7 @@ class Scopes:
             if with_root and not self._order.is_suspended and (self.opened_by is None or self.forwards_are_steps):
                 self._broadcast_buffers(torch.is_grad_enabled() and self._backward.microbatch.is_last)
             self._passes.begin("forward")
-            if (self._shards or in_original) and torch.is_grad_enabled():
+            if (self._order.gathers or in_original) and torch.is_grad_enabled():
                 self._saved.begin()
         if with_root:
             self._uses.enter(self._root)
@@ -174,14 +173,14 @@ class Scopes:
 
         Without it ranks that have used other units would wait in different collectives.
         """
-        if not (self._shards and self._order.in_pass) or self._order.is_suspended or in_backward():
+        if not (self._order.gathers and self._order.in_pass) or self._order.is_suspended or in_backward():
             return nullcontext()
         return self.boundary()
 
     def begin_step(self) -> None:
         """Begin a step of an optimizer: nothing that is gathered ahead may outlive it. Collective inside a scope."""
         self.recover()
-        if self._shards and self.is_open and not self._order.is_suspended:
+        if self._order.gathers and self.is_open and not self._order.is_suspended:
             with self.boundary():
                 pass
 

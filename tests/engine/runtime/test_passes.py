@@ -13,7 +13,8 @@ from lightning_zero.engine.units.unit import UnitState
 
 
 class _Order:
-    def __init__(self) -> None:
+    def __init__(self, *, gathers: bool) -> None:
+        self.gathers = gathers
         self.is_suspended = 0
         self.begun: list[tuple[Any, bool]] = []
 
@@ -23,7 +24,7 @@ class _Order:
 
 def _passes(*, shards: bool, state: UnitState = UnitState.UNSHARDED) -> tuple[Passes, _Order, Any]:
     unit = SimpleNamespace(is_sharded_between_uses=shards, state=state, buffers=[], computes_lower=False, holds=0)
-    order = _Order()
+    order = _Order(gathers=shards)
     return Passes([unit], order, ComputeDtypes([unit])), order, unit  # type: ignore[list-item, arg-type]
 
 
