@@ -412,7 +412,7 @@ class ZeroEngine:
 
     def _flush_here(self) -> None:
         """Make the steps that were deferred, as far as no other rank is needed."""
-        if not any(unit.buffers and unit.buffers[0].sharding.optim for unit in self.units):
+        if not any(unit.buffers and unit.buffers[0].own_range.is_shard for unit in self.units):
             self.flush()
         for buffer in self._buffers:
             buffer.flush()

@@ -244,7 +244,7 @@ class Whole:
 
     def _whole(self, buffer: FlatBuffer, index: int, piece: torch.Tensor) -> torch.Tensor:
         slot = buffer.layout.slots[index]
-        if not buffer.sharding.optim:
+        if not buffer.own_range.is_shard:
             return piece.detach().clone()
         start, stop = buffer.own_range.elements(index)
         with torch.inference_mode(False), torch.no_grad():

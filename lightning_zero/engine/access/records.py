@@ -53,7 +53,7 @@ class ParameterRecord:
     @property
     def is_sharded(self) -> bool:
         """Whether states are 1-D segments, also where this rank holds everything; at stage 0 they are whole."""
-        return isinstance(self._buffer, torch.Tensor) or self._buffer.sharding.optim
+        return isinstance(self._buffer, torch.Tensor) or self._buffer.own_range.is_shard
 
     def master(self) -> torch.Tensor:
         """Return the values that are stepped: 1-D over ``own_range``, live. ``publish`` after writing into it."""

@@ -23,7 +23,7 @@ class OwnRange:
     def __init__(self, layout: FlatLayout, rank: int, *, is_sharded: bool) -> None:
         self.start, self.stop = layout.shard_range(rank) if is_sharded else (0, layout.padded_numel)
         self._layout = layout
-        self._is_sharded = is_sharded
+        self.is_shard = is_sharded  # the answer to "are optimizer states kept sharded?"; else it is everything
         self._segments = [
             (segment.start, segment.stop) if is_sharded else (0, slot.numel)
             for segment, slot in zip(layout.segments(rank), layout.slots, strict=True)
@@ -50,7 +50,7 @@ class OwnRange:
         start, stop = self._segments[index]
         base = slot.offset - self.start
         piece = values[base + start : base + stop] if stop > start else values[:0]
-        return piece if self._is_sharded else piece.view(slot.shape)
+        return piece if self.is_shard else piece.view(slot.shape)
 
     def is_next(self, index: int, other: int) -> bool:
         """Say whether nothing but padding lies between the segments of two slots, the second behind the first."""

@@ -101,7 +101,7 @@ class ShardedOptimizer:
         self._is_halfway = False  # values may have changed in a step that has not ended, or was interrupted
         self._calls = MethodCalls(self, self._running_step)
         _make_hookable(optimizer)
-        is_sharded = any(buffer.sharding.optim for buffer, _ in places.values())
+        is_sharded = any(buffer.own_range.is_shard for buffer, _ in places.values())
         self._trial = ElementwiseTrial(optimizer, self._stepped) if is_sharded else None
         self._refuse_unless_elementwise()
         for group in optimizer.param_groups:
@@ -282,7 +282,7 @@ class ShardedOptimizer:
         for key, value in state.items():
             if isinstance(value, ShardedGradient):  # a segment: it was made of the step window's segments
                 state[key] = value.as_subclass(torch.Tensor)
-            elif torch.is_tensor(value) and key != "step" and value.shape == whole and buffer.sharding.optim:
+            elif torch.is_tensor(value) and key != "step" and value.shape == whole and buffer.own_range.is_shard:
                 state[key] = value.reshape(-1)[start:stop].to(buffer.stepped.dtype).clone()
 
     def _fit_states(self, places: Iterable[Place]) -> None:
@@ -294,7 +294,7 @@ class ShardedOptimizer:
         for buffer, index in places:
             param, shape = buffer.params[index], buffer.segment(index).shape
             state = self.optimizer.state.get(param)
-            if not state or not buffer.sharding.optim:
+            if not state or not buffer.own_range.is_shard:
                 continue
             if any(isinstance(one, ShardedGradient) for one in state.values()):
                 self._cut_state(param, (buffer, index))
@@ -734,7 +734,7 @@ def gradient_norm(
     """Return the norm of the reduced gradients at ``places``, of all parts: () fp32. Collective: all ranks."""
     places = list(places)
     _take_gradients(places, communicator)
-    is_sharded = any(buffer.sharding.optim for buffer, _ in places)
+    is_sharded = any(buffer.own_range.is_shard for buffer, _ in places)
     if parts is not None:
         places = [(buffer, index) for buffer, index in places if parts.is_counted_here(buffer.params[index])]
     norms = [norm for buffer, indices in _by_buffer(places) for norm in _norms(buffer, indices, order)]
