@@ -148,7 +148,7 @@ class Backward:
             self._dtypes.begin_backward()
 
     def begin_watched(self, _: Any) -> None:
-        """Do so for a backward that may take no gradient, as ``autograd.grad`` does."""
+        """Show parameters as they compute in a backward that may take no gradient, as ``autograd.grad`` does."""
         self.begin_computing()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_watched)
 

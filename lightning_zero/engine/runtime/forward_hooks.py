@@ -65,7 +65,7 @@ class ForwardHooks:
     # -- Units -----------------------------------------------------------------------------------------------------
 
     def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> None:
-        """Gather a unit. Collective in a scope that no ``gathered`` holds whole, and to open one."""
+        """Gather a unit, and open a scope if none is open. Collective: all ranks."""
         if self.is_asleep:
             return
         is_recomputed = in_backward()
@@ -90,7 +90,7 @@ class ForwardHooks:
             unit.note_forward(builds_graph=torch.is_grad_enabled() or in_function())
 
     def post_forward(self, unit: Unit, output: Any) -> None:
-        """Give a unit back; close the scope that its forward has opened. Collective then."""
+        """Give a unit back, and close the scope that its forward has opened. Collective: all ranks."""
         call = self._uses.end_call(unit) if not self.is_asleep else None
         if call is None:
             return
@@ -123,7 +123,7 @@ class ForwardHooks:
     # -- Modules that are no unit ----------------------------------------------------------------------------------
 
     def pre_submodule(self, submodule: Submodule) -> None:
-        """Open a scope outside of one, and gather the units around the module. Collective then."""
+        """Open a scope if none is open, and gather the units around the module. Collective: all ranks."""
         if (self._scopes.is_open and self._scopes.opened_by is None) or self.is_asleep or in_backward():
             return
         self._scopes.recover()
@@ -136,7 +136,7 @@ class ForwardHooks:
             unit.note_forward(builds_graph=torch.is_grad_enabled())
 
     def post_submodule(self, submodule: Submodule) -> None:
-        """Close the scope that the module's forward has opened. Collective then."""
+        """Close the scope that the module's forward has opened. Collective: all ranks."""
         opened = self._scopes.opened_by
         if opened is None or self._submodule is not submodule:
             return

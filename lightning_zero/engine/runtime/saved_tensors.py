@@ -88,7 +88,7 @@ class SavedTensors:
         self._net.__enter__()
 
     def end(self) -> None:
-        """Take them off."""
+        """Take the hooks off."""
         if self._net is not None:
             self._net.__exit__(None, None, None)
             self._net = None

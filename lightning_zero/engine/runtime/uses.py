@@ -68,7 +68,7 @@ class UnitUses:
             self._show_original(unit)
 
     def make_whole_in_backward(self, unit: Unit) -> None:
-        """Do so for a node of the graph; a backward that builds a graph keeps the unit."""
+        """Return with a unit whole that a node of the graph needs; a backward that builds a graph keeps it."""
         self.make_whole(unit)
         self._backward.note_graph()
 
@@ -78,7 +78,7 @@ class UnitUses:
             unit.give_back()
 
     def enter(self, unit: Unit) -> None:
-        """Begin a use. Collective, unless the unit is whole."""
+        """Begin a use, which makes the unit whole. Collective, unless it is."""
         unit.enter()
         self.make_whole(unit)
 
