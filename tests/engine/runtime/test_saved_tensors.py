@@ -200,3 +200,30 @@ def test_a_step_of_other_parameters_of_the_unit_is_none_of_its_backward(stage: i
     module(torch.ones(2, 4), 1).backward()
     for found in worlds.run(_stepped_between, 2, stage, False, "pair.layers.0"):
         assert all(torch.equal(a, b.grad) for a, b in zip(found, module.pair.layers[1].parameters(), strict=True))
+
+
+def _read_by_program(rank: int, world: int) -> list[Tensor | None]:
+    """Return gradients of a graph of which a program has read the saved tensors before its backward."""
+    worlds.seed()
+    module = nn.Sequential(Block(), Block())
+    engine = _engine(module)
+    grads: list[Tensor | None] = []
+    for reads in (False, True):
+        loss = module(torch.ones(2, 6)).square().sum()
+        nodes = [loss.grad_fn] if reads else []
+        while nodes:
+            node = nodes.pop()
+            for name in [name for name in dir(node) if name.startswith("_saved_")]:
+                getattr(node, name)
+            nodes += [following for following, _ in getattr(node, "next_functions", ()) if following is not None]
+        loss.backward()
+        grads += [engine.full_grad(param) for param in module.parameters()]
+        module.zero_grad()
+    engine.close()
+    return grads
+
+
+def test_a_program_may_read_saved_tensors_before_the_backward() -> None:
+    for grads in worlds.run(_read_by_program, 2):
+        plain, read = grads[: len(grads) // 2], grads[len(grads) // 2 :]
+        assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(plain, read, strict=True))
