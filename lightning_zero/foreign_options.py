@@ -116,7 +116,7 @@ FOREIGN_OPTIONS: dict[str, str] = {
     # - Fields of the options
     "prefetch": "Use `communication=Communication(prefetch=...)`.",
     "reduce_dtype": "Use `communication=Communication(reduce_dtype=...)`.",
-    "timeout_s": "Use `timeout`, or `communication=Communication(timeout_s=...)`.",
+    "timeout_s": "Use `timeout`, in seconds.",
 }
 """For ``ZeroStrategy``, by option: the sentence that says what to use."""
 

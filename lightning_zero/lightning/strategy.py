@@ -108,8 +108,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         weights_only: Passed to ``torch.load`` when the Trainer does not say.
         start_method: How processes are started: ``"popen"`` runs the script again, the others start functions.
         process_group_backend: Backend of the default process group; by default that of the device.
-        timeout: Seconds (or a ``timedelta``) after which a collective that its peers do not join fails. The default
-            is ``communication.timeout_s``.
+        timeout: Seconds (or a ``timedelta``) after which a collective that its peers do not join fails; half an hour
+            by default.
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
         cluster_environment: Set by the Trainer.
@@ -158,7 +158,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self.lowered = lowered
         self.moments = moments
         self.loss_scale = from_fields(LossScale, loss_scale)
-        self.communication, self.timeout = _timeouts(communication, timeout)
+        self.communication = _communication(communication, timeout)
+        self.timeout = timedelta(seconds=self.communication.timeout_s)
         self.offload = Offload.of(offload)
         if self.offload is not None:
             self.offload.check(self.stage, in_pipeline=self.pipeline is not None)
@@ -626,18 +627,27 @@ def _pipeline(pipeline: Pipeline | dict[str, Any] | int | None) -> Pipeline | No
     return None if options is None or options.stages == 1 else options
 
 
-def _timeouts(
+def _communication(
     communication: Communication | dict[str, Any] | None, timeout: timedelta | float | None
-) -> tuple[Communication, timedelta]:
-    """Return the engine's communication options and the timeout of the default process group."""
+) -> Communication:
+    """Return the engine's communication options with the strategy's timeout.
+
+    Raises:
+        ValueError: They say something that an option of the strategy says.
+    """
     if isinstance(timeout, timedelta):
         timeout = timeout.total_seconds()
     if timeout is not None and timeout <= 0:
         raise ValueError(f"`timeout={timeout!r}` must be a positive number of seconds.")
-    options: Communication | None = from_fields(Communication, communication)
-    if options is None:
-        options = Communication() if timeout is None else Communication(timeout_s=timeout)
-    return options, timedelta(seconds=options.timeout_s if timeout is None else timeout)
+    options: Communication = from_fields(Communication, communication) or Communication()
+    for field, option in (("timeout_s", "timeout"), ("backend", "process_group_backend")):
+        value = getattr(options, field)
+        if value != getattr(Communication(), field):
+            raise ValueError(
+                f"`communication.{field}={value!r}` is for `ZeroEngine`. Use `ZeroStrategy({option}={value!r})`, which"
+                " holds for all process groups of a run."
+            )
+    return options if timeout is None else replace(options, timeout_s=timeout)
 
 
 def register_strategies() -> None:

@@ -19,7 +19,6 @@ from torch import nn
 
 from lightning_zero.checkpoint import directory
 from lightning_zero.checkpoint.ranks import CheckpointError
-from lightning_zero.config import Communication
 from lightning_zero.errors import CollectiveError
 from lightning_zero.lightning.strategy import ZeroStrategy
 from tests import worlds
@@ -49,7 +48,7 @@ class _SavesAlone(Callback):
 
 
 def _save_alone(rank: int, world: int, lone: int, kind: Any, folder: str) -> None:
-    strategy = ZeroStrategy(stage=3, state_dict_type=kind, communication=Communication(timeout_s=2.0))
+    strategy = ZeroStrategy(stage=3, state_dict_type=kind, timeout=2.0)
     fitted = trainer(rank, world, strategy, callbacks=[_SavesAlone(lone, f"{folder}/alone.ckpt")])
     if rank == lone:
         with pytest.raises(CheckpointError, match="(?s)Saving a checkpoint (needs|was given up) .* on every rank"):

@@ -8,7 +8,6 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from lightning_zero.config import Communication
 from lightning_zero.lightning.strategy import ZeroStrategy
 from tests.lightning_programs import WORLD, Net, assert_equal, loader, seeded, trainer, weights
 from tests.worlds import run
@@ -49,7 +48,7 @@ def branching(rank: int, world: int) -> None:
         return module.seen, weights(fitted)  # type: ignore[return-value]
 
     seen, expected = fit(DDPStrategy(find_unused_parameters=True))
-    found, values = fit(ZeroStrategy(stage=3, communication=Communication(timeout_s=20.0)))
+    found, values = fit(ZeroStrategy(stage=3, timeout=20.0))
     assert_equal(values, expected, 1e-6)
     assert torch.allclose(torch.tensor(found), torch.tensor(seen), atol=1e-6)
 

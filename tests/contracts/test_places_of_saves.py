@@ -14,7 +14,6 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor
 
-from lightning_zero import Communication
 from lightning_zero.checkpoint import directory
 from lightning_zero.checkpoint.ranks import CheckpointError
 from lightning_zero.engine.buffers.buffer import FlatBuffer
@@ -72,8 +71,7 @@ def _save_at(rank: int, world: int, stage: int, step: str, places: tuple[Place, 
         stage=stage,  # type: ignore[arg-type]
         step=step,  # type: ignore[arg-type]
         state_dict_type="sharded",
-        communication=Communication(timeout_s=3),
-        timeout=20,
+        timeout=8,
     )
     fitted = trainer(rank, world, strategy, max_epochs=1, callbacks=[_Saves(places[rank], path)])
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -66,11 +67,16 @@ def test_timeout_holds_for_the_default_group_and_the_engine(timeout: Any) -> Non
     assert strategy.communication.timeout_s == 90
 
 
-def test_timeout_of_the_engine_may_differ() -> None:
-    strategy = ZeroStrategy(timeout=90, communication=Communication(timeout_s=20))
-    assert strategy.timeout == timedelta(seconds=90)
-    assert strategy.communication.timeout_s == 20
-    assert ZeroStrategy(communication=Communication(timeout_s=20)).timeout == timedelta(seconds=20)
+@pytest.mark.parametrize(
+    ("field", "value", "option"),
+    [("timeout_s", 20.0, "timeout=20.0"), ("backend", "gloo", "process_group_backend='gloo'")],
+)
+def test_options_of_all_process_groups_have_one_name(field: str, value: Any, option: str) -> None:
+    said = f"`communication.{field}={value!r}` is for `ZeroEngine`. Use `ZeroStrategy({option})`"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        ZeroStrategy(communication=Communication(**{field: value}))
+    with pytest.raises(ValueError, match=re.escape(said)):
+        ZeroStrategy(communication={field: value}, timeout=90)
 
 
 def test_strategy_pickles() -> None:
@@ -159,7 +165,7 @@ def test_strategy_is_built_from_yaml(tmp_path: Path) -> None:
     assert isinstance(strategy, ZeroStrategy)
     assert strategy.stage == 2
     assert strategy.units == ["Block", "torch.nn.Linear"]
-    assert strategy.communication == Communication(reduce_dtype="bf16", prefetch=3)
+    assert strategy.communication == Communication(reduce_dtype="bf16", prefetch=3, timeout_s=600.0)
     assert strategy.loss_scale == LossScale(window=500)
     assert strategy.timeout == timedelta(minutes=10)
     assert (strategy.masters, strategy.state_dict_type) == (False, "sharded")
