@@ -594,9 +594,8 @@ class ZeroEngine:
 
     def keep_params_on_device(self) -> None:
         """Keep the shards of parameters on the device from now on, before optimizers are attached (stage 3)."""
-        store = self._sharded.store
         for buffer in self._buffers:
-            buffer.move_shard(store)
+            buffer.bring_shard()
 
     # -- Reading and writing ---------------------------------------------------------------------------------------
 

@@ -433,11 +433,11 @@ def test_bytes_on_the_device_are_those_of_the_accounts(case: str) -> None:
 # -- Mutants: each order, not heard ------------------------------------------------------------------------------------
 
 ORDERS: dict[str, str] = {  # and a case that shows it
-    "record_stream: engine/buffers/gradients.py _send_home": "accumulated-stage2-cpu-fp32",
+    "record_stream: engine/buffers/home.py _send": "accumulated-stage2-cpu-fp32",
     "record_stream: engine/buffers/original.py ask": "plain-stage1-bf16",
     "record_stream: parallel/activation/checkpointing.py _to_device": "plain-stage1-recomputed-fp32",
-    "synchronize: engine/buffers/buffer.py await_uploads": "validated-stage3-cpu-params-fp32",
-    "synchronize: engine/buffers/gradients.py reduced": "accumulated-stage2-cpu-fp32",
+    "synchronize: engine/buffers/home.py await_uploads": "validated-stage3-cpu-params-fp32",
+    "synchronize: engine/buffers/home.py await_gradient": "accumulated-stage2-cpu-fp32",
     "synchronize: engine/optim/streamed.py step_streamed": "accumulated-stage3-streamed-fp32",
     "synchronize: storage/host.py wait": "accumulated-stage3-cpu-fp32",
     "wait of a collective: engine/buffers/buffer.py _fill": "plain-stage0-fp32",
@@ -448,8 +448,8 @@ ORDERS: dict[str, str] = {  # and a case that shows it
     "wait of a collective: engine/buffers/sharded_gradient.py over_ranks": "clipped-stage1-deferred-fp32",
     "wait of a collective: engine/units/unit.py wait": "accumulated-stage1-deferred-fp32",
     "wait of a collective: engine/access/gathered.py _whole": "accumulated-stage1-deferred-fp32",
-    "wait_event: engine/buffers/buffer.py _gather_into": "accumulated-stage3-cpu-params-bf16",
-    "wait_event: engine/buffers/gradients.py _fetch_earlier": "accumulated-stage2-cpu-fp32",
+    "wait_event: engine/buffers/home.py gather_into": "accumulated-stage3-cpu-params-bf16",
+    "wait_event: engine/buffers/home.py fetch_gradient": "accumulated-stage2-cpu-fp32",
     "wait_event: engine/units/unit.py wait": "plain-stage3-params-fp32",
     "wait_event: engine/buffers/original.py ask": "plain-stage1-bf16",
     "wait_event: engine/buffers/rounding.py _send": "validated-stage3-cpu-now-fp32",
@@ -457,8 +457,8 @@ ORDERS: dict[str, str] = {  # and a case that shows it
     "wait_event: engine/optim/streamed.py step_streamed": "validated-stage3-streamed-fp32",
     "wait_event: parallel/activation/checkpointing.py _to_host": "plain-stage1-recomputed-fp32",
     "wait_event: parallel/activation/checkpointing.py present": "plain-stage1-recomputed-fp32",
-    "wait_event: engine/buffers/gradients.py _send_home": "accumulated-stage2-cpu-fp32",
-    "wait_event: engine/buffers/gradients.py _add_to_earlier": "accumulated-stage2-cpu-fp32",
+    "wait_event: engine/buffers/home.py _send": "accumulated-stage2-cpu-fp32",
+    "wait_event: engine/buffers/home.py add_gradient": "accumulated-stage2-cpu-fp32",
     "wait_event: storage/downloads.py start": "plain-stage2-nvme-fp32",
     "record_stream: storage/downloads.py start": "plain-stage2-nvme-bf16",
     "synchronize: storage/downloads.py finish": "plain-stage3-nvme-fp32",
@@ -466,7 +466,7 @@ ORDERS: dict[str, str] = {  # and a case that shows it
 ALONE = {"wait_event: engine/units/unit.py wait"}  # among several ranks the wait for the gather is one for the copy
 # Where this is asked for, the device waits for the copy before the memory is given back, whatever the program does.
 REDUNDANT = {
-    "record_stream: engine/buffers/gradients.py _fetch_earlier",
+    "record_stream: engine/buffers/home.py fetch_gradient",
     "record_stream: engine/buffers/rounding.py _send",
     "record_stream: parallel/activation/checkpointing.py _to_host",
 }
@@ -496,9 +496,9 @@ def test_no_order_that_the_package_asks_for_is_without_a_mutant() -> None:
     "order",
     sample(
         ORDERS,
-        "record_stream: engine/buffers/gradients.py _send_home",
+        "record_stream: engine/buffers/home.py _send",
         "wait of a collective: engine/units/unit.py wait",
-        "wait_event: engine/buffers/gradients.py _add_to_earlier",
+        "wait_event: engine/buffers/home.py add_gradient",
     ),
 )
 def test_an_order_that_is_not_heard_is_missed(order: str) -> None:

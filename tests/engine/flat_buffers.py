@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication, Sharding
 from lightning_zero.engine.buffers.buffer import BufferKind, FlatBuffer
-from lightning_zero.storage.store import DeviceStore, ShardStore
+from lightning_zero.engine.buffers.home import HomeMaker
+from lightning_zero.storage.store import DeviceStore
 
 CPU = torch.device("cpu")
 SHAPES = [(11, 6), (6,), (), (0, 3), (5, 7)]
@@ -22,7 +23,7 @@ def numbered_buffer(
     stage: int,
     compute: torch.dtype = torch.float32,
     reduce: torch.dtype = torch.float32,
-    home: ShardStore | None = None,
+    home: HomeMaker | None = None,
 ) -> FlatBuffer:
     """Return a buffer as in a step, whose parameters are numbered element by element. Collective."""
     kind = BufferKind(original=torch.float32, compute=compute, master=torch.float32, reduce=reduce, trained=True)

@@ -31,7 +31,6 @@ class Aside:
         self._store = store
         self._host = host
         self._buffers: list[FlatBuffer] = []
-        self._masters: list[FlatBuffer] = []  # of these the masters are moved
         self._optimizers: list[ShardedOptimizer] = []
 
     @property
@@ -41,8 +40,7 @@ class Aside:
 
     def put(self, buffers: Sequence[FlatBuffer], optimizers: Sequence[ShardedOptimizer]) -> None:
         """Move shards, masters and optimizer states from the device to host memory. No step is due, no window open."""
-        self._buffers = [buffer for buffer in buffers if buffer.home is self._store]
-        self._masters = [buffer for buffer in buffers if buffer.master_home is self._store]
+        self._buffers = [buffer for buffer in buffers if buffer.is_on_device]
         self._optimizers = list(optimizers)
         self._move(self._host)
         for buffer in self._buffers:
@@ -55,17 +53,14 @@ class Aside:
         for buffer in self._buffers:
             buffer.wake = None
         self._move(self._store)
-        self._buffers, self._masters, self._optimizers = [], [], []
+        self._buffers, self._optimizers = [], []
 
-    def _move(self, home: ShardStore) -> None:
+    def _move(self, store: ShardStore) -> None:
         with torch.inference_mode(False), torch.no_grad():
             for optimizer in self._optimizers:  # one by one: for a moment a storage is in both places
-                optimizer.move_states(self._buffers, _Move(home.device))
-            for buffer in self._masters:
-                buffer.move_master(home)
+                optimizer.move_states(self._buffers, _Move(store.device))
             for buffer in self._buffers:
-                before, buffer.home = buffer.home, home
-                buffer.gradients.move(before, home)
+                buffer.move(store)
 
 
 class _Move:

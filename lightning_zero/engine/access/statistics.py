@@ -129,9 +129,9 @@ class Statistics:
         largest = max(self._units, key=lambda unit: unit.numel)
         memory, host = self._held(self._store), self._held(self._host)
         grad_bytes = sum(_gradient_bytes(buffer) for buffer in trained)
-        leaving = [buffer for buffer in trained if buffer.is_offloaded and buffer.sharding.grads]
-        host_grads = sum(_gradient_bytes(buffer) for buffer in leaving if buffer.sleep is None)
-        disk_grads = sum(_gradient_bytes(buffer) for buffer in leaving if buffer.sleep is not None)
+        leaving = [buffer for buffer in trained if buffer.sharding.grads]
+        host_grads = sum(_gradient_bytes(buffer) for buffer in leaving if buffer.home.where == "host")
+        disk_grads = sum(_gradient_bytes(buffer) for buffer in leaving if buffer.home.where == "disk")
         share = self._communicator.world_size - 1
         sent_params = sum(buffer.full.nbytes // self._communicator.world_size * share for buffer in buffers)
         sent_trained = sum(buffer.full.nbytes // self._communicator.world_size * share for buffer in trained)
@@ -163,12 +163,12 @@ class Statistics:
 
     def _places_of_units(self) -> str:
         """Say where the states of units are, if not all are on the device."""
-        trained = [[buffer for buffer in unit.buffers if buffer.kind.trained] for unit in self._units]
-        on_disk = sum(any(buffer.sleep is not None for buffer in buffers) for buffers in trained)
-        in_host = sum(any(buffer.is_offloaded for buffer in buffers) for buffers in trained) - on_disk
+        units = [{buffer.home.where for buffer in unit.buffers if buffer.kind.trained} for unit in self._units]
+        on_disk = sum("disk" in places for places in units)
+        in_host = sum("host" in places and "disk" not in places for places in units)
         if not (on_disk or in_host):
             return ""
-        here = sum(1 for buffers in trained if buffers) - on_disk - in_host
+        here = sum(1 for places in units if places) - on_disk - in_host
         return f"; states of {here} units on the device, {in_host} in host memory, {on_disk} on disks"
 
     def _on_disk(self, store: DiskStore, grads: int) -> str:
@@ -194,7 +194,7 @@ class Statistics:
         storages: dict[bool, dict[int, int]] = {False: {}, True: {}}
         for param, state in vars(optimizer)["state"].items():  # sizes are known before a deferred step is made
             place = self._places.get(id(param))
-            is_offloaded = place is not None and place[0].is_on_host
+            is_offloaded = place is not None and not place[0].is_on_device
             for value in state.values():
                 if torch.is_tensor(value) and not is_asleep(value):  # the store counts those
                     storage = value.untyped_storage()

@@ -27,12 +27,12 @@ from torch import nn
 from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.config import Sharding
 from lightning_zero.engine.buffers.aliases import Aliases
-from lightning_zero.engine.buffers.deferred import Update
-from lightning_zero.engine.buffers.disk_state import BufferSleep
+from lightning_zero.engine.buffers.deferred import Deferral, Update
 from lightning_zero.engine.buffers.gradients import BufferGradients
+from lightning_zero.engine.buffers.home import DeviceHome, HomeMaker, PlannedStep, Shard, Tenant
 from lightning_zero.engine.buffers.labels import label
 from lightning_zero.engine.buffers.original import Original, RoundedWrites, flat_views
-from lightning_zero.engine.buffers.own_range import OwnRange, merge_written
+from lightning_zero.engine.buffers.own_range import OwnRange
 from lightning_zero.engine.buffers.parameter import (
     LoweredParameter,
     PendingParameter,
@@ -46,9 +46,6 @@ from lightning_zero.engine.buffers.parameter import (
 from lightning_zero.engine.buffers.rounding import Rounding
 from lightning_zero.engine.buffers.window import BufferWindow
 from lightning_zero.layout import FlatLayout
-from lightning_zero.storage.copies import Landing
-from lightning_zero.storage.disk import DiskStore
-from lightning_zero.storage.host import HostStore
 from lightning_zero.storage.references import num_tensors_in
 from lightning_zero.storage.sleeping import is_asleep, ordinary
 from lightning_zero.storage.store import DeviceStore, ShardStore
@@ -93,8 +90,8 @@ class FlatBuffer:
         sharding: The tensors that are kept sharded.
         communicator: Moves shards.
         store: Memory of the device.
-        home: The store of the master, the optimizer states and the gradient shard, if not the device.
-        params_home: The store of the shard at stage 3, if not the device.
+        home: Makes the home of the master, the optimizer states and the gradient shard, if not the device.
+        params_home: Makes the home of the shard at stage 3, if not the device.
     """
 
     def __init__(
@@ -106,8 +103,8 @@ class FlatBuffer:
         sharding: Sharding,
         communicator: Communicator,
         store: DeviceStore,
-        home: ShardStore | None = None,
-        params_home: ShardStore | None = None,
+        home: HomeMaker | None = None,
+        params_home: HomeMaker | None = None,
     ) -> None:
         # - Parameters, dtypes, stores
         self.name = name
@@ -116,17 +113,18 @@ class FlatBuffer:
         self.sharding = sharding
         self.communicator = communicator
         self.store = store
-        self.is_offloaded = home is not None and kind.trained
-        self.home = home if home is not None and kind.trained else store
-        self.params_home = params_home or store
-        self.master_home = self.home if kind.trained else home or self.params_home
         self._is_stepped = kind.trained  # an optimizer steps it, or has
         self._is_widened = False  # has a master for values that are going to be loaded
-        self.sleep = BufferSleep(self, self.home) if isinstance(self.home, DiskStore) else None
         shapes = [(key, tuple(param.shape)) for key, param in zip(names, params, strict=True)]
         self.layout = FlatLayout.build(shapes, communicator.world_size)
         numel = self.layout.padded_numel
         self.own_range = OwnRange(self.layout, communicator.rank, is_sharded=sharding.optim)
+        tenant = Tenant(name, self.own_range, store, self.flush)
+        away = home(tenant) if home is not None else None
+        self.home = away if away is not None and kind.trained else DeviceHome(store, tenant)
+        self._shard_home = params_home(tenant) if params_home is not None else self.home.on_device()
+        frozen_home = away or (self._shard_home if self._shard_home.is_apart else self.home)
+        self._master_home = self.home if kind.trained else frozen_home
         # - Values
         self.full = store.create("gathered" if sharding.params else "parameters", numel, kind.compute)
         self.views = flat_views(self.full, self.layout)
@@ -145,8 +143,6 @@ class FlatBuffer:
         self._own_references: int | None = None  # to the storage, when the buffer is released
         # - A step that was asked for
         self._update: Update | None = None  # not made yet
-        self.steps_on: torch.device | None = None  # states are streamed to it for a step; None: they are not
-        self._uploads: Sequence[Landing] = ()  # of the last gather, from a shard in host memory
         self._rounding: Rounding | None = None  # of the last step, until its values are there
         self.is_stale = False  # whole parameters are older than the master: a step is due, or is not gathered yet
         self._rounded: set[int] = set()  # slots whose stepped values the step has rounded into the own range
@@ -155,22 +151,16 @@ class FlatBuffer:
         # - Gradients
         self.gradients = BufferGradients(self, kind.reduce)
         self.window = BufferWindow(self, self.gradients)
-        if self.sleep is not None and self.master is not None:
-            self.sleep.watch_master()
-        if isinstance(self.params_home, DiskStore) and sharding.params:
-            self.params_home.watch(self.shard, self.flush)
         self.bind()
 
-    def _fill(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _fill(self) -> tuple[Shard, torch.Tensor | None]:
         """Copy the values in, take rank 0's, and return this rank's shard and master.
 
         Where something is offloaded, a master that has nothing the shard does not have is made when an optimizer is
         attached: a model that is only evaluated needs none.
         """
         kind, communicator = self.kind, self.communicator
-        may_wait = kind.original.itemsize <= kind.compute.itemsize and (
-            self.is_offloaded or self.params_home is not self.store
-        )
+        may_wait = kind.original.itemsize <= kind.compute.itemsize and (self.home.is_apart or self._shard_home.is_apart)
         exact = (kind.trained or kind.is_rounded) and kind.master != kind.compute and not may_wait
         values = torch.zeros_like(self.full, dtype=kind.master) if exact else self.full.zero_()
         for slot, param in zip(self.layout.slots, self.params, strict=True):
@@ -179,15 +169,16 @@ class FlatBuffer:
         if exact:
             self.full.copy_(values)
         lo, hi = self.layout.shard_range(communicator.rank)
-        shard = self.full[lo:hi]
         if self.sharding.params:
-            shard = self.params_home.keep("parameters", self.full[lo:hi], f"parameters of unit `{self.name}`")
+            shard = self._shard_home.keep_shard(self.full[lo:hi])
+        else:
+            shard = Shard(self.full[lo:hi], self.store, self.store)
         if not exact or not (kind.trained or kind.shared is not None or bool((self.full != values).any())):
             return shard, None
         return shard, self._keep_master(values[self.own_range.start : self.own_range.stop])
 
     def _keep_master(self, values: torch.Tensor) -> torch.Tensor:
-        return self.master_home.keep("optimizer", values.to(self.kind.master), f"masters of unit `{self.name}`")
+        return self._master_home.keep_master(values.to(self.kind.master))
 
     # -- Values --------------------------------------------------------------------------------------------------------
 
@@ -200,7 +191,7 @@ class FlatBuffer:
     @property
     def raw_computed(self) -> torch.Tensor:
         """The same, whether or not a step is due."""
-        return self.shard if self.sharding.optim else self.full
+        return self.shard.values if self.sharding.optim else self.full
 
     @property
     def stepped(self) -> torch.Tensor:
@@ -216,11 +207,6 @@ class FlatBuffer:
     def entered(self) -> Set[int]:
         """The slots whose parameters show their segment of ``stepped``: a step window is open there."""
         return self.window.entered
-
-    @property
-    def is_on_host(self) -> bool:
-        """Whether ``stepped`` is stored off the device, in host memory or on disks, for a while or always."""
-        return self.home is not self.store
 
     # -- A step that was asked for -------------------------------------------------------------------------------------
 
@@ -247,7 +233,7 @@ class FlatBuffer:
             return False
         update, self._update = self._update, None
         update.finish()
-        self.gradients.give_back_lent()
+        self.home.give_back_lent()
         with torch.inference_mode(False), torch.no_grad():
             self._round()
         return True
@@ -261,30 +247,41 @@ class FlatBuffer:
 
     def make_master(self) -> None:
         """Make a master if one is needed and not there: an optimizer is going to step the buffer."""
-        is_elsewhere = self.params_home is not self.home if self.sharding.params else self.is_offloaded
+        is_elsewhere = self._shard_home.store is not self.home.store if self.sharding.params else self.home.is_apart
         is_needed = is_elsewhere or self.kind.master != self.kind.compute
         self._is_stepped, self._is_widened = True, False
-        if self.master_home is not self.home:  # it was frozen
-            self.move_master(self.home)
+        if self._master_home is not self.home:
+            self._bring_master()
         if self.master is None and is_needed:
             self.keep_master(self.computed)
-        if isinstance(self.home, HostStore) and self.master is not None:
-            self.home.need_staging(self.raw_computed.nbytes)
+        if self.master is not None:
+            self.home.expect_rounding(self.raw_computed.nbytes)
 
     def keep_master(self, values: torch.Tensor) -> None:
         """Make a master of values over the own range."""
         self.master = self._keep_master(values)
-        if self.sleep is not None:
-            self.sleep.watch_master()
 
-    def move_master(self, home: ShardStore) -> None:
-        """Let the master be elsewhere from now on."""
-        before, self.master_home = self.master_home, home
+    def _bring_master(self) -> None:
+        """Let the master be where it is stepped from now on: it was frozen."""
+        before, self._master_home = self._master_home, self.home
         if self.master is not None:
             master = self.master
             with torch.inference_mode(False), torch.no_grad():
                 self.master = self._keep_master(master)
-            before.give_back("optimizer", master)
+            before.give_back_master(master)
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether masters and states are on the device now."""
+        return self.home.where == "device"
+
+    def move(self, store: ShardStore) -> None:
+        """Let master and gradients of a home on the device be in another store from now on."""
+        assert isinstance(self.home, DeviceHome)
+        before = self.home.store
+        master = self.home.move(self.master if self._master_home is self.home else None, store)
+        self.master = self.master if master is None else master
+        self.gradients.move(before, store)
 
     def widen(self) -> None:
         """Make a master of frozen values, so that any may be loaded; ``narrow`` when they are there."""
@@ -308,18 +305,18 @@ class FlatBuffer:
         """End ``widen``: drop the master unless some rank needs it."""
         self._is_widened = False
         if self.master is not None and not needs_master:
-            self.master_home.give_back("optimizer", self.master)
+            self._master_home.give_back_master(self.master)
             self.master = None
 
-    def move_shard(self, home: ShardStore) -> None:
-        """Move the shard to another store (stage 3), before optimizers are attached."""
-        if not self.sharding.params or self.params_home is home:
+    def bring_shard(self) -> None:
+        """Keep the shard on the device from now on (stage 3), before optimizers are attached."""
+        if not self.sharding.params or not self._shard_home.is_apart:
             return
         self.flush()
+        self._shard_home = self.home.on_device()
         with torch.inference_mode(False), torch.no_grad():
-            shard = home.keep("parameters", self.shard, f"parameters of unit `{self.name}`")
-        self.params_home.give_back("parameters", self.shard)
-        self.shard, self.params_home = shard, home
+            before, self.shard = self.shard, self._shard_home.keep_shard(self.shard.values)
+        before.give_back()
 
     def take_back(self) -> None:
         """Bring shard, master and states back to the device if ``offload_states`` has moved them."""
@@ -348,23 +345,7 @@ class FlatBuffer:
             return self._gather_into(self.full)
 
     def _gather_into(self, full: torch.Tensor) -> Pending:
-        """Start gathering; a shard in host memory is uploaded while the device computes."""
-        what = f"unit `{self.name}`"
-        if isinstance(self.params_home, DiskStore):
-            lo, hi = self.layout.shard_range(self.communicator.rank)
-            return self.communicator.all_gather_later(full, self.params_home.fetch(self.shard, full[lo:hi]), what)
-        if self.shard.device == full.device:
-            return self.communicator.all_gather(full, self.shard, what)
-        with self.store.copies.lane() as landing:
-            pending = self.communicator.all_gather(full, self.shard, what)
-        self._uploads = landing  # one stream: those before come first
-        return Pending(self.communicator, what, [pending, *landing], keep=[full])
-
-    def await_uploads(self) -> None:
-        """Return when the shard in host memory may be written: no copy to the device reads it."""
-        for landing in self._uploads:
-            landing.finish()
-        self._uploads = ()
+        return self.shard.gather_into(full, self.communicator, f"unit `{self.name}`")
 
     def serve(self, *, in_original: bool = False) -> Pending:
         """Take part in a gather, with its ``in_original``, whose result is not needed here. Collective: all ranks."""
@@ -457,7 +438,7 @@ class FlatBuffer:
             self.full = torch.empty_like(self.full)
         self.views = flat_views(self.full, self.layout)
         if not self.sharding.params:
-            self.shard = self.full[slice(*self.layout.shard_range(self.communicator.rank))]
+            self.shard.values = self.full[slice(*self.layout.shard_range(self.communicator.rank))]
         self.handles = []
         if self.moved is not None:
             self.moved(old, self.full.untyped_storage()._cdata)
@@ -638,7 +619,7 @@ class FlatBuffer:
             stepping, master = self._stepping(), self.master
             with torch.inference_mode(False), torch.no_grad():
                 self.master = self._keep_master(master)
-            self.master_home.release("optimizer", master.nbytes)
+            self._master_home.forget_master(master)
             self._show_stepped(stepping)
 
     def _leave_what_is_kept(self) -> None:
@@ -685,12 +666,8 @@ class FlatBuffer:
 
     def put_shard(self, values: torch.Tensor) -> None:
         """Write this rank's shard (stage 3)."""
-        self.await_uploads()
         with torch.inference_mode(False), torch.no_grad():
-            if isinstance(self.params_home, DiskStore):
-                self.params_home.put(self.shard, values)
-            else:
-                self.shard.copy_(values)
+            self.shard.put(values)
 
     def refresh_master(self, but_for: Set[int] = frozenset()) -> None:
         """Overwrite the master with the parameters' values wherever its rounded value differs from them.
@@ -717,13 +694,9 @@ class FlatBuffer:
         if self.master is None or (self.sharding.params and not self._written):
             return
         self._written = False
-        if self.sleep is not None:
-            self.sleep.note_writes(but_for)
-            return
         with torch.inference_mode(False), torch.no_grad():
-            values = self.computed.to(self.master.device)
-            is_written = merge_written(self.master, values, self.own_range, self.entered | but_for)
-            if self._rounded_writes is not None:
+            is_written = self.home.take_writes(self.master, lambda: self.computed, self.entered | but_for)
+            if self._rounded_writes is not None and is_written is not None:
                 self._rounded_writes.ask(f"{self.name}.*", is_written, self.store.copies)
 
     # -- Publishing ----------------------------------------------------------------------------------------------------
@@ -736,15 +709,8 @@ class FlatBuffer:
         if self.sharding.optim or self.communicator.world_size == 1:
             return None
         self.take_back()
-        lo, hi = self.layout.shard_range(self.communicator.rank)
-        what = f"masters of unit `{self.name}`"
         with torch.inference_mode(False), torch.no_grad():
-            if not is_asleep(self.stepped):
-                return self.communicator.all_gather(self.stepped, self.stepped[lo:hi], what)
-            whole = self.stepped.clone()
-            self.communicator.all_gather(whole, whole[lo:hi], what).wait()
-            self.stepped.copy_(whole)
-        return None
+            return self._master_home.gather_whole(self.stepped, self.communicator, f"masters of unit `{self.name}`")
 
     def publish(self) -> Pending | None:
         """Make stepped values the parameters': round them, and gather where parameters are whole.
@@ -758,7 +724,7 @@ class FlatBuffer:
             if self.original is not None and self.original.flat is not None and not self.sharding.params:
                 return self.original.gather()  # they are rounded when they are shown as they compute
             if self.sharding.optim and not self.sharding.params:
-                return self.communicator.all_gather(self.full, self.shard, f"unit `{self.name}`")
+                return self.communicator.all_gather(self.full, self.shard.values, f"unit `{self.name}`")
         return None
 
     def accept_stepped(self, written: Set[int]) -> bool:
@@ -789,22 +755,37 @@ class FlatBuffer:
         self._become_stale()
         return True
 
+    def plan(
+        self,
+        deferral: Deferral,
+        calls: Sequence[Callable[[], None]],
+        *,
+        states: Callable[[], Sequence[torch.Tensor]],
+        rounds: bool,
+    ) -> Update:
+        """Return the update that makes a step.
+
+        Args:
+            deferral: Makes updates.
+            calls: The calls that make the step.
+            states: Returns the optimizer's states over the own range.
+            rounds: Write the parameters in the dtype in which they compute too.
+        """
+        step = PlannedStep(
+            calls,
+            states,
+            gradient=self.gradients.reduced,
+            master=self.master,
+            computed=self.raw_computed,
+            round=self.round_in_place if rounds else None,
+        )
+        return self.home.update(deferral, step)
+
     def begin_rounding(self) -> Rounding | None:
         """Return the target into which a step casts the master; None if nothing is cast, or not by the step."""
-        target = self.raw_computed
-        if self.master is None or (is_asleep(target) and self.sleep is None):
-            return None
-        if self._rounding is None and self._is_rounded_in_place:
-            self._rounding = Rounding(ordinary(target), self.store.copies, None)
-        elif self._rounding is None and isinstance(self.home, HostStore):
-            self.home.need_staging(target.nbytes)
-            self._rounding = Rounding(target, self.store.copies, self.home.staging_slot())
+        if self._rounding is None and self.master is not None:
+            self._rounding = self.home.begin_rounding(self.master, self.raw_computed)
         return self._rounding
-
-    @property
-    def _is_rounded_in_place(self) -> bool:
-        """Whether a step can write the parameters."""
-        return self.raw_computed.device == (self.steps_on or self.stepped.device)
 
     def _round(self) -> None:
         rounding, self._rounding = self._rounding, None

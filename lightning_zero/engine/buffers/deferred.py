@@ -104,13 +104,13 @@ class Deferral:
         self._thread: ThreadPoolExecutor | None = None
         self._upcoming: deque[Visit] = deque()  # of the thread
 
-    def wants(self, is_offloaded: bool) -> bool:
-        """Say whether the step of a buffer is deferred."""
-        return self._step == "deferred" or (is_offloaded and self._step != "now")
+    def wants(self, is_apart: bool) -> bool:
+        """Say whether the step of a buffer is deferred, whose home is apart from the device or not."""
+        return self._step == "deferred" or (is_apart and self._step != "now")
 
-    def update(self, name: str, calls: Sequence[Callable[[], None]], is_offloaded: bool) -> Update:
+    def update(self, name: str, calls: Sequence[Callable[[], None]], in_thread: bool) -> Update:
         """Return the update that makes ``calls``."""
-        return Update(name, calls, self._thread_of_offloaded() if is_offloaded else None)
+        return Update(name, calls, self._thread_of_offloaded() if in_thread else None)
 
     def update_on_disk(self, name: str, calls: Sequence[Callable[[], None]], visit: Visit) -> Update:
         """Return the update that makes ``calls`` during ``visit``."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from torch import nn
 from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.config import Sharding
 from lightning_zero.engine.buffers.assigned_gradients import Source
-from lightning_zero.engine.buffers.disk_state import BufferSleep
+from lightning_zero.engine.buffers.home import Home
 from lightning_zero.engine.buffers.own_range import OwnRange
 from lightning_zero.engine.buffers.parameter import (
     ReducedParameter,
@@ -31,9 +31,7 @@ from lightning_zero.engine.buffers.parameter import (
     user_class,
 )
 from lightning_zero.layout import FlatLayout
-from lightning_zero.storage.copies import Landing
 from lightning_zero.storage.references import num_tensors_in
-from lightning_zero.storage.sleeping import is_asleep
 from lightning_zero.storage.store import DeviceStore, ShardStore
 
 __all__ = ["BufferGradients", "Stepped"]
@@ -49,9 +47,7 @@ class Stepped(Protocol):
     layout: FlatLayout
     own_range: OwnRange
     store: DeviceStore
-    home: ShardStore
-    is_offloaded: bool
-    sleep: BufferSleep | None
+    home: Home
 
     @property
     def stepped(self) -> torch.Tensor:
@@ -70,20 +66,6 @@ class Stepped(Protocol):
     def take_back(self) -> None:
         """Bring shard, master and states back to the device if ``offload_states`` has moved them."""
         ...
-
-
-class _Earlier(NamedTuple):
-    """An earlier average that is offloaded to host memory, on its way to the device.
-
-    Attributes:
-        values: Where it comes.
-        landing: When it is there.
-        version: Of the average when this was started.
-    """
-
-    values: torch.Tensor
-    landing: Landing
-    version: int
 
 
 class BufferGradients:
@@ -119,11 +101,7 @@ class BufferGradients:
         self.outdated: dict[int, Source] = {}  # of them, those to which a backward has added, which they do not show
         self.is_read = False  # a program has read a gradient, and may keep a view of ``local``
         self._reduced: torch.Tensor | None = None
-        self._landing = Landing()  # of the average at home
-        self._num_at_home = 0  # tensors in its memory when it was sent there
-        self._earlier: _Earlier | None = None  # a running reduction is to be added to it
         self._retained: torch.Tensor | None = None  # an earlier average whose place ``local`` needs
-        self._lent: list[torch.Tensor] = []  # at home; nobody needs them but a step that may be running
         # - Gradients for the step
         self.factor: torch.Tensor | None = None  # () fp32; the average is still to be multiplied by it
         self._written: torch.Tensor | None = None  # see Note [Two dtypes]
@@ -135,7 +113,7 @@ class BufferGradients:
     @property
     def reduced(self) -> torch.Tensor | None:
         """The average over the ranks, there for whoever reads it: (own range,)."""
-        self._landing.finish()
+        self._buffer.home.await_gradient()
         return self._reduced
 
     # -- Sums of this rank -----------------------------------------------------------------------------------------
@@ -256,36 +234,14 @@ class BufferGradients:
                 self._target = buffer.store.create("gradients", hi - lo, self._dtype)
             else:
                 self._target = local[lo:hi]
-            self._fetch_earlier()
+            if self._reduced is not None and buffer.sharding.grads and self._is_as_reduced:
+                buffer.home.fetch_gradient(self._reduced)
             return buffer.communicator.reduce_scatter(self._target, local, f"gradients of unit `{buffer.name}`")
-
-    def _fetch_earlier(self) -> None:
-        """Start uploading an earlier average from host memory, beside the reduction."""
-        buffer, at_home = self._buffer, self._reduced
-        is_in_host_memory = buffer.is_offloaded and buffer.sharding.grads and buffer.sleep is None
-        if at_home is None or not is_in_host_memory or not self._is_as_reduced:
-            return
-        copies = buffer.store.copies
-        values = buffer.store.create("gradients", at_home.numel(), at_home.dtype)
-        landing = copies.up(values, at_home, copies.mark(), self._landing)
-        self._earlier = _Earlier(values, landing, at_home._version)
-
-    def _take_earlier(self) -> _Earlier | None:
-        """Return the uploaded earlier average, if it still is the gradient shard and nobody else has that."""
-        earlier, self._earlier = self._earlier, None
-        if earlier is None:
-            return None
-        self._buffer.store.release("gradients", earlier.values.nbytes)
-        if self._reduced is None or self._reduced._version != earlier.version or not self._is_as_reduced:
-            return None
-        return earlier
 
     @property
     def _is_as_reduced(self) -> bool:
-        """Whether nobody has written the average, no step that is due reads it, and nobody keeps it."""
-        if self.factor is not None or self._written is not None or self._buffer.is_due or self._reduced is None:
-            return False
-        return num_tensors_in(self._reduced) == self._num_at_home
+        """Whether nobody has written the average, and no step that is due reads it."""
+        return self.factor is None and self._written is None and not self._buffer.is_due
 
     def _sum_assigned(self, index: int) -> bool:
         """Add an assigned ``grad`` that this backward did not touch into the local sum; say whether there was one."""
@@ -305,14 +261,14 @@ class BufferGradients:
         assert target is not None
         assert local is not None
         with torch.inference_mode(False), torch.no_grad():
-            earlier = self._take_earlier()
+            buffer.home.end_fetch(self._reduced if self._is_as_reduced else None)
             if self._retained is not None:
                 target.add_(self._retained)
                 self._retained = None
             elif buffer.sharding.grads and self._reduced is not None:
-                target = self._add_to_earlier(target, earlier)
-            elif buffer.sharding.grads and buffer.is_offloaded:
-                target = self._bring_home(target)
+                target = self._add_to_earlier(target, self._reduced)
+            elif buffer.sharding.grads:
+                target = buffer.home.keep_gradient(target)
         is_own_range = buffer.sharding.optim or buffer.sharding.grads
         self._reduced, self._target = (target if is_own_range else local), None
         self._summed.clear()
@@ -321,31 +277,20 @@ class BufferGradients:
                 buffer.store.release("gradients", local.nbytes)
             self.local = None
 
-    def _add_to_earlier(self, target: torch.Tensor, earlier: _Earlier | None) -> torch.Tensor:
+    def _add_to_earlier(self, target: torch.Tensor, earlier: torch.Tensor) -> torch.Tensor:
         """Add to the average that is there, in its memory, as PyTorch does: a program may keep it."""
-        buffer = self._buffer
-        if earlier is None:
-            self.settle()
-            self.accept_writes()
-        assert self._reduced is not None
-        is_free = buffer.sleep is None and not buffer.is_due  # records are kept, and a step still reads the memory
-        if earlier is not None:
-            earlier.landing.wait()
-            target.add_(earlier.values)
-        elif buffer.is_offloaded or not is_free:
-            assert self.reduced is not None
-            target.add_(self.reduced.to(target.device))
-        if not is_free:
-            self.end_writing()
-            self._give_back_reduced()
-            return self._bring_home(target) if buffer.is_offloaded else target
-        if buffer.is_offloaded:
-            total = self._send_home(target, self._reduced)
-        else:
-            total = self._reduced.add_(target)
-            buffer.store.release("gradients", target.nbytes)
-        self._refresh_written()
-        return total
+        home = self._buffer.home
+        self.settle()
+        self.accept_writes()
+        if home.adds_in_place and not self._buffer.is_due:
+            total = home.add_gradient(target, earlier)
+            self._refresh_written()
+            return total
+        home.await_gradient()
+        target.add_(earlier.to(target.device))
+        self.end_writing()
+        self._give_back_reduced()
+        return home.keep_gradient(target)
 
     def _refresh_written(self) -> None:
         """Show a new average in the second tensor, if a program keeps that; else give it up."""
@@ -354,21 +299,6 @@ class BufferGradients:
             return
         assert self.reduced is not None
         self._written.copy_(self.reduced)
-
-    def _bring_home(self, target: torch.Tensor) -> torch.Tensor:
-        """Move the average to its store, off the device."""
-        buffer = self._buffer
-        if buffer.sleep is None:
-            return self._send_home(target, buffer.home.create("gradients", target.numel(), target.dtype))
-        at_home = buffer.sleep.keep_gradient(target)
-        buffer.store.release("gradients", target.nbytes)
-        return at_home
-
-    def _send_home(self, target: torch.Tensor, at_home: torch.Tensor) -> torch.Tensor:
-        self._landing = self._buffer.store.copies.down(at_home, target)
-        self._num_at_home = num_tensors_in(at_home)
-        self._buffer.store.release("gradients", target.nbytes)
-        return at_home
 
     def serve(self) -> Pending:
         """Take part in a reduction that is for nothing. Collective: all ranks."""
@@ -427,11 +357,8 @@ class BufferGradients:
             with torch.inference_mode(False), torch.no_grad():
                 if not buffer.sharding.grads:
                     self._reduced = self._local_sums()[own.start : own.stop].zero_()
-                elif buffer.sleep is not None:
-                    zeros = torch.zeros(own.numel, dtype=self._dtype, device=buffer.store.device)
-                    self._reduced = buffer.sleep.keep_gradient(zeros)
                 else:
-                    self._reduced = buffer.home.create("gradients", own.numel, self._dtype).zero_()
+                    self._reduced = buffer.home.zero_gradient(self._dtype)
         assert self.reduced is not None
         return self.reduced
 
@@ -543,7 +470,7 @@ class BufferGradients:
         buffer, target, self._target = self._buffer, self._target, None
         self._kept = None
         self._brought.clear()
-        self._take_earlier()
+        buffer.home.end_fetch(None)
         self._summed.clear()
         self.used.clear()
         if target is not None and buffer.sharding.grads and buffer.communicator.world_size > 1:
@@ -608,8 +535,8 @@ class BufferGradients:
     def spend(self) -> None:
         """Give up the average, which a step in the backward has taken. ``forget`` ends it."""
         assert self.reduced is not None
-        if self._buffer.sharding.grads and not is_asleep(self.reduced):
-            self._lent.append(self.reduced)
+        if self._buffer.sharding.grads:
+            self._buffer.home.lend_gradient(self.reduced)
         self._reduced = self.factor = self._written = None
         self.is_spent = self.is_ahead = True
         self.mark_reduced()
@@ -617,16 +544,10 @@ class BufferGradients:
     def _give_back_reduced(self) -> None:
         """Give up the average where it is sharded; a step that is running still reads it."""
         assert self.reduced is not None
-        if not is_asleep(self.reduced):  # a record is kept for the next gradient
-            self._lent.append(self.reduced)
+        self._buffer.home.lend_gradient(self.reduced)
         self._reduced = None
         if not self._buffer.is_due:
-            self.give_back_lent()
-
-    def give_back_lent(self) -> None:
-        """Give memory of gradients back that a step has read."""
-        while self._lent:
-            self._buffer.home.give_back("gradients", self._lent.pop())
+            self._buffer.home.give_back_lent()
 
     def move(self, before: ShardStore, home: ShardStore) -> None:
         """Move gradient shard and local sums from one store to another."""
@@ -670,23 +591,24 @@ class BufferGradients:
     def for_showing(self) -> torch.Tensor | None:
         """Return the same, not asleep."""
         values = self.for_writing()
-        if is_asleep(values):
-            assert values is not None
-            values = self._written = values.clone()
-        return values
+        if values is None:
+            return None
+        shown = self._buffer.home.in_memory(values)
+        if shown is not values:
+            self._written = shown
+        return shown
 
     def unscaled(self) -> torch.Tensor:
         """Return the average, which ``factor``, if there is one, still multiplies, at home: (own range,)."""
         assert self.reduced is not None
         if self._written is not None:
             return self._written
-        is_here = self._buffer.sleep is not None and self.reduced.device == self._buffer.stepped.device
-        return self._home_copy(self.reduced.dtype) if self._is_away and not is_here else self.reduced
+        return self.reduced if self._buffer.sharding.grads else self._buffer.home.bring_gradient(self.reduced)
 
     @property
     def _is_away(self) -> bool:
         """Whether the average is on the device although it is stepped elsewhere (stages 0 and 1)."""
-        return self._buffer.is_offloaded and not self._buffer.sharding.grads
+        return self._buffer.home.is_apart and not self._buffer.sharding.grads
 
     def _home_copy(self, dtype: torch.dtype) -> torch.Tensor:
         assert self.reduced is not None
@@ -695,9 +617,8 @@ class BufferGradients:
 
     def known_norm(self, order: float) -> torch.Tensor | None:
         """Return the norm of the average, if it is known without reading it: () float64."""
-        sleep = self._buffer.sleep
-        is_untouched = self.factor is None and self._written is None and is_asleep(self.reduced)
-        return sleep.norm(order) if is_untouched and sleep is not None else None
+        is_untouched = self.factor is None and self._written is None and self._reduced is not None
+        return self._buffer.home.norm(order) if is_untouched else None
 
     def scale_later(self, indices: set[int], factor: torch.Tensor) -> bool:
         """Keep a factor of the average for the step, if it is that of ``indices`` and nobody has written it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 
 import torch
 
@@ -22,6 +22,7 @@ class OwnRange:
 
     def __init__(self, layout: FlatLayout, rank: int, *, is_sharded: bool) -> None:
         self.start, self.stop = layout.shard_range(rank) if is_sharded else (0, layout.padded_numel)
+        self.slots: Set[int] = frozenset(range(len(layout.slots)))  # of the buffer
         self._layout = layout
         self.is_shard = is_sharded  # the answer to "are optimizer states kept sharded?"; else it is everything
         self._segments = [

@@ -12,12 +12,11 @@ from torch import nn
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Sharding
 from lightning_zero.engine.buffers.assigned_gradients import Digest, Source, compare, refuse_two_changes
-from lightning_zero.engine.buffers.disk_state import BufferSleep
 from lightning_zero.engine.buffers.gradients import BufferGradients
+from lightning_zero.engine.buffers.home import Home, Shard
 from lightning_zero.engine.buffers.own_range import OwnRange
 from lightning_zero.engine.buffers.parameter import (
     ReducedParameter,
-    SleepingParameter,
     begin_writes,
     end_writes,
     has_class,
@@ -50,7 +49,8 @@ class Shown(Protocol):
     communicator: Communicator
     layout: FlatLayout
     own_range: OwnRange
-    sleep: BufferSleep | None
+    home: Home
+    shard: Shard
 
     def segment(self, index: int) -> torch.Tensor:
         """Return a parameter's segment of the master, or of the computed parameters if there is none."""
@@ -58,10 +58,6 @@ class Shown(Protocol):
 
     def take_back(self) -> None:
         """Bring shard, master and states back to the device if ``offload_states`` has moved them."""
-        ...
-
-    def await_uploads(self) -> None:
-        """Return when values in host memory may be written."""
         ...
 
     def bind_one(self, index: int) -> None:
@@ -117,7 +113,7 @@ class BufferWindow:
         """Show a parameter as the optimizer steps it: ``data`` is the master's segment; reading ``grad`` shows it."""
         buffer = self._buffer
         buffer.take_back()
-        buffer.await_uploads()
+        buffer.shard.await_uploads()
         self.take_gradient(index)
         param = buffer.params[index]
         restore_class(param)
@@ -133,8 +129,9 @@ class BufferWindow:
 
     def _let_grad_be_written(self, index: int) -> None:
         param = self._buffer.params[index]
-        if self._buffer.sleep is not None:
-            swap_class(param, SleepingParameter)
+        entered_class = self._buffer.home.entered_class
+        if entered_class is not None:
+            swap_class(param, entered_class)
         elif self._buffer.sharding.optim and user_class(param) is nn.Parameter:
             swap_class(param, self._param_class_of(index))
         else:

@@ -23,7 +23,6 @@ from lightning_zero.config import Moments
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.optim.moments import CODE_KEYS, DTYPES, make_codes
 from lightning_zero.engine.optim.streamed import step_streamed
-from lightning_zero.storage.host import HostStore
 from lightning_zero.storage.references import num_tensors_in
 from lightning_zero.storage.sleeping import is_asleep, ordinary
 from lightning_zero_ops import adamw, adamw_int8, sgd
@@ -171,8 +170,8 @@ class FlatStep:
         states, own = vars(self._optimizer)["state"], _own_references()
         if sys.getrefcount(states) > own:
             return True
-        owners = {id(buffer) for buffer in buffers if buffer.sleep is None}
-        flats = [(place, flat) for place, flat in self._flat.items() if place[0] in owners]
+        owners = {id(buffer) for buffer in buffers}
+        flats = [(place, flat) for place, flat in self._flat.items() if place[0] in owners and not is_asleep(flat)]
         num_tensors = {flat.untyped_storage()._cdata: self._num_tensors.get(place, 1) for place, flat in flats}
         placed = Counter(id(one) for there in self._placed.values() for one, _ in there.values())
         for state in states.values():
@@ -188,7 +187,7 @@ class FlatStep:
 
     def state_place(self, buffer: FlatBuffer, index: int, key: str) -> Tensor | None:
         """Return where a state of a parameter on disks is to be; None if it is in memory."""
-        if buffer.sleep is None or key not in self._rule.moments({"momentum": True}):
+        if buffer.home.flat_for is None or key not in self._rule.moments({"momentum": True}):
             return None
         return buffer.own_range.segment(index, self._flat_state(buffer, key))
 
@@ -213,8 +212,8 @@ class FlatStep:
             if has_flat_gradient and self._suits_buffer(buffer) and self._suits_state(group, buffer, index):
                 chosen.setdefault(id(buffer), (buffer, []))[1].append(index)
                 continue
-            if has_flat_gradient and (self._moments != "fp32" or buffer.sleep is not None):
-                option = "`Offload(optimizer='nvme')`" if buffer.sleep else f"`moments={self._moments!r}`"
+            if has_flat_gradient and (self._moments != "fp32" or buffer.home.flat_for is not None):
+                option = buffer.home.flat_for or f"`moments={self._moments!r}`"
                 raise RuntimeError(
                     f"The state of `{buffer.layout.slots[index].name}` in `{type(self._optimizer).__name__}` does not"
                     f" fit its segment, so {option} cannot be kept. Load the state of this rank, or a checkpoint."
@@ -274,9 +273,7 @@ class FlatStep:
         """Give the room of states on disks back; using them is an error from here on."""
         buffers = {id(buffer): buffer for buffer, _ in self._places.values()}
         for (owner, _), flat in self._flat.items():
-            sleep = buffers[owner].sleep
-            if sleep is not None and is_asleep(flat):
-                sleep.give_back(flat)
+            buffers[owner].home.give_back_state(flat)
         self._flat, self._placed = {}, {}
 
     def move_states(self, buffers: Collection[int], move: Callable[[Tensor], Tensor]) -> None:
@@ -311,13 +308,13 @@ class FlatStep:
         Raises:
             ValueError: It has parameters on disks, and is not stepped by runs over flat states.
         """
-        asleep = [buffer for param in group["params"] if (buffer := self._places[id(param)][0]).sleep is not None]
-        if not asleep:
+        buffers = [buffer for param in group["params"] if (buffer := self._places[id(param)][0]).home.flat_for]
+        if not buffers:
             return
-        found = "`moments='int8'`" if self._rule is _ADAM_INT8 else self._obstacle(group, asleep)
+        found = "`moments='int8'`" if self._rule is _ADAM_INT8 else self._obstacle(group, buffers)
         if found is not None:
             raise ValueError(
-                f"`Offload(optimizer='nvme')` is for `torch.optim.AdamW`, `Adam` and `SGD` that step {_STEPPED}, with"
+                f"{buffers[0].home.flat_for} is for `torch.optim.AdamW`, `Adam` and `SGD` that step {_STEPPED}, with"
                 f" moments in fp32 or bf16; got {found}. Change that, or use `Offload(optimizer='cpu')`."
             )
 
@@ -352,7 +349,7 @@ class FlatStep:
         unit of fp32 has those of PyTorch's fused step; one in 16 bits, of which that would take passes for the
         gradient and for rounding, is stepped by Triton's kernel in one (ADR 0018).
         """
-        device = buffer.steps_on or buffer.stepped.device
+        device = buffer.home.steps_on or buffer.stepped.device
         is_narrow = min(buffer.kind.compute.itemsize, buffer.kind.reduce.itemsize) < 4
         if self._rule.launch is None or not (self._has_kernels and is_narrow and device.type == "cuda"):
             return self._rule.step
@@ -387,9 +384,9 @@ class FlatStep:
         factor = buffer.gradients.factor
         rounding = buffer.begin_rounding() if rounds else None
         step = self._step_of(buffer)
-        if buffer.steps_on is not None:
+        if buffer.home.steps_on is not None:
             copies = buffer.store.copies
-            step = partial(step_streamed, step, buffer.steps_on, copies, copies.mark())
+            step = partial(step_streamed, step, buffer.home.steps_on, copies, copies.mark())
         for lo, hi, members in self._runs(group, buffer, sorted(indices), steps):
             first = self._optimizer.state.get(buffer.params[members[0]], {})
             moments = [
@@ -408,7 +405,7 @@ class FlatStep:
                 tails=_tails(buffer, members, lo) if stepped.is_cpu else (),
             )
             if not calls:
-                calls.append(buffer.await_uploads)
+                calls.append(buffer.shard.await_uploads)
             calls += [call] if rounding is None else rounding.around(call, lo, hi)
         if rounding is not None:
             buffer.note_rounded(indices)
@@ -443,7 +440,7 @@ class FlatStep:
     def _make_states(self, group: Mapping[str, Any], buffer: FlatBuffer, indices: list[int]) -> dict[int, int]:
         """Make or move the states of parameters and count the step; return the number of this step by slot."""
         keys = self._rule.moments(group)
-        is_whole = buffer.sleep is not None or self._steps_whole(buffer)
+        is_whole = buffer.home.flat_for is not None or self._steps_whole(buffer)
         states = {index: self._optimizer.state[buffer.params[index]] if keys else {} for index in indices}
         if self._rule.counts:
             steps = self._count(states, group, buffer)
@@ -488,7 +485,7 @@ class FlatStep:
             if key not in placed or state.get(key) is not placed[key][0]:
                 return False
             present, address = placed[key]
-            if buffer.sleep is None and present.data_ptr() != address:  # `state["exp_avg"].data = ...`
+            if buffer.home.flat_for is None and present.data_ptr() != address:  # `state["exp_avg"].data = ...`
                 return False
         return True
 
@@ -504,7 +501,7 @@ class FlatStep:
             flat = self._flat_state(buffer, key)
             view = buffer.own_range.segment(index, flat)
         if present is None:
-            state[key] = view if buffer.sleep is not None and buffer.sleep.is_zero(flat) else view.zero_()
+            state[key] = view if buffer.home.is_zero(flat) else view.zero_()
         elif ordinary(present).data_ptr() != ordinary(view).data_ptr():
             state[key] = view.copy_(present)  # loaded, or made when other parameters had no gradient
         self._placed.setdefault((id(buffer), index), {})[key] = state[key], ordinary(view).data_ptr()
@@ -512,7 +509,7 @@ class FlatStep:
     def _flat_state(self, buffer: FlatBuffer, key: str) -> Tensor:
         place = (id(buffer), key)
         if place not in self._flat:
-            self._flat[place] = _zeros(buffer, self._dtype(buffer))
+            self._flat[place] = buffer.home.zeros(self._dtype(buffer))
             self._note_tensors(place)
         return self._flat[place]
 
@@ -569,15 +566,6 @@ class _CountsOnDevice:
         if known is None or known.counter is not counter or counter.is_inference():
             return False
         return known.version == counter._version
-
-
-def _zeros(buffer: FlatBuffer, dtype: torch.dtype) -> Tensor:
-    """Return a state of zeros over the own range, in the same store as the master: (own range,)."""
-    if buffer.sleep is not None:
-        return buffer.sleep.zeros(dtype)
-    if isinstance(buffer.home, HostStore):  # locked, so that it can be streamed; statistics count states themselves
-        return buffer.home.allocate(buffer.stepped.numel(), dtype).zero_()
-    return torch.zeros_like(buffer.stepped, dtype=dtype)
 
 
 def _stretched(state: Tensor, numel: int) -> Tensor:

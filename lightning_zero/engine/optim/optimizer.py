@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -249,9 +250,9 @@ class ShardedOptimizer:
         if self._flat_step is not None:
             self._flat_step.refuse_moments(group)
             self._flat_step.refuse_on_disk(group)
-        elif any(self._attached[id(param)][0].sleep is not None for param in group["params"]):
+        elif homes := [home for param in group["params"] if (home := self._attached[id(param)][0].home).flat_for]:
             raise ValueError(
-                f"`{self._original_class.__name__}` cannot be stepped where `Offload(optimizer='nvme')` has its states:"
+                f"`{self._original_class.__name__}` cannot be stepped where {homes[0].flat_for} has its states:"
                 " it is for `torch.optim.AdamW`, `Adam` and `SGD` themselves. Use one of them, or"
                 " `Offload(optimizer='cpu')`."
             )
@@ -330,7 +331,7 @@ class ShardedOptimizer:
         if place is None:
             return Stepped(tuple(param.shape), param.dtype, param.device)
         buffer, index = place
-        device = torch.device("cpu") if buffer.is_offloaded else buffer.full.device
+        device = buffer.home.device if buffer.home.is_apart else buffer.full.device
         return Stepped(buffer.layout.slots[index].shape, buffer.kind.shown, device)
 
     # -- The step window -------------------------------------------------------------------------------------------
@@ -504,7 +505,7 @@ class ShardedOptimizer:
         self._by_torch.update(mixed)
         for buffer in self.buffers:
             is_due_now = id(buffer) in self._by_torch or not self._is_deferred(buffer)
-            if is_due_now and buffer.sleep is None:
+            if is_due_now and buffer.home.flat_for is None:
                 with label("step", buffer.name):
                     for call in self._flat_step.take_calls(buffer):
                         call()
@@ -527,14 +528,11 @@ class ShardedOptimizer:
         assert self._flat_step is not None
         assert self._deferral is not None
         calls = self._flat_step.take_calls(buffer)
-        if buffer.sleep is None:
-            return self._deferral.update(buffer.name, calls, buffer.is_offloaded)
-        states = self._flat_step.flat_states(buffer)
-        visit, calls = buffer.sleep.plan_step(calls, states, buffer.gradients.reduced, rounds=self._is_last())
-        return self._deferral.update_on_disk(buffer.name, calls, visit)
+        states = partial(self._flat_step.flat_states, buffer)
+        return buffer.plan(self._deferral, calls, states=states, rounds=self._is_last())
 
     def _is_deferred(self, buffer: FlatBuffer) -> bool:
-        return self._deferral is not None and self._deferral.wants(buffer.is_offloaded)
+        return self._deferral is not None and self._deferral.wants(buffer.home.is_apart)
 
     def _defer(self) -> None:
         """Hand over the steps that are made later, in the order of the units."""
@@ -593,11 +591,12 @@ class ShardedOptimizer:
             calls = self._flat_step.take_calls(buffer)
             buffer.spend_gradients()
         self._ahead.add(buffer, None)
-        if self._deferral is not None and self._is_deferred(buffer) and buffer.is_offloaded:
-            self._ahead.add(buffer, self._deferral.update(buffer.name, calls, buffer.is_offloaded))
+        if self._deferral is not None and self._is_deferred(buffer) and buffer.home.is_apart:
+            states = partial(self._flat_step.flat_states, buffer)
+            self._ahead.add(buffer, buffer.plan(self._deferral, calls, states=states, rounds=False))
         else:
             Update(buffer.name, calls, None).finish()
-            buffer.gradients.give_back_lent()
+            buffer.home.give_back_lent()
 
     # -- States --------------------------------------------------------------------------------------------------------
 

@@ -103,7 +103,7 @@ class StepDevices:
     """
 
     def __init__(self, units: Sequence[Unit], device: torch.device, moments: Moments) -> None:
-        self._units = [unit for unit in units if any(buffer.is_offloaded for buffer in unit.buffers)]
+        self._units = [unit for unit in units if any(buffer.home.is_apart for buffer in unit.buffers)]
         self._device = device
         self._moments = moments
         self.rates: Rates | None = None  # with a choice that was measured
@@ -156,7 +156,7 @@ class StepDevices:
         """Return elements, and bytes up and down, of a rank's step."""
         numel = up_bytes = down_bytes = 0
         for buffer in unit.buffers:
-            if buffer.is_offloaded:
+            if buffer.home.is_apart:
                 own = buffer.own_range.numel
                 states = own * (buffer.kind.master.itemsize + _MOMENT_BYTES[self._moments])
                 numel, down_bytes = numel + own, down_bytes + states
@@ -179,13 +179,13 @@ class StepDevices:
                 )
             streams = place == "cuda" and self._device.type == "cuda"
             for buffer in unit.buffers:
-                buffer.steps_on = buffer.full.device if streams and buffer.is_offloaded else None
+                buffer.home.steps_on = buffer.full.device if streams and buffer.home.is_apart else None
 
     @property
     def chosen(self) -> dict[str, StepDevice]:
         """The processor of each offloaded unit's step, by name."""
         return {
-            unit.name: "cuda" if any(buffer.steps_on is not None for buffer in unit.buffers) else "cpu"
+            unit.name: "cuda" if any(buffer.home.steps_on is not None for buffer in unit.buffers) else "cpu"
             for unit in self._units
         }
 

@@ -67,7 +67,7 @@ class StepsAhead:
         for buffer, update in self._steps.values():
             if update is not None:
                 update.finish()
-            buffer.gradients.give_back_lent()
+            buffer.home.give_back_lent()
         self._steps.clear()
 
 

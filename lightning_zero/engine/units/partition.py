@@ -13,10 +13,11 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication, MixedPrecision, Sharding
 from lightning_zero.engine.buffers.aliases import Aliases
 from lightning_zero.engine.buffers.buffer import BufferKind, FlatBuffer
+from lightning_zero.engine.buffers.home import HomeMaker
 from lightning_zero.engine.buffers.parameter import copy_attributes, user_class
 from lightning_zero.engine.units.lowering import Lowering
 from lightning_zero.engine.units.unit import Unit
-from lightning_zero.storage.store import DeviceStore, ShardStore
+from lightning_zero.storage.store import DeviceStore
 
 __all__ = ["ROOT", "Territory", "build_unit", "choose_territories", "kind_of"]
 
@@ -140,8 +141,8 @@ def build_unit(
     communication: Communication,
     communicator: Communicator,
     store: DeviceStore,
-    home: ShardStore | None = None,
-    params_home: ShardStore | None = None,
+    home: HomeMaker | None = None,
+    params_home: HomeMaker | None = None,
     is_shared: Callable[[nn.Parameter], bool] = lambda param: False,
 ) -> Unit:
     """Make a territory's parameters real, put them into flat buffers and give up the copies.

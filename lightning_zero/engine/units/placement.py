@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Offload, Sharding
+from lightning_zero.engine.buffers.disk_home import DiskHome
+from lightning_zero.engine.buffers.home import HomeMaker, HostHome
 from lightning_zero.engine.units.capacity import Home, homes_of_units
 from lightning_zero.engine.units.partition import Territory
 from lightning_zero.storage.copies import Copies, first_call_of_thread
@@ -15,7 +18,6 @@ from lightning_zero.storage.disk import DiskStore
 from lightning_zero.storage.downloads import Downloads
 from lightning_zero.storage.host import HostStore
 from lightning_zero.storage.nvme import NvmeStore, StorageError
-from lightning_zero.storage.store import ShardStore
 
 __all__ = ["Placement"]
 
@@ -94,18 +96,20 @@ class Placement:
                 f" {ranks}; the error there says why."
             )
 
-    def home(self, index: int) -> ShardStore | None:
-        """Return the store of a unit's masters, states and gradient shards; None is the device."""
-        return self._store(self._offload.optimizer if self._offload is not None else None, index)
+    def home(self, index: int) -> HomeMaker | None:
+        """Return what makes the homes of a unit's masters, states and gradient shards; None is the device."""
+        return self._maker(self._offload.optimizer if self._offload is not None else None, index)
 
-    def params_home(self, index: int) -> ShardStore | None:
-        """Return the store of a unit's parameters at stage 3; None is the device."""
-        return self._store(self._offload.params if self._offload is not None else None, index)
+    def params_home(self, index: int) -> HomeMaker | None:
+        """Return what makes the homes of a unit's parameters at stage 3; None is the device."""
+        return self._maker(self._offload.params if self._offload is not None else None, index)
 
-    def _store(self, place: str | None, index: int) -> ShardStore | None:
+    def _maker(self, place: str | None, index: int) -> HomeMaker | None:
         if place is None or self._homes[index] == "device":
             return None
-        return self.host if "cpu" in (place, self._homes[index]) else self.disk
+        if self.disk is None or "cpu" in (place, self._homes[index]):
+            return partial(HostHome, self.host)
+        return partial(DiskHome, self.disk)
 
     def close(self) -> None:
         """Give host memory and the room on disks back."""

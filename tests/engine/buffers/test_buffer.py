@@ -34,7 +34,7 @@ def _release(rank: int, world: int) -> None:
     buffer.release()
     assert buffer.full.untyped_storage().nbytes() == 0
     assert store.live("gathered") == 0
-    assert store.live("parameters") == buffer.shard.nbytes == buffer.full.nbytes // world
+    assert store.live("parameters") == buffer.shard.values.nbytes == buffer.full.nbytes // world
     with torch._C.DisableTorchFunctionSubclass():
         assert all(param.untyped_storage().nbytes() == 4 for param in buffer.params)
     assert [type(param) for param in buffer.params] == [ReleasedParameter] * len(SHAPES)
@@ -73,7 +73,7 @@ def _inference(rank: int, world: int) -> None:
         make_whole(buffer)
         buffer.release()
     make_whole(buffer)
-    assert not any(tensor.is_inference() for tensor in [buffer.full, buffer.shard, *buffer.views, *buffer.params])
+    assert not any(tensor.is_inference() for tensor in [buffer.full, buffer.shard.values, *buffer.views, *buffer.params])
     (buffer.params[0] * 2).sum().backward()
     assert torch.equal(buffer.params[0].grad, torch.full((11, 6), 2.0))
 
@@ -92,7 +92,7 @@ def _fill(rank: int, world: int, stage: int) -> None:
     assert buffer.params[0] is param
     assert param.tolist() == [0.0] * 7
     assert buffer.master is None
-    assert buffer.stepped.untyped_storage().nbytes() == (buffer.full if stage < 3 else buffer.shard).nbytes
+    assert buffer.stepped.untyped_storage().nbytes() == (buffer.full if stage < 3 else buffer.shard.values).nbytes
 
 
 @stages

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
+from lightning_zero.engine.buffers.home import HostHome
 from lightning_zero.storage.host import HostStore
 from tests import worlds
 from tests.engine.flat_buffers import (
@@ -172,7 +175,7 @@ def test_a_gradient_that_is_dropped_between_micro_batches_is_gone(stage: int, dr
 
 
 def _forgotten_while_reduced(rank: int, world: int) -> None:
-    gradients = (buffer := numbered_buffer(2, home=HostStore(pinned=False))).gradients
+    gradients = (buffer := numbered_buffer(2, home=partial(HostHome, HostStore(pinned=False)))).gradients
     gradients.accumulate(0, torch.ones(SHAPES[0]))
     reduce_fully(buffer)
     gradients.accumulate(0, torch.full(SHAPES[0], 2.0))

@@ -245,7 +245,7 @@ def test_whoever_uses_a_copy_waits_for_it(stage: int, early: bool) -> None:
 def _choose_all(devices: StepDevices, *args: Any) -> None:
     for unit in devices._units:
         for buffer in unit.buffers:
-            buffer.steps_on = torch.device("cpu")
+            buffer.home.steps_on = torch.device("cpu")
 
 
 @pytest.mark.parametrize("moments", sample(["fp32", "int8"], "int8"))
