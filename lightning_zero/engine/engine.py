@@ -408,14 +408,14 @@ class ZeroEngine:
             for unit in stale:
                 unit.wait()
         for buffer in self._buffers:
-            buffer.flush()
+            buffer.values.flush()
 
     def _flush_here(self) -> None:
         """Make the steps that were deferred, as far as no other rank is needed."""
         if not any(unit.buffers and unit.buffers[0].own_range.is_shard for unit in self.units):
             self.flush()
         for buffer in self._buffers:
-            buffer.flush()
+            buffer.values.flush()
 
     def _mark_stale(self, buffer: FlatBuffer) -> None:
         self._places.unit_of(buffer).mark_stale()
@@ -595,7 +595,7 @@ class ZeroEngine:
     def keep_params_on_device(self) -> None:
         """Keep the shards of parameters on the device from now on, before optimizers are attached (stage 3)."""
         for buffer in self._buffers:
-            buffer.bring_shard()
+            buffer.values.bring_shard()
 
     # -- Reading and writing ---------------------------------------------------------------------------------------
 
@@ -648,7 +648,7 @@ class ZeroEngine:
         buffer, index = self._places.of(param)
         self._recover()
         buffer.window.take_gradient(index)
-        compare_assigned([buffer], self.communicator)
+        compare_assigned([buffer.window], self.communicator)
         return self._sharded.whole.gradient(buffer, index)
 
     # -- Checkpoints -----------------------------------------------------------------------------------------------
@@ -700,7 +700,7 @@ class ZeroEngine:
         self._attached.close()
         for buffer in self._buffers:
             buffer.refresh_master()
-            buffer.widen()
+            buffer.values.widen()
 
     def publish(self) -> None:
         """Make the masters the parameters' values. Collective: all ranks. Call after writing into ``master()``."""
@@ -712,10 +712,10 @@ class ZeroEngine:
             buffer.published()
         widened = [buffer for buffer in self._buffers if buffer.is_widened]
         if widened:
-            needed = [buffer.needs_master() for buffer in widened]
+            needed = [buffer.values.needs_master() for buffer in widened]
             flags = self.communicator.agree_on(needed, "agreement on masters of frozen parameters")
             for buffer, flag in zip(widened, flags, strict=True):
-                buffer.narrow(needs_master=bool(flag))
+                buffer.values.narrow(needs_master=bool(flag))
 
     # -- Statistics and plan ---------------------------------------------------------------------------------------
 

@@ -269,7 +269,7 @@ def _is_deferred(rank: int, world: int, stage: int) -> None:
         before = {name: param.detach().clone() for name, param in module.named_parameters()} if stage < 3 else {}
         _step(engine, module, optimizer, 0)
         engine.stats()  # looks at sizes only
-        pending = [buffer._update is not None for buffer in engine._buffers]
+        pending = [buffer.values._update is not None for buffer in engine._buffers]
         assert all(pending) if expected else not any(pending)
         if stage < 3:
             kinds = {type(param) for param in module.parameters()}
@@ -278,7 +278,7 @@ def _is_deferred(rank: int, world: int, stage: int) -> None:
             assert not any(type(param) is PendingParameter for param in module.parameters())
             assert "grad" in repr(module.head.weight)
         engine.flush()
-        assert not any(buffer._update for buffer in engine._buffers)
+        assert not any(buffer.values._update for buffer in engine._buffers)
         engine.close()
 
 

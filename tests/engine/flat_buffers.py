@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication, Sharding
-from lightning_zero.engine.buffers.buffer import BufferKind, FlatBuffer
+from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.home import HomeMaker
+from lightning_zero.engine.buffers.spec import BufferKind
 from lightning_zero.storage.store import DeviceStore
 
 CPU = torch.device("cpu")
@@ -31,7 +32,16 @@ def numbered_buffer(
         params = [nn.Parameter(values_of(index, 0.25)) for index in range(len(SHAPES))]
     names = [f"p{index}" for index in range(len(SHAPES))]
     sharding, communicator = Sharding.from_stage(stage), Communicator(Communication(), CPU)
-    buffer = FlatBuffer("block", params, names, kind, sharding, communicator, DeviceStore(CPU), home)
+    buffer = FlatBuffer(
+        "block",
+        params,
+        names,
+        kind=kind,
+        sharding=sharding,
+        communicator=communicator,
+        store=DeviceStore(CPU),
+        home=home,
+    )
     buffer.begin_computing()
     return buffer
 

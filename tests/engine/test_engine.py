@@ -228,7 +228,9 @@ def _copies(rank: int, world: int, stage: int) -> None:
     assert _equal({name: param.detach() for name, param in twin.named_parameters()}, expected)
     assert _equal(pickle.loads(stored), expected)
     storages = {param.untyped_storage()._cdata for param in twin.parameters()}
-    assert not storages & {buffer.full.untyped_storage()._cdata for unit in engine.units for buffer in unit.buffers}
+    assert not storages & {
+        buffer.whole.flat.untyped_storage()._cdata for unit in engine.units for buffer in unit.buffers
+    }
     calls = dict(engine.stats().calls)
     token_loss(twin, rank, 0).backward()  # on one rank alone, and without the engine
     assert all(param.grad is not None for param in twin.parameters())

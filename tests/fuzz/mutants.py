@@ -60,7 +60,7 @@ def unused_counts_as_zero() -> Iterator[None]:
     agreed = BufferGradients.agreed
 
     def all_of_them(self: BufferGradients, indices: Any) -> None:
-        agreed(self, list(indices) and range(len(self._buffer.params)))
+        agreed(self, list(indices) and range(len(self._spec.params)))
 
     with mock.patch.object(BufferGradients, "agreed", all_of_them):
         yield
@@ -86,7 +86,7 @@ def an_earlier_average_is_lost() -> Iterator[None]:
 
     def anew(self: BufferGradients) -> Any:
         self._retained = None
-        if self._buffer.sharding.grads:
+        if self._spec.sharding.grads:
             self._reduced = None
         return reduce(self)
 
@@ -238,7 +238,7 @@ def pointed_values_are_lost() -> Iterator[None]:
     """What ``p.data = ...`` points to in the step window is not copied into the master."""
 
     def resets(self: BufferWindow, index: int) -> bool:
-        self._buffer.params[index].data = self._buffer.segment(index)
+        self._spec.params[index].data = self._values.segment(index)
         return False
 
     with mock.patch.object(BufferWindow, "take_values", resets):

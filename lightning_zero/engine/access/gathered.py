@@ -221,8 +221,8 @@ class Whole:
     def values(self, buffer: FlatBuffer, index: int) -> torch.Tensor:
         """Return a copy of a parameter's values as they are stepped. Collective: all ranks of its part."""
         buffer.refresh_master()
-        whole = self._whole(buffer, index, buffer.segment(index))
-        return whole.to(buffer.kind.shown) if buffer.master is None else whole
+        whole = self._whole(buffer, index, buffer.values.segment(index))
+        return whole.to(buffer.kind.shown) if buffer.values.master is None else whole
 
     def values_of_part(self, param: nn.Parameter, here: torch.Tensor | None, elsewhere: Elsewhere) -> torch.Tensor:
         """Return a parameter's values, given those of the part that holds it. Collective: all parts."""
@@ -240,7 +240,7 @@ class Whole:
         values = buffer.gradients.for_reading()
         if index not in buffer.gradients.has_grad or values is None:
             return None
-        return self._whole(buffer, index, buffer.own_range.segment(index, values).to(buffer.stepped.dtype))
+        return self._whole(buffer, index, buffer.own_range.segment(index, values).to(buffer.values.stepped.dtype))
 
     def _whole(self, buffer: FlatBuffer, index: int, piece: torch.Tensor) -> torch.Tensor:
         slot = buffer.layout.slots[index]

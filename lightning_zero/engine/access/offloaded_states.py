@@ -40,18 +40,18 @@ class Aside:
 
     def put(self, buffers: Sequence[FlatBuffer], optimizers: Sequence[ShardedOptimizer]) -> None:
         """Move shards, masters and optimizer states from the device to host memory. No step is due, no window open."""
-        self._buffers = [buffer for buffer in buffers if buffer.is_on_device]
+        self._buffers = [buffer for buffer in buffers if buffer.values.is_on_device]
         self._optimizers = list(optimizers)
         self._move(self._host)
         for buffer in self._buffers:
-            buffer.wake = self.take_back
+            buffer.values.wake = self.take_back
 
     def take_back(self) -> None:
         """Move the states back to the device; does nothing if none were moved."""
         if self.is_empty:
             return
         for buffer in self._buffers:
-            buffer.wake = None
+            buffer.values.wake = None
         self._move(self._store)
         self._buffers, self._optimizers = [], []
 

@@ -59,12 +59,12 @@ class ParameterRecord:
         """Return the values that are stepped: 1-D over ``own_range``, live. ``publish`` after writing into it."""
         if isinstance(self._buffer, torch.Tensor):
             return self._buffer
-        return self._buffer.segment(self._index).reshape(-1)
+        return self._buffer.values.segment(self._index).reshape(-1)
 
     @property
     def shown_dtype(self) -> torch.dtype:
         """The dtype in which values are saved; frozen ones whose 16 bits say everything have no master in it."""
-        if isinstance(self._buffer, torch.Tensor) or self._buffer.master is not None:
+        if isinstance(self._buffer, torch.Tensor) or self._buffer.values.master is not None:
             return self.master().dtype
         return self._buffer.kind.shown
 

@@ -133,8 +133,8 @@ class Statistics:
         host_grads = sum(_gradient_bytes(buffer) for buffer in leaving if buffer.home.where == "host")
         disk_grads = sum(_gradient_bytes(buffer) for buffer in leaving if buffer.home.where == "disk")
         share = self._communicator.world_size - 1
-        sent_params = sum(buffer.full.nbytes // self._communicator.world_size * share for buffer in buffers)
-        sent_trained = sum(buffer.full.nbytes // self._communicator.world_size * share for buffer in trained)
+        sent_params = sum(buffer.whole.flat.nbytes // self._communicator.world_size * share for buffer in buffers)
+        sent_trained = sum(buffer.whole.flat.nbytes // self._communicator.world_size * share for buffer in trained)
         sent_grads = sum(buffer.layout.shard_numel * buffer.kind.reduce.itemsize * share for buffer in trained)
         sent = sent_grads + {0: sent_grads, 3: 2 * sent_params}.get(self._stage, sent_trained)
         dtypes = sorted({_short(buffer.kind.compute) for buffer in buffers})
@@ -184,7 +184,7 @@ class Statistics:
         return {kind: 0 if store is None else store.live(kind) for kind in get_args(Kind)}
 
     def _gathered_estimate(self) -> int:
-        sizes = [sum(buffer.full.nbytes for buffer in unit.buffers) for unit in self._units]
+        sizes = [sum(buffer.whole.flat.nbytes for buffer in unit.buffers) for unit in self._units]
         root, others = sizes[0], sorted(sizes[1:], reverse=True)
         is_sharded = any(unit.is_sharded_between_uses for unit in self._units)
         return root + sum(others[: 1 + self._prefetch]) if is_sharded else 0
@@ -194,7 +194,7 @@ class Statistics:
         storages: dict[bool, dict[int, int]] = {False: {}, True: {}}
         for param, state in vars(optimizer)["state"].items():  # sizes are known before a deferred step is made
             place = self._places.get(id(param))
-            is_offloaded = place is not None and not place[0].is_on_device
+            is_offloaded = place is not None and not place[0].values.is_on_device
             for value in state.values():
                 if torch.is_tensor(value) and not is_asleep(value):  # the store counts those
                     storage = value.untyped_storage()

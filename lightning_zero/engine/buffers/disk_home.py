@@ -15,11 +15,12 @@ import torch
 
 from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.engine.buffers.deferred import Deferral, Update
-from lightning_zero.engine.buffers.home import Home, PlannedStep, Shard, Tenant
+from lightning_zero.engine.buffers.home import Home, PlannedStep, Shard
 from lightning_zero.engine.buffers.own_range import merge_written
 from lightning_zero.engine.buffers.parameter import SleepingParameter
 from lightning_zero.engine.buffers.rounding import Rounding
 from lightning_zero.engine.buffers.sharded_gradient import norm_in_double
+from lightning_zero.engine.buffers.spec import BufferSpec
 from lightning_zero.storage.disk import DiskStore, Visit
 from lightning_zero.storage.sleeping import is_asleep, ordinary
 from lightning_zero.storage.store import DeviceStore
@@ -35,8 +36,8 @@ class DiskHome(Home):
     flat_for = "`Offload(optimizer='nvme')`"
     entered_class = SleepingParameter
 
-    def __init__(self, store: DiskStore, tenant: Tenant) -> None:
-        super().__init__(store, tenant)
+    def __init__(self, store: DiskStore, spec: BufferSpec, flush: Callable[[], object]) -> None:
+        super().__init__(store, spec, flush)
         self._disk = store
         self._master: torch.Tensor | None = None
         self._gradient: torch.Tensor | None = None  # from the first one
@@ -152,9 +153,8 @@ class DiskHome(Home):
 
     def begin_rounding(self, master: torch.Tensor, computed: torch.Tensor) -> Rounding | None:
         """Return the target into which a step casts the master: the parameters, which may be on disks too."""
-        if computed.device != (self.steps_on or master.device):
-            return None
-        return Rounding(ordinary(computed), self._device.copies, None)
+        in_place = self._can_round_in_place(master, computed)
+        return Rounding(ordinary(computed), self._device.copies, None) if in_place else None
 
     def update(self, deferral: Deferral, step: PlannedStep) -> Update:
         """Return the update that brings a step's tensors into memory and makes it there."""

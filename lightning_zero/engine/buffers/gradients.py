@@ -11,15 +11,12 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
 
-from lightning_zero.comm.communicator import Communicator, Pending
-from lightning_zero.config import Sharding
+from lightning_zero.comm.communicator import Pending
 from lightning_zero.engine.buffers.assigned_gradients import Source
-from lightning_zero.engine.buffers.home import Home
 from lightning_zero.engine.buffers.own_range import OwnRange
 from lightning_zero.engine.buffers.parameter import (
     ReducedParameter,
@@ -30,42 +27,12 @@ from lightning_zero.engine.buffers.parameter import (
     swap_class,
     user_class,
 )
-from lightning_zero.layout import FlatLayout
+from lightning_zero.engine.buffers.spec import BufferSpec
+from lightning_zero.engine.buffers.stepped import SteppedValues
 from lightning_zero.storage.references import num_tensors_in
-from lightning_zero.storage.store import DeviceStore, ShardStore
+from lightning_zero.storage.store import ShardStore
 
-__all__ = ["BufferGradients", "Stepped"]
-
-
-class Stepped(Protocol):
-    """The parts of a flat buffer that its gradients use; see ``lightning_zero/engine/buffers/buffer.py``."""
-
-    name: str
-    params: list[nn.Parameter]
-    sharding: Sharding
-    communicator: Communicator
-    layout: FlatLayout
-    own_range: OwnRange
-    store: DeviceStore
-    home: Home
-
-    @property
-    def stepped(self) -> torch.Tensor:
-        """The master, or this rank's range of the computed parameters if there is none: (own range,)."""
-        ...
-
-    @property
-    def is_due(self) -> bool:
-        """Whether a step was asked for that is not made yet."""
-        ...
-
-    def flush(self) -> bool:
-        """Make the step that was asked for."""
-        ...
-
-    def take_back(self) -> None:
-        """Bring shard, master and states back to the device if ``offload_states`` has moved them."""
-        ...
+__all__ = ["BufferGradients"]
 
 
 class BufferGradients:
@@ -80,13 +47,14 @@ class BufferGradients:
     5. ``forget``.
 
     Args:
-        buffer: The buffer; its values may be filled in later.
-        dtype: Of reductions.
+        spec: The facts of the buffer.
+        values: Its stepped values.
     """
 
-    def __init__(self, buffer: Stepped, dtype: torch.dtype) -> None:
-        self._buffer = buffer
-        self._dtype = dtype
+    def __init__(self, spec: BufferSpec, values: SteppedValues) -> None:
+        self._spec = spec
+        self._values = values
+        self._home = values.home
         # - Sums of this rank
         self.local: torch.Tensor | None = None
         self._summed: set[int] = set()  # slots that hold a sum in ``local``
@@ -113,7 +81,7 @@ class BufferGradients:
     @property
     def reduced(self) -> torch.Tensor | None:
         """The average over the ranks, there for whoever reads it: (own range,)."""
-        self._buffer.home.await_gradient()
+        self._home.await_gradient()
         return self._reduced
 
     # -- Sums of this rank -----------------------------------------------------------------------------------------
@@ -121,7 +89,7 @@ class BufferGradients:
     def accumulate(self, index: int, grad: torch.Tensor) -> None:
         """Cast and copy, or add, a parameter's gradient into the local sum."""
         local = self._local_sums()
-        slot = self._buffer.layout.slots[index]
+        slot = self._spec.layout.slots[index]
         target = local[slot.offset : slot.stop].view(slot.shape)
         dense = grad.to_dense() if grad.is_sparse else grad
         if index in self._summed:
@@ -137,7 +105,7 @@ class BufferGradients:
         """Return a gradient plus the slot's local sum, in the gradient's dtype; None if there is no sum."""
         if index not in self._summed or self.local is None:
             return None
-        slot = self._buffer.layout.slots[index]
+        slot = self._spec.layout.slots[index]
         total = self.local[slot.offset : slot.stop].view(slot.shape) + (grad.to_dense() if grad.is_sparse else grad)
         return total.to(grad.dtype)
 
@@ -147,29 +115,31 @@ class BufferGradients:
         self.used.discard(index)
 
     def _local_sums(self) -> torch.Tensor:
-        buffer = self._buffer
-        buffer.take_back()
-        if not buffer.sharding.grads:
-            buffer.flush()  # its gradient is there
-        if self._reduced is not None and not buffer.sharding.grads:
+        spec = self._spec
+        self._values.take_back()
+        if not spec.sharding.grads:
+            self._values.flush()  # its gradient is there
+        if self._reduced is not None and not spec.sharding.grads:
             self.settle()
             self.accept_writes()
             if self._written is not None and num_tensors_in(self._written) > 1:
                 self._kept = self._written
             self.end_writing()
             assert self.reduced is not None
-            lo, hi = buffer.layout.shard_range(buffer.communicator.rank)
-            self._retained = (self.reduced if buffer.sharding.optim else self.reduced[lo:hi]).clone()
+            lo, hi = spec.layout.shard_range(spec.communicator.rank)
+            self._retained = (self.reduced if spec.sharding.optim else self.reduced[lo:hi]).clone()
             self._reduced = None
         elif self._is_kept():
             assert self.local is not None
-            buffer.store.release("gradients", self.local.nbytes)
+            spec.store.release("gradients", self.local.nbytes)
             self.local = None
         if self.local is None:
             with torch.inference_mode(False):
-                self.local = torch.empty(buffer.layout.padded_numel, dtype=self._dtype, device=buffer.store.device)
-            buffer.store.adopt("gradients", self.local.nbytes)
-            for lo, hi in buffer.layout.gaps():
+                self.local = torch.empty(
+                    spec.layout.padded_numel, dtype=self._spec.kind.reduce, device=spec.store.device
+                )
+            spec.store.adopt("gradients", self.local.nbytes)
+            for lo, hi in spec.layout.gaps():
                 self.local[lo:hi].zero_()
         return self.local
 
@@ -183,7 +153,7 @@ class BufferGradients:
     @property
     def is_summing(self) -> bool:
         """Whether gradients of micro-batches wait for their reduction where the average would be (stages 0 and 1)."""
-        return not self._buffer.sharding.grads and (bool(self._summed) or self._retained is not None)
+        return not self._spec.sharding.grads and (bool(self._summed) or self._retained is not None)
 
     @property
     def waiting(self) -> set[int]:
@@ -194,7 +164,7 @@ class BufferGradients:
         """Say whether a tensor is the local sum that ``show_sum`` returns."""
         if index not in self._summed or self.local is None or not self.is_summing:
             return False
-        slot = self._buffer.layout.slots[index]
+        slot = self._spec.layout.slots[index]
         return (grad.data_ptr(), grad.shape) == (self.local[slot.offset :].data_ptr(), torch.Size(slot.shape))
 
     def show_sum(self, index: int) -> torch.Tensor | None:
@@ -205,14 +175,14 @@ class BufferGradients:
         """
         if self._retained is not None and index in self.has_grad:
             raise RuntimeError(
-                f"The gradient of `{self._buffer.layout.slots[index].name}` is an average to which micro-batches of"
+                f"The gradient of `{self._spec.layout.slots[index].name}` is an average to which micro-batches of"
                 " this rank are still to be added, and cannot be read before the last of them. Read it behind"
                 " `microbatch(last=True)`, or call `zero_grad` before the first."
             )
         if index not in self._summed or self.local is None:
             return None
         self.is_read = True
-        slot = self._buffer.layout.slots[index]
+        slot = self._spec.layout.slots[index]
         return self.local[slot.offset : slot.stop].view(slot.shape)
 
     # -- The average over the ranks --------------------------------------------------------------------------------
@@ -223,29 +193,29 @@ class BufferGradients:
         Collective: all ranks, also those without a gradient: a missing gradient counts as zero.
         ZeRO (arXiv:1910.02054) section 5.2.
         """
-        buffer = self._buffer
+        spec = self._spec
         with torch.inference_mode(False), torch.no_grad():
             local = self._local_sums()
-            for index, slot in enumerate(buffer.layout.slots):
+            for index, slot in enumerate(spec.layout.slots):
                 if index not in self._summed and not self._sum_assigned(index):
                     local[slot.offset : slot.stop].zero_()
-            lo, hi = buffer.layout.shard_range(buffer.communicator.rank)
-            if buffer.sharding.grads and buffer.communicator.world_size > 1:
-                self._target = buffer.store.create("gradients", hi - lo, self._dtype)
+            lo, hi = spec.layout.shard_range(spec.communicator.rank)
+            if spec.sharding.grads and spec.communicator.world_size > 1:
+                self._target = spec.store.create("gradients", hi - lo, self._spec.kind.reduce)
             else:
                 self._target = local[lo:hi]
-            if self._reduced is not None and buffer.sharding.grads and self._is_as_reduced:
-                buffer.home.fetch_gradient(self._reduced)
-            return buffer.communicator.reduce_scatter(self._target, local, f"gradients of unit `{buffer.name}`")
+            if self._reduced is not None and spec.sharding.grads and self._is_as_reduced:
+                self._home.fetch_gradient(self._reduced)
+            return spec.communicator.reduce_scatter(self._target, local, f"gradients of unit `{spec.name}`")
 
     @property
     def _is_as_reduced(self) -> bool:
         """Whether nobody has written the average, and no step that is due reads it."""
-        return self.factor is None and self._written is None and not self._buffer.is_due
+        return self.factor is None and self._written is None and not self._values.is_due
 
     def _sum_assigned(self, index: int) -> bool:
         """Add an assigned ``grad`` that this backward did not touch into the local sum; say whether there was one."""
-        param = self._buffer.params[index]
+        param = self._spec.params[index]
         grad = raw_grad(param) if param.requires_grad else None
         if grad is None:
             return False
@@ -257,32 +227,32 @@ class BufferGradients:
 
     def finish_reduce(self) -> None:
         """Add the average to the gradient shard of before. No collective; stage 0 still needs ``gather_reduced``."""
-        buffer, target, local = self._buffer, self._target, self.local
+        spec, target, local = self._spec, self._target, self.local
         assert target is not None
         assert local is not None
         with torch.inference_mode(False), torch.no_grad():
-            buffer.home.end_fetch(self._reduced if self._is_as_reduced else None)
+            self._home.end_fetch(self._reduced if self._is_as_reduced else None)
             if self._retained is not None:
                 target.add_(self._retained)
                 self._retained = None
-            elif buffer.sharding.grads and self._reduced is not None:
+            elif spec.sharding.grads and self._reduced is not None:
                 target = self._add_to_earlier(target, self._reduced)
-            elif buffer.sharding.grads:
-                target = buffer.home.keep_gradient(target)
-        is_own_range = buffer.sharding.optim or buffer.sharding.grads
+            elif spec.sharding.grads:
+                target = self._home.keep_gradient(target)
+        is_own_range = spec.sharding.optim or spec.sharding.grads
         self._reduced, self._target = (target if is_own_range else local), None
         self._summed.clear()
-        if buffer.sharding.grads:
-            if buffer.communicator.world_size > 1:  # on one rank the local sum is the average
-                buffer.store.release("gradients", local.nbytes)
+        if spec.sharding.grads:
+            if spec.communicator.world_size > 1:  # on one rank the local sum is the average
+                spec.store.release("gradients", local.nbytes)
             self.local = None
 
     def _add_to_earlier(self, target: torch.Tensor, earlier: torch.Tensor) -> torch.Tensor:
         """Add to the average that is there, in its memory, as PyTorch does: a program may keep it."""
-        home = self._buffer.home
+        home = self._home
         self.settle()
         self.accept_writes()
-        if home.adds_in_place and not self._buffer.is_due:
+        if home.adds_in_place and not self._values.is_due:
             total = home.add_gradient(target, earlier)
             self._refresh_written()
             return total
@@ -302,21 +272,21 @@ class BufferGradients:
 
     def serve(self) -> Pending:
         """Take part in a reduction that is for nothing. Collective: all ranks."""
-        buffer = self._buffer
+        spec = self._spec
         with torch.inference_mode(False), torch.no_grad():
-            zeros = torch.zeros(buffer.layout.padded_numel, dtype=self._dtype, device=buffer.store.device)
-            lo, hi = buffer.layout.shard_range(buffer.communicator.rank)
-            return buffer.communicator.reduce_scatter(zeros[lo:hi], zeros, f"gradients of unit `{buffer.name}`")
+            zeros = torch.zeros(spec.layout.padded_numel, dtype=self._spec.kind.reduce, device=spec.store.device)
+            lo, hi = spec.layout.shard_range(spec.communicator.rank)
+            return spec.communicator.reduce_scatter(zeros[lo:hi], zeros, f"gradients of unit `{spec.name}`")
 
     def gather_reduced(self) -> Pending | None:
         """Start gathering the average where every rank steps everything (stage 0). Collective there: all ranks."""
-        buffer = self._buffer
-        if buffer.sharding.optim or self.reduced is None or buffer.communicator.world_size == 1:
+        spec = self._spec
+        if spec.sharding.optim or self.reduced is None or spec.communicator.world_size == 1:
             return None
-        lo, hi = buffer.layout.shard_range(buffer.communicator.rank)
+        lo, hi = spec.layout.shard_range(spec.communicator.rank)
         with torch.inference_mode(False), torch.no_grad():
-            what = f"gradients of unit `{buffer.name}`"
-            return buffer.communicator.all_gather(self.reduced, self.reduced[lo:hi], what)
+            what = f"gradients of unit `{spec.name}`"
+            return spec.communicator.all_gather(self.reduced, self.reduced[lo:hi], what)
 
     def agreed(self, indices: Iterable[int]) -> None:
         """Take note of slots that have a gradient on some rank: the ranks have agreed."""
@@ -346,19 +316,19 @@ class BufferGradients:
         """Return the average, made of zeros where no rank of this part has a gradient: (own range,)."""
         self.settle()
         reduced = self._average_or_zeros()
-        self.has_grad.update(range(len(self._buffer.params)))
+        self.has_grad.update(range(len(self._spec.params)))
         self.mark_reduced()
         return reduced
 
     def _average_or_zeros(self) -> torch.Tensor:
-        buffer, own = self._buffer, self._buffer.own_range
-        buffer.take_back()
+        spec, own = self._spec, self._spec.own_range
+        self._values.take_back()
         if self._reduced is None:
             with torch.inference_mode(False), torch.no_grad():
-                if not buffer.sharding.grads:
+                if not spec.sharding.grads:
                     self._reduced = self._local_sums()[own.start : own.stop].zero_()
                 else:
-                    self._reduced = buffer.home.zero_gradient(self._dtype)
+                    self._reduced = self._home.zero_gradient(self._spec.kind.reduce)
         assert self.reduced is not None
         return self.reduced
 
@@ -374,10 +344,10 @@ class BufferGradients:
         """
         if self.is_spent:
             raise RuntimeError(
-                f"A gradient was assigned to a parameter of unit `{self._buffer.name}`, whose gradients were stepped in"
+                f"A gradient was assigned to a parameter of unit `{self._spec.name}`, whose gradients were stepped in"
                 " the backward (`step='backward'`). Call `optimizer.zero_grad()` before, or use `step='auto'`."
             )
-        own = self._buffer.own_range
+        own = self._spec.own_range
         flat = segment.detach().as_subclass(torch.Tensor).reshape(-1)
         self._summed.discard(index)
         self.used.discard(index)
@@ -394,23 +364,23 @@ class BufferGradients:
         self.has_grad.add(index)
 
     def _assign_retained(self, index: int, flat: torch.Tensor) -> None:
-        shard = OwnRange(self._buffer.layout, self._buffer.communicator.rank, is_sharded=True)
+        shard = OwnRange(self._spec.layout, self._spec.communicator.rank, is_sharded=True)
         if self._retained is None:
-            self._retained = torch.zeros(shard.numel, dtype=self._dtype, device=self._buffer.store.device)
-        first = self._buffer.own_range.elements(index)[0]
+            self._retained = torch.zeros(shard.numel, dtype=self._spec.kind.reduce, device=self._spec.store.device)
+        first = self._spec.own_range.elements(index)[0]
         start, stop = shard.elements(index)
         shard.segment(index, self._retained).copy_(flat[start - first : stop - first])
 
     def mark_reduced(self) -> None:
         """Let reads of ``grad`` find reduced gradients, and ``zero_grad`` those that wait for the last micro-batch."""
-        params = self._buffer.params
+        params = self._spec.params
         for index in self._asked_for:
             if type(params[index]) is user_class(params[index]):
                 swap_class(params[index], ReducedParameter)
 
     def mark_plain(self) -> None:
         """Make parameters with a reduced gradient plain for the time of a forward (compilers look at the class)."""
-        params = self._buffer.params
+        params = self._spec.params
         for index in self._asked_for:
             if has_class(params[index], ReducedParameter):
                 restore_class(params[index])
@@ -421,7 +391,7 @@ class BufferGradients:
 
     def forget_given_out(self) -> None:
         """Make parameters plain that are marked only because a program has read their segment."""
-        params = self._buffer.params
+        params = self._spec.params
         for index in self.given_out - self.has_grad:
             if has_class(params[index], ReducedParameter):
                 restore_class(params[index])
@@ -431,7 +401,7 @@ class BufferGradients:
 
     def forget(self, indices: Iterable[int] | None = None) -> None:
         """Drop the gradients of some parameters, by default of all, reduced or not."""
-        params = self._buffer.params
+        params = self._spec.params
         gone = set(range(len(params)) if indices is None else indices)
         self._summed -= gone
         self.used -= gone
@@ -457,7 +427,7 @@ class BufferGradients:
 
     def _drop_average(self) -> None:
         """Drop the average and everything that belongs to it: nothing of it may reach the next one."""
-        if self._reduced is not None and self._buffer.sharding.grads:
+        if self._reduced is not None and self._spec.sharding.grads:
             self._give_back_reduced()
         self._reduced = self._retained = self.factor = self._written = self._kept = None
 
@@ -467,27 +437,27 @@ class BufferGradients:
         Where an average was there before, a reduction that has ended leaves the sum of both, as in plain PyTorch. At
         stage 0 no rank has the average whole any more where a reduction has begun: it goes, too.
         """
-        buffer, target, self._target = self._buffer, self._target, None
+        spec, target, self._target = self._spec, self._target, None
         self._kept = None
         self._brought.clear()
-        buffer.home.end_fetch(None)
+        self._home.end_fetch(None)
         self._summed.clear()
         self.used.clear()
-        if target is not None and buffer.sharding.grads and buffer.communicator.world_size > 1:
-            buffer.store.release("gradients", target.nbytes)
-        if self.local is not None and (buffer.sharding.grads or self._reduced is None):
-            buffer.store.release("gradients", self.local.nbytes)
+        if target is not None and spec.sharding.grads and spec.communicator.world_size > 1:
+            spec.store.release("gradients", target.nbytes)
+        if self.local is not None and (spec.sharding.grads or self._reduced is None):
+            spec.store.release("gradients", self.local.nbytes)
             self.local = None  # a reduction that is running holds it
         retained, self._retained = self._retained, None
-        if retained is not None and buffer.sharding.optim:
+        if retained is not None and spec.sharding.optim:
             with torch.no_grad():
-                self._reduced = self._local_sums()[buffer.own_range.start : buffer.own_range.stop].copy_(retained)
+                self._reduced = self._local_sums()[spec.own_range.start : spec.own_range.stop].copy_(retained)
         elif retained is not None:
             self.has_grad.clear()
         if self.is_spent:
             return
         if self.has_grad:
-            self._zero(set(range(len(buffer.params))) - self.has_grad)
+            self._zero(set(range(len(spec.params))) - self.has_grad)
         else:
             self.forget()
 
@@ -515,28 +485,28 @@ class BufferGradients:
         self._zero(self.has_grad & zeroed)
         for index in self._summed & zeroed:
             assert self.local is not None
-            slot = self._buffer.layout.slots[index]
+            slot = self._spec.layout.slots[index]
             self.local[slot.offset : slot.stop].zero_()
 
     def _zero(self, indices: set[int]) -> None:
         if not indices:
             return
-        self._buffer.flush()  # a step, maybe another optimizer's, reads the same tensor
+        self._values.flush()  # a step, maybe another optimizer's, reads the same tensor
         self.settle()
         for values in (self.reduced, self._written):
             if values is not None:
                 for index in indices:
-                    self._buffer.own_range.segment(index, values).zero_()
+                    self._spec.own_range.segment(index, values).zero_()
         if self._retained is not None:
-            shard = OwnRange(self._buffer.layout, self._buffer.communicator.rank, is_sharded=True)
+            shard = OwnRange(self._spec.layout, self._spec.communicator.rank, is_sharded=True)
             for index in indices:
                 shard.segment(index, self._retained).zero_()
 
     def spend(self) -> None:
         """Give up the average, which a step in the backward has taken. ``forget`` ends it."""
         assert self.reduced is not None
-        if self._buffer.sharding.grads:
-            self._buffer.home.lend_gradient(self.reduced)
+        if self._spec.sharding.grads:
+            self._home.lend_gradient(self.reduced)
         self._reduced = self.factor = self._written = None
         self.is_spent = self.is_ahead = True
         self.mark_reduced()
@@ -544,14 +514,14 @@ class BufferGradients:
     def _give_back_reduced(self) -> None:
         """Give up the average where it is sharded; a step that is running still reads it."""
         assert self.reduced is not None
-        self._buffer.home.lend_gradient(self.reduced)
+        self._home.lend_gradient(self.reduced)
         self._reduced = None
-        if not self._buffer.is_due:
-            self._buffer.home.give_back_lent()
+        if not self._values.is_due:
+            self._home.give_back_lent()
 
     def move(self, before: ShardStore, home: ShardStore) -> None:
         """Move gradient shard and local sums from one store to another."""
-        if self.reduced is not None and self._buffer.sharding.grads:
+        if self.reduced is not None and self._spec.sharding.grads:
             reduced = home.create("gradients", self.reduced.numel(), self.reduced.dtype).copy_(self.reduced)
             before.give_back("gradients", self.reduced)
             self._reduced = reduced
@@ -560,13 +530,13 @@ class BufferGradients:
 
     def _move_local(self, local: torch.Tensor, before: ShardStore, home: ShardStore) -> None:
         """Move a local sum, which holds the average at stages 0 and 1; drop it if there is nothing in it."""
-        holds_reduced = self._reduced is not None and not self._buffer.sharding.grads
+        holds_reduced = self._reduced is not None and not self._spec.sharding.grads
         self.local = None
         if holds_reduced or self._summed:
             self.local = home.create("gradients", local.numel(), local.dtype).copy_(local)
         if holds_reduced:
             assert self.local is not None
-            self._reduced = self.local[self._buffer.own_range.start : self._buffer.own_range.stop]
+            self._reduced = self.local[self._spec.own_range.start : self._spec.own_range.stop]
         before.give_back("gradients", local)
 
     # -- Gradients for the step ------------------------------------------------------------------------------------
@@ -580,11 +550,11 @@ class BufferGradients:
         """Return the average in the dtype in which it is stepped: (own range,)."""
         if self.reduced is None:
             return None
-        if self.reduced.dtype == self._buffer.stepped.dtype and not self._is_away and self._written is None:
+        if self.reduced.dtype == self._values.stepped.dtype and not self._is_away and self._written is None:
             self.settle()
             return self.reduced
         if self._written is None:
-            self._written = self._home_copy(self._buffer.stepped.dtype)
+            self._written = self._home_copy(self._values.stepped.dtype)
         self.settle()
         return self._written
 
@@ -593,7 +563,7 @@ class BufferGradients:
         values = self.for_writing()
         if values is None:
             return None
-        shown = self._buffer.home.in_memory(values)
+        shown = self._home.in_memory(values)
         if shown is not values:
             self._written = shown
         return shown
@@ -603,22 +573,22 @@ class BufferGradients:
         assert self.reduced is not None
         if self._written is not None:
             return self._written
-        return self.reduced if self._buffer.sharding.grads else self._buffer.home.bring_gradient(self.reduced)
+        return self.reduced if self._spec.sharding.grads else self._home.bring_gradient(self.reduced)
 
     @property
     def _is_away(self) -> bool:
         """Whether the average is on the device although it is stepped elsewhere (stages 0 and 1)."""
-        return self._buffer.home.is_apart and not self._buffer.sharding.grads
+        return self._home.is_apart and not self._spec.sharding.grads
 
     def _home_copy(self, dtype: torch.dtype) -> torch.Tensor:
         assert self.reduced is not None
         with torch.inference_mode(False), torch.no_grad():
-            return self.reduced.to(self._buffer.stepped.device, dtype, copy=True)
+            return self.reduced.to(self._values.stepped.device, dtype, copy=True)
 
     def known_norm(self, order: float) -> torch.Tensor | None:
         """Return the norm of the average, if it is known without reading it: () float64."""
         is_untouched = self.factor is None and self._written is None and self._reduced is not None
-        return self._buffer.home.norm(order) if is_untouched else None
+        return self._home.norm(order) if is_untouched else None
 
     def scale_later(self, indices: set[int], factor: torch.Tensor) -> bool:
         """Keep a factor of the average for the step, if it is that of ``indices`` and nobody has written it.
@@ -629,7 +599,7 @@ class BufferGradients:
         if self._reduced is None or not self.has_grad:
             return True  # a factor lives and dies with the average that it multiplies
         is_written = self._written is not None or self.factor is not None
-        if is_written or not self.has_grad <= indices or self._buffer.stepped.dtype != torch.float32:
+        if is_written or not self.has_grad <= indices or self._values.stepped.dtype != torch.float32:
             return False
         self.factor = factor
         return True
@@ -638,9 +608,9 @@ class BufferGradients:
         """Multiply the average by the factor that was kept for the step."""
         if self.factor is None or self.reduced is None:
             return
-        self._buffer.flush()  # a step that is due multiplies by itself
+        self._values.flush()  # a step that is due multiplies by itself
         factor, self.factor = self.factor, None
-        stepped = self._buffer.stepped.dtype
+        stepped = self._values.stepped.dtype
         with torch.inference_mode(False), torch.no_grad():
             if self._written is not None:
                 self._written.mul_(factor.to(self._written.device))
@@ -654,7 +624,7 @@ class BufferGradients:
         """Make the padding of the average zero again: a factor that is not a number leaves its own there."""
         for values in (self.reduced, self._written):
             if values is not None:
-                for start, stop in self._buffer.own_range.gaps():
+                for start, stop in self._spec.own_range.gaps():
                     values[start:stop].zero_()
 
     def accept_writes(self) -> None:

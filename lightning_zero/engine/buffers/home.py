@@ -7,44 +7,28 @@ calls its verbs and does not ask for its kind; ``Placement`` chooses it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
 from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.engine.buffers.deferred import Deferral, Update
-from lightning_zero.engine.buffers.own_range import OwnRange, merge_written
+from lightning_zero.engine.buffers.own_range import merge_written
 from lightning_zero.engine.buffers.rounding import Rounding
+from lightning_zero.engine.buffers.spec import BufferSpec
 from lightning_zero.storage.copies import Landing
 from lightning_zero.storage.host import HostStore
 from lightning_zero.storage.references import num_tensors_in
 from lightning_zero.storage.sleeping import is_asleep, ordinary
 from lightning_zero.storage.store import DeviceStore, ShardStore
 
-__all__ = ["DeviceHome", "Home", "HomeMaker", "HostHome", "PlannedStep", "Shard", "Tenant", "Where"]
+__all__ = ["DeviceHome", "Home", "HomeMaker", "HostHome", "PlannedStep", "Shard", "Where"]
 
 Where = Literal["device", "host", "disk"]
 
 
-@dataclass(frozen=True)
-class Tenant:
-    """The buffer that a home is made for.
-
-    Attributes:
-        name: Of the unit, for errors.
-        own_range: The range of the buffer that is stepped.
-        device: The store on the device.
-        flush: Makes the buffer's step that is due, if one is.
-    """
-
-    name: str
-    own_range: OwnRange
-    device: DeviceStore
-    flush: Callable[[], object]
-
-
-HomeMaker = Callable[[Tenant], "Home"]
+HomeMaker = Callable[[BufferSpec, Callable[[], object]], "Home"]
+"""Makes the home of one buffer: takes the arguments of ``Home`` behind the first."""
 
 
 class PlannedStep(NamedTuple):
@@ -79,7 +63,8 @@ class Home:
 
     Args:
         store: The store.
-        tenant: The buffer.
+        spec: The facts of the buffer.
+        flush: Makes its step that is due, if one is.
     """
 
     where: Where
@@ -88,14 +73,14 @@ class Home:
     flat_for: ClassVar[str | None] = None  # the option for which states lie flat, and only runs are stepped
     entered_class: ClassVar[type[Any] | None] = None  # of parameters in the step window, if it is a class of its own
 
-    def __init__(self, store: ShardStore, tenant: Tenant) -> None:
+    def __init__(self, store: ShardStore, spec: BufferSpec, flush: Callable[[], object]) -> None:
         self.store = store
         self.steps_on: torch.device | None = None  # states are streamed to it for a step; None: they are not
-        self._tenant = tenant
-        self._name = tenant.name
-        self._own_range = tenant.own_range
-        self._device = tenant.device
-        self._flush = tenant.flush
+        self._spec = spec
+        self._name = spec.name
+        self._own_range = spec.own_range
+        self._device = spec.store
+        self._flush = flush
         self._lent: list[torch.Tensor] = []  # gradients that nobody needs but a step that may be running
 
     @property
@@ -105,7 +90,7 @@ class Home:
 
     def on_device(self) -> DeviceHome:
         """Return another home of the buffer, on the device."""
-        return DeviceHome(self._device, self._tenant)
+        return DeviceHome(self._device, self._spec, self._flush)
 
     # -- Master, shard, states -------------------------------------------------------------------------------------
 
@@ -209,9 +194,12 @@ class Home:
 
     def begin_rounding(self, master: torch.Tensor, computed: torch.Tensor) -> Rounding | None:
         """Return the target into which a step casts the master; None if the step does not cast."""
-        if is_asleep(computed) or computed.device != (self.steps_on or master.device):
+        if is_asleep(computed) or not self._can_round_in_place(master, computed):
             return None
         return Rounding(ordinary(computed), self._device.copies, None)
+
+    def _can_round_in_place(self, master: torch.Tensor, computed: torch.Tensor) -> bool:
+        return computed.device == (self.steps_on or master.device)
 
     def update(self, deferral: Deferral, step: PlannedStep) -> Update:
         """Return the update that makes a step."""
@@ -268,8 +256,8 @@ class HostHome(Home):
 
     where = "host"
 
-    def __init__(self, store: HostStore, tenant: Tenant) -> None:
-        super().__init__(store, tenant)
+    def __init__(self, store: HostStore, spec: BufferSpec, flush: Callable[[], object]) -> None:
+        super().__init__(store, spec, flush)
         self._host = store
         self._landing = Landing()  # of the gradient shard
         self._num_tensors = 0  # in its memory when it was sent there

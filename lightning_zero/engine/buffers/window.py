@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Set
-from typing import Protocol
+from collections.abc import Callable, Iterable, Set
 
 import torch
 from torch import nn
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import Sharding
 from lightning_zero.engine.buffers.assigned_gradients import Digest, Source, compare, refuse_two_changes
 from lightning_zero.engine.buffers.gradients import BufferGradients
-from lightning_zero.engine.buffers.home import Home, Shard
-from lightning_zero.engine.buffers.own_range import OwnRange
 from lightning_zero.engine.buffers.parameter import (
     ReducedParameter,
     begin_writes,
@@ -35,53 +31,11 @@ from lightning_zero.engine.buffers.sharded_gradient import (
     require_same_part,
     sharded_gradient_class,
 )
-from lightning_zero.layout import FlatLayout
+from lightning_zero.engine.buffers.spec import BufferSpec
+from lightning_zero.engine.buffers.stepped import SteppedValues
 from lightning_zero.storage.sleeping import ordinary
 
-__all__ = ["BufferWindow", "Shown", "Windowed", "compare_assigned"]
-
-
-class Shown(Protocol):
-    """The parts of a flat buffer that its step window uses; see ``lightning_zero/engine/buffers/buffer.py``."""
-
-    params: list[nn.Parameter]
-    sharding: Sharding
-    communicator: Communicator
-    layout: FlatLayout
-    own_range: OwnRange
-    home: Home
-    shard: Shard
-
-    def segment(self, index: int) -> torch.Tensor:
-        """Return a parameter's segment of the master, or of the computed parameters if there is none."""
-        ...
-
-    def take_back(self) -> None:
-        """Bring shard, master and states back to the device if ``offload_states`` has moved them."""
-        ...
-
-    def bind_one(self, index: int) -> None:
-        """Show a parameter as its module computes with it."""
-        ...
-
-    def forget_rounding(self) -> None:
-        """Take note that stepped values may change."""
-        ...
-
-    def leave_stepped(self) -> None:
-        """Leave the master's memory to the program's tensors that lie in it."""
-        ...
-
-    def accept_stepped(self, written: Set[int]) -> bool:
-        """Publish writes into the segments of some slots; say whether other ranks' parts are to be gathered."""
-        ...
-
-
-class Windowed(Protocol):
-    """A buffer with a window."""
-
-    layout: FlatLayout
-    window: BufferWindow
+__all__ = ["BufferWindow", "compare_assigned"]
 
 
 class BufferWindow:
@@ -91,13 +45,24 @@ class BufferWindow:
     ``close``. Whoever reads the average calls ``take_gradients`` before, whoever changes it ``show_again`` too.
 
     Args:
-        buffer: The buffer.
+        spec: The facts of the buffer.
+        values: Its stepped values.
         gradients: Its gradients.
+        leave_stepped: Called before values are copied into segments: the program may keep tensors that lie there.
     """
 
-    def __init__(self, buffer: Shown, gradients: BufferGradients) -> None:
-        self._buffer = buffer
+    def __init__(
+        self,
+        spec: BufferSpec,
+        values: SteppedValues,
+        gradients: BufferGradients,
+        *,
+        leave_stepped: Callable[[], None],
+    ) -> None:
+        self._spec = spec
+        self._values = values
         self._gradients = gradients
+        self._leave_stepped = leave_stepped
         self._classes: dict[int, type[ShardedGradient]] = {}  # of gradients that are shown
         self._param_classes: dict[int, type[SegmentParameter]] = {}  # of entered parameters
         self._entered: set[int] = set()  # slots whose parameter shows its segment of the master
@@ -111,28 +76,28 @@ class BufferWindow:
 
     def enter(self, index: int) -> None:
         """Show a parameter as the optimizer steps it: ``data`` is the master's segment; reading ``grad`` shows it."""
-        buffer = self._buffer
-        buffer.take_back()
-        buffer.shard.await_uploads()
+        values = self._values
+        values.take_back()
+        values.shard.await_uploads()
         self.take_gradient(index)
-        param = buffer.params[index]
+        param = self._spec.params[index]
         restore_class(param)
-        segment = ordinary(buffer.segment(index))
+        segment = ordinary(values.segment(index))
         same = (segment.data_ptr(), segment.shape, segment.dtype) == (param.data_ptr(), param.shape, param.dtype)
         if not same:
             with torch._C.DisableTorchFunctionSubclass():
                 param.data = segment
         self._entered.add(index)
         self._versions[index] = begin_writes(param)
-        buffer.forget_rounding()
+        values.forget_rounding()
         self._let_grad_be_written(index)
 
     def _let_grad_be_written(self, index: int) -> None:
-        param = self._buffer.params[index]
-        entered_class = self._buffer.home.entered_class
+        param = self._spec.params[index]
+        entered_class = self._values.home.entered_class
         if entered_class is not None:
             swap_class(param, entered_class)
-        elif self._buffer.sharding.optim and user_class(param) is nn.Parameter:
+        elif self._spec.sharding.optim and user_class(param) is nn.Parameter:
             swap_class(param, self._param_class_of(index))
         else:
             swap_class(param, ReducedParameter)
@@ -148,13 +113,13 @@ class BufferWindow:
         """Let an entered parameter's ``grad`` be its segment of the reduced gradient, if it has one."""
         if index not in self._gradients.has_grad or index not in self._entered:
             return
-        param = self._buffer.params[index]
+        param = self._spec.params[index]
         if index in self._shown or raw_grad(param) is not None:
             return
         values = self._gradients.for_showing()
         if values is None:
             return
-        segment = self._buffer.own_range.segment(index, values)
+        segment = self._spec.own_range.segment(index, values)
         shown = self._given_before(index, segment)
         if shown is None:
             shown = self._as_shown(index, segment)
@@ -169,7 +134,7 @@ class BufferWindow:
         self.show(index)
         self._note_read(index)
         self._gradients.is_read = True
-        if self._buffer.sharding.optim:
+        if self._spec.sharding.optim:
             self._gradients.given_out.add(index)
 
     def _given_before(self, index: int, segment: torch.Tensor) -> torch.Tensor | None:
@@ -184,27 +149,27 @@ class BufferWindow:
 
     def _as_shown(self, index: int, segment: torch.Tensor) -> torch.Tensor:
         shown = segment.detach()  # no view to autograd, so that it can be detached in place
-        if self._buffer.sharding.optim:
+        if self._spec.sharding.optim:
             shown.__class__ = self._class_of(index)
         return shown
 
     def _class_of(self, index: int) -> type[ShardedGradient]:
         if index not in self._classes:
-            self._classes[index] = sharded_gradient_class(self._buffer.communicator, self._cut_of(index))
+            self._classes[index] = sharded_gradient_class(self._spec.communicator, self._cut_of(index))
         return self._classes[index]
 
     def _param_class_of(self, index: int) -> type[SegmentParameter]:
         if index not in self._param_classes:
-            self._param_classes[index] = segment_parameter_class(self._buffer.communicator, self._cut_of(index))
+            self._param_classes[index] = segment_parameter_class(self._spec.communicator, self._cut_of(index))
         return self._param_classes[index]
 
     def _cut_of(self, index: int) -> Cut:
-        slot = self._buffer.layout.slots[index]
-        return Cut(slot.name, torch.Size(slot.shape), *self._buffer.own_range.elements(index))
+        slot = self._spec.layout.slots[index]
+        return Cut(slot.name, torch.Size(slot.shape), *self._spec.own_range.elements(index))
 
     def strip(self, index: int) -> None:
         """Make a parameter and its gradient plain tensors: optimizers have fast paths for exact classes only."""
-        param = self._buffer.params[index]
+        param = self._spec.params[index]
         grad = raw_grad(param)
         if isinstance(grad, (ShardedGradient, StageGradient)):
             grad.__class__ = torch.Tensor  # type: ignore[assignment]
@@ -231,7 +196,7 @@ class BufferWindow:
 
         In the window that is this rank's segment, or the whole gradient, of which the segment is taken.
         """
-        param = self._buffer.params[index]
+        param = self._spec.params[index]
         if grad is None:
             self.drop([index])
             return
@@ -254,26 +219,26 @@ class BufferWindow:
             require_same_part(self._cut_of(index), type(grad).cut, "grad = ...")
         if isinstance(grad, ShardedValues):  # made of parameters: `torch.full_like(param, 2.0)`
             return self._as_shown(index, grad.detach().as_subclass(torch.Tensor))
-        if not self._buffer.sharding.optim or isinstance(grad, ShardedGradient):
+        if not self._spec.sharding.optim or isinstance(grad, ShardedGradient):
             return grad
-        return self._as_shown(index, grad.detach()) if grad.shape == self._buffer.segment(index).shape else grad
+        return self._as_shown(index, grad.detach()) if grad.shape == self._values.segment(index).shape else grad
 
     def _is_whole(self, index: int, grad: torch.Tensor) -> bool:
         """Say whether a tensor assigned to an entered parameter is a whole gradient, or a segment of all elements."""
-        if not self._buffer.sharding.optim or isinstance(grad, ShardedGradient):
+        if not self._spec.sharding.optim or isinstance(grad, ShardedGradient):
             return False
-        return grad.shape == torch.Size(self._buffer.layout.slots[index].shape)
+        return grad.shape == torch.Size(self._spec.layout.slots[index].shape)
 
     def _may_be_segment(self, index: int) -> bool:
         """Say whether a whole gradient has the shape that a segment has on some rank."""
-        layout = self._buffer.layout
-        segments = [layout.segments(rank)[index] for rank in range(self._buffer.communicator.world_size)]
+        layout = self._spec.layout
+        segments = [layout.segments(rank)[index] for rank in range(self._spec.communicator.world_size)]
         numel = layout.slots[index].numel
         return len(layout.slots[index].shape) == 1 and any(one.stop - one.start == numel for one in segments)
 
     def drop(self, indices: Iterable[int]) -> None:
         """Drop the gradients of some parameters, reduced or assigned."""
-        params, indices = self._buffer.params, list(indices)
+        params, indices = self._spec.params, list(indices)
         for index in indices:
             self.assigned.pop(index, None)
             set_raw_grad(params[index], None)
@@ -295,20 +260,20 @@ class BufferWindow:
         """Make the gradients of some parameters zero, reduced or assigned."""
         indices = list(indices)
         for index in indices:
-            grad = raw_grad(self._buffer.params[index])
+            grad = raw_grad(self._spec.params[index])
             if grad is not None:
                 grad.detach().zero_()
         self._gradients.zero(indices)
 
     def take_gradients(self) -> None:
         """Take over the program's changes to the ``grad`` of every parameter of the buffer."""
-        for index in range(len(self._buffer.params)):
+        for index in range(len(self._spec.params)):
             self.take_gradient(index)
 
     def show_again(self) -> None:
         """Let entered parameters show the gradients that were taken over: they are about to be changed."""
         for index in self._entered:
-            param = self._buffer.params[index]
+            param = self._spec.params[index]
             if raw_grad(param) is not self._shown.get(index):
                 set_raw_grad(param, None)
                 self._shown.pop(index, None)
@@ -317,12 +282,12 @@ class BufferWindow:
     def take_gradient(self, index: int) -> bool:
         """Take over the program's changes to a parameter's ``grad``; say whether it has a reduced gradient now."""
         if self._gradients.outdated:
-            grad = raw_grad(self._buffer.params[index])
+            grad = raw_grad(self._spec.params[index])
             if grad is not None and grad is not self._shown.get(index):  # another one has been assigned
                 self._gradients.outdated.pop(index, None)
         if self._gradients.sources or self._gradients.outdated:
             self._take_source(index)
-        grad, shown = raw_grad(self._buffer.params[index]), self._shown.get(index)
+        grad, shown = raw_grad(self._spec.params[index]), self._shown.get(index)
         if grad is None and shown is not None:
             self.drop([index])
         elif grad is not None and grad is not shown:
@@ -338,7 +303,7 @@ class BufferWindow:
                 return
             values = shown.detach().as_subclass(torch.Tensor)
         del self._shown[index]
-        set_raw_grad(self._buffer.params[index], None)
+        set_raw_grad(self._spec.params[index], None)
         self.write(index, values)
         self.take_gradient(index)
 
@@ -346,7 +311,7 @@ class BufferWindow:
         if index in self._entered:
             self._gradients.assign(index, grad)
             return
-        set_raw_grad(self._buffer.params[index], None)
+        set_raw_grad(self._spec.params[index], None)
         self._take_whole(index, _ordinary_memory(grad))
         self._gradients.mark_reduced()
 
@@ -355,8 +320,8 @@ class BufferWindow:
         if index not in self._entered or not self._may_be_segment(index):
             self.assigned[index] = digest
         else:  # the other ranks may not come to compare
-            refuse_two_changes(self._buffer.layout.slots[index].name, [digest])
-        start, stop = self._buffer.own_range.elements(index)
+            refuse_two_changes(self._spec.layout.slots[index].name, [digest])
+        start, stop = self._spec.own_range.elements(index)
         self._gradients.assign(index, grad.reshape(-1)[start:stop])
         self._gradients.sources[index] = Source.of(grad)
 
@@ -369,7 +334,7 @@ class BufferWindow:
         outdated = self._gradients.outdated.get(index)
         if outdated is not None and outdated.is_changed:
             raise RuntimeError(
-                f"The tensor that was assigned to `grad` of `{self._buffer.layout.slots[index].name}` was changed"
+                f"The tensor that was assigned to `grad` of `{self._spec.layout.slots[index].name}` was changed"
                 " behind a backward that has added to the gradient, which the tensor does not show. Change `p.grad`."
             )
         if outdated is not None and not outdated.is_held:
@@ -384,10 +349,10 @@ class BufferWindow:
 
     def _keep_source(self, index: int) -> None:
         """Note the tensor that was assigned, if the program has it: at stage 0 the window shows that tensor itself."""
-        grad = raw_grad(self._buffer.params[index])
-        if grad is None or grad is self._shown.get(index) or self._buffer.sharding.optim:
+        grad = raw_grad(self._spec.params[index])
+        if grad is None or grad is self._shown.get(index) or self._spec.sharding.optim:
             return
-        set_raw_grad(self._buffer.params[index], None)
+        set_raw_grad(self._spec.params[index], None)
         source = Source(grad, grad._version, None)
         del grad
         if source.is_held:
@@ -404,7 +369,7 @@ class BufferWindow:
         values, kept = self._gradients.for_writing(), self._gradients.reduced
         if source.read is None or values is None or kept is None:
             return False
-        segment = self._buffer.own_range.segment(index, values).to(kept.dtype)  # it may have been rounded to that
+        segment = self._spec.own_range.segment(index, values).to(kept.dtype)  # it may have been rounded to that
         return not torch.allclose(segment, source.read.to(kept.dtype), rtol=0.0, atol=0.0, equal_nan=True)
 
     # -- The end ---------------------------------------------------------------------------------------------------
@@ -421,29 +386,29 @@ class BufferWindow:
         return index in self._moved
 
     def _points_elsewhere(self, index: int) -> bool:
-        param = self._buffer.params[index]
-        return index in self._entered and param.data_ptr() != ordinary(self._buffer.segment(index)).data_ptr()
+        param = self._spec.params[index]
+        return index in self._entered and param.data_ptr() != ordinary(self._values.segment(index)).data_ptr()
 
     def _take_all_values(self) -> None:
         """Take them over together: parameters may have been pointed to each other's segments."""
-        buffer, found = self._buffer, {}
+        found = {}
         for index in filter(self._points_elsewhere, sorted(self._entered)):
-            param, segment = buffer.params[index], ordinary(buffer.segment(index))
+            param, segment = self._spec.params[index], ordinary(self._values.segment(index))
             values = self._own_part(index, param.detach(), segment)
             is_inside = values.untyped_storage()._cdata == segment.untyped_storage()._cdata
             found[index] = values.clone() if is_inside else values
         for index in found:
-            buffer.params[index].data = ordinary(buffer.segment(index))
-        buffer.leave_stepped()
+            self._spec.params[index].data = ordinary(self._values.segment(index))
+        self._leave_stepped()
         for index, values in found.items():
-            ordinary(buffer.segment(index)).copy_(values)
+            ordinary(self._values.segment(index)).copy_(values)
         self._moved.update(found)
 
     def _own_part(self, index: int, values: torch.Tensor, segment: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the tensor to which ``data`` was pointed: a segment, or a whole parameter."""
-        slot = self._buffer.layout.slots[index]
+        slot = self._spec.layout.slots[index]
         if values.numel() != segment.numel() and values.shape == torch.Size(slot.shape):
-            start, stop = self._buffer.own_range.elements(index)
+            start, stop = self._spec.own_range.elements(index)
             values = values.reshape(-1)[start:stop]
         if values.numel() != segment.numel():
             raise RuntimeError(
@@ -457,11 +422,11 @@ class BufferWindow:
         """Note that writes into entered parameters are published, or are going to be."""
         self._moved.clear()
         for index in self._entered:
-            self._versions[index] = begin_writes(self._buffer.params[index])
+            self._versions[index] = begin_writes(self._spec.params[index])
 
     def leave(self, index: int) -> None:
-        """Show a parameter as its module computes with it, and take over changes to its ``grad`` and values."""
-        param = self._buffer.params[index]
+        """Take over changes to the ``grad`` and values of a parameter, which the caller shows as it computes."""
+        param = self._spec.params[index]
         if index in self._entered:
             is_moved = self.take_values(index)
             if is_written(param, self._versions.pop(index)) or is_moved:
@@ -472,35 +437,38 @@ class BufferWindow:
         self._keep_source(index)
         set_raw_grad(param, None)
         shown = self._shown.pop(index, None)
-        if shown is not None and self._buffer.sharding.optim:  # a program that keeps it has a segment
+        if shown is not None and self._spec.sharding.optim:  # a program that keeps it has a segment
             shown.__class__ = self._class_of(index)
         self._entered.discard(index)
-        self._buffer.bind_one(index)
 
-    def close(self) -> bool:
-        """Take over changes to the values, and to the gradients in the dtype in which they are kept.
+    def close(self) -> set[int]:
+        """Take over changes to the gradients in the dtype in which they are kept.
 
         Returns:
-            Whether other ranks' parts of the values have to be gathered before they are used.
+            The slots whose values were written, and nothing published it; the caller does.
         """
         self._gradients.accept_writes()
         if not self._shown and not self.is_kept:  # another optimizer's window may be open
             self._gradients.end_writing()
         written, self._written = self._written, set()
-        return bool(written) and self._buffer.accept_stepped(written)
+        return written
+
+    def take_assigned(self) -> dict[str, Digest]:
+        """Return the whole gradients that were assigned by hand, by name, and forget them."""
+        slots = self._spec.layout.slots
+        assigned, self.assigned = self.assigned, {}
+        return {slots[index].name: digest for index, digest in assigned.items()}
 
 
-def compare_assigned(buffers: Iterable[Windowed], communicator: Communicator) -> None:
+def compare_assigned(windows: Iterable[BufferWindow], communicator: Communicator) -> None:
     """Compare the gradients that the ranks have assigned by hand, once. Collective: all ranks that assigned some.
 
     Raises:
         RuntimeError: They have not assigned the same.
     """
     assigned: dict[str, Digest] = {}
-    for buffer in buffers:
-        slots = buffer.layout.slots
-        assigned.update({slots[index].name: digest for index, digest in buffer.window.assigned.items()})
-        buffer.window.assigned.clear()
+    for window in windows:
+        assigned.update(window.take_assigned())
     if assigned:
         compare(assigned, communicator)
 

@@ -137,8 +137,8 @@ class Attached:
 
     def _close_loose(self) -> None:
         for buffer, index in self._loose:
-            buffer.window.leave(index)
-            if buffer.window.close():
+            buffer.leave_window(index)
+            if buffer.close_window():
                 self._mark_stale(buffer)
         self._loose.clear()
 

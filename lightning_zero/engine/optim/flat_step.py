@@ -326,7 +326,7 @@ class FlatStep:
         buffer = next((buffer for buffer in buffers if not self._suits_buffer(buffer)), None)
         if buffer is None:
             return None
-        return f"{buffer.stepped.dtype} values of unit `{buffer.name}`"
+        return f"{buffer.values.stepped.dtype} values of unit `{buffer.name}`"
 
     def _covers(self, group: Mapping[str, Any]) -> bool:
         scaled = [getattr(self._optimizer, name, None) for name in ("grad_scale", "found_inf")]  # torch.amp.GradScaler
@@ -340,7 +340,7 @@ class FlatStep:
         )
 
     def _suits_buffer(self, buffer: FlatBuffer) -> bool:
-        return buffer.stepped.dtype == torch.float32 and buffer.kind.reduce in _GRADIENTS
+        return buffer.values.stepped.dtype == torch.float32 and buffer.kind.reduce in _GRADIENTS
 
     def _step_of(self, buffer: FlatBuffer) -> Callable[..., None]:
         """Return the op for a buffer.
@@ -349,7 +349,7 @@ class FlatStep:
         unit of fp32 has those of PyTorch's fused step; one in 16 bits, of which that would take passes for the
         gradient and for rounding, is stepped by Triton's kernel in one (ADR 0018).
         """
-        device = buffer.home.steps_on or buffer.stepped.device
+        device = buffer.home.steps_on or buffer.values.stepped.device
         is_narrow = min(buffer.kind.compute.itemsize, buffer.kind.reduce.itemsize) < 4
         if self._rule.launch is None or not (self._has_kernels and is_narrow and device.type == "cuda"):
             return self._rule.step
@@ -364,7 +364,7 @@ class FlatStep:
         keys = self._rule.moments(group)
         if self._is_placed(state, keys, buffer, index):
             return True
-        segment = buffer.segment(index)
+        segment = buffer.values.segment(index)
         moments = [state.get(key) for key in keys if not key.endswith("_scales")]
         if not self._rule.counts:
             moments = [moment for moment in moments if moment is not None]
@@ -380,9 +380,9 @@ class FlatStep:
         steps = self._make_states(group, buffer, indices)
         calls = self._calls.setdefault(id(buffer), [])  # none where this rank has no element: others may have some
         # Tensors on disks are in memory when the calls are made.
-        gradient, stepped = ordinary(buffer.gradients.unscaled()), ordinary(buffer.stepped)
+        gradient, stepped = ordinary(buffer.gradients.unscaled()), ordinary(buffer.values.stepped)
         factor = buffer.gradients.factor
-        rounding = buffer.begin_rounding() if rounds else None
+        rounding = buffer.values.begin_rounding() if rounds else None
         step = self._step_of(buffer)
         if buffer.home.steps_on is not None:
             copies = buffer.store.copies
@@ -405,10 +405,10 @@ class FlatStep:
                 tails=_tails(buffer, members, lo) if stepped.is_cpu else (),
             )
             if not calls:
-                calls.append(buffer.shard.await_uploads)
+                calls.append(buffer.values.shard.await_uploads)
             calls += [call] if rounding is None else rounding.around(call, lo, hi)
         if rounding is not None:
-            buffer.note_rounded(indices)
+            buffer.values.note_rounded(indices)
 
     def _runs(
         self, group: Mapping[str, Any], buffer: FlatBuffer, indices: Iterable[int], steps: Mapping[int, int]
@@ -452,7 +452,7 @@ class FlatStep:
                 continue
             if self._rule is _ADAM_INT8:
                 with torch.inference_mode(False):
-                    make_codes(state, buffer.segment(index))
+                    make_codes(state, buffer.values.segment(index))
                 continue
             for key in keys:
                 self._place_state(state, key, buffer=buffer, index=index, is_whole=is_whole)
@@ -462,7 +462,7 @@ class FlatStep:
         self, states: Mapping[int, dict[str, Any]], group: Mapping[str, Any], buffer: FlatBuffer
     ) -> dict[int, int]:
         """Count the step in states; return its number, by slot."""
-        device = buffer.stepped.device if group["fused"] else torch.device("cpu")
+        device = buffer.values.stepped.device if group["fused"] else torch.device("cpu")
         is_double = torch.get_default_dtype() == torch.float64 and not group["fused"]
         for index, state in states.items():
             if "step" not in state:
@@ -495,7 +495,9 @@ class FlatStep:
             if place not in self._flat and not is_whole:
                 dtype = self._dtype(buffer)
                 state[key] = (
-                    torch.zeros_like(buffer.segment(index), dtype=dtype) if present is None else present.to(dtype)
+                    torch.zeros_like(buffer.values.segment(index), dtype=dtype)
+                    if present is None
+                    else present.to(dtype)
                 )
                 return
             flat = self._flat_state(buffer, key)
@@ -518,7 +520,7 @@ class FlatStep:
             self._num_tensors[place] = num_tensors_in(self._flat[place])
 
     def _dtype(self, buffer: FlatBuffer) -> torch.dtype:
-        return buffer.stepped.dtype if self._moments == "fp32" else DTYPES[self._moments]
+        return buffer.values.stepped.dtype if self._moments == "fp32" else DTYPES[self._moments]
 
     def _steps_whole(self, buffer: FlatBuffer) -> bool:
         """Say whether this optimizer steps every element that this rank has of a buffer."""

@@ -219,7 +219,7 @@ class ShardedOptimizer:
                 )
             known.add(id(param))
             self._attached[id(param)] = place
-            place[0].make_master()
+            place[0].values.make_master()
             self._cut_state(param, place)
 
     def _refuse_params_past_add(self) -> None:
@@ -239,7 +239,7 @@ class ShardedOptimizer:
         if not (issubclass(self._original_class, torch.optim.SGD) and group.get("fused")):
             return
         for param in group["params"]:
-            stepped = self._attached[id(param)][0].stepped
+            stepped = self._attached[id(param)][0].values.stepped
             if stepped.is_cpu and stepped.itemsize < 4:
                 raise ValueError(
                     f"`fused=True`: PyTorch's fused `{self._original_class.__name__}` does not step {stepped.dtype}"
@@ -271,8 +271,8 @@ class ShardedOptimizer:
 
     def _widened(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
         buffer, _ = self._attached[id(param)]
-        buffer.flush()
-        return widened(state, self._moments, buffer.stepped.dtype)
+        buffer.values.flush()
+        return widened(state, self._moments, buffer.values.stepped.dtype)
 
     def _cut_state(self, param: nn.Parameter, place: Place) -> None:
         """Cut state that the optimizer made in its constructor to this rank's segment."""
@@ -284,7 +284,7 @@ class ShardedOptimizer:
             if isinstance(value, ShardedGradient):  # a segment: it was made of the step window's segments
                 state[key] = value.as_subclass(torch.Tensor)
             elif torch.is_tensor(value) and key != "step" and value.shape == whole and buffer.own_range.is_shard:
-                state[key] = value.reshape(-1)[start:stop].to(buffer.stepped.dtype).clone()
+                state[key] = value.reshape(-1)[start:stop].to(buffer.values.stepped.dtype).clone()
 
     def _fit_states(self, places: Iterable[Place]) -> None:
         """Cut whole states that were assigned by hand; PyTorch's kernels do not look how long a state is.
@@ -293,7 +293,7 @@ class ShardedOptimizer:
             RuntimeError: One that PyTorch takes has the shape neither of the parameter nor of its segment.
         """
         for buffer, index in places:
-            param, shape = buffer.params[index], buffer.segment(index).shape
+            param, shape = buffer.params[index], buffer.values.segment(index).shape
             state = self.optimizer.state.get(param)
             if not state or not buffer.own_range.is_shard:
                 continue
@@ -331,7 +331,7 @@ class ShardedOptimizer:
         if place is None:
             return Stepped(tuple(param.shape), param.dtype, param.device)
         buffer, index = place
-        device = buffer.home.device if buffer.home.is_apart else buffer.full.device
+        device = buffer.home.device if buffer.home.is_apart else buffer.whole.flat.device
         return Stepped(buffer.layout.slots[index].shape, buffer.kind.shown, device)
 
     # -- The step window -------------------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ class ShardedOptimizer:
         for buffer in self.buffers:
             if not buffer.gradients.is_ahead:
                 buffer.refresh_master()
-                buffer.forget_rounding()
+                buffer.values.forget_rounding()
             else:
                 buffer.window.take_gradients()  # refuses assigned gradients
 
@@ -364,10 +364,10 @@ class ShardedOptimizer:
         if not self.is_open:
             return
         for buffer, index in self._in_window:
-            buffer.window.leave(index)
+            buffer.leave_window(index)
         self.is_open = False
         for buffer in self.buffers:
-            if buffer.window.close():
+            if buffer.close_window():
                 self._after_defer(buffer)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -485,7 +485,7 @@ class ShardedOptimizer:
         """Give PyTorch's step its gradients; a step by runs takes them from the buffers."""
         for buffer, index in self.places:
             buffer.window.take_gradient(index)
-        compare_assigned(self.buffers, self._communicator)
+        compare_assigned((buffer.window for buffer in self.buffers), self._communicator)
         if self._flat_step is None:
             self._fit_states(self.places)
             self._strip(self.places)
@@ -529,7 +529,9 @@ class ShardedOptimizer:
         assert self._deferral is not None
         calls = self._flat_step.take_calls(buffer)
         states = partial(self._flat_step.flat_states, buffer)
-        return buffer.plan(self._deferral, calls, states=states, rounds=self._is_last())
+        return buffer.values.plan(
+            self._deferral, calls, states=states, gradient=buffer.gradients.reduced, rounds=self._is_last()
+        )
 
     def _is_deferred(self, buffer: FlatBuffer) -> bool:
         return self._deferral is not None and self._deferral.wants(buffer.home.is_apart)
@@ -593,7 +595,8 @@ class ShardedOptimizer:
         self._ahead.add(buffer, None)
         if self._deferral is not None and self._is_deferred(buffer) and buffer.home.is_apart:
             states = partial(self._flat_step.flat_states, buffer)
-            self._ahead.add(buffer, buffer.plan(self._deferral, calls, states=states, rounds=False))
+            update = buffer.values.plan(self._deferral, calls, states=states, gradient=None, rounds=False)
+            self._ahead.add(buffer, update)
         else:
             Update(buffer.name, calls, None).finish()
             buffer.home.give_back_lent()
@@ -603,7 +606,7 @@ class ShardedOptimizer:
     def finish_deferred(self) -> None:
         """Make the steps that are due: somebody looks at the states. No collective."""
         while self._deferred:
-            self._deferred.pop(0).flush()
+            self._deferred.pop(0).values.flush()
 
     def state_place(self, param: torch.Tensor, key: str) -> torch.Tensor | None:
         """Return where a state of a parameter is to be, 1-D, if that is on disks."""
@@ -754,7 +757,7 @@ def _take_gradients(places: Iterable[Place], communicator: Communicator) -> None
     buffers = [buffer for buffer, _ in by_buffer]
     for buffer in buffers:
         buffer.window.take_gradients()
-    compare_assigned(buffers, communicator)
+    compare_assigned((buffer.window for buffer in buffers), communicator)
 
 
 def _norms(buffer: FlatBuffer, indices: set[int], order: float) -> list[torch.Tensor]:

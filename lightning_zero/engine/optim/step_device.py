@@ -179,7 +179,7 @@ class StepDevices:
                 )
             streams = place == "cuda" and self._device.type == "cuda"
             for buffer in unit.buffers:
-                buffer.home.steps_on = buffer.full.device if streams and buffer.home.is_apart else None
+                buffer.home.steps_on = buffer.whole.flat.device if streams and buffer.home.is_apart else None
 
     @property
     def chosen(self) -> dict[str, StepDevice]:

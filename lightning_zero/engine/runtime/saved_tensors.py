@@ -42,7 +42,7 @@ class _KeptWeight:
         self.version = version
         self.unit = unit
         self.buffer = buffer
-        self._held = buffer.handles
+        self._held = buffer.whole.handles
         self._held.append(None)
 
     def __del__(self) -> None:
@@ -69,13 +69,13 @@ class SavedTensors:
         self._passes = passes
         self._uses = uses
         self._by_storage = {
-            buffer.full.untyped_storage()._cdata: (unit, buffer)
+            buffer.whole.flat.untyped_storage()._cdata: (unit, buffer)
             for unit in units
             if unit.is_sharded_between_uses
             for buffer in unit.buffers
         }
         for _, buffer in [*self._by_storage.values()]:
-            buffer.moved = functools.partial(_rename, self._by_storage)
+            buffer.whole.moved = functools.partial(_rename, self._by_storage)
         self._net: AbstractContextManager[Any] | None = None  # the hooks, while a scope is open
         self._outer_hooks: Any = None  # those around the scope, e.g. of a checkpoint
 

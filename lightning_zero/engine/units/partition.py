@@ -12,9 +12,10 @@ from lightning_zero.blocks import hookable_modules, modules_of_classes, repeated
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication, MixedPrecision, Sharding
 from lightning_zero.engine.buffers.aliases import Aliases
-from lightning_zero.engine.buffers.buffer import BufferKind, FlatBuffer
+from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.home import HomeMaker
 from lightning_zero.engine.buffers.parameter import copy_attributes, user_class
+from lightning_zero.engine.buffers.spec import BufferKind
 from lightning_zero.engine.units.lowering import Lowering
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.storage.store import DeviceStore
@@ -170,7 +171,17 @@ def build_unit(
     }
     aliases = {key: Aliases(param, special[key]) for param in territory.params if (key := id(param)) in special}
     buffers = [
-        FlatBuffer(territory.name, params, names, kind, sharding, communicator, store, home, params_home)
+        FlatBuffer(
+            territory.name,
+            params,
+            names,
+            kind=kind,
+            sharding=sharding,
+            communicator=communicator,
+            store=store,
+            home=home,
+            params_home=params_home,
+        )
         for kind, (params, names) in kinds.items()
     ]
     for buffer in buffers:

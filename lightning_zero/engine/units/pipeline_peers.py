@@ -69,13 +69,13 @@ class Parts:
         for buffer in _shared_of(buffers):
             what = f"parameter `{buffer.kind.shared}`"
             ranks = self._holders[id(buffer.params[0])]
-            values = buffer.stepped.to(self.communicator.device)
+            values = buffer.values.stepped.to(self.communicator.device)
             if self.communicator.rank == ranks[0]:
                 for rank in ranks[1:]:
                     self.communicator.send(values, rank, what)
                 continue
             self.communicator.receive(values, ranks[0], what)
-            buffer.stepped.copy_(values)
+            buffer.values.stepped.copy_(values)
             pending = buffer.publish()
             if pending is not None:
                 pending.wait()

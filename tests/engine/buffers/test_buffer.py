@@ -10,8 +10,9 @@ from torch import nn
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication, Sharding
-from lightning_zero.engine.buffers.buffer import BufferKind, FlatBuffer
+from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.parameter import ReleasedParameter
+from lightning_zero.engine.buffers.spec import BufferKind
 from lightning_zero.storage.store import DeviceStore
 from tests import worlds
 from tests.engine.flat_buffers import (
@@ -30,20 +31,22 @@ from tests.engine.flat_buffers import (
 def _release(rank: int, world: int) -> None:
     buffer = numbered_buffer(3)
     store = buffer.store
-    assert store.live("gathered") == buffer.full.nbytes
+    assert store.live("gathered") == buffer.whole.flat.nbytes
     buffer.release()
-    assert buffer.full.untyped_storage().nbytes() == 0
+    assert buffer.whole.flat.untyped_storage().nbytes() == 0
     assert store.live("gathered") == 0
-    assert store.live("parameters") == buffer.shard.values.nbytes == buffer.full.nbytes // world
+    assert store.live("parameters") == buffer.values.shard.values.nbytes == buffer.whole.flat.nbytes // world
     with torch._C.DisableTorchFunctionSubclass():
         assert all(param.untyped_storage().nbytes() == 4 for param in buffer.params)
     assert [type(param) for param in buffer.params] == [ReleasedParameter] * len(SHAPES)
     make_whole(buffer)
     for index, param in enumerate(buffer.params):
         assert type(param) is nn.Parameter
-        assert param.untyped_storage()._cdata == buffer.full.untyped_storage()._cdata
+        assert param.untyped_storage()._cdata == buffer.whole.flat.untyped_storage()._cdata
         assert torch.equal(param, values_of(index, 0.25))
-    assert torch.equal(torch.cat([buffer.full[lo:hi] for lo, hi in buffer.layout.gaps()]).unique(), torch.zeros(1))
+    assert torch.equal(
+        torch.cat([buffer.whole.flat[lo:hi] for lo, hi in buffer.layout.gaps()]).unique(), torch.zeros(1)
+    )
 
 
 def test_release_frees_storage_and_a_gather_brings_the_values_back() -> None:
@@ -73,7 +76,10 @@ def _inference(rank: int, world: int) -> None:
         make_whole(buffer)
         buffer.release()
     make_whole(buffer)
-    assert not any(tensor.is_inference() for tensor in [buffer.full, buffer.shard.values, *buffer.views, *buffer.params])
+    assert not any(
+        tensor.is_inference()
+        for tensor in [buffer.whole.flat, buffer.values.shard.values, *buffer.whole.views, *buffer.params]
+    )
     (buffer.params[0] * 2).sum().backward()
     assert torch.equal(buffer.params[0].grad, torch.full((11, 6), 2.0))
 
@@ -88,11 +94,22 @@ def _fill(rank: int, world: int, stage: int) -> None:
     )
     param = nn.Parameter(torch.full((7,), float(rank)))
     communicator = Communicator(Communication(), CPU)
-    buffer = FlatBuffer("x", [param], ["p"], kind, Sharding.from_stage(stage), communicator, DeviceStore(CPU))
+    buffer = FlatBuffer(
+        "x",
+        [param],
+        ["p"],
+        kind=kind,
+        sharding=Sharding.from_stage(stage),
+        communicator=communicator,
+        store=DeviceStore(CPU),
+    )
     assert buffer.params[0] is param
     assert param.tolist() == [0.0] * 7
-    assert buffer.master is None
-    assert buffer.stepped.untyped_storage().nbytes() == (buffer.full if stage < 3 else buffer.shard.values).nbytes
+    assert buffer.values.master is None
+    assert (
+        buffer.values.stepped.untyped_storage().nbytes()
+        == (buffer.whole.flat if stage < 3 else buffer.values.shard.values).nbytes
+    )
 
 
 @stages
@@ -134,23 +151,23 @@ def _write(rank: int, world: int, name: str, stage: int, compute: torch.dtype) -
     if stage == 3:
         buffer.release()
         make_whole(buffer)
-    if buffer.master is not None:  # what the rounded value does not show
-        buffer.master.add_(2.0**-20)
-    address = buffer.full.data_ptr()
+    if buffer.values.master is not None:  # what the rounded value does not show
+        buffer.values.master.add_(2.0**-20)
+    address = buffer.whole.flat.data_ptr()
     WRITES[name](buffer.params[0])
     if stage == 3:
         buffer.release()
         make_whole(buffer)
     buffer.refresh_master()
-    assert buffer.full.data_ptr() == address or stage == 3  # nobody keeps what was there
+    assert buffer.whole.flat.data_ptr() == address or stage == 3  # nobody keeps what was there
     expected = (2 * values_of(0, 0.25)).reshape(-1)
     start, stop = buffer.own_range.elements(0)
-    assert torch.equal(buffer.segment(0).reshape(-1), expected[start:stop])
+    assert torch.equal(buffer.values.segment(0).reshape(-1), expected[start:stop])
     assert torch.equal(buffer.params[0].float(), expected.view(11, 6))
-    assert buffer.params[0].data_ptr() == buffer.views[0].data_ptr()
-    if buffer.master is not None:  # parameters that were not written keep their exact master
+    assert buffer.params[0].data_ptr() == buffer.whole.views[0].data_ptr()
+    if buffer.values.master is not None:  # parameters that were not written keep their exact master
         start, stop = buffer.own_range.elements(1)
-        assert torch.equal(buffer.segment(1).reshape(-1), values_of(1, 0.25)[start:stop] + 2.0**-20)
+        assert torch.equal(buffer.values.segment(1).reshape(-1), values_of(1, 0.25)[start:stop] + 2.0**-20)
 
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -178,7 +195,7 @@ def _publish(rank: int, world: int, stage: int, compute: torch.dtype) -> None:
     buffer = numbered_buffer(stage, compute)
     if stage == 3:
         buffer.release()
-    buffer.stepped.mul_(2)
+    buffer.values.stepped.mul_(2)
     pending = buffer.publish()
     assert (pending is not None) == (stage in (1, 2))
     if pending is not None:
@@ -189,7 +206,7 @@ def _publish(rank: int, world: int, stage: int, compute: torch.dtype) -> None:
         assert torch.equal(param, values_of(index, 0.5).to(compute))
     buffer.refresh_master()
     start, stop = buffer.own_range.elements(0)
-    assert torch.equal(buffer.segment(0).reshape(-1), values_of(0, 0.5).reshape(-1)[start:stop])
+    assert torch.equal(buffer.values.segment(0).reshape(-1), values_of(0, 0.5).reshape(-1)[start:stop])
 
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -56,11 +56,11 @@ def _gradient_bytes(rank: int, world: int) -> list[list[float]]:
         buffer = numbered_buffer(stage)
         live = []
         buffer.gradients.accumulate(0, torch.ones(11, 6))
-        live.append(buffer.store.live("gradients") / buffer.full.nbytes)
+        live.append(buffer.store.live("gradients") / buffer.whole.flat.nbytes)
         reduce_fully(buffer)
-        live.append(buffer.store.live("gradients") / buffer.full.nbytes)
+        live.append(buffer.store.live("gradients") / buffer.whole.flat.nbytes)
         buffer.gradients.forget()
-        live.append(buffer.store.live("gradients") / buffer.full.nbytes)
+        live.append(buffer.store.live("gradients") / buffer.whole.flat.nbytes)
         found.append(live)
     return found
 

@@ -53,15 +53,15 @@ def _window(rank: int, world: int, stage: int) -> None:
             with torch.no_grad():
                 param.sub_(grad)
     for index, param in enumerate(buffer.params):
-        buffer.window.leave(index)
+        buffer.leave_window(index)
         assert param.shape == SHAPES[index]
         assert raw_grad(param) is None
         assert type(param) is (ReleasedParameter if stage == 3 else ReducedParameter if index < 2 else nn.Parameter)
-    buffer.window.close()
+    buffer.close_window()
     assert found_gradient(buffer, 0) == expected_gradient(buffer, 0, 3 * (world - 1) / 2)
     start, stop = buffer.own_range.elements(0)
     expected = (values_of(0, 0.25) - 3 * (world - 1) / 2).reshape(-1)[start:stop]
-    assert torch.equal(buffer.segment(0).reshape(-1), expected)
+    assert torch.equal(buffer.values.segment(0).reshape(-1), expected)
 
 
 @stages
@@ -79,7 +79,7 @@ def _replaced(rank: int, world: int, stage: int) -> None:
         buffer.window.enter(index)
         buffer.window.show(index)
         change(buffer.params[index])
-        buffer.window.leave(index)
+        buffer.leave_window(index)
 
     through_window(0, lambda param: setattr(param, "grad", torch.full_like(param, 5.0)))
     assert found_gradient(buffer, 0) == expected_gradient(buffer, 0, 5.0)
@@ -91,7 +91,7 @@ def _replaced(rank: int, world: int, stage: int) -> None:
         buffer.window.show(0)
         with pytest.raises(ShardedGradientError):
             buffer.params[0].grad.mean()
-        buffer.window.leave(0)
+        buffer.leave_window(0)
 
 
 @stages
@@ -107,8 +107,8 @@ def _zeroed(rank: int, world: int, stage: int) -> None:
     buffer.window.enter(0)
     buffer.window.show(0)  # from here on the gradients of the buffer are written in fp32
     buffer.gradients.zero([1])
-    buffer.window.leave(0)
-    buffer.window.close()
+    buffer.leave_window(0)
+    buffer.close_window()
     assert found_gradient(buffer, 0) == expected_gradient(buffer, 0, 1.0)
     assert found_gradient(buffer, 1) == expected_gradient(buffer, 1, 0.0)
 

@@ -299,7 +299,7 @@ def _without_eps(rank: int, world: int, stage: int) -> None:
         for buffer in unit.buffers:
             lo, hi = buffer.own_range.start, buffer.own_range.stop
             for start, stop in buffer.layout.gaps():
-                assert not buffer.stepped[max(start - lo, 0) : max(min(stop, hi) - lo, 0)].any()
+                assert not buffer.values.stepped[max(start - lo, 0) : max(min(stop, hi) - lo, 0)].any()
 
 
 @stages

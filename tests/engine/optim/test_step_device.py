@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication, Moments, Offload, StepTime
-from lightning_zero.engine.buffers.buffer import FlatBuffer
+from lightning_zero.engine.buffers.home import Home
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.optim import step_device
 from lightning_zero.engine.optim.step_device import Rates, StepDevices, choose_step_device, measure_rates
@@ -194,7 +194,7 @@ def _streamed(rank: int, world: int, precision: str, streams: bool, moments: Mom
         if streams:
             patch.setattr(StepDevices, "choose", _choose_all)
         else:  # what the step rounds goes through memory on its way to the device
-            patch.setattr(FlatBuffer, "_is_rounded_in_place", property(lambda buffer: False))
+            patch.setattr(Home, "_can_round_in_place", lambda *args: False)
         for case in CASES:
             actual = _trained(rank, world, 3, precision, "adamw", moments=moments, **case)
             found.append(difference(actual, expected))
@@ -227,7 +227,7 @@ def _late(rank: int, world: int, stage: int, early: bool) -> list[str]:
     expected = run(**options, step="backward" if early else "now")
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FlatBuffer, "_is_rounded_in_place", property(lambda buffer: False))
+        patch.setattr(Home, "_can_round_in_place", lambda *args: False)
         patch.setattr(Copies, "down", lambda copies, host, tensor: _Late(host, tensor))
         patch.setattr(Copies, "up", lambda copies, tensor, host, behind=None: _Late(tensor, host))
         for step in steps:

@@ -72,7 +72,7 @@ def _change_of_mind(rank: int, world: int) -> None:
     unit.unshard()
     unit.reshard()
     assert unit.state is UnitState.SHARDED
-    assert all(buffer.full.untyped_storage().nbytes() == 0 for buffer in unit.buffers)
+    assert all(buffer.whole.flat.untyped_storage().nbytes() == 0 for buffer in unit.buffers)
 
 
 def test_a_gather_that_nobody_needs_any_more_is_waited_for_before_its_storage_goes() -> None:
@@ -108,7 +108,7 @@ def _serve(rank: int, world: int) -> None:
     else:
         unit.serve()
         assert unit.state is UnitState.SHARDED
-        assert unit.buffers[0].full.untyped_storage().nbytes() == 0
+        assert unit.buffers[0].whole.flat.untyped_storage().nbytes() == 0
 
 
 def test_a_rank_may_take_part_in_a_gather_that_it_does_not_need() -> None:

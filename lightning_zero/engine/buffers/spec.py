@@ -1,0 +1,88 @@
+"""The facts of a flat buffer that never change, for its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.config import Sharding
+from lightning_zero.engine.buffers.own_range import OwnRange
+from lightning_zero.layout import FlatLayout
+from lightning_zero.storage.store import DeviceStore
+
+__all__ = ["BufferKind", "BufferSpec"]
+
+
+@dataclass(frozen=True)
+class BufferKind:
+    """The dtypes and properties that all parameters of one flat buffer share.
+
+    ``shared`` is the name of a parameter that several parts of the model hold; it has a buffer to itself, so that the
+    buffer is the same in all of them.
+    """
+
+    original: torch.dtype
+    compute: torch.dtype
+    master: torch.dtype
+    reduce: torch.dtype
+    trained: bool
+    shared: str | None = None
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether parameters compute in fewer bits than their own."""
+        return self.original.itemsize > self.compute.itemsize
+
+    @property
+    def shown(self) -> torch.dtype:
+        """The dtype in which values are read, saved and exported: that of the master, if they have or may have one."""
+        return self.master if self.trained or self.is_rounded else self.compute
+
+
+@dataclass(frozen=True, eq=False)
+class BufferSpec:
+    """The facts of one flat buffer.
+
+    Attributes:
+        name: Of the unit, for errors.
+        params: The parameters.
+        kind: The dtypes.
+        sharding: The tensors that are kept sharded.
+        communicator: Moves shards.
+        store: Memory of the device.
+        layout: Slots, shards and segments.
+        own_range: The range that this rank steps.
+        shard_range: Elements ``[start, stop)`` of this rank's shard.
+    """
+
+    name: str
+    params: list[nn.Parameter]
+    kind: BufferKind
+    sharding: Sharding
+    communicator: Communicator
+    store: DeviceStore
+    layout: FlatLayout
+    own_range: OwnRange
+    shard_range: slice
+
+    @staticmethod
+    def of(
+        name: str,
+        params: Sequence[nn.Parameter],
+        names: Sequence[str],
+        *,
+        kind: BufferKind,
+        sharding: Sharding,
+        communicator: Communicator,
+        store: DeviceStore,
+    ) -> BufferSpec:
+        """Return the facts of the buffer with these parameters, whose fully qualified names are ``names``."""
+        shapes = [(key, tuple(param.shape)) for key, param in zip(names, params, strict=True)]
+        layout = FlatLayout.build(shapes, communicator.world_size)
+        own_range = OwnRange(layout, communicator.rank, is_sharded=sharding.optim)
+        shard_range = slice(*layout.shard_range(communicator.rank))
+        return BufferSpec(name, list(params), kind, sharding, communicator, store, layout, own_range, shard_range)

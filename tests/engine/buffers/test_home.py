@@ -1,0 +1,114 @@
+"""The homes of a flat buffer: what is kept there comes back, in every kind of store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.config import Communication, Sharding
+from lightning_zero.engine.buffers.disk_home import DiskHome
+from lightning_zero.engine.buffers.home import DeviceHome, Home, HostHome
+from lightning_zero.engine.buffers.spec import BufferKind, BufferSpec
+from lightning_zero.storage.disk import DiskStore
+from lightning_zero.storage.host import HostStore
+from lightning_zero.storage.nvme import NvmeStore
+from lightning_zero.storage.store import DeviceStore
+from tests import worlds
+from tests.engine.flat_buffers import CPU
+
+PLACES = ("device", "host", "disk")
+
+
+def _check(rank: int, world: int, place: str, folder: str, check: Callable[[Home, BufferSpec], None]) -> None:
+    kind = BufferKind(torch.float32, torch.float32, torch.float32, torch.float32, trained=True)
+    spec = BufferSpec.of(
+        "block",
+        [torch.nn.Parameter(torch.zeros(40))],
+        ["p"],
+        kind=kind,
+        sharding=Sharding.from_stage(2),
+        communicator=Communicator(Communication(), CPU),
+        store=DeviceStore(CPU),
+    )
+    disk = DiskStore(NvmeStore([Path(folder)], block_bytes=4096, threads=1, direct=False))
+    makers = {
+        "device": partial(DeviceHome, spec.store),
+        "host": partial(HostHome, HostStore(pinned=False)),
+        "disk": partial(DiskHome, disk),
+    }
+    home = makers[place](spec, lambda: False)
+    assert home.where == place
+    check(home, spec)
+    disk.close()
+
+
+def _run(check: Callable[[Home, BufferSpec], None], place: str, folder: Path) -> None:
+    worlds.run(_check, 1, place, str(folder), check)
+
+
+def _average(spec: BufferSpec, value: float) -> torch.Tensor:
+    return spec.store.create("gradients", spec.own_range.numel, torch.float32).fill_(value)
+
+
+def _adds(home: Home, spec: BufferSpec) -> None:
+    gradient = home.keep_gradient(_average(spec, 1.0))
+    home.await_gradient()
+    assert torch.equal(gradient.clone(), torch.ones(spec.own_range.numel))
+    home.fetch_gradient(gradient)
+    home.end_fetch(gradient)
+    if home.adds_in_place:
+        total = home.add_gradient(_average(spec, 2.0), gradient)
+    else:
+        total = home.keep_gradient(_average(spec, 2.0).add_(gradient))
+    home.await_gradient()
+    assert torch.equal(total.clone(), torch.full((spec.own_range.numel,), 3.0))
+    home.lend_gradient(total)
+    home.give_back_lent()
+    assert spec.store.live("gradients") == 0
+
+
+def _writes(home: Home, spec: BufferSpec) -> None:
+    master = home.keep_master(torch.ones(spec.own_range.numel))
+    written = torch.ones(spec.own_range.numel)
+    written[3] = 2.0
+    home.take_writes(master, lambda: written, frozenset())
+    assert torch.equal(master.clone(), written)
+
+
+def _keeps_a_changed_gradient(home: Home, spec: BufferSpec) -> None:
+    gradient = home.keep_gradient(_average(spec, 1.0))
+    home.await_gradient()
+    home.fetch_gradient(gradient)
+    gradient.mul_(5.0)
+    home.end_fetch(gradient)
+    assert torch.equal(home.add_gradient(_average(spec, 2.0), gradient), torch.full((spec.own_range.numel,), 7.0))
+
+
+def _zeros(home: Home, spec: BufferSpec) -> None:
+    for values in (home.zeros(torch.float32), home.zero_gradient(torch.float32)):
+        assert values.shape == (spec.own_range.numel,)
+        assert not values.clone().any()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_averages_are_added_and_given_back(place: str, tmp_path: Path) -> None:
+    _run(_adds, place, tmp_path)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_write_into_the_compute_shard_reaches_the_master(place: str, tmp_path: Path) -> None:
+    _run(_writes, place, tmp_path)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_states_and_gradients_begin_with_zeros(place: str, tmp_path: Path) -> None:
+    _run(_zeros, place, tmp_path)
+
+
+def test_a_gradient_that_was_written_while_it_was_fetched_counts_as_written(tmp_path: Path) -> None:
+    _run(_keeps_a_changed_gradient, "host", tmp_path)
