@@ -72,7 +72,7 @@ def the_last_microbatch_counts() -> Iterator[None]:
     accumulate = BufferGradients.accumulate
 
     def last_only(self: BufferGradients, index: int, grad: Any) -> None:
-        self._summed.discard(index)
+        self.sums.slots.discard(index)
         accumulate(self, index, grad)
 
     with mock.patch.object(BufferGradients, "accumulate", last_only):

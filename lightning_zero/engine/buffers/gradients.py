@@ -17,6 +17,7 @@ import torch
 
 from lightning_zero.comm.communicator import Pending
 from lightning_zero.engine.buffers.assigned_gradients import Source
+from lightning_zero.engine.buffers.local_sums import LocalSums
 from lightning_zero.engine.buffers.own_range import OwnRange
 from lightning_zero.engine.buffers.parameter import (
     ReducedParameter,
@@ -40,7 +41,7 @@ class BufferGradients:
 
     Call protocol, with n padded elements on N ranks:
 
-    1. ``accumulate``, any number of times: ``local`` is n elements.
+    1. ``accumulate``, any number of times: the local sums are n elements.
     2. ``reduce``, wait, ``finish_reduce``; at stage 0 ``gather_reduced`` and wait. ``reduced`` is the own range.
     3. ``agreed`` and ``mark_reduced``: the ranks know who had a gradient, and parameters say so.
     4. The step reads ``unscaled`` and ``factor``, or the result of ``for_writing``. 1 may come first: sums are kept.
@@ -56,8 +57,7 @@ class BufferGradients:
         self._values = values
         self._home = values.home
         # - Sums of this rank
-        self.local: torch.Tensor | None = None
-        self._summed: set[int] = set()  # slots that hold a sum in ``local``
+        self.sums = LocalSums(spec)
         self.used: set[int] = set()  # slots with a gradient on this rank since the ranks last agreed
         self.left: set[int] = set()  # slots whose gradient is still where autograd has put it
         self._target: torch.Tensor | None = None  # where a running reduction writes
@@ -67,9 +67,8 @@ class BufferGradients:
         self.sources: dict[int, Source] = {}  # whole tensors that were assigned, by slot
         self._brought: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # tensors to which a backward has added
         self.outdated: dict[int, Source] = {}  # of them, those to which a backward has added, which they do not show
-        self.is_read = False  # a program has read a gradient, and may keep a view of ``local``
         self._reduced: torch.Tensor | None = None
-        self._retained: torch.Tensor | None = None  # an earlier average whose place ``local`` needs
+        self._retained: torch.Tensor | None = None  # an earlier average whose place the sums need
         # - Gradients for the step
         self.factor: torch.Tensor | None = None  # () fp32; the average is still to be multiplied by it
         self._written: torch.Tensor | None = None  # see Note [Two dtypes]
@@ -88,30 +87,26 @@ class BufferGradients:
 
     def accumulate(self, index: int, grad: torch.Tensor) -> None:
         """Cast and copy, or add, a parameter's gradient into the local sum."""
-        local = self._local_sums()
         slot = self._spec.layout.slots[index]
-        target = local[slot.offset : slot.stop].view(slot.shape)
+        target = self._local_sums()[slot.offset : slot.stop].view(slot.shape)
         dense = grad.to_dense() if grad.is_sparse else grad
-        if index in self._summed:
+        if index in self.sums.slots:
             target.add_(dense)
         else:
             target.copy_(dense)
-            self._summed.add(index)
+            self.sums.slots.add(index)
         self.used.add(index)
         if not grad.is_inference() and grad._version:  # autograd has added to what somebody had assigned, and may keep
             self._brought[index] = weakref.ref(grad), grad._version
 
     def with_sum(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
         """Return a gradient plus the slot's local sum, in the gradient's dtype; None if there is no sum."""
-        if index not in self._summed or self.local is None:
-            return None
-        slot = self._spec.layout.slots[index]
-        total = self.local[slot.offset : slot.stop].view(slot.shape) + (grad.to_dense() if grad.is_sparse else grad)
-        return total.to(grad.dtype)
+        local = self.sums.of(index)
+        return None if local is None else (local + (grad.to_dense() if grad.is_sparse else grad)).to(grad.dtype)
 
     def drop_sum(self, index: int) -> None:
         """Drop the local sum of a slot."""
-        self._summed.discard(index)
+        self.sums.slots.discard(index)
         self.used.discard(index)
 
     def _local_sums(self) -> torch.Tensor:
@@ -129,43 +124,26 @@ class BufferGradients:
             lo, hi = spec.layout.shard_range(spec.communicator.rank)
             self._retained = (self.reduced if spec.sharding.optim else self.reduced[lo:hi]).clone()
             self._reduced = None
-        elif self._is_kept():
-            assert self.local is not None
-            spec.store.release("gradients", self.local.nbytes)
-            self.local = None
-        if self.local is None:
-            with torch.inference_mode(False):
-                self.local = torch.empty(
-                    spec.layout.padded_numel, dtype=self._spec.kind.reduce, device=spec.store.device
-                )
-            spec.store.adopt("gradients", self.local.nbytes)
-            for lo, hi in spec.layout.gaps():
-                self.local[lo:hi].zero_()
-        return self.local
-
-    def _is_kept(self) -> bool:
-        """Say whether the program keeps an earlier gradient (``kept = p.grad``) where the next ones would be summed."""
-        if not self.is_read or self._summed or self._reduced is not None or self._retained is not None:
-            return False
-        self.is_read = False
-        return self.local is not None and num_tensors_in(self.local) > 1
+        elif self.sums.is_read and not self.sums.slots and self._reduced is None and self._retained is None:
+            self.sums.is_read = False
+            if self.sums.is_kept:
+                self.sums.give_up()
+        return self.sums.take() if self.sums.flat is None else self.sums.flat
 
     @property
     def is_summing(self) -> bool:
         """Whether gradients of micro-batches wait for their reduction where the average would be (stages 0 and 1)."""
-        return not self._spec.sharding.grads and (bool(self._summed) or self._retained is not None)
+        return not self._spec.sharding.grads and (bool(self.sums.slots) or self._retained is not None)
 
     @property
     def waiting(self) -> set[int]:
         """The slots with such a gradient."""
-        return self._summed | (self.has_grad if self._retained is not None else set())
+        return self.sums.slots | (self.has_grad if self._retained is not None else set())
 
     def is_sum(self, index: int, grad: torch.Tensor) -> bool:
         """Say whether a tensor is the local sum that ``show_sum`` returns."""
-        if index not in self._summed or self.local is None or not self.is_summing:
-            return False
-        slot = self._spec.layout.slots[index]
-        return (grad.data_ptr(), grad.shape) == (self.local[slot.offset :].data_ptr(), torch.Size(slot.shape))
+        local = self.sums.of(index) if self.is_summing else None
+        return local is not None and (grad.data_ptr(), grad.shape) == (local.data_ptr(), local.shape)
 
     def show_sum(self, index: int) -> torch.Tensor | None:
         """Return a view of a slot's local sum while it waits, or None: writes into it count.
@@ -179,11 +157,9 @@ class BufferGradients:
                 " this rank are still to be added, and cannot be read before the last of them. Read it behind"
                 " `microbatch(last=True)`, or call `zero_grad` before the first."
             )
-        if index not in self._summed or self.local is None:
-            return None
-        self.is_read = True
-        slot = self._spec.layout.slots[index]
-        return self.local[slot.offset : slot.stop].view(slot.shape)
+        local = self.sums.of(index)
+        self.sums.is_read = self.sums.is_read or local is not None
+        return local
 
     # -- The average over the ranks --------------------------------------------------------------------------------
 
@@ -197,7 +173,7 @@ class BufferGradients:
         with torch.inference_mode(False), torch.no_grad():
             local = self._local_sums()
             for index, slot in enumerate(spec.layout.slots):
-                if index not in self._summed and not self._sum_assigned(index):
+                if index not in self.sums.slots and not self._sum_assigned(index):
                     local[slot.offset : slot.stop].zero_()
             lo, hi = spec.layout.shard_range(spec.communicator.rank)
             if spec.sharding.grads and spec.communicator.world_size > 1:
@@ -227,7 +203,7 @@ class BufferGradients:
 
     def finish_reduce(self) -> None:
         """Add the average to the gradient shard of before. No collective; stage 0 still needs ``gather_reduced``."""
-        spec, target, local = self._spec, self._target, self.local
+        spec, target, local = self._spec, self._target, self.sums.flat
         assert target is not None
         assert local is not None
         with torch.inference_mode(False), torch.no_grad():
@@ -241,11 +217,11 @@ class BufferGradients:
                 target = self._home.keep_gradient(target)
         is_own_range = spec.sharding.optim or spec.sharding.grads
         self._reduced, self._target = (target if is_own_range else local), None
-        self._summed.clear()
+        self.sums.slots.clear()
         if spec.sharding.grads:
-            if spec.communicator.world_size > 1:  # on one rank the local sum is the average
-                spec.store.release("gradients", local.nbytes)
-            self.local = None
+            if spec.communicator.world_size > 1:
+                self.sums.give_up()
+            self.sums.flat = None  # on one rank the local sum is the average
 
     def _add_to_earlier(self, target: torch.Tensor, earlier: torch.Tensor) -> torch.Tensor:
         """Add to the average that is there, in its memory, as PyTorch does: a program may keep it."""
@@ -349,7 +325,7 @@ class BufferGradients:
             )
         own = self._spec.own_range
         flat = segment.detach().as_subclass(torch.Tensor).reshape(-1)
-        self._summed.discard(index)
+        self.sums.slots.discard(index)
         self.used.discard(index)
         self._brought.pop(index, None)
         self.outdated.pop(index, None)
@@ -387,7 +363,7 @@ class BufferGradients:
 
     @property
     def _asked_for(self) -> set[int]:
-        return self.has_grad | self.given_out | self._summed
+        return self.has_grad | self.given_out | self.sums.slots
 
     def forget_given_out(self) -> None:
         """Make parameters plain that are marked only because a program has read their segment."""
@@ -403,7 +379,7 @@ class BufferGradients:
         """Drop the gradients of some parameters, by default of all, reduced or not."""
         params = self._spec.params
         gone = set(range(len(params)) if indices is None else indices)
-        self._summed -= gone
+        self.sums.slots -= gone
         self.used -= gone
         for index in gone:
             self.sources.pop(index, None)
@@ -441,13 +417,12 @@ class BufferGradients:
         self._kept = None
         self._brought.clear()
         self._home.end_fetch(None)
-        self._summed.clear()
+        self.sums.slots.clear()
         self.used.clear()
         if target is not None and spec.sharding.grads and spec.communicator.world_size > 1:
             spec.store.release("gradients", target.nbytes)
-        if self.local is not None and (spec.sharding.grads or self._reduced is None):
-            spec.store.release("gradients", self.local.nbytes)
-            self.local = None  # a reduction that is running holds it
+        if spec.sharding.grads or self._reduced is None:
+            self.sums.give_up()
         retained, self._retained = self._retained, None
         if retained is not None and spec.sharding.optim:
             with torch.no_grad():
@@ -483,10 +458,10 @@ class BufferGradients:
         zeroed = set(indices)
         self.change_sources(zeroed, torch.Tensor.zero_)
         self._zero(self.has_grad & zeroed)
-        for index in self._summed & zeroed:
-            assert self.local is not None
-            slot = self._spec.layout.slots[index]
-            self.local[slot.offset : slot.stop].zero_()
+        for index in self.sums.slots & zeroed:
+            local = self.sums.of(index)
+            assert local is not None
+            local.zero_()
 
     def _zero(self, indices: set[int]) -> None:
         if not indices:
@@ -525,18 +500,17 @@ class BufferGradients:
             reduced = home.create("gradients", self.reduced.numel(), self.reduced.dtype).copy_(self.reduced)
             before.give_back("gradients", self.reduced)
             self._reduced = reduced
-        if self.local is not None:
-            self._move_local(self.local, before, home)
+        if self.sums.flat is not None:
+            self._move_sums(self.sums.flat, before, home)
 
-    def _move_local(self, local: torch.Tensor, before: ShardStore, home: ShardStore) -> None:
-        """Move a local sum, which holds the average at stages 0 and 1; drop it if there is nothing in it."""
+    def _move_sums(self, local: torch.Tensor, before: ShardStore, home: ShardStore) -> None:
+        """Move local sums, which hold the average at stages 0 and 1; drop them if there is nothing in them."""
         holds_reduced = self._reduced is not None and not self._spec.sharding.grads
-        self.local = None
-        if holds_reduced or self._summed:
-            self.local = home.create("gradients", local.numel(), local.dtype).copy_(local)
-        if holds_reduced:
-            assert self.local is not None
-            self._reduced = self.local[self._spec.own_range.start : self._spec.own_range.stop]
+        self.sums.flat = None
+        if holds_reduced or self.sums.slots:
+            self.sums.flat = moved = home.create("gradients", local.numel(), local.dtype).copy_(local)
+            if holds_reduced:
+                self._reduced = moved[self._spec.own_range.start : self._spec.own_range.stop]
         before.give_back("gradients", local)
 
     # -- Gradients for the step ------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ class BufferWindow:
             self._take_source(index)
         self.show(index)
         self._note_read(index)
-        self._gradients.is_read = True
+        self._gradients.sums.is_read = True
         if self._spec.sharding.optim:
             self._gradients.given_out.add(index)
 

@@ -92,8 +92,8 @@ def _sparse(rank: int, world: int) -> None:
     buffer = numbered_buffer(1)
     indices = torch.tensor([[0, 0, 3]])
     buffer.gradients.accumulate(0, torch.sparse_coo_tensor(indices, torch.ones(3, 6), (11, 6)))
-    assert buffer.gradients.local is not None
-    assert buffer.gradients.local[: 11 * 6].view(11, 6).sum(1).tolist() == [12, 0, 0, 6, 0, 0, 0, 0, 0, 0, 0]
+    assert buffer.gradients.sums.flat is not None
+    assert buffer.gradients.sums.flat[: 11 * 6].view(11, 6).sum(1).tolist() == [12, 0, 0, 6, 0, 0, 0, 0, 0, 0, 0]
 
 
 def test_sparse_gradients_become_dense() -> None:
