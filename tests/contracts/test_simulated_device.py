@@ -440,7 +440,7 @@ ORDERS: dict[str, str] = {  # and a case that shows it
     "synchronize: engine/buffers/home.py await_gradient": "accumulated-stage2-cpu-fp32",
     "synchronize: engine/optim/streamed.py step_streamed": "accumulated-stage3-streamed-fp32",
     "synchronize: storage/host.py wait": "accumulated-stage3-cpu-fp32",
-    "wait of a collective: engine/buffers/buffer.py _fill": "plain-stage0-fp32",
+    "wait of a collective: engine/buffers/whole.py fill": "plain-stage0-fp32",
     "wait of a collective: engine/buffers/buffer.py show_original": "gathered-stage1-bf16",
     "wait of a collective: engine/optim/optimizer.py _publish": "accumulated-stage1-fp32",
     "wait of a collective: engine/runtime/reduction.py _drain": "accumulated-stage0-deferred-fp32",

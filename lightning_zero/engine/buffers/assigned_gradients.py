@@ -11,15 +11,17 @@ Note [Whole and local]
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 import torch
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.storage.references import num_tensors_in
 
-__all__ = ["Digest", "Source", "compare", "refuse_two_changes"]
+__all__ = ["AssignedSources", "Digest", "Source", "compare", "refuse_two_changes"]
 
 _TOLERANCE = 1e-4  # ranks that add in other orders differ in the last bits, gradients of other batches in the first
 
@@ -93,6 +95,57 @@ class Source(NamedTuple):
 
 
 _OWN_REFERENCES = Source(torch.empty(0), 0, None).own_references
+
+
+class AssignedSources:
+    """The whole tensors that a program has assigned to the gradients of one buffer, by slot."""
+
+    def __init__(self) -> None:
+        self.sources: dict[int, Source] = {}  # of gradients as they are
+        self.outdated: dict[int, Source] = {}  # those to which a backward has added, which they do not show
+        self.brought: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # to which this backward has added
+
+    def replace(self, index: int) -> None:
+        """Take note that a gradient is assigned anew."""
+        self.brought.pop(index, None)
+        self.outdated.pop(index, None)
+
+    def forget(self, indices: Iterable[int]) -> None:
+        """Take note that gradients are dropped."""
+        if self.sources or self.outdated or self.brought:
+            for index in indices:
+                self.sources.pop(index, None)
+                self.replace(index)
+
+    def agree(self, indices: Set[int]) -> None:
+        """Take note of the slots to which a backward has added on some rank."""
+        for index in indices & self.sources.keys():  # the gradient assigned before is only a part now
+            self.outdated[index] = self.sources.pop(index)
+        for index, (brought, version) in self.brought.items():
+            self._note_outdated(index, brought(), version)
+        self.brought.clear()
+        self.outdated = {index: source for index, source in self.outdated.items() if source.is_held}
+
+    def _note_outdated(self, index: int, tensor: torch.Tensor | None, version: int) -> None:
+        if tensor is not None:
+            self.outdated[index] = Source.of(tensor)._replace(version=version)
+
+    def change(self, indices: Iterable[int], change: Callable[[torch.Tensor], Any]) -> None:
+        """Apply ``change`` to tensors that the program still holds, as to the gradients made of them.
+
+        In PyTorch they are one tensor. One that several parameters have is changed for each, and taken over again.
+        """
+        held = {index: self.sources.pop(index) for index in self.sources.keys() & set(indices)}
+        held = {index: source for index, source in held.items() if source.is_held}
+        memory = Counter(source.tensor.untyped_storage()._cdata for source in held.values())
+        with torch.no_grad():
+            for source in held.values():
+                change(source.tensor)
+                if source.read is not None:
+                    change(source.read)
+        for index, source in held.items():
+            is_alone = memory[source.tensor.untyped_storage()._cdata] == 1
+            self.sources[index] = Source.of(source.tensor, source.read) if is_alone else source
 
 
 def _flat(grad: torch.Tensor) -> torch.Tensor:

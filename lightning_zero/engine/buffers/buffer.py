@@ -1,19 +1,20 @@
-"""The values of the parameters of one kind in one unit: a flat buffer, this rank's shard of it, its master.
+"""The parameters of one kind in one unit: a flat buffer with its values, its gradients and its step window.
 
-Memory of a buffer of n padded elements on N ranks (stage 3 keeps ``full`` only while the unit is whole):
+Memory of a buffer of n padded elements on N ranks (stage 3 keeps the whole buffer only while the unit is whole):
 
 ============  =================  =========================================================================
-``full``      n compute dtype    parameters are views of it; storage freed at stage 3
-``shard``     n/N compute dtype  this rank's part; a view of ``full`` below stage 3
+``whole``     n compute dtype    parameters are views of it; storage freed at stage 3
+``shard``     n/N compute dtype  this rank's part; a view of the whole buffer below stage 3
 ``master``    own range          stepped by the optimizer; the shard itself when the dtypes agree. A frozen buffer
                                  has one if 16 bits do not hold its values
 ``original``  n own dtype        the masters of all ranks, while parameters are shown in their own dtype
-``local``     n reduce dtype     sum of this rank's gradients; kept between steps at stages 0 and 1
-``reduced``   own range          average over the ranks; this rank's place in ``local`` at stages 0 and 1
+``sums``      n reduce dtype     sum of this rank's gradients; kept between steps at stages 0 and 1
+``reduced``   own range          average over the ranks; its place in ``sums`` at stages 0 and 1
 ============  =================  =========================================================================
 
-The own range is the shard where optimizer states are sharded, else the whole buffer. ``local`` and ``reduced`` are
-those of ``FlatBuffer.gradients``.
+The own range is the shard where optimizer states are sharded, else the whole buffer. ``shard`` and ``master`` are
+those of ``FlatBuffer.values``, ``sums`` and ``reduced`` those of ``FlatBuffer.gradients``. References go one way: the
+buffer has its parts, which are given a ``BufferSpec`` and each other.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class FlatBuffer:
         # - Values
         self.whole = WholeBuffer(spec)
         may_wait = (home is not None and kind.trained) or params_home is not None
-        exact = _fill(spec, self.whole.flat, may_wait=may_wait)
+        exact = self.whole.fill(may_wait=may_wait)
         self.values = SteppedValues(spec, self.whole.flat, exact=exact, home=home, params_home=params_home)
         self.home = self.values.home
         self.original = Original(spec, self.whole, self.values) if kind.original != kind.compute else None
@@ -220,11 +221,7 @@ class FlatBuffer:
         self.bind_one(index)
 
     def close_window(self) -> bool:
-        """Take over changes to values and gradients in the step window, which all parameters of somebody have left.
-
-        Returns:
-            Whether other ranks' parts of the values have to be gathered before they are used.
-        """
+        """Publish changes made in the step window; say whether other ranks' parts are to be gathered before a use."""
         written = self.window.close()
         return bool(written) and self.accept_stepped(written)
 
@@ -471,8 +468,7 @@ class FlatBuffer:
             self.original.accept()
             return
         if self.sharding.params:
-            lo, hi = self.layout.shard_range(self.communicator.rank)
-            self.values.put_shard(self.whole.flat[lo:hi])
+            self.values.put_shard(self.whole.flat[slice(*self.layout.shard_range(self.communicator.rank))])
         self._written = True
 
     def refresh_master(self, but_for: Set[int] = frozenset()) -> None:
@@ -598,28 +594,3 @@ def _apart_from(flat: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return values, copied if they lie in the memory of ``flat``."""
     is_inside = values.untyped_storage()._cdata == flat.untyped_storage()._cdata
     return values.clone() if is_inside else values
-
-
-def _fill(spec: BufferSpec, full: torch.Tensor, *, may_wait: bool) -> torch.Tensor | None:
-    """Copy the parameters' values in, and take rank 0's. Collective: all ranks.
-
-    Args:
-        spec: The facts of the buffer.
-        full: The whole buffer; written.
-        may_wait: Where something is offloaded, a master that has nothing the shard does not have is made when an
-            optimizer is attached: a model that is only evaluated needs none.
-
-    Returns:
-        The values in the dtype of the master, if one is made now.
-    """
-    kind = spec.kind
-    may_wait = may_wait and kind.original.itemsize <= kind.compute.itemsize
-    exact = (kind.trained or kind.is_rounded) and kind.master != kind.compute and not may_wait
-    values = torch.zeros_like(full, dtype=kind.master) if exact else full.zero_()
-    for slot, param in zip(spec.layout.slots, spec.params, strict=True):
-        values[slot.offset : slot.stop].copy_(param.detach().reshape(-1))
-    spec.communicator.broadcast(values, f"parameters of unit `{spec.name}`")
-    if not exact:
-        return None
-    full.copy_(values)
-    return values if kind.trained or kind.shared is not None or bool((full != values).any()) else None

@@ -9,14 +9,12 @@ Note [Two dtypes]
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
 from lightning_zero.comm.communicator import Pending
-from lightning_zero.engine.buffers.assigned_gradients import Source
+from lightning_zero.engine.buffers.assigned_gradients import AssignedSources
 from lightning_zero.engine.buffers.local_sums import LocalSums
 from lightning_zero.engine.buffers.own_range import OwnRange
 from lightning_zero.engine.buffers.parameter import (
@@ -64,9 +62,7 @@ class BufferGradients:
         # - The average over the ranks
         self.has_grad: set[int] = set()  # slots with a gradient on some rank, in ``reduced``
         self.given_out: set[int] = set()  # slots whose segment a program has read: it may be assigned again
-        self.sources: dict[int, Source] = {}  # whole tensors that were assigned, by slot
-        self._brought: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # tensors to which a backward has added
-        self.outdated: dict[int, Source] = {}  # of them, those to which a backward has added, which they do not show
+        self.assigned = AssignedSources()
         self._reduced: torch.Tensor | None = None
         self._retained: torch.Tensor | None = None  # an earlier average whose place the sums need
         # - Gradients for the step
@@ -97,7 +93,7 @@ class BufferGradients:
             self.sums.slots.add(index)
         self.used.add(index)
         if not grad.is_inference() and grad._version:  # autograd has added to what somebody had assigned, and may keep
-            self._brought[index] = weakref.ref(grad), grad._version
+            self.assigned.brought[index] = weakref.ref(grad), grad._version
 
     def with_sum(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
         """Return a gradient plus the slot's local sum, in the gradient's dtype; None if there is no sum."""
@@ -197,7 +193,7 @@ class BufferGradients:
             return False
         self.accumulate(index, grad)
         if not grad.is_inference():  # a program that keeps it has a part of the average
-            self._brought[index] = weakref.ref(grad), grad._version
+            self.assigned.brought[index] = weakref.ref(grad), grad._version
         set_raw_grad(param, None)
         return True
 
@@ -268,17 +264,8 @@ class BufferGradients:
         """Take note of slots that have a gradient on some rank: the ranks have agreed."""
         agreed = set(indices)
         self.has_grad |= agreed
-        for index in agreed & self.sources.keys():  # the gradient assigned before is only a part now
-            self.outdated[index] = self.sources.pop(index)
-        for index, (brought, version) in self._brought.items():
-            self._note_outdated(index, brought(), version)
-        self._brought.clear()
-        self.outdated = {index: source for index, source in self.outdated.items() if source.is_held}
+        self.assigned.agree(agreed)
         self.used.clear()
-
-    def _note_outdated(self, index: int, tensor: torch.Tensor | None, version: int) -> None:
-        if tensor is not None:
-            self.outdated[index] = Source.of(tensor)._replace(version=version)
 
     def show_kept(self) -> None:
         """Copy the average into the earlier one that a program keeps. At stage 0 it is gathered before."""
@@ -327,8 +314,7 @@ class BufferGradients:
         flat = segment.detach().as_subclass(torch.Tensor).reshape(-1)
         self.sums.slots.discard(index)
         self.used.discard(index)
-        self._brought.pop(index, None)
-        self.outdated.pop(index, None)
+        self.assigned.replace(index)
         with torch.inference_mode(False), torch.no_grad():
             if self.is_summing:  # the sums lie where the average would
                 self._assign_retained(index, flat)
@@ -381,10 +367,7 @@ class BufferGradients:
         gone = set(range(len(params)) if indices is None else indices)
         self.sums.slots -= gone
         self.used -= gone
-        for index in gone:
-            self.sources.pop(index, None)
-            self.outdated.pop(index, None)
-            self._brought.pop(index, None)
+        self.assigned.forget(gone)
         dropped = self.has_grad & gone
         self.has_grad -= gone
         for index in self.left & gone:
@@ -415,7 +398,7 @@ class BufferGradients:
         """
         spec, target, self._target = self._spec, self._target, None
         self._kept = None
-        self._brought.clear()
+        self.assigned.brought.clear()
         self._home.end_fetch(None)
         self.sums.slots.clear()
         self.used.clear()
@@ -436,27 +419,10 @@ class BufferGradients:
         else:
             self.forget()
 
-    def change_sources(self, indices: Iterable[int], change: Callable[[torch.Tensor], Any]) -> None:
-        """Apply ``change`` to assigned tensors that the program still holds, as to the gradients made of them.
-
-        In PyTorch they are one tensor. One that several parameters have is changed for each, and taken over again.
-        """
-        held = {index: self.sources.pop(index) for index in self.sources.keys() & set(indices)}
-        held = {index: source for index, source in held.items() if source.is_held}
-        memory = Counter(source.tensor.untyped_storage()._cdata for source in held.values())
-        with torch.no_grad():
-            for source in held.values():
-                change(source.tensor)
-                if source.read is not None:
-                    change(source.read)
-        for index, source in held.items():
-            is_alone = memory[source.tensor.untyped_storage()._cdata] == 1
-            self.sources[index] = Source.of(source.tensor, source.read) if is_alone else source
-
     def zero(self, indices: Iterable[int]) -> None:
         """Make the gradients of some parameters zero, reduced or not; they still have one."""
         zeroed = set(indices)
-        self.change_sources(zeroed, torch.Tensor.zero_)
+        self.assigned.change(zeroed, torch.Tensor.zero_)
         self._zero(self.has_grad & zeroed)
         for index in self.sums.slots & zeroed:
             local = self.sums.of(index)

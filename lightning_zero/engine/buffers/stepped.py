@@ -18,7 +18,7 @@ __all__ = ["SteppedValues"]
 
 
 class SteppedValues:
-    """The stepped values of one buffer, with the homes in which they and what belongs to them are kept.
+    """The stepped values of one buffer, the homes in which they are kept, and the step that is due.
 
     Args:
         spec: The facts of the buffer.

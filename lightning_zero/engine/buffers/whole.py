@@ -22,8 +22,7 @@ class WholeBuffer:
     """
 
     def __init__(self, spec: BufferSpec) -> None:
-        self._layout = spec.layout
-        self._store = spec.store
+        self._spec = spec
         self._account: Kind = "gathered" if spec.sharding.params else "parameters"
         self.flat = spec.store.create(self._account, spec.layout.padded_numel, spec.kind.compute)
         self.views = flat_views(self.flat, spec.layout)
@@ -35,6 +34,28 @@ class WholeBuffer:
         if spec.sharding.params:
             self.choose_placeholders(spec.kind.compute)
 
+    def fill(self, *, may_wait: bool) -> torch.Tensor | None:
+        """Copy the parameters' values in, and take rank 0's. Collective: all ranks.
+
+        Args:
+            may_wait: Where something is offloaded, a master that has nothing the shard does not have is made when an
+                optimizer is attached: a model that is only evaluated needs none.
+
+        Returns:
+            The values in the dtype of the master, if one is made now: (n,).
+        """
+        spec, kind = self._spec, self._spec.kind
+        may_wait = may_wait and kind.original.itemsize <= kind.compute.itemsize
+        exact = (kind.trained or kind.is_rounded) and kind.master != kind.compute and not may_wait
+        values = torch.zeros_like(self.flat, dtype=kind.master) if exact else self.flat.zero_()
+        for slot, param in zip(spec.layout.slots, spec.params, strict=True):
+            values[slot.offset : slot.stop].copy_(param.detach().reshape(-1))
+        spec.communicator.broadcast(values, f"parameters of unit `{spec.name}`")
+        if not exact:
+            return None
+        self.flat.copy_(values)
+        return values if kind.trained or kind.shared is not None or bool((self.flat != values).any()) else None
+
     @property
     def has_memory(self) -> bool:
         """Whether there is memory for its values; a buffer without elements needs none."""
@@ -43,12 +64,12 @@ class WholeBuffer:
     def allocate(self) -> None:
         """Take memory of any content, where there is none."""
         self.flat.untyped_storage().resize_(self.flat.nbytes)
-        self._store.adopt(self._account, self.flat.nbytes)
+        self._spec.store.adopt(self._account, self.flat.nbytes)
 
     def free(self) -> None:
         """Give the memory back."""
         self.flat.untyped_storage().resize_(0)
-        self._store.release(self._account, self.flat.nbytes)
+        self._spec.store.release(self._account, self.flat.nbytes)
 
     @property
     def is_seen_outside(self) -> bool:
@@ -63,7 +84,7 @@ class WholeBuffer:
         old = self.flat.untyped_storage()._cdata
         with torch.inference_mode(False):
             self.flat = torch.empty_like(self.flat)
-        self.views = flat_views(self.flat, self._layout)
+        self.views = flat_views(self.flat, self._spec.layout)
         self.handles = []
         if self.moved is not None:
             self.moved(old, self.flat.untyped_storage()._cdata)

@@ -129,7 +129,7 @@ class BufferWindow:
 
     def give_out(self, index: int) -> None:
         """Show a gradient to the program, which may change it and assign the result, also after dropping it."""
-        if index in self._gradients.sources:
+        if index in self._gradients.assigned.sources:
             self._take_source(index)
         self.show(index)
         self._note_read(index)
@@ -281,11 +281,11 @@ class BufferWindow:
 
     def take_gradient(self, index: int) -> bool:
         """Take over the program's changes to a parameter's ``grad``; say whether it has a reduced gradient now."""
-        if self._gradients.outdated:
+        if self._gradients.assigned.outdated:
             grad = raw_grad(self._spec.params[index])
             if grad is not None and grad is not self._shown.get(index):  # another one has been assigned
-                self._gradients.outdated.pop(index, None)
-        if self._gradients.sources or self._gradients.outdated:
+                self._gradients.assigned.outdated.pop(index, None)
+        if self._gradients.assigned.sources or self._gradients.assigned.outdated:
             self._take_source(index)
         grad, shown = raw_grad(self._spec.params[index]), self._shown.get(index)
         if grad is None and shown is not None:
@@ -323,7 +323,7 @@ class BufferWindow:
             refuse_two_changes(self._spec.layout.slots[index].name, [digest])
         start, stop = self._spec.own_range.elements(index)
         self._gradients.assign(index, grad.reshape(-1)[start:stop])
-        self._gradients.sources[index] = Source.of(grad)
+        self._gradients.assigned.sources[index] = Source.of(grad)
 
     def _take_source(self, index: int) -> None:
         """Take over later changes to the tensor that was assigned (``grads = [p.grad ...]``, then ``g.mul_``).
@@ -331,21 +331,21 @@ class BufferWindow:
         Raises:
             RuntimeError: A backward has added to it in between, and the tensor does not show that.
         """
-        outdated = self._gradients.outdated.get(index)
+        outdated = self._gradients.assigned.outdated.get(index)
         if outdated is not None and outdated.is_changed:
             raise RuntimeError(
                 f"The tensor that was assigned to `grad` of `{self._spec.layout.slots[index].name}` was changed"
                 " behind a backward that has added to the gradient, which the tensor does not show. Change `p.grad`."
             )
         if outdated is not None and not outdated.is_held:
-            del self._gradients.outdated[index]
-        source = self._gradients.sources.pop(index, None)
+            del self._gradients.assigned.outdated[index]
+        source = self._gradients.assigned.sources.pop(index, None)
         if source is None:
             return
         if source.is_changed:
             self._take_whole(index, source.tensor, is_other=self._is_changed(index, source))
         elif source.is_held:
-            self._gradients.sources[index] = source
+            self._gradients.assigned.sources[index] = source
 
     def _keep_source(self, index: int) -> None:
         """Note the tensor that was assigned, if the program has it: at stage 0 the window shows that tensor itself."""
@@ -356,13 +356,13 @@ class BufferWindow:
         source = Source(grad, grad._version, None)
         del grad
         if source.is_held:
-            self._gradients.sources[index] = Source.of(source.tensor)
+            self._gradients.assigned.sources[index] = Source.of(source.tensor)
 
     def _note_read(self, index: int) -> None:
-        source, shown = self._gradients.sources.get(index), self._shown.get(index)
+        source, shown = self._gradients.assigned.sources.get(index), self._shown.get(index)
         if source is not None and source.read is None and shown is not None:
             read = shown.detach().as_subclass(torch.Tensor).clone()
-            self._gradients.sources[index] = source._replace(read=read)
+            self._gradients.assigned.sources[index] = source._replace(read=read)
 
     def _is_changed(self, index: int, source: Source) -> bool:
         """Say whether the segment that was read of a tensor that was assigned was changed too."""

@@ -694,7 +694,7 @@ class ShardedOptimizer:
             if home not in factors:
                 factors[home] = factor.to(home)
             buffer.window.show_again()
-            buffer.gradients.change_sources(indices, lambda source: source.mul_(factor.to(source)))
+            buffer.gradients.assigned.change(indices, lambda source: source.mul_(factor.to(source)))
             if self._flat_step is None or not buffer.window.scale_later(indices, factors[home]):
                 for grad in _pieces(buffer, indices, buffer.gradients.for_writing()):
                     grad.mul_(factors[home].to(grad))
@@ -725,7 +725,7 @@ class ShardedOptimizer:
         _take_gradients(self.places, self._communicator)
         for buffer, indices in _by_buffer(self.places):
             buffer.window.show_again()
-            buffer.gradients.change_sources(indices, change)
+            buffer.gradients.assigned.change(indices, change)
             for grad in _pieces(buffer, indices, buffer.gradients.for_writing()):
                 change(grad)
 

@@ -16,15 +16,15 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Offload, Sharding
 from lightning_zero.storage.copies import memory_of
 
-__all__ = ["Home", "fill", "free_bytes", "homes_of_units"]
+__all__ = ["Memory", "fill", "free_bytes", "memories_of_units"]
 
-Home = Literal["device", "cpu", "nvme"]
+Memory = Literal["device", "cpu", "nvme"]
 
 _STATE_BYTES = 16  # per trained parameter: master, two moments, gradient
 _USED = 0.7  # of the free bytes; the rest is for activations and the program's other tensors
 
 
-def fill(needs: Sequence[int], device_bytes: int, host_bytes: int, last: Home) -> list[Home]:
+def fill(needs: Sequence[int], device_bytes: int, host_bytes: int, last: Memory) -> list[Memory]:
     """Return where each unit goes: on the device while it fits, then in host memory, then on disks.
 
     Args:
@@ -33,17 +33,17 @@ def fill(needs: Sequence[int], device_bytes: int, host_bytes: int, last: Home) -
         host_bytes: Bytes that they may take in host memory.
         last: Where units go that fit nowhere else; ``"cpu"`` where there are no disks.
     """
-    homes: list[Home] = []
+    memories: list[Memory] = []
     for need in needs:
-        if "cpu" not in homes and "nvme" not in homes and need <= device_bytes:
-            homes.append("device")
+        if "cpu" not in memories and "nvme" not in memories and need <= device_bytes:
+            memories.append("device")
             device_bytes -= need
-        elif last == "cpu" or ("nvme" not in homes and need <= host_bytes):
-            homes.append("cpu")
+        elif last == "cpu" or ("nvme" not in memories and need <= host_bytes):
+            memories.append("cpu")
             host_bytes -= need
         else:
-            homes.append(last)
-    return homes
+            memories.append(last)
+    return memories
 
 
 def free_bytes(device: torch.device) -> tuple[int, int]:
@@ -59,14 +59,14 @@ def free_bytes(device: torch.device) -> tuple[int, int]:
     return memory_of(device).free, host
 
 
-def homes_of_units(
+def memories_of_units(
     offload: Offload,
     numels: Sequence[tuple[int, int]],
     *,
     sharding: Sharding,
     communicator: Communicator,
     itemsize: int,
-) -> list[Home]:
+) -> list[Memory]:
     """Return the placement of each unit with ``fraction="auto"``, the same on all ranks. Collective: all ranks.
 
     Args:

@@ -11,7 +11,7 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Offload, Sharding
 from lightning_zero.engine.buffers.disk_home import DiskHome
 from lightning_zero.engine.buffers.home import HomeMaker, HostHome
-from lightning_zero.engine.units.capacity import Home, homes_of_units
+from lightning_zero.engine.units.capacity import Memory, memories_of_units
 from lightning_zero.engine.units.partition import Territory
 from lightning_zero.storage.copies import Copies, first_call_of_thread
 from lightning_zero.storage.disk import DiskStore
@@ -54,14 +54,14 @@ class Placement:
         is_pinned = offload is None or offload.pin_memory
         self.host = HostStore(pinned=is_pinned and communicator.device.type == "cuda")
         self.disk: DiskStore | None = None
-        self._homes: list[Home] = ["device"] * len(territories)
+        self._memories: list[Memory] = ["device"] * len(territories)
         if offload is not None and offload.fraction == "auto":
             numels = [(_numel(one.params), _numel([p for p in one.params if p.requires_grad])) for one in territories]
-            self._homes = homes_of_units(
+            self._memories = memories_of_units(
                 offload, numels, sharding=sharding, communicator=communicator, itemsize=itemsize
             )
         elif offload is not None:
-            self._homes = _by_fraction(offload, [_numel(one.params) for one in territories])
+            self._memories = _by_fraction(offload, [_numel(one.params) for one in territories])
         if offload is not None and offload.uses_disks:
             self.disk = self._open(offload, copies)
 
@@ -97,17 +97,17 @@ class Placement:
             )
 
     def home(self, index: int) -> HomeMaker | None:
-        """Return what makes the homes of a unit's masters, states and gradient shards; None is the device."""
+        """Return the maker of the homes of a unit's masters, states and gradient shards; None is the device."""
         return self._maker(self._offload.optimizer if self._offload is not None else None, index)
 
     def params_home(self, index: int) -> HomeMaker | None:
-        """Return what makes the homes of a unit's parameters at stage 3; None is the device."""
+        """Return the maker of the homes of a unit's parameters at stage 3; None is the device."""
         return self._maker(self._offload.params if self._offload is not None else None, index)
 
     def _maker(self, place: str | None, index: int) -> HomeMaker | None:
-        if place is None or self._homes[index] == "device":
+        if place is None or self._memories[index] == "device":
             return None
-        if self.disk is None or "cpu" in (place, self._homes[index]):
+        if self.disk is None or "cpu" in (place, self._memories[index]):
             return partial(HostHome, self.host)
         return partial(DiskHome, self.disk)
 
@@ -118,10 +118,10 @@ class Placement:
         self.host.close()
 
 
-def _by_fraction(offload: Offload, sizes: Sequence[int]) -> list[Home]:
+def _by_fraction(offload: Offload, sizes: Sequence[int]) -> list[Memory]:
     """Return the store of each unit under ``fraction``; the first ones stay on the device."""
     stays = (1.0 - float(offload.fraction)) * sum(sizes)
-    away: Home = "nvme" if offload.uses_disks else "cpu"
+    away: Memory = "nvme" if offload.uses_disks else "cpu"
     return [away if sum(sizes[: index + 1]) > stays else "device" for index in range(len(sizes))]
 
 

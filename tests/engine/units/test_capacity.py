@@ -9,7 +9,7 @@ import torch
 
 from lightning_zero.config import Offload
 from lightning_zero.engine.units import capacity as filling
-from lightning_zero.engine.units.capacity import Home, fill, free_bytes
+from lightning_zero.engine.units.capacity import Memory, fill, free_bytes
 from tests import worlds
 from tests.contracts import test_offload
 
@@ -25,7 +25,7 @@ from tests.contracts import test_offload
         (25, 15, "cpu", "ddccc"),
     ],
 )
-def test_the_fastest_memory_is_filled_first(device: int, host: int, last: Home, expected: str) -> None:
+def test_the_fastest_memory_is_filled_first(device: int, host: int, last: Memory, expected: str) -> None:
     assert "".join(home[0] for home in fill([10] * 5, device, host, last)) == expected
 
 
