@@ -25,8 +25,6 @@ from lightning_zero.storage.store import DeviceStore, ShardStore
 __all__ = ["DeviceHome", "Home", "HomeMaker", "HostHome", "PlannedStep", "Shard", "Where"]
 
 Where = Literal["device", "host", "disk"]
-
-
 HomeMaker = Callable[[BufferSpec, Callable[[], object]], "Home"]
 """Makes the home of one buffer: takes the arguments of ``Home`` behind the first."""
 
