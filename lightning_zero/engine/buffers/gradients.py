@@ -117,8 +117,7 @@ class BufferGradients:
                 self._kept = self._written
             self.end_writing()
             assert self.reduced is not None
-            lo, hi = spec.layout.shard_range(spec.communicator.rank)
-            self._retained = (self.reduced if spec.sharding.optim else self.reduced[lo:hi]).clone()
+            self._retained = (self.reduced if spec.sharding.optim else self.reduced[spec.shard_range]).clone()
             self._reduced = None
         elif self.sums.is_read and not self.sums.slots and self._reduced is None and self._retained is None:
             self.sums.is_read = False
@@ -171,11 +170,10 @@ class BufferGradients:
             for index, slot in enumerate(spec.layout.slots):
                 if index not in self.sums.slots and not self._sum_assigned(index):
                     local[slot.offset : slot.stop].zero_()
-            lo, hi = spec.layout.shard_range(spec.communicator.rank)
             if spec.sharding.grads and spec.communicator.world_size > 1:
-                self._target = spec.store.create("gradients", hi - lo, self._spec.kind.reduce)
+                self._target = spec.store.create("gradients", spec.layout.shard_numel, spec.kind.reduce)
             else:
-                self._target = local[lo:hi]
+                self._target = local[spec.shard_range]
             if self._reduced is not None and spec.sharding.grads and self._is_as_reduced:
                 self._home.fetch_gradient(self._reduced)
             return spec.communicator.reduce_scatter(self._target, local, f"gradients of unit `{spec.name}`")
@@ -246,19 +244,17 @@ class BufferGradients:
         """Take part in a reduction that is for nothing. Collective: all ranks."""
         spec = self._spec
         with torch.inference_mode(False), torch.no_grad():
-            zeros = torch.zeros(spec.layout.padded_numel, dtype=self._spec.kind.reduce, device=spec.store.device)
-            lo, hi = spec.layout.shard_range(spec.communicator.rank)
-            return spec.communicator.reduce_scatter(zeros[lo:hi], zeros, f"gradients of unit `{spec.name}`")
+            zeros = torch.zeros(spec.layout.padded_numel, dtype=spec.kind.reduce, device=spec.store.device)
+            return spec.communicator.reduce_scatter(zeros[spec.shard_range], zeros, f"gradients of unit `{spec.name}`")
 
     def gather_reduced(self) -> Pending | None:
         """Start gathering the average where every rank steps everything (stage 0). Collective there: all ranks."""
         spec = self._spec
         if spec.sharding.optim or self.reduced is None or spec.communicator.world_size == 1:
             return None
-        lo, hi = spec.layout.shard_range(spec.communicator.rank)
         with torch.inference_mode(False), torch.no_grad():
             what = f"gradients of unit `{spec.name}`"
-            return spec.communicator.all_gather(self.reduced, self.reduced[lo:hi], what)
+            return spec.communicator.all_gather(self.reduced, self.reduced[spec.shard_range], what)
 
     def agreed(self, indices: Iterable[int]) -> None:
         """Take note of slots that have a gradient on some rank: the ranks have agreed."""
