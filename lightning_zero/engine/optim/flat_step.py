@@ -201,7 +201,7 @@ class FlatStep:
             rounds: Write the parameters in the dtype in which they compute too.
         """
         self.refuse_moments(group)
-        self.refuse_on_disk(group)
+        self.refuse_unless_flat(group)
         if not self._covers(group):
             return list(group["params"])
         left: list[nn.Parameter] = []
@@ -302,8 +302,8 @@ class FlatStep:
                 " Change that, or use `moments='fp32'`."
             )
 
-    def refuse_on_disk(self, group: Mapping[str, Any]) -> None:
-        """Refuse a group that PyTorch would have to step, where that is on disks.
+    def refuse_unless_flat(self, group: Mapping[str, Any]) -> None:
+        """Refuse a group that PyTorch would have to step, where its states lie flat.
 
         Raises:
             ValueError: It has parameters on disks, and is not stepped by runs over flat states.

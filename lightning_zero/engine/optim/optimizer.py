@@ -249,7 +249,7 @@ class ShardedOptimizer:
     def _refuse_what_pytorch_steps(self, group: dict[str, Any]) -> None:
         if self._flat_step is not None:
             self._flat_step.refuse_moments(group)
-            self._flat_step.refuse_on_disk(group)
+            self._flat_step.refuse_unless_flat(group)
         elif homes := [home for param in group["params"] if (home := self._attached[id(param)][0].home).flat_for]:
             raise ValueError(
                 f"`{self._original_class.__name__}` cannot be stepped where {homes[0].flat_for} has its states:"
