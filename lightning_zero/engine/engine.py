@@ -37,6 +37,7 @@ from lightning_zero.engine.units.facts import optimizer_facts
 from lightning_zero.engine.units.pipeline_peers import Parts
 from lightning_zero.engine.units.shardable import check_shardable
 from lightning_zero.engine.units.unit import Unit, UnitState
+from lightning_zero.errors import PipelineError
 from lightning_zero.foreign_options import FOREIGN_TO_ENGINE
 from lightning_zero.option_checks import checked_arguments
 
@@ -896,6 +897,13 @@ class ZeroEngine:
         """Bring a gradient into ``grad``, or return this rank's local sum that waits for the last micro-batch."""
         buffer, index = self._places.of(param)
         self._recover()
+        has_any = index in buffer.gradients.waiting or index in buffer.gradients.has_grad
+        if has_any and self._attached.is_in_step and is_called_by(nn.Module.zero_grad):
+            raise PipelineError(
+                f"`zero_grad()` of a module in a pipelined step would drop the gradient of `{self.param_name(param)}`"
+                " that earlier micro-batches of the same batch have: their backwards run before the step of later ones."
+                " Leave the call out: gradients are dropped before every batch."
+            )
         if index in buffer.gradients.waiting and is_called_by(nn.Module.zero_grad):
             buffer.window.drop([index])
             return None

@@ -383,3 +383,29 @@ def test_norms_of_the_strategy_are_those_of_all_stages() -> None:
     for found in run(_fit, 2, ClipsByStrategy, {"stages": 2, "microbatches": 1, "schedule": "gpipe"}, batches()):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)  # norms are float32
+
+
+class DropsGradients(Program):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.zero_grad()
+        return super().training_step(batch, batch_idx)
+
+
+class DropsByOptimizer(Program):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.optimizers().zero_grad()
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("schedule", sample(("1f1b", "zb_h1", "interleaved_1f1b"), "1f1b"))
+def test_a_step_that_drops_gradients_of_its_batch_is_refused(schedule: str) -> None:
+    """Those of earlier micro-batches were lost in silence."""
+    with pytest.raises(BaseException, match=r"`zero_grad\(\)` of a module in a pipelined step would drop"):
+        run(_fit, 2, DropsGradients, _pipeline(schedule), batches())
+
+
+def test_a_step_may_drop_gradients_by_its_optimizer() -> None:
+    expected = run(_fit, 2, Program, _pipeline(), batches())[0]
+    for found in run(_fit, 2, DropsByOptimizer, _pipeline(), batches()):
+        for name, value in expected.items():
+            assert torch.equal(found[name], value)

@@ -267,7 +267,7 @@ def test_bits_do_not_depend_on_the_thread_that_waits() -> None:
 
 
 def _waits(rank: int, world: int, case: str) -> dict[str, int]:
-    return _trained(case, SCHEDULES["late"], flushes="nvme" in case).waits
+    return _trained(case, SCHEDULES["late"], flushes="nvme" in case or "cpu" in case).waits
 
 
 @pytest.mark.parametrize(

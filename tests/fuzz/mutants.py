@@ -257,9 +257,9 @@ def lists_are_not_joined() -> Iterator[None]:
     """A rank does not take part in the reductions of a pass that it has no need of."""
     join = PassOrder._join
 
-    def skips(self: PassOrder, entry: int, *, is_void: bool = False) -> None:
+    def skips(self: PassOrder, entry: int, current: Any) -> None:
         if entry >= len(self._units):
-            join(self, entry, is_void=is_void)
+            join(self, entry, current)
 
     with mock.patch.object(PassOrder, "_join", skips):
         yield

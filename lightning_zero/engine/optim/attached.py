@@ -148,6 +148,11 @@ class Attached:
         """Let ``zero_grad`` leave gradients alone until ``end_gradients``: they were dropped before."""
         self._is_zeroed = False
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the step runs whose gradients ``zero_grad`` has to leave alone."""
+        return self._is_zeroed is not None
+
     def keeps_gradients(self) -> bool:
         """Take note of a ``zero_grad``; say whether its work is done."""
         if self._is_zeroed is None:
