@@ -104,6 +104,7 @@ def check(program: PipelineProgram, mutant: Mutant = nullcontext) -> Outcome:
         return Outcome("error", "".join(traceback.format_exception(error))[-6000:])
     errors = [one for one in found if isinstance(one, _Failed)]
     if errors:
+        worlds.close()  # process groups of a fit that failed stay until the process ends
         refusals = [one for one in errors if one.is_refusal]
         is_refused = all(isinstance(one, _Failed) and one.knows(refusals) and one.is_clean for one in found)
         return Outcome("refused", refusals[0].text) if refusals and is_refused else Outcome("error", _told(found))
