@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from lightning_zero.storage.sleeping import is_asleep
+from lightning_zero.storage.disk_tensor import is_on_disk
 
 __all__ = [
     "Deferred",
@@ -235,7 +235,7 @@ class SegmentSavePlanner(DefaultSavePlanner):
         if value.numel() == 0:
             return value.local.view(value.shape)
         view = next(view for (offsets, _), view in value.views() if offsets == tuple(index.offset or ()))
-        return view.clone() if is_asleep(view) else view  # one after the other
+        return view.clone() if is_on_disk(view) else view  # one after the other
 
 
 def _tensor_item(

@@ -30,7 +30,7 @@ from lightning_zero.checkpoint.state import copy_ranges
 from lightning_zero.checkpoint.weightfiles import open_weights
 from lightning_zero.engine.access.records import ParameterRecord
 from lightning_zero.engine.engine import ZeroEngine, engine_of
-from lightning_zero.engine.units.deferred_init import Place, await_values
+from lightning_zero.engine.units.deferred_init import Registration, defer_values
 
 __all__ = ["IncompatibleKeys", "Rename", "load_pretrained"]
 
@@ -89,7 +89,7 @@ def load_pretrained(
     if engine is not None:
         values.load(engine)
     elif any(place.tensor is not None and place.tensor.is_meta for place in values.places):
-        await_values(module, values)
+        defer_values(module, values)
     else:
         values.load_whole()
     return keys
@@ -124,10 +124,10 @@ class PretrainedValues:
     """
 
     path: str
-    found: tuple[tuple[Place, tuple[str, ...]], ...]
+    found: tuple[tuple[Registration, tuple[str, ...]], ...]
 
     @property
-    def places(self) -> Sequence[Place]:
+    def places(self) -> Sequence[Registration]:
         """The parameters and buffers that get values."""
         return [place for place, _ in self.found]
 
@@ -151,7 +151,7 @@ class PretrainedValues:
             for place, sources in self._sources():
                 _load_whole(place, sources)
 
-    def _sources(self) -> Iterator[tuple[Place, list[Any]]]:
+    def _sources(self) -> Iterator[tuple[Registration, list[Any]]]:
         weights = open_weights(Path(self.path))
         for place, names in self.found:
             tensor = place.tensor
@@ -175,7 +175,7 @@ def _load_range(record: ParameterRecord, sources: Sequence[Any], wanted: tuple[i
     record.master()[start - base : stop - base].copy_(values)
 
 
-def _load_whole(place: Place, sources: Sequence[Any]) -> None:
+def _load_whole(place: Registration, sources: Sequence[Any]) -> None:
     tensor = place.tensor
     assert tensor is not None
     if tensor.is_contiguous() and len(sources) == 1:
@@ -210,7 +210,7 @@ def _range(
 
 def _match(
     module: nn.Module, path: str, strict: bool, rename: Callable[[Mapping[str, Any]], dict[str, str]]
-) -> tuple[list[tuple[Place, tuple[str, ...]]], IncompatibleKeys]:
+) -> tuple[list[tuple[Registration, tuple[str, ...]]], IncompatibleKeys]:
     """Return which names of a file hold the values of which part of the module. Reads headers only."""
     weights = open_weights(Path(path))
     names = rename(weights)  # in the module -> in the file
@@ -222,7 +222,7 @@ def _match(
         for group in (module.named_buffers(), module.named_parameters())
         for name, tensor in group
     }
-    places: dict[int, Place] = {}
+    places: dict[int, Registration] = {}
     for place in _places(module):
         places.setdefault(id(place.tensor), place)
     with stand_ins(module, wanted):
@@ -247,12 +247,12 @@ def _match(
     return found, IncompatibleKeys(list(missing), list(unexpected))
 
 
-def _places(module: nn.Module) -> Iterator[Place]:
+def _places(module: nn.Module) -> Iterator[Registration]:
     for prefix, submodule in module.named_modules():
         for tensors in (submodule._parameters, submodule._buffers):
             for key, tensor in tensors.items():
                 if tensor is not None:
-                    yield Place(f"{prefix}.{key}".lstrip("."), submodule, key)
+                    yield Registration(f"{prefix}.{key}".lstrip("."), submodule, key)
 
 
 def _tied(module: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]:

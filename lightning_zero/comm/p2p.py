@@ -12,14 +12,14 @@ import torch.distributed as dist
 from lightning_zero.comm.mesh import Mesh
 from lightning_zero.comm.waits import Call, Waits, lets_device_wait
 
-__all__ = ["Letter", "Mailbox"]
+__all__ = ["PendingReceive", "P2P"]
 
 
-class Letter:
+class PendingReceive:
     """A tensor that is on its way here."""
 
-    def __init__(self, mailbox: Mailbox, peer: int, *, call: Call, work: Any, buffer: torch.Tensor) -> None:
-        self._mailbox = mailbox
+    def __init__(self, p2p: P2P, peer: int, *, call: Call, work: Any, buffer: torch.Tensor) -> None:
+        self._mailbox = p2p
         self._peer = peer
         self._call = call
         self._work = work
@@ -35,7 +35,7 @@ class Letter:
         return self._buffer.to(self._mailbox.device)
 
 
-class Mailbox:
+class P2P:
     """Sends to and receives from the stages of a copy. Two ranks must agree on the order of messages between them.
 
     Args:
@@ -70,7 +70,7 @@ class Mailbox:
         self.sent_bytes += host.nbytes
         self._outgoing.append((peer, self._waits.start(what, self._group), work, host))
 
-    def receive(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> Letter:
+    def receive(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> PendingReceive:
         """Start receiving."""
         buffer = torch.empty(shape, dtype=dtype, device="cpu" if self._is_gloo else self.device)
         self._refuse_failed()
@@ -78,7 +78,7 @@ class Mailbox:
             work = dist.irecv(buffer, group=self._group, group_src=peer, tag=self._tag("receive", peer))
         except (RuntimeError, ValueError) as error:
             raise self._mesh.failure(what, error, peer) from None
-        return Letter(self, peer, call=self._waits.start(what, self._group), work=work, buffer=buffer)
+        return PendingReceive(self, peer, call=self._waits.start(what, self._group), work=work, buffer=buffer)
 
     def flush(self) -> None:
         """Return when everything has been sent."""

@@ -17,7 +17,7 @@ from lightning_zero.comm.agreement import require_same
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import OFFLOAD_USE, Communication, MixedPrecision, Moments, Offload, StepTime
 from lightning_zero.engine.access.gathered import Write
-from lightning_zero.engine.access.param_index import Places
+from lightning_zero.engine.access.param_index import ParamIndex
 from lightning_zero.engine.access.records import ParameterRecord, records_of
 from lightning_zero.engine.access.statistics import EngineStats
 from lightning_zero.engine.buffers.buffer import FlatBuffer
@@ -32,9 +32,9 @@ from lightning_zero.engine.runtime.accumulation_hooks import has_hooks_of_progra
 from lightning_zero.engine.runtime.backward import Microbatch
 from lightning_zero.engine.runtime.hooks import is_hooked
 from lightning_zero.engine.sharded_module import EngineOptions, ShardedModule
-from lightning_zero.engine.units.deferred_init import awaited_places, awaited_values, forget_awaited
+from lightning_zero.engine.units.deferred_init import deferred_params, deferred_values, forget_deferred
 from lightning_zero.engine.units.facts import optimizer_facts
-from lightning_zero.engine.units.pipeline_peers import Parts
+from lightning_zero.engine.units.pipeline_peers import PipelinePeers
 from lightning_zero.engine.units.shardable import check_shardable
 from lightning_zero.engine.units.unit import Unit, UnitState
 from lightning_zero.errors import PipelineError
@@ -158,7 +158,7 @@ class ZeroEngine:
         # - Set by `shard`
         self.module: nn.Module | None = None  # None again when the engine is closed
         self._made: ShardedModule | None = None
-        self._places = Places()
+        self._places = ParamIndex()
         # - Set by `attach`
         self._attached = Attached(self._mark_stale)
         self._deferral = Deferral(step, lambda: self.communicator.device)
@@ -200,7 +200,7 @@ class ZeroEngine:
             module,
             self._options,
             holders,
-            awaited=awaited_places(module),
+            awaited=deferred_params(module),
             places=self._places,
             close_windows=self._attached.close,
             owner=lambda unit: _UnitOwner(self, unit),
@@ -209,9 +209,9 @@ class ZeroEngine:
         for buffer in self._buffers:
             buffer.on_rounded_write = self._made.rounded_writes
         self._made.module_buffers.broadcast()
-        for values in awaited_values(module):
+        for values in deferred_values(module):
             values.load(self)
-        forget_awaited(module)
+        forget_deferred(module)
         self.reset_stats()
         _ENGINES.add(self)
         return module
@@ -453,11 +453,11 @@ class ZeroEngine:
     @contextmanager
     def asleep(self) -> Iterator[None]:
         """Take no note of forwards: they compute nothing, with stand-ins for parameters. No collective."""
-        self._sharded.hooks.forwards.is_asleep = True
+        self._sharded.hooks.forwards.is_on_disk = True
         try:
             yield
         finally:
-            self._sharded.hooks.forwards.is_asleep = False
+            self._sharded.hooks.forwards.is_on_disk = False
 
     @contextmanager
     def backward_scope(self) -> Iterator[None]:
@@ -721,7 +721,7 @@ class ZeroEngine:
     # -- Statistics and plan ---------------------------------------------------------------------------------------
 
     @property
-    def parts(self) -> Parts | None:
+    def parts(self) -> PipelinePeers | None:
         """The other parts of a model that is cut; None if it is whole."""
         return None if self._made is None else self._made.parts
 

@@ -12,9 +12,9 @@ from torch import nn
 from lightning_zero.comm.agreement import require_same
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication, MixedPrecision, Moments, Offload, Sharding, StepTime
-from lightning_zero.engine.access.gathered import Whole
-from lightning_zero.engine.access.offloaded_states import Aside
-from lightning_zero.engine.access.param_index import Places
+from lightning_zero.engine.access.gathered import GatheredParams
+from lightning_zero.engine.access.offloaded_states import OffloadedStates
+from lightning_zero.engine.access.param_index import ParamIndex
 from lightning_zero.engine.access.statistics import Statistics
 from lightning_zero.engine.buffers.original import RoundedWrites
 from lightning_zero.engine.buffers.parameter import Owner, own
@@ -22,16 +22,16 @@ from lightning_zero.engine.optim.step_device import StepDevices
 from lightning_zero.engine.runtime.hooks import Hooks
 from lightning_zero.engine.runtime.order import PassOrder
 from lightning_zero.engine.runtime.reduction import Reducer
-from lightning_zero.engine.runtime.step_in_backward import EarlySteps
+from lightning_zero.engine.runtime.step_in_backward import StepInBackward
 from lightning_zero.engine.runtime.transforms import serve_transforms
 from lightning_zero.engine.units.facts import model_facts, unit_facts
 from lightning_zero.engine.units.lowering import Lowering
 from lightning_zero.engine.units.membership import Membership
 from lightning_zero.engine.units.module_buffers import ModuleBuffers, buffer_facts
 from lightning_zero.engine.units.partition import Territory, build_unit, choose_territories
-from lightning_zero.engine.units.pipeline_peers import Parts
+from lightning_zero.engine.units.pipeline_peers import PipelinePeers
 from lightning_zero.engine.units.placement import Placement
-from lightning_zero.engine.units.remote_params import Elsewhere
+from lightning_zero.engine.units.remote_params import RemoteParams
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.storage.store import DeviceStore
 
@@ -119,7 +119,7 @@ class ShardedModule:
         holders: Mapping[str, tuple[int, ...]] | None,
         *,
         awaited: set[tuple[int, str]],
-        places: Places,
+        places: ParamIndex,
         close_windows: Callable[[], None],
         owner: Callable[[Unit], Owner],
     ) -> None:
@@ -132,7 +132,7 @@ class ShardedModule:
         self.communicator = Communicator(options.communication, device, options.process_group)
         self._compare(module, holders)
         self.everyone = self.communicator  # those of other parts of the model too
-        self.parts: Parts | None = None  # of a model that is cut; None if it is whole
+        self.parts: PipelinePeers | None = None  # of a model that is cut; None if it is whole
         if holders is not None:
             self.parts = self._take_part(module, holders)
             self.everyone = Communicator(options.communication, device)
@@ -152,7 +152,7 @@ class ShardedModule:
             itemsize=itemsize,
             copies=self.store.copies,
         )
-        self.aside = Aside(self.store, self.placement.host)
+        self.aside = OffloadedStates(self.store, self.placement.host)
         # - Units
         self._owners: list[Owner] = []  # parameters do not hold theirs
         self._build_units(module, territories, awaited, owner)
@@ -181,7 +181,7 @@ class ShardedModule:
             fixed = "cpu"  # parts would choose by themselves, and a parameter of several would differ in its last bits
         self.step_devices.choose(fixed, self.communicator)
         # - Reading
-        self.whole = Whole(
+        self.whole = GatheredParams(
             places.units,
             self.communicator,
             scopes=self.hooks.scopes,
@@ -210,12 +210,12 @@ class ShardedModule:
             facts = {**options, **model_facts(module, holders), **buffer_facts(module)}
             require_same(self.communicator, facts, "models or options", _REMEDY)
 
-    def _take_part(self, module: nn.Module, holders: Mapping[str, tuple[int, ...]]) -> Parts:
+    def _take_part(self, module: nn.Module, holders: Mapping[str, tuple[int, ...]]) -> PipelinePeers:
         """Give up the values of the parameters that other parts hold."""
         options, device = self._options, self.communicator.device
         communicator = Communicator(options.communication, device, options.parts_group)
-        parts = Parts(communicator, dict(module.named_parameters()), holders)
-        self._places.elsewhere = Elsewhere(
+        parts = PipelinePeers(communicator, dict(module.named_parameters()), holders)
+        self._places.elsewhere = RemoteParams(
             module,
             parts,
             names=self._places.names,
@@ -259,7 +259,7 @@ class ShardedModule:
         if self.parts is not None:
             self.parts.start_equal(self._places.buffers)
 
-    def _early_steps(self) -> EarlySteps:
+    def _early_steps(self) -> StepInBackward:
         if self.parts is not None or (self._options.stage == 0 and self.communicator.world_size > 1):
             what = "a pipeline" if self.parts is not None else "`stage=0`"
             raise ValueError(
@@ -271,7 +271,7 @@ class ShardedModule:
                 "`step='backward'` does not work with 'nvme': gradients go to the disk, and a step would wait for"
                 " it. Steps are made beside the next forward anyhow; or use `Offload(optimizer='cpu')`."
             )
-        return EarlySteps(self.communicator)
+        return StepInBackward(self.communicator)
 
     # -- The end ---------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_zero.comm.mesh import Mesh
-from lightning_zero.comm.p2p import Mailbox
+from lightning_zero.comm.p2p import P2P
 from lightning_zero.config import Pipeline
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.errors import PipelineError
@@ -93,7 +93,7 @@ class PipelinedSteps:
             pipeline,
             route=HandedSteps(self._stage) if self._is_handed else CapturedSteps(self._stage),
             around=StateAround(module, split, mesh.stage, device, is_repeated=not self._is_handed),
-            mail=Mailbox(mesh, device),
+            mail=P2P(mesh, device),
             keeps_gradients=self._keeps_gradients,
         )
         # - Messages from the last stage to the others

@@ -2,7 +2,7 @@
 
 Call protocol of ``DiskStore`` (each rank has its own; no collectives):
 
-1. ``create`` and ``keep`` return a ``SleepingTensor``, which may be used like any tensor: using it reads it.
+1. ``create`` and ``keep`` return a ``DiskTensor``, which may be used like any tensor: using it reads it.
 2. ``put`` gives one new values; they are written while the caller goes on.
 3. A ``Visit`` is the fast way for callers that know their tensors: ``begin`` starts reading, ``ready`` waits, ``end``
    starts writing the changed tensors. A visit that was announced begins ahead of its use, when there is room.
@@ -23,10 +23,10 @@ from contextlib import contextmanager
 
 import torch
 
+from lightning_zero.storage.disk_tensor import DiskTensor, record_owner_of, register, unregister
 from lightning_zero.storage.downloads import Downloads
 from lightning_zero.storage.nvme import NvmeStore, StorageError, Transfer
 from lightning_zero.storage.pages import Pages
-from lightning_zero.storage.sleeping import SleepingTensor, register, sleeper_of, unregister
 from lightning_zero.storage.store import Accounts, Kind
 
 __all__ = ["DiskStore", "Visit"]
@@ -35,7 +35,7 @@ _VISITS = 3
 _IDLE_BYTES = 2**22  # at least this much may stay awake
 
 
-class _Sleeper:
+class _DiskRecord:
     """One tensor: its record, and its memory while it has any. All state is guarded by the store's lock."""
 
     def __init__(self, store: DiskStore, name: str, numel: int, dtype: torch.dtype) -> None:
@@ -67,7 +67,7 @@ class _Sleeper:
         return self.pages.content.nbytes
 
     @contextmanager
-    def awake(self, others: Sequence[_Sleeper], written: Sequence[_Sleeper]) -> Iterator[None]:
+    def awake(self, others: Sequence[_DiskRecord], written: Sequence[_DiskRecord]) -> Iterator[None]:
         """Have the values of ``others``, this one among them, in memory for a while."""
         for one in others:
             one.before_use()
@@ -79,7 +79,7 @@ class _Sleeper:
 
 
 class DiskStore(Accounts):
-    """Shards in records on disks, as ``SleepingTensor``.
+    """Shards in records on disks, as ``DiskTensor``.
 
     Args:
         disks: Where the records are; closed with the store.
@@ -91,50 +91,50 @@ class DiskStore(Accounts):
         self.device = torch.device("cpu")
         self.disks = disks
         self._downloads = downloads
-        self._sleepers: list[_Sleeper] = []
+        self._entries: list[_DiskRecord] = []
         self._lock = threading.Condition(threading.RLock())
         self._used_bytes = 0  # by visits and writes
         self._largest_visit = 0
         self._waiting: deque[Visit] = deque()  # for room
-        self._idle: OrderedDict[int, _Sleeper] = OrderedDict()  # awake because somebody used them, oldest first
+        self._idle: OrderedDict[int, _DiskRecord] = OrderedDict()  # awake because somebody used them, oldest first
         self._use_lock = threading.RLock()  # of idle values
         self.on_failure: Callable[[], None] = lambda: None  # called before an error of the disks is raised
 
     # -- Tensors ---------------------------------------------------------------------------------------------------
 
-    def create(self, kind: Kind, numel: int, dtype: torch.dtype, name: str = "") -> SleepingTensor:
+    def create(self, kind: Kind, numel: int, dtype: torch.dtype, name: str = "") -> DiskTensor:
         """Return a (numel,) tensor of zeros whose room is taken.
 
         Raises:
             StorageError: The disks are full.
         """
         with self.announcing():
-            sleeper = _Sleeper(self, name or kind, numel, dtype)
-        self._sleepers.append(sleeper)
-        self.adopt(kind, sleeper.nbytes)
-        return sleeper.face
+            entry = _DiskRecord(self, name or kind, numel, dtype)
+        self._entries.append(entry)
+        self.adopt(kind, entry.nbytes)
+        return entry.face
 
-    def keep(self, kind: Kind, values: torch.Tensor, name: str = "") -> SleepingTensor:
+    def keep(self, kind: Kind, values: torch.Tensor, name: str = "") -> DiskTensor:
         """Return a tensor with the values of ``values``, which are written while the caller goes on."""
         face = self.create(kind, values.numel(), values.dtype, name)
         self.put(face, values)
         return face
 
     def put(self, face: torch.Tensor, values: torch.Tensor) -> None:
-        """Overwrite a whole sleeping tensor; it is written while the caller goes on."""
-        sleeper = sleeper_of(face)
+        """Overwrite a whole disk tensor; it is written while the caller goes on."""
+        entry = record_owner_of(face)
         visit = Visit(self, overwritten=[face])
         visit.begin()
         with self.announcing():
             visit.ready()
         if self._downloads is None or values.is_cpu:
             with torch.inference_mode(False), torch.no_grad():
-                sleeper.plain.copy_(values)
+                entry.plain.copy_(values)
             visit.end()
             return
-        arrival = self.disks.run(self._downloads.start(values, sleeper.plain), sleeper.plain)
+        arrival = self.disks.run(self._downloads.start(values, entry.plain), entry.plain)
         with self._lock:
-            sleeper.reading = arrival
+            entry.reading = arrival
         visit.end(behind=arrival)
 
     def fetch(self, face: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
@@ -142,10 +142,10 @@ class DiskStore(Accounts):
 
         It is read straight into host memory, and through memory of its own for other devices.
         """
-        sleeper = sleeper_of(face)
+        entry = record_owner_of(face)
         with self._lock:
-            if out.is_cpu and not sleeper.has_values and not sleeper.is_blank:
-                transfer = self.disks.read(sleeper.record, out)
+            if out.is_cpu and not entry.has_values and not entry.is_blank:
+                transfer = self.disks.read(entry.record, out)
                 return lambda: self._await(transfer)
         visit = Visit(self, read=[face])
         visit.begin()
@@ -154,7 +154,7 @@ class DiskStore(Accounts):
             with self.announcing():
                 visit.ready()
             with torch.inference_mode(False), torch.no_grad():
-                out.copy_(sleeper.plain)
+                out.copy_(entry.plain)
             visit.end()
 
         return finish
@@ -173,38 +173,38 @@ class DiskStore(Accounts):
             raise
 
     def give_back(self, kind: Kind, face: torch.Tensor) -> None:
-        """Give memory and room of a sleeping tensor back, which nobody uses any more."""
-        sleeper = sleeper_of(face)
+        """Give memory and room of a disk tensor back, which nobody uses any more."""
+        entry = record_owner_of(face)
         with self._use_lock:
-            if self._idle.pop(id(sleeper), None) is not None:
-                self.end_hold(sleeper, changes=False)
-        if sleeper.writing is not None:
-            sleeper.writing.settle()
-        self._sleepers.remove(sleeper)
+            if self._idle.pop(id(entry), None) is not None:
+                self.end_hold(entry, changes=False)
+        if entry.writing is not None:
+            entry.writing.settle()
+        self._entries.remove(entry)
         unregister(face)
-        self.disks.give_back(sleeper.record)
-        self.release(kind, sleeper.nbytes)
+        self.disks.give_back(entry.record)
+        self.release(kind, entry.nbytes)
 
     def version(self, face: torch.Tensor) -> int:
-        """Return a number that moves whenever the values of a sleeping tensor change."""
-        return int(sleeper_of(face).version)
+        """Return a number that moves whenever the values of a disk tensor change."""
+        return int(record_owner_of(face).version)
 
     def is_blank(self, face: torch.Tensor) -> bool:
-        """Say whether a sleeping tensor is zero because nobody has written it."""
-        return bool(sleeper_of(face).is_blank)
+        """Say whether a disk tensor is zero because nobody has written it."""
+        return bool(record_owner_of(face).is_blank)
 
     def watch(
         self, face: torch.Tensor, before_use: Callable[[], object], after_read: Callable[[], bool] = lambda: False
     ) -> None:
-        """Have something called when a sleeping tensor is used outside of visits.
+        """Have something called when a disk tensor is used outside of visits.
 
         Args:
             face: The tensor.
             before_use: Called first.
             after_read: Called when the values are in memory; says whether it has changed them.
         """
-        sleeper = sleeper_of(face)
-        sleeper.before_use, sleeper.after_read = before_use, after_read
+        entry = record_owner_of(face)
+        entry.before_use, entry.after_read = before_use, after_read
 
     def drain(self) -> None:
         """Return when nothing is being written.
@@ -212,8 +212,8 @@ class DiskStore(Accounts):
         Raises:
             StorageError: Something could not be.
         """
-        for sleeper in self._sleepers:
-            writing = sleeper.writing
+        for entry in self._entries:
+            writing = entry.writing
             if writing is not None:
                 self._await(writing)
 
@@ -221,7 +221,7 @@ class DiskStore(Accounts):
     def awake_bytes(self) -> int:
         """Bytes of memory that hold values now."""
         with self._lock:
-            return sum(sleeper.held_bytes for sleeper in self._sleepers if sleeper.has_values)
+            return sum(entry.held_bytes for entry in self._entries if entry.has_values)
 
     def close(self) -> None:
         """Wait for running writes, and give memory and room back."""
@@ -230,95 +230,95 @@ class DiskStore(Accounts):
         self.disks.close()
         if self._downloads is not None:
             self._downloads.close()
-        for sleeper in self._sleepers:
-            unregister(sleeper.face)
-            sleeper.pages.drop()
-        self._sleepers.clear()
+        for entry in self._entries:
+            unregister(entry.face)
+            entry.pages.drop()
+        self._entries.clear()
         super().close()
 
     # -- Memory ----------------------------------------------------------------------------------------------------
 
-    def begin_hold(self, sleeper: _Sleeper, *, reads: bool) -> None:
-        """Start having a sleeper's values in memory; without ``reads`` the caller overwrites all of them."""
+    def begin_hold(self, entry: _DiskRecord, *, reads: bool) -> None:
+        """Start having a entry's values in memory; without ``reads`` the caller overwrites all of them."""
         with self._lock:
-            sleeper.holds += 1
-            if sleeper.has_values:
+            entry.holds += 1
+            if entry.has_values:
                 return
-            sleeper.has_values = True
-            if reads and not sleeper.is_blank:
-                sleeper.reading = self.disks.read(sleeper.record, sleeper.pages.content)
+            entry.has_values = True
+            if reads and not entry.is_blank:
+                entry.reading = self.disks.read(entry.record, entry.pages.content)
 
-    def await_hold(self, sleeper: _Sleeper) -> None:
+    def await_hold(self, entry: _DiskRecord) -> None:
         """Return when the values may be used and changed.
 
         Raises:
             StorageError: They could not be read, or were not written.
         """
-        for transfer in (sleeper.reading, sleeper.writing):
+        for transfer in (entry.reading, entry.writing):
             if transfer is not None:
                 transfer.wait()
-        sleeper.reading = None
+        entry.reading = None
 
-    def end_hold(self, sleeper: _Sleeper, *, changes: bool, behind: Transfer | None = None) -> Transfer | None:
-        """Stop using a sleeper's values; return the write that follows, if one does, behind the arrival of new ones."""
-        if sleeper.reading is not None and behind is None:  # nobody waited for it
-            sleeper.reading.settle()
+    def end_hold(self, entry: _DiskRecord, *, changes: bool, behind: Transfer | None = None) -> Transfer | None:
+        """Stop using a entry's values; return the write that follows, if one does, behind the arrival of new ones."""
+        if entry.reading is not None and behind is None:  # nobody waited for it
+            entry.reading.settle()
         with self._lock:
             if changes:
-                self.note_changes([sleeper])
-            sleeper.holds -= 1
-            if sleeper.holds:
+                self.note_changes([entry])
+            entry.holds -= 1
+            if entry.holds:
                 return None
-            if not sleeper.is_changed:
-                self._drop(sleeper)
+            if not entry.is_changed:
+                self._drop(entry)
                 return None
-            sleeper.is_changed = False
-            sleeper.writing = transfer = self.disks.write(sleeper.record, sleeper.pages.content, behind)
-        transfer.then(lambda: self._written(sleeper, transfer))
+            entry.is_changed = False
+            entry.writing = transfer = self.disks.write(entry.record, entry.pages.content, behind)
+        transfer.then(lambda: self._written(entry, transfer))
         return transfer
 
-    def note_changes(self, sleepers: Sequence[_Sleeper]) -> None:
+    def note_changes(self, entries: Sequence[_DiskRecord]) -> None:
         """Note that values in memory are not those of the record."""
         with self._lock:
-            for sleeper in sleepers:
-                sleeper.is_changed, sleeper.is_blank = True, False
-                sleeper.version += 1
+            for entry in entries:
+                entry.is_changed, entry.is_blank = True, False
+                entry.version += 1
 
-    def _written(self, sleeper: _Sleeper, transfer: Transfer) -> None:
+    def _written(self, entry: _DiskRecord, transfer: Transfer) -> None:
         with self._lock:
-            if sleeper.writing is transfer and transfer.has_succeeded:
-                sleeper.writing = None  # else the next use raises its error
-            if not sleeper.holds and not sleeper.is_changed and sleeper.writing is not transfer:
-                self._drop(sleeper)
+            if entry.writing is transfer and transfer.has_succeeded:
+                entry.writing = None  # else the next use raises its error
+            if not entry.holds and not entry.is_changed and entry.writing is not transfer:
+                self._drop(entry)
 
-    def _drop(self, sleeper: _Sleeper) -> None:
-        sleeper.has_values = False
-        sleeper.pages.drop()
+    def _drop(self, entry: _DiskRecord) -> None:
+        entry.has_values = False
+        entry.pages.drop()
 
     # -- Uses outside of visits ------------------------------------------------------------------------------------
 
     @contextmanager
-    def using(self, sleepers: Sequence[_Sleeper]) -> Iterator[None]:
-        """Have the values of sleepers in memory for a while; some stay for the next use."""
+    def using(self, entries: Sequence[_DiskRecord]) -> Iterator[None]:
+        """Have the values of entries in memory for a while; some stay for the next use."""
         with self._use_lock:
-            fresh = [sleeper for sleeper in sleepers if id(sleeper) not in self._idle]
-            for sleeper in fresh:
-                self.begin_hold(sleeper, reads=True)
-                self._idle[id(sleeper)] = sleeper
-            for sleeper in sleepers:
+            fresh = [entry for entry in entries if id(entry) not in self._idle]
+            for entry in fresh:
+                self.begin_hold(entry, reads=True)
+                self._idle[id(entry)] = entry
+            for entry in entries:
                 with self.announcing():
-                    self.await_hold(sleeper)
-                self._idle.move_to_end(id(sleeper))
-            for sleeper in sleepers:
-                if sleeper.after_read():
-                    self.note_changes([sleeper])
+                    self.await_hold(entry)
+                self._idle.move_to_end(id(entry))
+            for entry in entries:
+                if entry.after_read():
+                    self.note_changes([entry])
             yield
-            self._rest({id(sleeper) for sleeper in sleepers})
+            self._rest({id(entry) for entry in entries})
 
     def _rest(self, used: set[int]) -> None:
         """Drop the values of tensors that have been idle for longest, above the bytes that may stay."""
         limit = max(self._largest_visit, _IDLE_BYTES)
-        while sum(sleeper.held_bytes for sleeper in self._idle.values()) > limit:
+        while sum(entry.held_bytes for entry in self._idle.values()) > limit:
             key = next(iter(self._idle))
             if key in used:
                 return
@@ -376,16 +376,16 @@ class Visit:
         overwritten: Sequence[torch.Tensor] = (),
     ) -> None:
         self._store = store
-        self._read = [sleeper_of(face) for face in read]
-        self._changed = [sleeper_of(face) for face in changed]
-        self._overwritten = [sleeper_of(face) for face in overwritten]
+        self._read = [record_owner_of(face) for face in read]
+        self._changed = [record_owner_of(face) for face in changed]
+        self._overwritten = [record_owner_of(face) for face in overwritten]
         self.announcing = store.announcing
-        self.nbytes = sum(sleeper.held_bytes for sleeper in self._all)
+        self.nbytes = sum(entry.held_bytes for entry in self._all)
         self._is_announced = False
         self.has_begun = False  # there was room
 
     @property
-    def _all(self) -> list[_Sleeper]:
+    def _all(self) -> list[_DiskRecord]:
         return [*self._read, *self._changed, *self._overwritten]
 
     def announce(self) -> None:
@@ -402,8 +402,8 @@ class Visit:
     def read(self) -> None:
         """Start reading; there is room."""
         self.has_begun = True
-        for sleeper in self._all:
-            self._store.begin_hold(sleeper, reads=sleeper not in self._overwritten)
+        for entry in self._all:
+            self._store.begin_hold(entry, reads=entry not in self._overwritten)
 
     def ready(self) -> None:
         """Return when the values are in memory.
@@ -411,8 +411,8 @@ class Visit:
         Raises:
             StorageError: They could not be read, or those before were not written.
         """
-        for sleeper in self._all:
-            self._store.await_hold(sleeper)
+        for entry in self._all:
+            self._store.await_hold(entry)
 
     def end(self, *, changes: bool = True, behind: Transfer | None = None) -> None:
         """Start writing the changed tensors, and give memory back when they are written.
@@ -422,8 +422,8 @@ class Visit:
             behind: The copy that brings the new values.
         """
         transfers = [
-            self._store.end_hold(sleeper, changes=changes and sleeper not in self._read, behind=behind)
-            for sleeper in self._all
+            self._store.end_hold(entry, changes=changes and entry not in self._read, behind=behind)
+            for entry in self._all
         ]
         writes = [transfer for transfer in transfers if transfer is not None]
         left = [len(writes)]

@@ -1,6 +1,6 @@
 """Functions that read a tensor's metadata: they need none of its values.
 
-Tensors whose values are not there (asleep on a disk, sharded over ranks, before their step) answer all of them. What
+Tensors whose values are not there (offloaded to a disk, sharded over ranks, before their step) answer all of them. What
 else each of their classes answers is its own: views, attributes, new tensors of the same shape.
 """
 

@@ -5,7 +5,7 @@ Note [Pages]
     kept, the pages are not. So direct reads and writes go straight to and from the tensor, without a copy, and nobody
     has to be told a new address. Large memory asks for huge pages: with pages of 4 KiB a disk read would spend most
     of its time on them. After the pages were given back reads return zeros;
-    ``lightning_zero/storage/sleeping.py`` decides who may read.
+    ``lightning_zero/storage/disk_tensor.py`` decides who may read.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_zero.comm.mesh import Mesh
-from lightning_zero.comm.p2p import Mailbox
+from lightning_zero.comm.p2p import P2P
 from lightning_zero.errors import CollectiveError
 from tests.worlds import run
 
@@ -16,13 +16,13 @@ CPU = torch.device("cpu")
 
 
 def _in_order(rank: int, world: int) -> list[float]:
-    mailbox = Mailbox(Mesh(2, 30.0), CPU)
+    p2p = P2P(Mesh(2, 30.0), CPU)
     if rank == 0:
         for number in range(3):
-            mailbox.send(1, torch.full((2, 2), float(number)), f"tensor {number}")
-        mailbox.flush()
-        return [mailbox.sent_bytes]
-    coming = [mailbox.receive(0, (2, 2), torch.float32, f"tensor {number}") for number in range(3)]
+            p2p.send(1, torch.full((2, 2), float(number)), f"tensor {number}")
+        p2p.flush()
+        return [p2p.sent_bytes]
+    coming = [p2p.receive(0, (2, 2), torch.float32, f"tensor {number}") for number in range(3)]
     return [float(one.wait().sum()) for one in reversed(coming)][::-1]
 
 
@@ -31,13 +31,13 @@ def test_tensors_arrive_as_they_were_sent_whichever_is_waited_for_first() -> Non
 
 
 def _copied(rank: int, world: int) -> float:
-    mailbox = Mailbox(Mesh(2, 30.0), CPU)
+    p2p = P2P(Mesh(2, 30.0), CPU)
     if rank == 0:
         strided = torch.arange(6.0).view(2, 3).t().requires_grad_()
-        mailbox.send(1, strided, "a view")
-        mailbox.flush()
+        p2p.send(1, strided, "a view")
+        p2p.flush()
         return 0.0
-    received = mailbox.receive(0, (3, 2), torch.float32, "a view").wait()
+    received = p2p.receive(0, (3, 2), torch.float32, "a view").wait()
     assert not received.requires_grad
     return float(received[2, 1])
 
@@ -47,14 +47,14 @@ def test_views_are_sent_by_their_values() -> None:
 
 
 def _late(rank: int, world: int) -> float:
-    mailbox = Mailbox(Mesh(2, 30.0), CPU)
+    p2p = P2P(Mesh(2, 30.0), CPU)
     if rank == 0:
         time.sleep(0.3)
-        mailbox.send(1, torch.ones(1), "a late one")
-        mailbox.flush()
+        p2p.send(1, torch.ones(1), "a late one")
+        p2p.flush()
         return 0.0
-    mailbox.receive(0, (1,), torch.float32, "a late one").wait()
-    return mailbox.wait_s
+    p2p.receive(0, (1,), torch.float32, "a late one").wait()
+    return p2p.wait_s
 
 
 def test_waiting_is_measured() -> None:
@@ -62,12 +62,12 @@ def test_waiting_is_measured() -> None:
 
 
 def _absent(rank: int, world: int) -> str:
-    mailbox = Mailbox(Mesh(2, 1.0), CPU)
+    p2p = P2P(Mesh(2, 1.0), CPU)
     if rank == 0:
         time.sleep(2.0)
         return ""
     with pytest.raises(CollectiveError) as raised:
-        mailbox.receive(0, (1,), torch.float32, "the input of micro-batch 3").wait()
+        p2p.receive(0, (1,), torch.float32, "the input of micro-batch 3").wait()
     return str(raised.value)
 
 

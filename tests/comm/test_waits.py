@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import ErrorType
 from lightning_zero.comm import peers as peers_module
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.mesh import Mesh
-from lightning_zero.comm.p2p import Mailbox
+from lightning_zero.comm.p2p import P2P
 from lightning_zero.comm.peers import Peers
 from lightning_zero.comm.waits import Waits
 from lightning_zero.config import Communication
@@ -165,7 +165,7 @@ def _receive_what_nobody_sends(rank: int, world: int) -> str:
         group = dist.new_group(backend=BACKEND, timeout=timedelta(seconds=1.0))
         mesh = SimpleNamespace(message_group=group, loan=1, stage=rank, stages=world, distrust=lambda: None)
         mesh.failure = partial(Mesh.failure, cast(Mesh, mesh))
-        mail = Mailbox(cast(Mesh, mesh), CUDA)
+        mail = P2P(cast(Mesh, mesh), CUDA)
         if rank == 0:
             mail.send(1, torch.ones(4, device="cuda"), "output 0")
             mail.flush()

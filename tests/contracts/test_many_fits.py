@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_zero.comm.mesh import Mesh
-from lightning_zero.comm.p2p import Mailbox
+from lightning_zero.comm.p2p import P2P
 from lightning_zero.config import Offload
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.lightning.strategy import ZeroStrategy
@@ -284,11 +284,11 @@ def test_groups_of_a_mesh_are_lent_again_but_not_after_an_error() -> None:
 
 def _letter_of_an_earlier_mesh(rank: int, world: int) -> float:
     """A message that nobody has taken does not reach the next mesh on the same groups."""
-    mail: Any = Mailbox(Mesh(2, 60.0), torch.device("cpu"))
+    mail: Any = P2P(Mesh(2, 60.0), torch.device("cpu"))
     if rank == 0:
         mail.send(1, torch.full((2,), 1.0), "a letter")
     kept, group, mail = mail._outgoing, mail._group, None
-    mail = Mailbox(Mesh(2, 60.0), torch.device("cpu"))
+    mail = P2P(Mesh(2, 60.0), torch.device("cpu"))
     assert mail._group is group
     value = 2.0
     if rank == 0:

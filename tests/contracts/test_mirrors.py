@@ -64,7 +64,7 @@ IN_CONTRACTS = {
     "lightning_zero/parallel/pipeline/tracing/user_hooks.py": "tests/contracts/test_pipeline_programs.py",
     "lightning_zero/parallel/writable.py": "tests/parallel/activation/test_checkpointing.py",
     "lightning_zero/storage/references.py": "tests/engine/buffers/test_gradients.py",
-    "lightning_zero/storage/sleeping.py": "tests/storage/test_disk.py",
+    "lightning_zero/storage/disk_tensor.py": "tests/storage/test_disk.py",
     "lightning_zero_ops/elementwise.py": "tests/ops/test_gated.py",
     "lightning_zero_ops/selfcheck.py": "tests/engine/test_kernels_in_steps.py",
 }

@@ -57,7 +57,7 @@ def _load_all(rank: int, world: int, path: str, precision: MixedPrecision | None
     return [_load(rank, world, stage, path, precision) for stage in STAGES]
 
 
-def _assert_same(actual: programs.Whole, expected: programs.Whole) -> None:
+def _assert_same(actual: programs.GatheredParams, expected: programs.GatheredParams) -> None:
     assert actual.keys() == expected.keys()
     for name, slots in expected.items():
         assert actual[name].keys() == slots.keys(), name

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_zero.config import Communication, MixedPrecision, Offload, Sharding
-from lightning_zero.engine.access.param_index import Places
+from lightning_zero.engine.access.param_index import ParamIndex
 from lightning_zero.engine.buffers.parameter import owner_of
 from lightning_zero.engine.sharded_module import EngineOptions, ShardedModule
 from lightning_zero.engine.units.unit import Unit
@@ -76,7 +76,7 @@ class _Owner:
 
 
 def test_every_parameter_gets_an_owner_that_lives_as_long_as_the_module_is_sharded() -> None:
-    module, places = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5)), Places()
+    module, places = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5)), ParamIndex()
     sharded = ShardedModule(
         module, OPTIONS, None, awaited=set(), places=places, close_windows=lambda: None, owner=_Owner
     )

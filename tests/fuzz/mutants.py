@@ -15,7 +15,7 @@ import torch
 
 from lightning_zero.checkpoint import state
 from lightning_zero.comm import communicator
-from lightning_zero.engine.access.gathered import Whole
+from lightning_zero.engine.access.gathered import GatheredParams
 from lightning_zero.engine.buffers import sharded_gradient
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.deferred import Update
@@ -134,9 +134,9 @@ def writes_are_lost() -> Iterator[None]:
 @contextmanager
 def every_rank_writes() -> Iterator[None]:
     """``gathered(write="rank0")`` does not send rank 0's values."""
-    accept = Whole._accept
+    accept = GatheredParams._accept
     with mock.patch.object(
-        Whole, "_accept", lambda self, units, write: accept(self, units, "all" if write == "rank0" else write)
+        GatheredParams, "_accept", lambda self, units, write: accept(self, units, "all" if write == "rank0" else write)
     ):
         yield
 
@@ -300,7 +300,7 @@ def sleeping_values_are_not_woken() -> Iterator[None]:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
-    with mock.patch.object(sharded_gradient, "call_awake", asleep):
+    with mock.patch.object(sharded_gradient, "call_in_memory", asleep):
         yield
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lightning_zero.storage.disk import DiskStore, Visit
+from lightning_zero.storage.disk_tensor import DiskTensor, is_on_disk, ordinary
 from lightning_zero.storage.nvme import NvmeStore, StorageError
-from lightning_zero.storage.sleeping import SleepingTensor, is_asleep, ordinary
 
 NUMEL = 3 << 20  # three of them are more than what may stay awake
 
@@ -80,7 +80,7 @@ def test_copies_are_ordinary(store: DiskStore) -> None:
     for one in copies:
         assert type(one) is torch.Tensor
         assert torch.equal(one, values)
-    assert all(type(one) is SleepingTensor for one in (face.detach(), face[1:], face.view(10, 10), face.reshape(-1)))
+    assert all(type(one) is DiskTensor for one in (face.detach(), face[1:], face.view(10, 10), face.reshape(-1)))
     assert type(torch.zeros_like(face)) is torch.Tensor
     assert "0." in repr(face)
 
@@ -181,9 +181,9 @@ def test_a_write_that_failed_is_an_error_at_the_next_use(store: DiskStore, monke
     with monkeypatch.context() as patch:
         patch.setattr("lightning_zero.storage.nvme.os.pwritev", fail)
         store.put(face, torch.ones(NUMEL))
-        for sleeper in store._sleepers:
-            assert sleeper.writing is not None
-            sleeper.writing.settle()
+        for entry in store._entries:
+            assert entry.writing is not None
+            entry.writing.settle()
     with pytest.raises(StorageError, match="`state` cannot be written to .* No space left"):
         face.sum()
 
@@ -194,6 +194,6 @@ def test_after_close_the_values_are_gone_with_an_error(tmp_path: Path) -> None:
     store.close()
     del store
     assert face.shape == (10,)
-    assert is_asleep(face)
+    assert is_on_disk(face)
     with pytest.raises(RuntimeError, match="were on a disk and are gone"):
         face.sum()

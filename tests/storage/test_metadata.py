@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from lightning_zero.engine.buffers.parameter import (
+    DiskParameter,
     PendingParameter,
     ReleasedParameter,
-    SleepingParameter,
     own,
     set_raw_grad,
 )
+from lightning_zero.storage.disk_tensor import DiskTensor, register
 from lightning_zero.storage.metadata import QUESTION_FUNCTIONS, QUESTIONS
-from lightning_zero.storage.sleeping import SleepingTensor, register
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "is_same_size": (torch.ones(4, 3),),
@@ -59,7 +59,7 @@ class _Silent:
 def _parameter(cls: type[nn.Parameter], owner: _Silent) -> torch.Tensor:
     param = nn.Parameter(ORDINARY.detach().clone())
     own(param, owner)
-    if cls is SleepingParameter:
+    if cls is DiskParameter:
         register(param.detach(), owner)
     param.__class__ = cls
     return param
@@ -70,10 +70,10 @@ def _sleeping(owner: _Silent) -> torch.Tensor:
 
 
 TENSORS: dict[str, Callable[[_Silent], torch.Tensor]] = {
-    SleepingTensor.__name__: _sleeping,
+    DiskTensor.__name__: _sleeping,
     **{
         cls.__name__: lambda owner, cls=cls: _parameter(cls, owner)
-        for cls in (ReleasedParameter, PendingParameter, SleepingParameter)
+        for cls in (ReleasedParameter, PendingParameter, DiskParameter)
     },
 }
 
@@ -98,7 +98,7 @@ def test_questions_are_answered_without_values(name: str, tensor: str) -> None:
             assert found == expected
 
 
-@pytest.mark.parametrize("tensor", ["SleepingTensor", "SleepingParameter"])
+@pytest.mark.parametrize("tensor", ["DiskTensor", "DiskParameter"])
 def test_states_in_the_shape_of_what_sleeps_are_made_without_values(tensor: str) -> None:
     owner = _Silent()
     asked = TENSORS[tensor](owner)

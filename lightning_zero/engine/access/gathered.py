@@ -16,12 +16,12 @@ from lightning_zero.engine.runtime.order import PassOrder
 from lightning_zero.engine.runtime.saved_tensors import SavedTensors
 from lightning_zero.engine.runtime.scopes import Scopes
 from lightning_zero.engine.runtime.transforms import explain_transform
-from lightning_zero.engine.units.remote_params import Elsewhere
+from lightning_zero.engine.units.remote_params import RemoteParams
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.errors import CollectiveError
 from lightning_zero.storage.copies import memory_of
 
-__all__ = ["Whole", "Write"]
+__all__ = ["GatheredParams", "Write"]
 
 Write = Literal["rank0", "all"]
 
@@ -29,7 +29,7 @@ _SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 
 
-class Whole:
+class GatheredParams:
     """Makes parameters whole outside of forward and backward. Step windows are closed before.
 
     Args:
@@ -49,7 +49,7 @@ class Whole:
         scopes: Scopes,
         saved: SavedTensors,
         order: PassOrder,
-        elsewhere: Elsewhere | None,
+        elsewhere: RemoteParams | None,
     ) -> None:
         self._units = units
         self._communicator = communicator
@@ -224,7 +224,7 @@ class Whole:
         whole = self._whole(buffer, index, buffer.values.segment(index))
         return whole.to(buffer.kind.shown) if buffer.values.master is None else whole
 
-    def values_of_part(self, param: nn.Parameter, here: torch.Tensor | None, elsewhere: Elsewhere) -> torch.Tensor:
+    def values_of_part(self, param: nn.Parameter, here: torch.Tensor | None, elsewhere: RemoteParams) -> torch.Tensor:
         """Return a parameter's values, given those of the part that holds it. Collective: all parts."""
         parts, what = elsewhere.parts, f"parameter `{elsewhere.param_name(param)}`"
         # A frozen parameter has a master where an optimizer of its part holds it, which other parts cannot know.

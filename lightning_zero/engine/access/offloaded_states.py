@@ -16,10 +16,10 @@ from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.optim.optimizer import ShardedOptimizer
 from lightning_zero.storage.store import ShardStore
 
-__all__ = ["Aside"]
+__all__ = ["OffloadedStates"]
 
 
-class Aside:
+class OffloadedStates:
     """Parameter shards, masters, gradients and optimizer states that are offloaded to host memory for a while.
 
     Args:

@@ -8,15 +8,15 @@ import torch
 from torch import nn
 
 from lightning_zero.engine.buffers.buffer import FlatBuffer
-from lightning_zero.engine.optim.flat_step import Place
+from lightning_zero.engine.optim.flat_step import BufferSlot
 from lightning_zero.engine.units.partition import Territory
-from lightning_zero.engine.units.remote_params import Elsewhere
+from lightning_zero.engine.units.remote_params import RemoteParams
 from lightning_zero.engine.units.unit import Unit
 
-__all__ = ["Places"]
+__all__ = ["ParamIndex"]
 
 
-class Places:
+class ParamIndex:
     """Knows every parameter of one module, by identity.
 
     Attributes:
@@ -27,10 +27,10 @@ class Places:
     """
 
     def __init__(self) -> None:
-        self.by_id: dict[int, Place] = {}
+        self.by_id: dict[int, BufferSlot] = {}
         self.names: dict[int, tuple[str, ...]] = {}
         self.units: list[Unit] = []
-        self.elsewhere: Elsewhere | None = None
+        self.elsewhere: RemoteParams | None = None
         self._unit_of: dict[int, Unit] = {}  # by buffer
 
     def add(self, unit: Unit, territory: Territory) -> None:
@@ -48,7 +48,7 @@ class Places:
         """The buffers of all units."""
         return [buffer for unit in self.units for buffer in unit.buffers]
 
-    def of(self, param: torch.Tensor) -> Place:
+    def of(self, param: torch.Tensor) -> BufferSlot:
         """Return where a parameter lies.
 
         Raises:

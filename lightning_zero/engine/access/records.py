@@ -11,12 +11,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.config import Moments
-from lightning_zero.engine.access.param_index import Places
+from lightning_zero.engine.access.param_index import ParamIndex
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.sharded_gradient import ShardedGradient
-from lightning_zero.engine.optim.flat_step import Place
+from lightning_zero.engine.optim.flat_step import BufferSlot
 from lightning_zero.engine.optim.moments import widened
-from lightning_zero.engine.units.pipeline_peers import Parts
+from lightning_zero.engine.units.pipeline_peers import PipelinePeers
 
 __all__ = ["ParameterRecord", "records_of"]
 
@@ -84,7 +84,13 @@ def _plain(value: Any) -> Any:
 
 
 def records_of(
-    module: nn.Module, places: Places, trained: Collection[int], *, parts: Parts | None, rank: int, moments: Moments
+    module: nn.Module,
+    places: ParamIndex,
+    trained: Collection[int],
+    *,
+    parts: PipelinePeers | None,
+    rank: int,
+    moments: Moments,
 ) -> list[ParameterRecord]:
     """Return one record per parameter, in the order of ``named_parameters``.
 
@@ -109,7 +115,7 @@ def records_of(
 
 
 def _record_here(
-    place: Place, names: tuple[str, ...], *, trained: bool, saved_by: int | None, moments: Moments
+    place: BufferSlot, names: tuple[str, ...], *, trained: bool, saved_by: int | None, moments: Moments
 ) -> ParameterRecord:
     """Return the record of a parameter that lies here; ``saved_by`` is None where another part saves it."""
     buffer, index = place

@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Moments
 from lightning_zero.engine.buffers.buffer import FlatBuffer
-from lightning_zero.engine.optim.flat_step import Place
+from lightning_zero.engine.optim.flat_step import BufferSlot
 from lightning_zero.engine.units.lowering import Lowering
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.storage.disk import DiskStore
+from lightning_zero.storage.disk_tensor import is_on_disk
 from lightning_zero.storage.host import HostStore
-from lightning_zero.storage.sleeping import is_asleep
 from lightning_zero.storage.store import DeviceStore, Kind
 
 __all__ = ["EngineStats", "Statistics"]
@@ -74,7 +74,7 @@ class Statistics:
         self,
         stage: int,
         units: Sequence[Unit],
-        places: Mapping[int, Place],
+        places: Mapping[int, BufferSlot],
         *,
         communicator: Communicator,
         store: DeviceStore,
@@ -196,7 +196,7 @@ class Statistics:
             place = self._places.get(id(param))
             is_offloaded = place is not None and not place[0].values.is_on_device
             for value in state.values():
-                if torch.is_tensor(value) and not is_asleep(value):  # the store counts those
+                if torch.is_tensor(value) and not is_on_disk(value):  # the store counts those
                     storage = value.untyped_storage()
                     storages[is_offloaded][storage._cdata] = storage.nbytes()
         return sum(storages[False].values()), sum(storages[True].values())

@@ -10,7 +10,7 @@ from torch import nn
 
 __all__ = ["Aliases"]
 
-Place = tuple[dict[str, Any], str]  # attributes of an object, and the name of one
+BufferSlot = tuple[dict[str, Any], str]  # attributes of an object, and the name of one
 
 
 class Aliases:
@@ -28,7 +28,7 @@ class Aliases:
         self._param = param
         self._owner = owner
         self._given: torch.Tensor = param  # value of the attributes, unless a layer has changed them
-        self._places: list[Place] = []
+        self._places: list[BufferSlot] = []
         self.hide()
 
     def __bool__(self) -> bool:
@@ -48,12 +48,12 @@ class Aliases:
         """Let them be the values that the parameter has now."""
         self.show(self._param.data)
 
-    def _give(self, values: torch.Tensor, places: list[Place]) -> None:
+    def _give(self, values: torch.Tensor, places: list[BufferSlot]) -> None:
         for names, key in places:
             names[key] = values
         self._given = values
 
-    def _sharing(self, address: int) -> list[Place]:
+    def _sharing(self, address: int) -> list[BufferSlot]:
         return [
             (names, key)
             for names in self._holders()

@@ -45,8 +45,8 @@ from lightning_zero.engine.buffers.spec import BufferKind, BufferSpec
 from lightning_zero.engine.buffers.stepped import SteppedValues
 from lightning_zero.engine.buffers.whole import WholeBuffer
 from lightning_zero.engine.buffers.window import BufferWindow
+from lightning_zero.storage.disk_tensor import ordinary
 from lightning_zero.storage.references import num_tensors_in
-from lightning_zero.storage.sleeping import ordinary
 from lightning_zero.storage.store import DeviceStore, ShardStore
 
 __all__ = ["FlatBuffer"]

@@ -17,24 +17,24 @@ from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.engine.buffers.deferred import Deferral, Update
 from lightning_zero.engine.buffers.home import Home, PlannedStep, Shard
 from lightning_zero.engine.buffers.own_range import merge_written
-from lightning_zero.engine.buffers.parameter import SleepingParameter
+from lightning_zero.engine.buffers.parameter import DiskParameter
 from lightning_zero.engine.buffers.rounding import Rounding
 from lightning_zero.engine.buffers.sharded_gradient import norm_in_double
 from lightning_zero.engine.buffers.spec import BufferSpec
 from lightning_zero.storage.disk import DiskStore, Visit
-from lightning_zero.storage.sleeping import is_asleep, ordinary
+from lightning_zero.storage.disk_tensor import is_on_disk, ordinary
 from lightning_zero.storage.store import DeviceStore
 
 __all__ = ["DiskHome"]
 
 
 class DiskHome(Home):
-    """A home on disks. Its tensors are sleeping ones, which anybody may use."""
+    """A home on disks. Its tensors are disk tensors, which anybody may use."""
 
     where = "disk"
     adds_in_place = False  # records are kept, and a step that is due still reads them
     flat_for = "`Offload(optimizer='nvme')`"
-    entered_class = SleepingParameter
+    entered_class = DiskParameter
 
     def __init__(self, store: DiskStore, spec: BufferSpec, flush: Callable[[], object]) -> None:
         super().__init__(store, spec, flush)
@@ -140,7 +140,7 @@ class DiskHome(Home):
 
     def in_memory(self, values: torch.Tensor) -> torch.Tensor:
         """Return gradients whose values are in memory."""
-        return values.clone() if is_asleep(values) else values
+        return values.clone() if is_on_disk(values) else values
 
     def norm(self, order: float) -> torch.Tensor | None:
         """Return the norm of the gradient on disk, if nobody has written that: () float64."""
@@ -160,11 +160,11 @@ class DiskHome(Home):
         """Return the update that brings a step's tensors into memory and makes it there."""
         master = [step.master] if step.master is not None else []
         merged, self._to_merge = self._to_merge if master else set(), set()
-        shards = [step.computed] if is_asleep(step.computed) else []
+        shards = [step.computed] if is_on_disk(step.computed) else []
         is_overwritten = bool(master) and step.round is not None and not merged
         visit = Visit(
             self._disk,
-            read=[step.gradient] if is_asleep(step.gradient) and step.gradient is not None else [],
+            read=[step.gradient] if is_on_disk(step.gradient) and step.gradient is not None else [],
             changed=[*master, *step.states(), *([] if is_overwritten else shards)],
             overwritten=shards if is_overwritten else [],
         )

@@ -495,7 +495,7 @@ class BufferGradients:
         return self._written
 
     def for_showing(self) -> torch.Tensor | None:
-        """Return the same, not asleep."""
+        """Return the same, in memory."""
         values = self.for_writing()
         if values is None:
             return None

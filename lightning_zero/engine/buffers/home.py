@@ -17,9 +17,9 @@ from lightning_zero.engine.buffers.own_range import merge_written
 from lightning_zero.engine.buffers.rounding import Rounding
 from lightning_zero.engine.buffers.spec import BufferSpec
 from lightning_zero.storage.copies import Landing
+from lightning_zero.storage.disk_tensor import is_on_disk, ordinary
 from lightning_zero.storage.host import HostStore
 from lightning_zero.storage.references import num_tensors_in
-from lightning_zero.storage.sleeping import is_asleep, ordinary
 from lightning_zero.storage.store import DeviceStore, ShardStore
 
 __all__ = ["DeviceHome", "Home", "HomeMaker", "HostHome", "PlannedStep", "Shard", "Where"]
@@ -33,7 +33,7 @@ class PlannedStep(NamedTuple):
     """The step of one buffer.
 
     Attributes:
-        calls: They make it, in order, on ordinary tensors over the memory of sleeping ones.
+        calls: They make it, in order, on ordinary tensors over the memory of disk tensors.
         states: Returns the optimizer's states over the own range.
         gradient: The gradient shard.
         master: (own range,) or None.
@@ -192,7 +192,7 @@ class Home:
 
     def begin_rounding(self, master: torch.Tensor, computed: torch.Tensor) -> Rounding | None:
         """Return the target into which a step casts the master; None if the step does not cast."""
-        if is_asleep(computed) or not self._can_round_in_place(master, computed):
+        if is_on_disk(computed) or not self._can_round_in_place(master, computed):
             return None
         return Rounding(ordinary(computed), self._device.copies, None)
 
@@ -321,7 +321,7 @@ class HostHome(Home):
     def begin_rounding(self, master: torch.Tensor, computed: torch.Tensor) -> Rounding | None:
         """Return the target into which a step casts the master: the parameters, or memory on the way to them."""
         rounding = super().begin_rounding(master, computed)
-        if rounding is not None or is_asleep(computed):
+        if rounding is not None or is_on_disk(computed):
             return rounding
         self._host.need_staging(computed.nbytes)
         return Rounding(computed, self._device.copies, self._host.staging_slot())

@@ -34,8 +34,8 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_zero.errors import ReleasedParameterError
+from lightning_zero.storage.disk_tensor import call_in_memory
 from lightning_zero.storage.metadata import QUESTION_FUNCTIONS
-from lightning_zero.storage.sleeping import call_awake
 from lightning_zero.trees import tree_leaves
 
 __all__ = [
@@ -44,7 +44,7 @@ __all__ = [
     "PendingParameter",
     "ReducedParameter",
     "ReleasedParameter",
-    "SleepingParameter",
+    "DiskParameter",
     "WatchedParameter",
     "begin_writes",
     "call_with_values",
@@ -489,8 +489,8 @@ class WatchedParameter(_OwnedParameter):
         return func(*args, **(kwargs or {}))  # now the window shows the segments, as to a step
 
 
-class SleepingParameter(_OwnedParameter):
-    """A parameter in the step window whose values are on a disk; see ``lightning_zero/storage/sleeping.py``."""
+class DiskParameter(_OwnedParameter):
+    """A parameter in the step window whose values are on a disk; see ``lightning_zero/storage/disk_tensor.py``."""
 
     sleeps = True
 
@@ -503,7 +503,7 @@ class SleepingParameter(_OwnedParameter):
     @data.setter
     def data(self, values: torch.Tensor) -> None:
         _note_pointed(self)
-        super(SleepingParameter, type(self)).data.__set__(self, values)  # type: ignore[attr-defined]
+        super(DiskParameter, type(self)).data.__set__(self, values)  # type: ignore[attr-defined]
 
     @classmethod
     def __torch_function__(
@@ -516,7 +516,7 @@ class SleepingParameter(_OwnedParameter):
         """Answer questions about metadata, make views, and wake for everything else."""
         if func in _TO_EDGES:
             return _TO_EDGES[func](*args, **(kwargs or {}))
-        return call_awake(func, args, kwargs)
+        return call_in_memory(func, args, kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Return an ordinary copy."""

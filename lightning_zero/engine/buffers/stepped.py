@@ -11,7 +11,7 @@ from lightning_zero.engine.buffers.deferred import Deferral, Update
 from lightning_zero.engine.buffers.home import DeviceHome, HomeMaker, PlannedStep, Shard
 from lightning_zero.engine.buffers.rounding import Rounding
 from lightning_zero.engine.buffers.spec import BufferSpec
-from lightning_zero.storage.sleeping import is_asleep, ordinary
+from lightning_zero.storage.disk_tensor import is_on_disk, ordinary
 from lightning_zero.storage.store import ShardStore
 
 __all__ = ["SteppedValues"]
@@ -126,7 +126,7 @@ class SteppedValues:
     @property
     def may_be_seen(self) -> bool:
         """Whether there is a master in memory, in which tensors of the program may lie."""
-        return self.master is not None and not is_asleep(self.master)
+        return self.master is not None and not is_on_disk(self.master)
 
     def widen(self) -> None:
         """Make a master of frozen values, so that any may be loaded; ``narrow`` when they are there."""

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.parameter import owner_of
-from lightning_zero.engine.optim.flat_step import Place
+from lightning_zero.engine.optim.flat_step import BufferSlot
 from lightning_zero.engine.optim.optimizer import ShardedOptimizer, is_attached
 from lightning_zero.errors import PipelineError
 
@@ -30,7 +30,7 @@ class Attached:
         self._mark_stale = mark_stale
         self._optimizers: list[ShardedOptimizer] = []
         self._former: list[ShardedOptimizer] = []  # were let go of and have states on disks, until others are attached
-        self._loose: list[Place] = []  # parameters of no optimizer whose gradient is shown
+        self._loose: list[BufferSlot] = []  # parameters of no optimizer whose gradient is shown
         self._forwards: RemovableHandle | None = None  # of the hook that closes windows, while one may be open
         _watch_steps()
         self._is_zeroed: bool | None = None  # `zero_grad` was called since `begin_gradients`; None: it drops gradients
@@ -70,7 +70,7 @@ class Attached:
             f"`{type(raw).__name__}` is not attached to the engine. Call `engine.attach(optimizer)` first."
         )
 
-    def refuse_step(self, param: nn.Parameter, place: Place, optimizer: Optimizer) -> None:
+    def refuse_step(self, param: nn.Parameter, place: BufferSlot, optimizer: Optimizer) -> None:
         """Refuse that an unattached optimizer steps a gradient of the engine: its values would not be published.
 
         Raises:
@@ -92,7 +92,7 @@ class Attached:
 
     # -- Windows ---------------------------------------------------------------------------------------------------
 
-    def show_gradient(self, param: nn.Parameter, place: Place) -> None:
+    def show_gradient(self, param: nn.Parameter, place: BufferSlot) -> None:
         """Let a parameter with a reduced gradient show it: the window of its optimizer opens."""
         buffer, index = place
         for sharded in sorted(self._optimizers, key=lambda sharded: not sharded.is_open):

@@ -23,14 +23,14 @@ from lightning_zero.config import Moments
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.optim.moments import CODE_KEYS, DTYPES, make_codes
 from lightning_zero.engine.optim.streamed import step_streamed
+from lightning_zero.storage.disk_tensor import is_on_disk, ordinary
 from lightning_zero.storage.references import num_tensors_in
-from lightning_zero.storage.sleeping import is_asleep, ordinary
 from lightning_zero_ops import adamw, adamw_int8, sgd
 from lightning_zero_ops.chunks import vector_numel
 
-__all__ = ["FlatStep", "Place"]
+__all__ = ["FlatStep", "BufferSlot"]
 
-Place = tuple[FlatBuffer, int]
+BufferSlot = tuple[FlatBuffer, int]
 """A parameter as (buffer, slot)."""
 _Run = tuple[int, int]
 
@@ -129,7 +129,7 @@ class FlatStep:
     def __init__(
         self,
         optimizer: Optimizer,
-        places: Mapping[int, Place],
+        places: Mapping[int, BufferSlot],
         moments: Moments = "fp32",
         *,
         has_kernels: bool = False,
@@ -171,13 +171,13 @@ class FlatStep:
         if sys.getrefcount(states) > own:
             return True
         owners = {id(buffer) for buffer in buffers}
-        flats = [(place, flat) for place, flat in self._flat.items() if place[0] in owners and not is_asleep(flat)]
+        flats = [(place, flat) for place, flat in self._flat.items() if place[0] in owners and not is_on_disk(flat)]
         num_tensors = {flat.untyped_storage()._cdata: self._num_tensors.get(place, 1) for place, flat in flats}
         placed = Counter(id(one) for there in self._placed.values() for one, _ in there.values())
         for state in states.values():
             is_kept = sys.getrefcount(state) > own
             for value in state.values():
-                if not torch.is_tensor(value) or is_asleep(value):
+                if not torch.is_tensor(value) or is_on_disk(value):
                     continue
                 if value.untyped_storage()._cdata in num_tensors:
                     num_tensors[value.untyped_storage()._cdata] += 1
@@ -262,7 +262,7 @@ class FlatStep:
     @property
     def is_on_disks(self) -> bool:
         """Whether it has states on disks."""
-        return any(is_asleep(flat) for flat in self._flat.values())
+        return any(is_on_disk(flat) for flat in self._flat.values())
 
     def take_over(self, former: FlatStep) -> None:
         """Go on with the states of the same optimizer that was attached before."""
@@ -516,7 +516,7 @@ class FlatStep:
         return self._flat[place]
 
     def _note_tensors(self, place: tuple[int, str]) -> None:
-        if not is_asleep(self._flat[place]):
+        if not is_on_disk(self._flat[place]):
             self._num_tensors[place] = num_tensors_in(self._flat[place])
 
     def _dtype(self, buffer: FlatBuffer) -> torch.dtype:

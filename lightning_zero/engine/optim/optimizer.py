@@ -28,12 +28,12 @@ from lightning_zero.engine.buffers.parameter import owner_of
 from lightning_zero.engine.buffers.sharded_gradient import ShardedGradient, norm_of_norms, norms_of
 from lightning_zero.engine.buffers.window import compare_assigned
 from lightning_zero.engine.optim.elementwise import ElementwiseTrial, Stepped
-from lightning_zero.engine.optim.flat_step import FlatStep, Place
+from lightning_zero.engine.optim.flat_step import BufferSlot, FlatStep
 from lightning_zero.engine.optim.methods import MethodCalls, RunningStep, methods_on_segments
 from lightning_zero.engine.optim.moments import widened
-from lightning_zero.engine.optim.steps_made_early import StepsAhead
-from lightning_zero.engine.units.pipeline_peers import Parts
-from lightning_zero.storage.sleeping import is_asleep
+from lightning_zero.engine.optim.steps_made_early import StepsMadeEarly
+from lightning_zero.engine.units.pipeline_peers import PipelinePeers
+from lightning_zero.storage.disk_tensor import is_on_disk
 from lightning_zero_ops.selfcheck import kernels_agree
 
 __all__ = ["ShardedOptimizer", "gradient_norm", "is_attached"]
@@ -61,11 +61,11 @@ class ShardedOptimizer:
     def __init__(
         self,
         optimizer: Optimizer,
-        places: dict[int, Place],
+        places: dict[int, BufferSlot],
         *,
         communicator: Communicator,
         before_open: Callable[[ShardedOptimizer], None],
-        parts: Parts | None = None,
+        parts: PipelinePeers | None = None,
         keeps_gradients: Callable[[], bool] = lambda: False,
         deferral: Deferral | None = None,
         after_defer: Callable[[FlatBuffer], None] = lambda buffer: None,
@@ -86,11 +86,11 @@ class ShardedOptimizer:
         self._begin_step = before_step
         self._end_step = after_step
         self._deferred: list[FlatBuffer] = []  # in the last step
-        self._ahead = StepsAhead()
+        self._ahead = StepsMadeEarly()
         self._steps_early = False
-        self._in_window: list[Place] = []
+        self._in_window: list[BufferSlot] = []
         self._by_torch: dict[int, FlatBuffer] = {}  # buffers of which PyTorch steps a part in this step
-        self._attached: dict[int, Place] = {}
+        self._attached: dict[int, BufferSlot] = {}
         self._moments = moments
         self._flat_step: FlatStep | None = None
         if FlatStep.suits(optimizer):
@@ -143,7 +143,7 @@ class ShardedOptimizer:
         self.optimizer.__class__ = self._original_class
         if self._moments != "fp32":
             for param, state in self.optimizer.state.items():
-                if not any(is_asleep(value) for value in state.values()):
+                if not any(is_on_disk(value) for value in state.values()):
                     self.optimizer.state[param] = self._widened(param, state)
 
     @property
@@ -162,7 +162,7 @@ class ShardedOptimizer:
     # -- Parameters ------------------------------------------------------------------------------------------------
 
     @property
-    def places(self) -> Iterable[Place]:
+    def places(self) -> Iterable[BufferSlot]:
         """Buffer and slot of each parameter, without those that the program has removed from ``param_groups``."""
         if not self._lacks_some:
             return self._attached.values()
@@ -274,7 +274,7 @@ class ShardedOptimizer:
         buffer.values.flush()
         return widened(state, self._moments, buffer.values.stepped.dtype)
 
-    def _cut_state(self, param: nn.Parameter, place: Place) -> None:
+    def _cut_state(self, param: nn.Parameter, place: BufferSlot) -> None:
         """Cut state that the optimizer made in its constructor to this rank's segment."""
         buffer, index = place
         start, stop = buffer.own_range.elements(index)
@@ -286,7 +286,7 @@ class ShardedOptimizer:
             elif torch.is_tensor(value) and key != "step" and value.shape == whole and buffer.own_range.is_shard:
                 state[key] = value.reshape(-1)[start:stop].to(buffer.values.stepped.dtype).clone()
 
-    def _fit_states(self, places: Iterable[Place]) -> None:
+    def _fit_states(self, places: Iterable[BufferSlot]) -> None:
         """Cut whole states that were assigned by hand; PyTorch's kernels do not look how long a state is.
 
         Raises:
@@ -490,7 +490,7 @@ class ShardedOptimizer:
             self._fit_states(self.places)
             self._strip(self.places)
 
-    def _strip(self, places: Iterable[Place]) -> None:
+    def _strip(self, places: Iterable[BufferSlot]) -> None:
         for buffer, index in places:
             buffer.window.show(index)
             buffer.window.strip(index)
@@ -731,7 +731,7 @@ class ShardedOptimizer:
 
 
 def gradient_norm(
-    places: Iterable[Place], order: float, communicator: Communicator, parts: Parts | None = None
+    places: Iterable[BufferSlot], order: float, communicator: Communicator, parts: PipelinePeers | None = None
 ) -> torch.Tensor:
     """Return the norm of the reduced gradients at ``places``, of all parts: () fp32. Collective: all ranks."""
     places = list(places)
@@ -744,7 +744,7 @@ def gradient_norm(
     return (norm if parts is None else parts.combine_norms(norm.to(communicator.device), order)).float()
 
 
-def _take_gradients(places: Iterable[Place], communicator: Communicator) -> None:
+def _take_gradients(places: Iterable[BufferSlot], communicator: Communicator) -> None:
     """Take over changes to gradients. Collective: all ranks that have assigned some by hand."""
     by_buffer = _by_buffer(places)
     for buffer, indices in by_buffer:
@@ -765,7 +765,7 @@ def _norms(buffer: FlatBuffer, indices: set[int], order: float) -> list[torch.Te
     return [known] if known is not None else norms_of(_pieces(buffer, indices, buffer.gradients.for_reading()), order)
 
 
-def _by_buffer(places: Iterable[Place]) -> list[tuple[FlatBuffer, set[int]]]:
+def _by_buffer(places: Iterable[BufferSlot]) -> list[tuple[FlatBuffer, set[int]]]:
     wanted: dict[int, tuple[FlatBuffer, set[int]]] = {}
     for buffer, index in places:
         wanted.setdefault(id(buffer), (buffer, set()))[1].add(index)

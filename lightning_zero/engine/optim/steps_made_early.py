@@ -8,10 +8,10 @@ from typing import Any
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.deferred import Update
 
-__all__ = ["StepsAhead"]
+__all__ = ["StepsMadeEarly"]
 
 
-class StepsAhead:
+class StepsMadeEarly:
     """The buffers that were stepped in the backward, and the options of these steps.
 
     Call protocol: ``begin`` before each, ``add`` behind it; ``refuse_moved_options`` and ``take`` when ``step`` is

@@ -19,7 +19,7 @@ import torch
 from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.labels import label
-from lightning_zero.engine.runtime.step_in_backward import EarlySteps
+from lightning_zero.engine.runtime.step_in_backward import StepInBackward
 from lightning_zero.engine.units.unit import Unit
 
 __all__ = ["Reducer"]
@@ -36,7 +36,7 @@ class Reducer:
     """
 
     def __init__(
-        self, units: Sequence[Unit], communicator: Communicator, in_flight: int, early: EarlySteps | None = None
+        self, units: Sequence[Unit], communicator: Communicator, in_flight: int, early: StepInBackward | None = None
     ) -> None:
         self._units = list(units)
         self._communicator = communicator

@@ -20,10 +20,10 @@ from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.optim.optimizer import ShardedOptimizer
 from lightning_zero.engine.units.unit import Unit
 
-__all__ = ["EarlySteps"]
+__all__ = ["StepInBackward"]
 
 
-class EarlySteps:
+class StepInBackward:
     """Steps the buffers of one optimizer in the backward.
 
     Args:

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-__all__ = ["AwaitedValues", "Place", "await_values", "awaited_places", "awaited_values", "forget_awaited"]
+__all__ = ["DeferredValues", "Registration", "defer_values", "deferred_params", "deferred_values", "forget_deferred"]
 
 _KEY = "_lightning_zero_awaited"
 
 
 @dataclass(frozen=True)
-class Place:
+class Registration:
     """The attribute ``module.<key>``, a parameter or buffer: whichever tensor is registered there."""
 
     name: str
@@ -34,11 +34,11 @@ class Place:
         return self.module._buffers.get(self.key) if found is None else found
 
 
-class AwaitedValues(Protocol):
+class DeferredValues(Protocol):
     """A source of values for parameters and buffers. Must pickle."""
 
     @property
-    def places(self) -> Sequence[Place]:
+    def places(self) -> Sequence[Registration]:
         """The parameters and buffers that get values."""
         ...
 
@@ -47,18 +47,18 @@ class AwaitedValues(Protocol):
         ...
 
 
-def await_values(module: nn.Module, values: AwaitedValues) -> None:
+def defer_values(module: nn.Module, values: DeferredValues) -> None:
     """Note that parts of a module get their values when it is sharded."""
     vars(module).setdefault(_KEY, []).append(values)
 
 
-def awaited_values(root: nn.Module) -> list[AwaitedValues]:
+def deferred_values(root: nn.Module) -> list[DeferredValues]:
     """Return the values that a module and its submodules wait for, in the order in which they were registered.
 
     Raises:
         ValueError: A part of the module that waits for values is not there any more.
     """
-    found: list[AwaitedValues] = [values for module in root.modules() for values in vars(module).get(_KEY, ())]
+    found: list[DeferredValues] = [values for module in root.modules() for values in vars(module).get(_KEY, ())]
     present = {id(module) for module in root.modules()}
     for place in (place for values in found for place in values.places):
         if id(place.module) not in present or place.tensor is None:
@@ -69,9 +69,9 @@ def awaited_values(root: nn.Module) -> list[AwaitedValues]:
     return found
 
 
-def awaited_places(root: nn.Module) -> set[tuple[int, str]]:
+def deferred_params(root: nn.Module) -> set[tuple[int, str]]:
     """Return ``(id of a module, key)`` of all parameters and buffers that wait, under each name of a tied one."""
-    waiting = {id(place.tensor) for values in awaited_values(root) for place in values.places}
+    waiting = {id(place.tensor) for values in deferred_values(root) for place in values.places}
     return {
         (id(module), key)
         for module in root.modules()
@@ -81,7 +81,7 @@ def awaited_places(root: nn.Module) -> set[tuple[int, str]]:
     }
 
 
-def forget_awaited(root: nn.Module) -> None:
+def forget_deferred(root: nn.Module) -> None:
     """Take the notes off a module: it has its values."""
     for module in root.modules():
         vars(module).pop(_KEY, None)

@@ -17,10 +17,10 @@ from torch import nn
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 
-__all__ = ["Parts"]
+__all__ = ["PipelinePeers"]
 
 
-class Parts:
+class PipelinePeers:
     """The parts of one copy of a model, and which of them hold a parameter.
 
     Args:

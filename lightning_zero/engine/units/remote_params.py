@@ -22,10 +22,10 @@ from lightning_zero.engine.buffers.parameter import (
 )
 from lightning_zero.engine.units.lowering import Lowering
 from lightning_zero.engine.units.partition import kind_of
-from lightning_zero.engine.units.pipeline_peers import Parts
+from lightning_zero.engine.units.pipeline_peers import PipelinePeers
 from lightning_zero.errors import PipelineError
 
-__all__ = ["Elsewhere"]
+__all__ = ["RemoteParams"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class _Absent:
     placeholder: torch.Tensor
 
 
-class Elsewhere:
+class RemoteParams:
     """The parameters of a module that only other parts of the model hold.
 
     Args:
@@ -53,7 +53,7 @@ class Elsewhere:
     def __init__(
         self,
         module: nn.Module,
-        parts: Parts,
+        parts: PipelinePeers,
         *,
         names: dict[int, tuple[str, ...]],
         precision: MixedPrecision,

@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.mesh import Mesh
-from lightning_zero.comm.p2p import Letter, Mailbox
+from lightning_zero.comm.p2p import P2P, PendingReceive
 from lightning_zero.config import Pipeline
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.module_state import AttributeState, HookState, ModuleState, put_back
@@ -194,7 +194,7 @@ class PipelineRunner(Generic[Step]):
         *,
         route: Route[Step],
         around: StateAround,
-        mail: Mailbox,
+        mail: P2P,
         keeps_gradients: bool,
     ) -> None:
         # - The cut, the mesh, the plan
@@ -224,7 +224,7 @@ class PipelineRunner(Generic[Step]):
         self._is_new = False  # some rank has run none of this kind
         self._messages: list[dict[int, tuple[Message, ...]]] = []  # into every chunk, by micro-batch
         self._states: dict[int, tuple[_State, ...]] = {}  # around the model, by chunk
-        self._letters: dict[Action, list[Letter]] = {}
+        self._letters: dict[Action, list[PendingReceive]] = {}
         self._inputs: dict[tuple[int, int], list[torch.Tensor]] = {}  # received, waiting for their gradient
         self._outputs: dict[tuple[int, int], list[torch.Tensor]] = {}  # sent, waiting for their gradient
         self._results: dict[int, Any] = {}  # of the last chunk, by micro-batch

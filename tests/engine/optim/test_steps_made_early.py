@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_zero.engine.buffers.deferred import Update
-from lightning_zero.engine.optim.steps_made_early import StepsAhead
+from lightning_zero.engine.optim.steps_made_early import StepsMadeEarly
 from tests.engine.flat_buffers import SHAPES, numbered_buffer, reduce_fully
 
 
@@ -17,7 +17,7 @@ def _groups(**options: Any) -> list[dict[str, Any]]:
 
 
 def test_options_are_those_of_the_first_step_until_step_is_called() -> None:
-    ahead, buffer = StepsAhead(), numbered_buffer(0)
+    ahead, buffer = StepsMadeEarly(), numbered_buffer(0)
     ahead.refuse_moved_options(_groups(lr=0.5))  # nothing is ahead
     ahead.begin(_groups())
     ahead.add(buffer, None)
@@ -31,7 +31,7 @@ def test_options_are_those_of_the_first_step_until_step_is_called() -> None:
 
 def test_a_step_that_may_be_running_is_handed_on_or_finished() -> None:
     made: list[str] = []
-    ahead, buffer = StepsAhead(), numbered_buffer(0)
+    ahead, buffer = StepsMadeEarly(), numbered_buffer(0)
     for index, shape in enumerate(SHAPES):
         buffer.gradients.accumulate(index, torch.ones(shape))
     reduce_fully(buffer)

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from lightning_zero.engine.engine import ZeroEngine
-from lightning_zero.engine.units.deferred_init import Place, await_values, awaited_places, awaited_values
+from lightning_zero.engine.units.deferred_init import Registration, defer_values, deferred_params, deferred_values
 from tests import worlds
 
 
 @dataclass(frozen=True)
 class Sevens:
-    places: tuple[Place, ...]
+    places: tuple[Registration, ...]
 
     def load(self, engine: Any) -> None:
         for record in engine.records():
@@ -36,7 +36,7 @@ class Counted(nn.Linear):
 def _model(*keys: str) -> nn.Module:
     with torch.device("meta"):
         model = nn.Sequential(Counted(3, 5), nn.Linear(5, 2))
-    await_values(model, Sevens(tuple(Place(f"0.{key}", model[0], key) for key in keys)))
+    defer_values(model, Sevens(tuple(Registration(f"0.{key}", model[0], key) for key in keys)))
     return model
 
 
@@ -44,7 +44,7 @@ def _shard(rank: int, world: int, stage: int, keys: tuple[str, ...]) -> tuple[in
     Counted.initialised = 0
     model, engine = _model(*keys), ZeroEngine(stage)
     engine.shard(model)
-    assert awaited_values(model) == []
+    assert deferred_values(model) == []
     return Counted.initialised, [engine.full_param(param).mean().item() for param in model[0].parameters()]
 
 
@@ -64,11 +64,11 @@ def test_a_tied_parameter_waits_under_all_its_names() -> None:
     model = _model("weight")
     model.append(nn.Linear(3, 5, device="meta"))
     model[2].weight = model[0].weight
-    assert awaited_places(model) == {(id(model[0]), "weight"), (id(model[2]), "weight")}
+    assert deferred_params(model) == {(id(model[0]), "weight"), (id(model[2]), "weight")}
 
 
 def test_a_part_that_was_taken_out_is_named() -> None:
     model = _model("weight", "bias")
     model[0].bias = None
     with pytest.raises(ValueError, match="`0.bias` waits for its pretrained values, and was taken out of the module"):
-        awaited_values(model)
+        deferred_values(model)

@@ -35,7 +35,7 @@ class Sleep(torch.autograd.Function):
         return grads[0], None
 
 
-class Sleeper(nn.Module):
+class RecordOwner(nn.Module):
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self.seconds = seconds
@@ -49,7 +49,7 @@ class Sleeper(nn.Module):
 class Sleepers(LightningModule):
     def __init__(self, chunks: int, seconds: float) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Sleeper(seconds) for _ in range(chunks))
+        self.blocks = nn.ModuleList(RecordOwner(seconds) for _ in range(chunks))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x = batch[0]

@@ -1,6 +1,6 @@
 """Tensors on disks that are read when their values are used.
 
-Shape, dtype and views of a ``SleepingTensor`` are answered without reading. Any other operation wakes it first: its
+Shape, dtype and views of a ``DiskTensor`` are answered without reading. Any other operation wakes it first: its
 record is read, the operation runs on ordinary memory, and changes are written before the memory is given back.
 A view of one is one too. Copies (``clone``, ``to``, ``numpy``, pickles) are ordinary.
 """
@@ -18,29 +18,29 @@ from lightning_zero.storage.metadata import QUESTIONS
 from lightning_zero.trees import tree_leaves, tree_map_only
 
 __all__ = [
-    "Sleeper",
-    "SleepingTensor",
-    "asleep",
-    "call_awake",
-    "is_asleep",
+    "RecordOwner",
+    "DiskTensor",
+    "on_disk",
+    "call_in_memory",
+    "is_on_disk",
     "ordinary",
     "register",
-    "sleeper_of",
+    "record_owner_of",
     "unregister",
 ]
 
 
-class Sleeper(Protocol):
-    """The owner of a sleeping tensor's values."""
+class RecordOwner(Protocol):
+    """The owner of a disk tensor's values."""
 
     name: str
 
     def awake(self, others: Sequence[Any], written: Sequence[Any]) -> AbstractContextManager[None]:
-        """Have the values of this sleeper and ``others`` in memory; those of ``written`` are changed."""
+        """Have the values of this tensor and of ``others`` in memory; those of ``written`` are changed."""
         ...
 
 
-_SLEEPERS: WeakValueDictionary[int, Sleeper] = WeakValueDictionary()  # by storage, which a sleeper keeps alive
+_OWNERS: WeakValueDictionary[int, RecordOwner] = WeakValueDictionary()  # by storage, which a owner keeps alive
 
 _METADATA = QUESTIONS | frozenset([
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_empty", "new_zeros",
@@ -62,8 +62,8 @@ _WRITE_FIRST_ONLY = frozenset([
 ])  # fmt: skip
 
 
-class SleepingTensor(torch.Tensor):
-    """A tensor that is read from its record when its values are used."""
+class DiskTensor(torch.Tensor):
+    """A tensor on a disk, read from its record when its values are used."""
 
     sleeps = True
 
@@ -76,7 +76,7 @@ class SleepingTensor(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Answer questions about metadata, make views, and wake for everything else."""
-        return call_awake(func, args, kwargs)
+        return call_in_memory(func, args, kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Return an ordinary copy."""
@@ -87,48 +87,48 @@ class SleepingTensor(torch.Tensor):
         return self.clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-def register(tensor: torch.Tensor, sleeper: Sleeper) -> SleepingTensor:
-    """Return a sleeping tensor over the memory of ``tensor``, which ``sleeper`` answers for and must keep alive."""
-    _SLEEPERS[_storage(tensor)] = sleeper
-    face: SleepingTensor = asleep(tensor)
+def register(tensor: torch.Tensor, owner: RecordOwner) -> DiskTensor:
+    """Return a disk tensor over the memory of ``tensor``, which ``owner`` answers for and must keep alive."""
+    _OWNERS[_storage(tensor)] = owner
+    face: DiskTensor = on_disk(tensor)
     return face
 
 
 def unregister(tensor: torch.Tensor) -> None:
-    """Remove the sleeper of a tensor: using the tensor is an error from now on."""
-    _SLEEPERS.pop(_storage(tensor), None)
+    """Remove the owner of a tensor: using the tensor is an error from now on."""
+    _OWNERS.pop(_storage(tensor), None)
 
 
-def asleep(tensor: torch.Tensor) -> Any:
-    """Return a sleeping tensor over the same memory."""
+def on_disk(tensor: torch.Tensor) -> Any:
+    """Return a disk tensor over the same memory."""
     with torch._C.DisableTorchFunctionSubclass():
         alias = tensor.detach()
-    alias.__class__ = SleepingTensor
+    alias.__class__ = DiskTensor
     return alias
 
 
 def ordinary(tensor: torch.Tensor) -> torch.Tensor:
     """Return an ordinary tensor over the same memory, for those who know when there is something in it."""
-    if not is_asleep(tensor):
+    if not is_on_disk(tensor):
         return tensor
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.detach()
 
 
-def is_asleep(tensor: Any) -> bool:
+def is_on_disk(tensor: Any) -> bool:
     """Say whether a tensor is one that has to be woken."""
     return getattr(type(tensor), "sleeps", False)
 
 
-def sleeper_of(tensor: torch.Tensor) -> Any:
-    """Return the sleeper that has a tensor's values, or None for a tensor that does not sleep.
+def record_owner_of(tensor: torch.Tensor) -> Any:
+    """Return the owner that has a tensor's values, or None for a tensor that is not on a disk.
 
     Raises:
         RuntimeError: Its record was given back.
     """
-    if not is_asleep(tensor):
+    if not is_on_disk(tensor):
         return None
-    found = _SLEEPERS.get(_storage(tensor))
+    found = _OWNERS.get(_storage(tensor))
     if found is None:
         raise RuntimeError(
             f"The values of a tensor of shape {_shape(tensor)} were on a disk and are gone: its engine was closed,"
@@ -151,8 +151,8 @@ def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
 # -- Operations --------------------------------------------------------------------------------------------------------
 
 
-def call_awake(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
-    """Call ``func`` with sleeping tensors among its arguments; see the note of the module."""
+def call_in_memory(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
+    """Call ``func`` with disk tensors among its arguments; see the note of the module."""
     kwargs = dict(kwargs or {})
     name = getattr(func, "__name__", str(func)).split(".")[0]
     if name in _REFUSED:
@@ -163,33 +163,33 @@ def call_awake(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
     if name in _METADATA or name in ("__get__", "__set__", "__delete__") or _makes_view(name, args):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        return result if name == "__set__" else tree_map_only(torch.Tensor, _as_sleeping_view, result)
+        return result if name == "__set__" else tree_map_only(torch.Tensor, _as_disk_view, result)
     if name in _COPIED_FIRST:
         return func(args[0].clone(), *args[1:], **kwargs)
     return _call(func, name, args, kwargs)
 
 
 def _call(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    sleepers, written = _sleepers_in((args, kwargs)), _written(name, args, kwargs)
-    with sleepers[0].awake(sleepers, written), torch._C.DisableTorchFunctionSubclass():
+    owners, written = _record_owners_in((args, kwargs)), _written(name, args, kwargs)
+    with owners[0].awake(owners, written), torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
         # A written tensor is returned as it is; `to` and the like, which may return their argument, copy.
         given = {id(leaf) for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)} if written else set()
         return tree_map_only(torch.Tensor, lambda tensor: _own_memory(tensor, given), result)
 
 
-def _sleepers_in(values: Any) -> list[Any]:
-    found = [sleeper_of(leaf) for leaf in tree_leaves(values) if is_asleep(leaf)]
-    return list({id(sleeper): sleeper for sleeper in found}.values())
+def _record_owners_in(values: Any) -> list[Any]:
+    found = [record_owner_of(leaf) for leaf in tree_leaves(values) if is_on_disk(leaf)]
+    return list({id(owner): owner for owner in found}.values())
 
 
 def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    changed = _sleepers_in(kwargs["out"]) if kwargs.get("out") is not None else []
+    changed = _record_owners_in(kwargs["out"]) if kwargs.get("out") is not None else []
     is_operator = name.startswith("__")
     if name in _WRITE_FIRST_ONLY or (name.startswith("_foreach_") and name.endswith("_")):
-        return changed + _sleepers_in(args[:1])
+        return changed + _record_owners_in(args[:1])
     if (name.endswith("_") and not is_operator) or (is_operator and name[2:3] == "i" and name not in _READS):
-        return changed + _sleepers_in((args, kwargs))
+        return changed + _record_owners_in((args, kwargs))
     return changed
 
 
@@ -198,18 +198,18 @@ def _makes_view(name: str, args: tuple[Any, ...]) -> bool:
         return True
     if name in _VIEWS_IF_CONTIGUOUS:
         with torch._C.DisableTorchFunctionSubclass():
-            return is_asleep(args[0]) and bool(args[0].is_contiguous())
+            return is_on_disk(args[0]) and bool(args[0].is_contiguous())
     if name == "__getitem__":
         keys = args[1] if isinstance(args[1], tuple) else (args[1],)
         return all(key is None or key is Ellipsis or type(key) in (int, slice) for key in keys)
     return False
 
 
-def _as_sleeping_view(tensor: torch.Tensor) -> torch.Tensor:
+def _as_disk_view(tensor: torch.Tensor) -> torch.Tensor:
     is_plain = type(tensor) is torch.Tensor
-    return asleep(tensor) if is_plain and _storage(tensor) in _SLEEPERS else tensor
+    return on_disk(tensor) if is_plain and _storage(tensor) in _OWNERS else tensor
 
 
 def _own_memory(tensor: torch.Tensor, given: set[int]) -> torch.Tensor:
-    """Return a result that outlives the call: a copy, if it shares memory with a sleeping tensor."""
-    return tensor if id(tensor) in given or _storage(tensor) not in _SLEEPERS else tensor.clone()
+    """Return a result that outlives the call: a copy, if it shares memory with a disk tensor."""
+    return tensor if id(tensor) in given or _storage(tensor) not in _OWNERS else tensor.clone()
