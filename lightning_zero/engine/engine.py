@@ -595,6 +595,7 @@ class ZeroEngine:
 
     def keep_params_on_device(self) -> None:
         """Keep the shards of parameters on the device from now on, before optimizers are attached (stage 3)."""
+        self._require_module()
         for buffer in self._buffers:
             buffer.values.bring_shard()
 

@@ -142,9 +142,9 @@ def test_stages_on_simulated_devices_train_as_on_the_host(case: str) -> None:
 EVERY_STAGE = {"tolist: parallel/pipeline/schedule/microbatches.py batch_digest": 1}
 LAST_STAGE = {
     **EVERY_STAGE,
-    "tolist: pipelined.py _survey": 1,
+    "tolist: lightning/pipelined_steps.py _survey": 1,
     "copy: parallel/pipeline/tracing/loss_normalization.py check": 1,
-    "copy: pipelined.py training_step": 1,
+    "copy: lightning/pipelined_steps.py training_step": 1,
 }
 
 
