@@ -256,7 +256,7 @@ class ByScale(Penalty):
         return self.scale
 
 
-class InFront(Program):
+class BeforeBlocks(Program):
     """Takes a gradient in front of the blocks, of a value that they are given too."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -356,7 +356,7 @@ def test_a_backward_in_a_step_is_refused(make: Any) -> None:
         run(_fit, 2, make, _pipeline(), batches())
 
 
-WHOLE = [ByLate, ByLateWeight, ByScale, InFront]
+WHOLE = [ByLate, ByLateWeight, ByScale, BeforeBlocks]
 
 
 @pytest.mark.parametrize("make", sample(WHOLE, ByLate, ByLateWeight), ids=lambda one: one.__name__)
