@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts as _contexts
 
 from lightning_zero.errors import PipelineError
 from tests.contracts.test_pipeline_programs import Program, _fit, _pipeline
@@ -126,11 +127,180 @@ class Writes(nn.Module):
         return torch.tanh(self.layer(hidden.mul_(0.9)))
 
 
-REFUSED = [(WritesArgument, "writes into an argument that"), (KeepsAttributes, "leaves tensors in its attributes")]
+class Selective(Recomputed):
+    """Saves the results of matrix products, and computes all else again."""
+
+    def __init__(self) -> None:
+        super().__init__("list", checkpoint=partial(checkpoint, context_fn=partial(_contexts, _save_products)))
 
 
-@pytest.mark.parametrize("case", sample(REFUSED, REFUSED[0]), ids=lambda case: case[0].__name__)
+def _save_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if "mm" in str(operation) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+REFUSED = [
+    (Selective, "is called inside of `torch.utils.checkpoint.*context_fn"),
+    (WritesArgument, "writes into an argument that"),
+]
+REFUSED += [(KeepsAttributes, "leaves tensors in its attributes")]
+
+
+@pytest.mark.parametrize("case", sample(REFUSED, REFUSED[0], REFUSED[1]), ids=lambda case: case[0].__name__)
 def test_a_recomputation_that_would_find_other_values_is_refused(case: Any) -> None:
     make, message = case
     with pytest.raises(PipelineError, match=message):
         run(_fit, 2, make, _pipeline(), {}, True)
+
+
+class WithLoss(Recomputed):
+    """Adds up auxiliary losses of its blocks inside of the checkpointed function; a case says how."""
+
+    def __init__(self, reentrant: bool = False, checkpoint: Callable[..., Any] = checkpoint) -> None:
+        super().__init__("list", reentrant, checkpoint=checkpoint)
+        self.net.blocks = nn.ModuleList(self.make_block() for _ in range(4))
+
+    def make_block(self) -> nn.Module:
+        return Returns(self.net.embedding.embedding_dim)
+
+    def walk(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def logits(self, ids: Tensor) -> Tensor:
+        hidden, self.aux = self.checkpoint(self.walk, self.net.embedding(ids))
+        return self._head(hidden)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        aux, self.aux = self.aux, None
+        return loss + 0.1 * aux.mean()
+
+
+class Returns(nn.Module):
+    """Returns hidden states and a loss."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, hidden: Tensor) -> Any:
+        hidden = hidden + torch.tanh(self.layer(hidden))
+        return hidden, hidden.square().mean((1, 2))  # of each sample, as micro-batches have them
+
+
+class OfHidden(WithLoss):
+    """Computes the losses between the blocks."""
+
+    def walk(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        aux = hidden.new_zeros(len(hidden))
+        for block in self.net.blocks:
+            hidden, _ = block(hidden)
+            aux = aux + hidden.pow(2).mean((1, 2))
+        return hidden, aux
+
+
+class OfPairs(WithLoss):
+    """Adds in place what blocks return."""
+
+    def walk(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        aux = hidden.new_zeros(len(hidden))
+        for block in self.net.blocks:
+            hidden, one = block(hidden)
+            aux += one.exp()
+        return hidden, aux
+
+
+class Written(WithLoss):
+    """Writes into what blocks return."""
+
+    def walk(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        aux = hidden.new_zeros(len(hidden))
+        for block in self.net.blocks:
+            hidden, one = block(hidden)
+            one.add_(1.0).mul_(2.0)
+            aux = aux + one.square()
+        return hidden, aux
+
+
+class WrittenLater(WithLoss):
+    """Writes into what blocks have returned, when it has been used."""
+
+    def walk(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        ones = []
+        for block in self.net.blocks:
+            hidden, one = block(hidden)
+            ones.append(one)
+        aux = torch.stack(ones).square().sum(0)
+        for one in ones:
+            one.mul_(3.0)
+        return hidden, aux + torch.stack(ones).pow(3).sum(0)
+
+
+class OfSkips(WithLoss):
+    """Uses what goes in at the end, and what the first block returns."""
+
+    def walk(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        start = hidden
+        found = []
+        for block in self.net.blocks:
+            hidden, one = block(hidden)
+            found.append((hidden, one))
+        return hidden * start.sigmoid(), (found[0][0] * start * found[-1][0]).mean((1, 2)) + found[1][1] * found[0][1]
+
+
+class Named(Returns):
+    """Returns a dictionary with what it was given."""
+
+    def forward(self, hidden: Tensor, scale: Tensor) -> Any:
+        hidden, loss = super().forward(hidden * scale)
+        return {"hidden": hidden, "loss": loss, "scale": scale}
+
+
+class OfDictionaries(WithLoss):
+    """Changes the dictionaries that blocks return, and writes into arguments that they return."""
+
+    def make_block(self) -> nn.Module:
+        return Named(self.net.embedding.embedding_dim)
+
+    def walk(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        scale = torch.full((), 0.9)
+        aux = hidden.new_zeros(len(hidden))
+        for block in self.net.blocks:
+            found = block(hidden, scale)
+            found["loss"] = found["loss"] * found.pop("scale").add(1.0)
+            hidden = found["hidden"]
+            aux = aux + found["loss"].square()
+        return hidden, aux
+
+
+class InTwo(WithLoss):
+    """Checkpoints the first blocks in the checkpointed function, and the others behind it."""
+
+    def part(self, hidden: Tensor, aux: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        for block in self.net.blocks[start:stop]:
+            hidden, one = block(hidden)
+            aux = aux + one.exp() * hidden.tanh().mean((1, 2))
+        return hidden, aux
+
+    def walk(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, aux = self.checkpoint(self.part, hidden, hidden.new_zeros(len(hidden)), 0, 3)
+        return self.part(hidden, aux * 2.0, 3, 4)
+
+
+LOSSES = [OfHidden, OfPairs, Written, WrittenLater, OfSkips, OfDictionaries, InTwo]
+
+
+@pytest.mark.parametrize("make", sample(LOSSES, OfHidden, Written), ids=lambda make: make.__name__)
+@pytest.mark.parametrize("reentrant", sample((False, True), False), ids=("", "reentrant"))
+@pytest.mark.parametrize("cut", sample(CUTS, "2-stages"))
+@pytest.mark.parametrize("zero", sample((1, 3), 3))
+def test_losses_of_blocks_inside_of_checkpointed_code_are_recomputed(
+    make: Any, reentrant: bool, cut: str, zero: int
+) -> None:
+    """Ended in PyTorch's ``CheckpointError``, because modules of other stages were imagined inside of the function."""
+    stages = 4 if cut == "4-stages" else 2
+    schedule: Any = "interleaved_1f1b" if cut == "interleaved" else "1f1b"
+    options = {**_pipeline(stages, schedule=schedule, partition="uniform", microbatches=4), "stage": zero}
+    expected = run(_fit, 1, partial(make, reentrant), {"stage": 0}, {}, True)[0]
+    for weights in run(_fit, stages, partial(make, reentrant), options, {}, True):
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6, msg=name)

@@ -40,7 +40,7 @@ from lightning_zero.parallel.pipeline.tracing.gradient_hooks import GradientHook
 from lightning_zero.parallel.pipeline.tracing.loss_normalization import unwatched
 from lightning_zero.parallel.pipeline.tracing.outcomes import Attributes, Outcome
 from lightning_zero.parallel.pipeline.tracing.own_gradients import OwnGradients, users_of_parameters
-from lightning_zero.parallel.pipeline.tracing.recomputation import Again, Checkpoints, NotedCall
+from lightning_zero.parallel.pipeline.tracing.recomputation import Again, Checkpoints, NotedCall, NotedOutput, uncounted
 from lightning_zero.parallel.writable import writable
 from lightning_zero.trees import tree_flatten, tree_leaves, tree_unflatten
 
@@ -80,6 +80,7 @@ class _Visit:
     wanted: Collection[Source] = ()  # of this chunk, by later ones
     origins: Origins | None = None  # of a run on fakes
     received: dict[int | Source, Tensor] | None = None
+    copies: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of sources, and these, by id of the copy
     computed: dict[Source, Tensor] = field(default_factory=dict)  # that are wanted
     times: Counter[str] = field(default_factory=Counter)  # calls of modules that compute, by name
     outcomes: dict[tuple[str, int], Outcome] = field(default_factory=dict)  # described, by name and number of the call
@@ -345,9 +346,11 @@ class Gates:
         if visit is None or visit.is_inside:
             return cls.__call__(module, *args, **kwargs)
         place = self._places[id(module)]
-        with unwatched():
-            if visit.again is not None:
-                return self._call_again(module, cls, visit, args, kwargs)
+        if visit.checkpoints is not None:
+            visit.checkpoints.require_plain(place.name)
+        if visit.again is not None:
+            return self._call_again(module, cls, visit, args, kwargs)
+        with unwatched(), uncounted() if visit.notes_calls else nullcontext():
             self._on_call()
             behind = self._random_state() if visit.notes_calls else None
             if not self._computes(visit, place, args, kwargs):
@@ -380,9 +383,10 @@ class Gates:
         assert visit.again is not None
         noted = visit.again.next()
         visit.note(noted)
-        if noted.random is None:
+        if noted.output is not None:
             noted.behind.restore()
-            return noted.output
+            return noted.output.again((args, kwargs))
+        assert noted.random is not None
         args, kwargs = noted.with_received((args, kwargs))
         noted.random.restore()
         visit.is_inside = True
@@ -470,7 +474,10 @@ class Gates:
         """Return a source that this chunk has been sent, else None."""
         if not any(message.leaf == source for message in visit.expected):
             return None
-        tensor = self._received(visit)[source].clone()  # the program may write into it
+        received = self._received(visit)[source]
+        tensor = received.clone()  # the program may write into it
+        if visit.notes_calls:
+            visit.copies[id(tensor)] = tensor, received
         visit.gradients.mark(tensor, source)
         return tensor
 
@@ -512,7 +519,9 @@ class Gates:
                     " of `torch.utils.checkpoint`: the backward, which runs the code again, does not have them. Return"
                     " them, or use `ZeroStrategy(activation_checkpointing=...)`."
                 )
-            visit.note(NotedCall(place.name, behind, output=output))
+            received = {key: tensor for key, (_, tensor) in visit.copies.items()}
+            visit.note(NotedCall(place.name, behind, output=NotedOutput.of(output, (args, kwargs), received)))
+            visit.copies.clear()
         return output
 
     def _computes_outside(self, visit: _Visit, place: PlacedModule) -> bool:

@@ -6,28 +6,92 @@ Note [Calls of a recomputation]
     the stream of their chunk. So the first run notes every call of a module with a place, and the recomputation repeats
     these calls in order. Where the first run was broken off, the recomputation is over. PyTorch's reentrant variant
     cannot be broken off: the other one runs in its place.
+
+Note [Tensors that count]
+    PyTorch matches the tensors that the first run and the recomputation save, by their order. A module of another stage
+    is passed over in both, but not in the same way: the first run may imagine its forward on fakes, and the
+    recomputation returns the noted output. So tensors that are saved while it is passed over are hidden from PyTorch's
+    checkpoint (``uncounted``). The program may write into the output: every recomputation gets a copy of the received
+    tensors, as the first run did, and its own arguments where the module has returned arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch.utils.checkpoint
 from torch import Tensor
-from torch.utils.checkpoint import _StopRecomputationError, checkpoint
+from torch.utils.checkpoint import _StopRecomputationError, checkpoint, noop_context_fn
 
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.module_state import version_of
 from lightning_zero.parallel.pipeline.schedule.streams import RandomState
-from lightning_zero.trees import tree_flatten, tree_leaves, tree_unflatten
+from lightning_zero.trees import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-__all__ = ["Again", "Checkpoints", "NotedCall"]
+__all__ = ["Again", "Checkpoints", "NotedCall", "NotedOutput", "uncounted"]
 
 _Function = Callable[..., Any]
+
+
+def uncounted() -> AbstractContextManager[None]:
+    """Hide saved tensors from a checkpointed function around this code."""
+    return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda packed: packed)
+
+
+@dataclass(frozen=True)
+class _Argument:
+    """An output that is an argument."""
+
+    leaf: int
+
+
+@dataclass(frozen=True)
+class _Received:
+    """An output that is a copy of a received tensor."""
+
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class NotedOutput:
+    """The output of a module that was passed over, as it was before the program could write into it."""
+
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+
+    @staticmethod
+    def of(output: Any, arguments: Any, received: Mapping[int, Tensor]) -> NotedOutput:
+        """Note an output.
+
+        Args:
+            output: Of the module.
+            arguments: Of the call.
+            received: The received tensors, by ``id`` of their copies.
+        """
+        given = {id(leaf): number for number, leaf in enumerate(tree_leaves(arguments)) if isinstance(leaf, Tensor)}
+
+        def noted(leaf: Any) -> Any:
+            if id(leaf) in received:
+                return _Received(received[id(leaf)])
+            return _Argument(given[id(leaf)]) if id(leaf) in given else leaf
+
+        leaves, spec = tree_flatten(output)
+        return NotedOutput(tuple(map(noted, leaves)), spec)
+
+    def again(self, arguments: Any) -> Any:
+        """Return the output of a repeated call."""
+        given = tree_leaves(arguments)
+
+        def leaf_of(noted: Any) -> Any:
+            if isinstance(noted, _Received):
+                return noted.tensor.clone()
+            return given[noted.leaf] if isinstance(noted, _Argument) else noted
+
+        return tree_unflatten(list(map(leaf_of, self.leaves)), self.spec)
 
 
 @dataclass(frozen=True)
@@ -37,14 +101,14 @@ class NotedCall:
     Attributes:
         name: Of the module.
         behind: Where code behind it began to draw.
-        output: Of a module that was passed over.
-        random: Where a module that computed began to draw; None for one that was passed over.
+        output: Of a module that was passed over; None for one that computed.
+        random: Where a module that computed began to draw.
         received: Tensors in the places of fakes, and their versions, by leaf of its arguments.
     """
 
     name: str
     behind: RandomState
-    output: Any = None
+    output: NotedOutput | None = None
     random: RandomState | None = None
     received: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
 
@@ -97,12 +161,27 @@ class Checkpoints:
     def __init__(self, run_again: Callable[[Again, Callable[[], Any]], Any]) -> None:
         self._run_again = run_again
         self._open: list[list[NotedCall]] = []  # those that are running
+        self._num_with_contexts = 0  # of these
         self._started: list[Generator[None]] = []
 
     @property
     def is_open(self) -> bool:
         """Whether a checkpointed function is running."""
         return bool(self._open)
+
+    def require_plain(self, name: str) -> None:
+        """Refuse a call of the module ``name`` where PyTorch stores results of operations for the recomputation.
+
+        Raises:
+            PipelineError: One of the functions that are running has a ``context_fn``.
+        """
+        if self._num_with_contexts:
+            raise PipelineError(
+                f"`{name}` is called inside of `torch.utils.checkpoint(..., context_fn=...)`, as for selective"
+                " checkpointing, which matches the operations of a forward with those of its recomputation. A pipeline"
+                " stage passes over the modules of other stages, so the two differ. Leave `context_fn` out, checkpoint"
+                " inside of the blocks, or use `ZeroStrategy(activation_checkpointing=...)`."
+            )
 
     def note(self, call: NotedCall) -> None:
         """Note a call in the functions that are running."""
@@ -142,11 +221,14 @@ class Checkpoints:
 
     def _noting(self, generator: _Function, function: _Function, args: Any, kwargs: Any) -> Generator[None]:
         calls: list[NotedCall] = []
+        has_contexts = args[1] is not noop_context_fn  # behind `preserve_rng_state`
         self._open.append(calls)
+        self._num_with_contexts += has_contexts
         try:
             yield from generator(partial(self._again, calls, function), *args, **kwargs)
         finally:
             self._open[:] = [one for one in self._open if one is not calls]
+            self._num_with_contexts -= has_contexts
 
     def _again(self, calls: list[NotedCall], function: _Function, *args: Any, **kwargs: Any) -> Any:
         return self._run_again(Again(calls), partial(function, *args, **kwargs))
