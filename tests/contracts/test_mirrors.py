@@ -49,6 +49,7 @@ IN_CONTRACTS = {
     "lightning_zero/parallel/pipeline/traced_steps.py": "tests/contracts/test_pipeline_programs.py",
     "lightning_zero/parallel/pipeline/tracing/escapes.py": "tests/contracts/test_pipeline_outside_values.py",
     "lightning_zero/parallel/pipeline/tracing/module_interception.py": "tests/contracts/test_pipeline_programs.py",
+    "lightning_zero/parallel/pipeline/tracing/constants.py": "tests/contracts/test_pipeline_caches.py",
     "lightning_zero/parallel/pipeline/tracing/conversions.py": "tests/contracts/test_pipeline_programs.py",
     "lightning_zero/parallel/pipeline/stages/generators.py": "tests/contracts/test_pipeline_generators.py",
     "lightning_zero/parallel/pipeline/tracing/gradient_hooks.py": "tests/contracts/test_pipeline_programs.py",

@@ -6,6 +6,7 @@ Other pipeline stages do not have them: a step that uses them is refused, and is
 from __future__ import annotations
 
 import re
+import weakref
 from typing import Any, ClassVar
 
 import pytest
@@ -161,6 +162,74 @@ class Closure(Gathers):
         self.losses, self.clear = lambda: found, found.clear  # type: ignore[method-assign]
         for block in self.blocks:
             block.keep = found.append
+
+
+WEAKLY: list[weakref.ref[Tensor]] = []
+NAMED: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+
+class WeakBlock(Block):
+    def forward(self, x: Tensor) -> Any:
+        hidden = super().forward(x)
+        WEAKLY.append(weakref.ref(hidden))
+        return hidden
+
+
+class WeakOutputs(Gathers):
+    """Looks at what its blocks return through weak references; the graph keeps it alive."""
+
+    block = WeakBlock
+
+    def losses(self) -> list[Tensor]:
+        return [hidden.pow(2).mean() for one in WEAKLY if (hidden := one()) is not None]
+
+    def clear(self) -> None:
+        WEAKLY.clear()
+
+
+class WeakInnerBlock(Block):
+    def forward(self, x: Tensor) -> Any:
+        inner = x.exp()
+        NAMED[len(NAMED)] = inner
+        return super().forward(inner.log())
+
+
+class WeakInner(Gathers):
+    """Looks at tensors inside of its blocks."""
+
+    block = WeakInnerBlock
+
+    def losses(self) -> list[Tensor]:
+        return [torch.zeros(()), *(hidden.pow(2).mean() for hidden in NAMED.values())]
+
+    def clear(self) -> None:
+        NAMED.clear()
+
+
+class WeakAttributeBlock(Block):
+    def forward(self, x: Tensor) -> Any:
+        hidden = super().forward(x)
+        self.seen = weakref.ref(hidden)
+        return hidden
+
+
+class WeakAttributes(Gathers):
+    block = WeakAttributeBlock
+
+    def losses(self) -> list[Tensor]:
+        found = [block.seen() for block in self.blocks if hasattr(block, "seen")]
+        return [torch.zeros(()), *(hidden.pow(2).mean() for hidden in found if hidden is not None)]
+
+
+class WeakHooks(WeakOutputs):
+    """Takes the references in hooks."""
+
+    block = Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_forward_hook(lambda module, args, output: WEAKLY.append(weakref.ref(output)))
 
 
 class Logs(GlobalList):
@@ -321,6 +390,17 @@ def test_losses_that_blocks_put_outside_of_their_modules_are_refused(make: Any, 
     """They were those of the last stage alone, in silence."""
     message = "leaves tensors outside of its modules"
     with pytest.raises(BaseException, match=re.escape(message)):
+        run(_fit, 2, make, _pipeline(schedule), batches())
+
+
+WEAK = [WeakOutputs, WeakInner, WeakAttributes, WeakHooks]
+
+
+@pytest.mark.parametrize("make", sample(WEAK, WeakOutputs, WeakHooks), ids=lambda one: one.__name__)
+@pytest.mark.parametrize("schedule", sample(("1f1b", "interleaved_1f1b"), "1f1b"))
+def test_weak_references_to_what_blocks_compute_are_refused(make: Any, schedule: str) -> None:
+    """The losses were those of the last stage's blocks, in silence."""
+    with pytest.raises(BaseException, match="keeps a weak reference to a tensor"):
         run(_fit, 2, make, _pipeline(schedule), batches())
 
 

@@ -5,19 +5,27 @@ Note [Escapes]
     that it appends to a global list is in neither. A fake that lives on when the forward, its outputs and their graph
     are gone is kept somewhere else, wherever that is. Such a call is not remembered: its forward runs on fakes in
     every step, so that code that reads the list finds fakes there, and is refused. Where nobody reads it, nothing is.
+
+Note [Weak references]
+    Where a module computes, the graph keeps tensors alive until the backward, and a program that looks at them through
+    weak references finds them. Fakes of a forward that was imagined are gone when it ends, and such a program would go
+    on without them. So weak references to them are refused when the forward ends.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_zero.errors import PipelineError
+from lightning_zero.parallel.pipeline.stages.sources import is_fake
 from lightning_zero.trees import tree_leaves
 
 __all__ = ["Escapes"]
@@ -33,11 +41,13 @@ class Escapes:
     def __init__(self, inputs: Sequence[Any]) -> None:
         self._inputs = {id(leaf): leaf for leaf in inputs if isinstance(leaf, Tensor)}
         self._made: dict[int, StorageWeakRef] = {}
+        self._fakes: list[Tensor] = []  # results, until the forward ends
         self._before = {key: _holders(self._inputs[key]) for key in self._inputs}
 
     def note(self, result: Any, arguments: Any) -> None:
         """Note the results of an operation that have memory of their own."""
         given = {one.untyped_storage()._cdata for one in _strided(arguments)}
+        self._fakes += filter(is_fake, tree_leaves(result))
         for one in _strided(result):
             storage = one.untyped_storage()
             if storage._cdata not in given:
@@ -45,11 +55,30 @@ class Escapes:
 
     def ignore(self, values: Any) -> None:
         """Do not count tensors that a hook of the program is given, which it may keep: other stages run it too."""
+        self._fakes += filter(is_fake, tree_leaves(values))
         for one in _strided(values):
             key = one.untyped_storage()._cdata
             self._made.pop(key, None)
             for mine in [mine for mine in _strided(self._inputs) if mine.untyped_storage()._cdata == key]:
                 del self._inputs[id(mine)]
+
+    def end(self, own: Collection[int]) -> None:
+        """Let go of the results, when the forward has ended and its outputs and attributes are still there.
+
+        Args:
+            own: Weak references to fakes that are PyTorch's, by ``id``.
+
+        Raises:
+            PipelineError: The program has weak references to results.
+        """
+        held = any(id(one) not in own for fake in self._fakes for one in weakref.getweakrefs(fake))
+        self._fakes.clear()
+        if held:
+            raise PipelineError(
+                "it, or a hook on it, keeps a weak reference to a tensor that it computes (`weakref.ref`, a"
+                " `WeakValueDictionary`), and code that reads it would go on without the tensor. Return the tensor, or"
+                " keep it in an attribute of the module (`self.loss = ...`), which is sent"
+            )
 
     def found(self) -> bool:
         """Say whether somebody keeps a tensor, now that the forward has ended and its outputs are gone."""

@@ -11,7 +11,7 @@ Note [Guesses]
     result but shapes, it is guessed from ones: a module that routes tokens returns as many as it is given. The stage
     that computes compares the shapes of what it sends, so a wrong guess is an error.
 
-Tensors that a forward leaves outside of its module are told in ``escapes.py``.
+Tensors that a forward leaves outside of its module are told in ``escapes.py`` and ``constants.py``.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from enum import Enum
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.pipeline.stages.sources import FOR_HOOKS, Origins, Shape, Source, describe_tensor, is_fake
 from lightning_zero.parallel.pipeline.tracing.attributes import Key, attribute_spaces
+from lightning_zero.parallel.pipeline.tracing.constants import Constants
 from lightning_zero.parallel.pipeline.tracing.escapes import Escapes
 from lightning_zero.parallel.pipeline.tracing.outcomes import Outcome
 from lightning_zero.parallel.pipeline.tracing.own_gradients import leaf_of
@@ -102,7 +104,9 @@ class Fakes:
         self._origins: Origins | None = None  # of a run on fakes
         self._fetch: Fetch | None = None  # of a run that computes
         self._escapes: Escapes | None = None  # of the forward that was imagined last
+        self._constants: Constants | None = None  # likewise
         self._outside: list[str] = []  # names of modules that have left fakes outside
+        self._ever_outside = ""  # the first of these, in all runs
 
     def begin(self, *, origins: Origins | None = None, fetch: Fetch | None = None) -> None:
         """Begin a run: register fakes of free parameters in advance, because converting them later reads ``grad``.
@@ -153,6 +157,21 @@ class Fakes:
             " object), where other pipeline stages do not have them. If the step uses them, let the module return them,"
             " or keep them in attributes of its own (`self.loss = ...`), which are sent."
         )
+
+    def require_values(self, name: str, output: Any) -> None:
+        """Refuse the output of a module of this chunk that has none, because the module has computed with a fake.
+
+        Raises:
+            PipelineError: It has none.
+        """
+        if any(map(is_fake, tree_leaves(output))):
+            raise PipelineError(
+                f"`{self._ever_outside or name}` leaves tensors outside of its modules (in a cached function, a global,"
+                f" a class, or another object), and `{name}` uses them. Pipeline stages pass over modules of other"
+                " stages, so tensors that depend on parameters, module buffers, inputs or random numbers of those have"
+                " no values here. Compute them in every forward, or keep them in attributes or module buffers of the"
+                " module that uses them."
+            )
 
     @property
     def shown(self) -> list[Any]:
@@ -344,17 +363,21 @@ class Fakes:
         """Run a forward, or its replacement, on fakes; describe its outputs and the attributes it sets."""
         self._fake_parameters(module)  # stay
         self._escapes = self._mode.escapes = Escapes(inputs) if forward is None else None
+        self._constants = self._mode.constants = Constants(self._mode.memo)
         try:
             return self._imagined(module, inputs, spec, forward=forward)
         finally:
-            self._mode.escapes = None
+            self._mode.escapes = self._mode.constants = None
 
     def _with_escapes(self, module: nn.Module, call: _Call) -> _Call:
         """Note whether the forward that was imagined last has left tensors outside of its module."""
         escapes, self._escapes = self._escapes, None
-        call.has_escapes = escapes is not None and escapes.found()
-        if call.has_escapes:
+        constants, self._constants = self._constants, None
+        call.has_escapes = constants is not None and constants.fill()
+        if escapes is not None and escapes.found():
+            call.has_escapes = True
             self._outside.append(self._names[id(module)])
+            self._ever_outside = self._ever_outside or self._names[id(module)]
         return call
 
     def _imagined(
@@ -375,6 +398,8 @@ class Fakes:
                 self._require_same(tree_flatten((args, kwargs)), inputs, spec)
                 if [leaf._version for leaf in real if not leaf.is_inference()] != versions:
                     raise PipelineError("it writes into an argument that this stage has, which other stages do not see")
+                if self._mode.escapes is not None:
+                    self._mode.escapes.end(self._mode.own_references())
         except Exception as error:
             raise PipelineError(
                 f"`{self._names[id(module)]}` lies on another pipeline stage, and what it returns could not be told"
@@ -530,9 +555,24 @@ class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     origins: Origins | None = None  # of a run on fakes
     escapes: Escapes | None = None  # of a forward that is imagined
+    constants: Constants | None = None  # likewise
     has_guessed = False  # a result, since this was set
     _is_imagining = False
+    _is_inside = False  # an operation is running, of which PyTorch may make others
     _is_drawn = False  # an operation is running whose random numbers have been drawn
+
+    @property
+    def memo(self) -> WeakValueDictionary[Any, Tensor]:
+        """Weak references to fakes, by what they stand for."""
+        converter: Any = self.fake_tensor_converter
+        memo: WeakValueDictionary[Any, Tensor] = converter.meta_converter.tensor_memo
+        return memo
+
+    def own_references(self) -> set[int]:
+        """Return the ``id`` of each weak reference to a fake that PyTorch keeps."""
+        converter: Any = self.fake_tensor_converter
+        constants = [one for alike in converter.constant_storage_mapping.values() for one in alike]
+        return {id(one) for one in [*self.memo.valuerefs(), *constants]}
 
     @contextmanager
     def imagining(self) -> Iterator[None]:
@@ -555,7 +595,17 @@ class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
             self._is_imagining = was
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        if self.constants is None or self._is_inside:
+            return self._run(func, types, args, kwargs or {})
+        self._is_inside = True
+        try:
+            result = self._run(func, types, args, kwargs or {})
+        finally:
+            self._is_inside = False
+        self.constants.note(func, args, kwargs or {}, result, is_of_forward=self._is_imagining)
+        return result
+
+    def _run(self, func: Any, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         lost = self._lost_writes(func, args, kwargs)
         if lost and self.origins is None:
             raise PipelineError(
@@ -573,7 +623,7 @@ class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
             _draw(func, args, kwargs)
             self._is_drawn = True  # also where PyTorch makes it of other random operations
             try:
-                return self.__torch_dispatch__(func, types, args, kwargs)
+                return self._run(func, types, args, kwargs)
             finally:
                 self._is_drawn = False
         if func is torch.ops.aten._grouped_mm.default:

@@ -372,6 +372,7 @@ class Gates:
             raise
         finally:
             visit.is_inside = visit.is_computing = False
+        self._fakes.require_values(place.name, output)
         visit.gradients.mark_own(output)
         visit.own.note_own(output)
         return output
