@@ -489,3 +489,70 @@ def test_a_step_may_drop_gradients_by_its_optimizer() -> None:
     for found in run(_fit, 2, DropsByOptimizer, _pipeline(), batches()):
         for name, value in expected.items():
             assert torch.equal(found[name], value)
+
+
+class KeptListBlock(Block):
+    """Appends to a list that it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Any:
+        self.seen.append(x.detach().mean())
+        return super().forward(x)
+
+
+class KeptList(Program):
+    block = KeptListBlock
+
+
+class PointerBlock(Block):
+    """Reads a number from a module buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("pointer", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Any:
+        self.pointer.fill_((int(self.pointer) + 1) % 4)
+        return super().forward(x)
+
+
+class Pointer(Program):
+    block = PointerBlock
+
+
+class Mapped(Program):
+    """Maps blocks over the batch."""
+
+    def body(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = torch.func.vmap(block)(hidden)
+        return hidden
+
+
+class Tangents(Program):
+    """Computes a derivative in forward mode around the blocks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        start = self.embedding(batch)
+        hidden, tangent = torch.func.jvp(self.body, (start,), (torch.ones_like(start),))
+        return self.loss(hidden, batch) + tangent.pow(2).mean()
+
+
+REMEDIES = [
+    (KeptList, "Let it assign a new list to the attribute"),
+    (Pointer, "Keep numbers that a forward reads in plain attributes"),
+    (Mapped, "is called inside of a transform"),
+    (Tangents, "is called inside of a transform"),
+]
+
+
+@pytest.mark.parametrize(
+    "case", sample(REMEDIES, REMEDIES[0], REMEDIES[1], REMEDIES[2]), ids=lambda case: case[0].__name__
+)
+def test_programs_that_stages_cannot_pass_over_are_told_the_cause_and_a_remedy(case: Any) -> None:
+    make, message = case
+    with pytest.raises(BaseException, match=message):
+        run(_fit, 2, make, _pipeline(), batches())

@@ -25,17 +25,10 @@ from enum import Enum
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-    unset_fake_temporarily,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.nn.utils.stateless import _reparametrize_module
 
 from lightning_zero.errors import PipelineError
@@ -43,6 +36,7 @@ from lightning_zero.parallel.pipeline.stages.sources import FOR_HOOKS, Origins, 
 from lightning_zero.parallel.pipeline.tracing.attributes import Key, attribute_spaces
 from lightning_zero.parallel.pipeline.tracing.constants import Constants
 from lightning_zero.parallel.pipeline.tracing.escapes import Escapes
+from lightning_zero.parallel.pipeline.tracing.fake_mode import VALUES_NEEDED, Mode, empty_like
 from lightning_zero.parallel.pipeline.tracing.outcomes import Outcome
 from lightning_zero.parallel.pipeline.tracing.own_gradients import leaf_of
 from lightning_zero.parallel.pipeline.tracing.replays import Recording
@@ -54,12 +48,9 @@ from lightning_zero.parallel.pipeline.tracing.user_hooks import (
     runs_code_of_users,
     without_hooks,
 )
-from lightning_zero.trees import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from lightning_zero.trees import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-__all__ = ["VALUES_NEEDED", "Fakes"]
-
-# Errors of operations that need values of a fake.
-VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+__all__ = ["Fakes"]
 
 Fetch = Callable[[Source], Tensor | None]
 _Position = tuple[Key | None, int]  # see `Source`
@@ -88,7 +79,7 @@ class Fakes:
     ) -> None:
         self._names = names
         self._asleep = asleep
-        self._mode = _Mode(allow_non_fake_inputs=True)
+        self._mode = Mode(allow_non_fake_inputs=True)
         self._parameters: dict[int, dict[str, nn.Parameter]] = {}  # of a module, as fakes
         self._free = free
         self._known: dict[nn.Parameter, Tensor] = {}  # of these, as fakes
@@ -235,7 +226,7 @@ class Fakes:
         if self._origins is None:
             return tuple(map(_zeros, known))
         with self._mode:
-            found = tuple(map(_empty, known))
+            found = tuple(map(empty_like, known))
         self._origins.derive(found, outputs)
         return found
 
@@ -268,7 +259,7 @@ class Fakes:
         if old is not None and is_same and not old._version and not old._backward_hooks:
             return old
         with self._mode:
-            fake = _empty(known)
+            fake = empty_like(known)
             fake = fake.clone() if fake.requires_grad else fake  # a module's output may be changed in place
         made[number : number + 1] = [fake]
         return fake
@@ -346,7 +337,7 @@ class Fakes:
             return {leaf: tensor for leaf, tensor in found.items() if tensor is not None}
 
         def make(known: Shape) -> Tensor:
-            fake = _empty(known)
+            fake = empty_like(known)
             return fake.clone() if fake.requires_grad else fake
 
         def call(number: int, args: Any, kwargs: Any) -> Any:
@@ -403,7 +394,7 @@ class Fakes:
         except Exception as error:
             raise PipelineError(
                 f"`{self._names[id(module)]}` lies on another pipeline stage, and what it returns could not be told"
-                f" from the shapes of its arguments: {error}"
+                f" from the shapes of its arguments: {_cause(error)}"
             ) from error
         positions = {
             id(leaf): index for index, leaf in enumerate(inputs) if isinstance(leaf, Tensor) and not is_fake(leaf)
@@ -511,14 +502,17 @@ class Fakes:
         for space in spaces:
             for name, value in space.items():
                 if isinstance(value, Tensor) and not is_fake(value):
-                    fakes.setdefault(id(value), _empty(_describe(value)))
+                    fakes.setdefault(id(value), empty_like(_describe(value)))
                     space[name] = fakes[id(value)]
         versions = {id(fake): fake._version for fake in fakes.values()}
         try:
             yield left
             for now, was in lists.values():
                 if len(now) != len(was) or any(mine is not given for mine, given in zip(now, was, strict=True)):
-                    raise PipelineError("it changes a list that it keeps, which code on other stages would not see")
+                    raise PipelineError(
+                        "it changes a list that it keeps, which code on other stages would not see. Let it assign a new"
+                        " list to the attribute (`self.losses = [*self.losses, loss]`), which is sent"
+                    )
         finally:
             for now, was in lists.values():
                 now[:] = was
@@ -547,167 +541,16 @@ class Fakes:
         return fakes
 
 
-class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Refuses operations that would write nothing: of a fake into a tensor with values, and any while imagining.
-
-    In a run on fakes they are taken note of, and results that depend on values are guessed; see the note.
-    """
-
-    origins: Origins | None = None  # of a run on fakes
-    escapes: Escapes | None = None  # of a forward that is imagined
-    constants: Constants | None = None  # likewise
-    has_guessed = False  # a result, since this was set
-    _is_imagining = False
-    _is_inside = False  # an operation is running, of which PyTorch may make others
-    _is_drawn = False  # an operation is running whose random numbers have been drawn
-
-    @property
-    def memo(self) -> WeakValueDictionary[Any, Tensor]:
-        """Weak references to fakes, by what they stand for."""
-        converter: Any = self.fake_tensor_converter
-        memo: WeakValueDictionary[Any, Tensor] = converter.meta_converter.tensor_memo
-        return memo
-
-    def own_references(self) -> set[int]:
-        """Return the ``id`` of each weak reference to a fake that PyTorch keeps."""
-        converter: Any = self.fake_tensor_converter
-        constants = [one for alike in converter.constant_storage_mapping.values() for one in alike]
-        return {id(one) for one in [*self.memo.valuerefs(), *constants]}
-
-    @contextmanager
-    def imagining(self) -> Iterator[None]:
-        """Run code that computes with fakes only."""
-        self._is_imagining = True
-        try:
-            with self:
-                yield
-        finally:
-            self._is_imagining = False
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Run code of the program while imagining."""
-        was, self._is_imagining = self._is_imagining, False
-        try:
-            with unset_fake_temporarily():
-                yield
-        finally:
-            self._is_imagining = was
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.constants is None or self._is_inside:
-            return self._run(func, types, args, kwargs or {})
-        self._is_inside = True
-        try:
-            result = self._run(func, types, args, kwargs or {})
-        finally:
-            self._is_inside = False
-        self.constants.note(func, args, kwargs or {}, result, is_of_forward=self._is_imagining)
-        return result
-
-    def _run(self, func: Any, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        lost = self._lost_writes(func, args, kwargs)
-        if lost and self.origins is None:
-            raise PipelineError(
-                f"`{func}` writes a value of an earlier pipeline stage into a tensor of shape {tuple(lost[0].shape)}"
-                " that is not of that stage, as in `loss += block.aux_loss`, and it could not be told before the step"
-                " that it is needed. Add it to what goes from block to block, or write `pipeline_step` and"
-                " `pipeline_loss`."
-            )
-        if lost and self.origins is not None:
-            self.origins.need((args, kwargs))
-            return lost[0]
-        if not (self._is_imagining or self._is_drawn) and torch.Tag.nondeterministic_seeded in getattr(
-            func, "tags", ()
-        ):
-            _draw(func, args, kwargs)
-            self._is_drawn = True  # also where PyTorch makes it of other random operations
-            try:
-                return self._run(func, types, args, kwargs)
-            finally:
-                self._is_drawn = False
-        if func is torch.ops.aten._grouped_mm.default:
-            result: Any = self._empty_product(*args, **kwargs)
-            if self.origins is not None and not self._is_imagining:
-                self.origins.derive(result, (args, kwargs))
-            return result
-        try:
-            result = super().__torch_dispatch__(func, types, args, kwargs)
-        except VALUES_NEEDED as error:
-            reads = isinstance(error, DataDependentOutputException)  # a value may be read to be shown, or to compute
-            if reads or func._schema.is_mutable or not (self._is_imagining or self.origins is not None):
-                raise
-            result = self._guess(func, args, kwargs)
-        if self.escapes is not None and self._is_imagining:
-            self.escapes.note(result, (args, kwargs))
-        if self.origins is not None and not self._is_imagining:
-            self.origins.derive(result, (args, kwargs))
-        return result
-
-    def _lost_writes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """Return the tensors with values that an operation would write fakes into."""
-        schema = getattr(func, "_schema", None)
-        if schema is None or not schema.is_mutable:
-            return []
-        given = {**dict(zip((one.name for one in schema.arguments), args, strict=False)), **kwargs}
-        written = [
-            given.get(one.name) for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write
-        ]
-        lost = [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor) and not is_fake(leaf)]
-        if lost and self._is_imagining:
-            raise PipelineError(
-                f"it writes into a tensor of shape {tuple(lost[0].shape)} (`{func}`) that is not its own and that"
-                " code behind it may need. Let it compute a new tensor, or write into a copy (`tensor.clone()`)"
-            )
-        return lost if any(map(is_fake, tree_leaves(given))) else []
-
-    def _empty_product(
-        self, left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
-    ) -> Tensor:
-        """Return an empty result of a grouped product (of experts); PyTorch's shapes are for bf16 only."""
-        groups = [right.shape[0]] if right.dim() == 3 else [0 if offs is None else offs.shape[0]]
-        shape = [*(groups if left.dim() == right.dim() else []), left.shape[-2], right.shape[-1]]
-        with self:
-            return left.new_empty(shape, dtype=out_dtype)
-
-    def _guess(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Guess the result of an operation that needs values: run it on ones, and zeros where they may be indices."""
-        self.has_guessed = True
-        with torch.no_grad(), unset_fake_temporarily():
-            result = func(*tree_map(_filled, args), **tree_map(_filled, kwargs))
-
-        def fake(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            with self:
-                return _empty(describe_tensor(leaf))
-
-        return tree_map(fake, result)
-
-
-def _filled(leaf: Any) -> Any:
-    if not is_fake(leaf):
-        return leaf
-    value = 1 if leaf.dtype.is_floating_point or leaf.dtype is torch.bool else 0
-    return torch.full(leaf.shape, value, dtype=leaf.dtype, device=leaf.device)
-
-
-_DRAWN_BY_VALUES = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
-
-
-def _draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Draw as many random numbers as the stage that has the values: all stages draw the same ones behind it."""
-    if func._schema.name.rpartition("::")[2] in _DRAWN_BY_VALUES:
-        raise PipelineError(
-            f"`{func}` draws random numbers for a value of an earlier pipeline stage, as many as its values tell, so"
-            " that this stage would draw others from here on. Move it into a block."
-        )
-
-    def ones(leaf: Any) -> Any:
-        return torch.ones_like(_empty(_describe(leaf)), requires_grad=False) if is_fake(leaf) else leaf
-
-    with torch.no_grad():
-        func(*tree_map(ones, args), **tree_map(ones, kwargs))
+def _cause(error: Exception) -> str:
+    """Return the text of an error, with a remedy where a value was read."""
+    if not isinstance(error, DataDependentOutputException):
+        return str(error)
+    return (
+        f"it reads the value of a tensor (`{error}`, as in `int(self.pointer)`, `x.item()`, `if x.any():`), which this"
+        " stage does not have. Keep numbers that a forward reads in plain attributes (`self.pointer = 0`), compute with"
+        " tensors (`torch.where`), or write `pipeline_step` and `pipeline_loss`, with which no stage passes over"
+        " modules of others"
+    )
 
 
 @dataclass
@@ -792,11 +635,6 @@ class _Object:
 
     def __hash__(self) -> int:
         return id(self.value)
-
-
-def _empty(known: Shape) -> Tensor:
-    tensor = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device=known.device)
-    return tensor.requires_grad_(known.requires_grad)
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:

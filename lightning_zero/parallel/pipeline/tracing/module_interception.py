@@ -35,7 +35,8 @@ from lightning_zero.parallel.pipeline.stages.split import PlacedModule, Split, m
 from lightning_zero.parallel.pipeline.stages.subclasses import subclass_of
 from lightning_zero.parallel.pipeline.tracing.attributes import attribute_spaces
 from lightning_zero.parallel.pipeline.tracing.conversions import conversions_watched
-from lightning_zero.parallel.pipeline.tracing.fakes import VALUES_NEEDED, Fakes
+from lightning_zero.parallel.pipeline.tracing.fake_mode import VALUES_NEEDED
+from lightning_zero.parallel.pipeline.tracing.fakes import Fakes
 from lightning_zero.parallel.pipeline.tracing.gradient_hooks import GradientHooks
 from lightning_zero.parallel.pipeline.tracing.loss_normalization import unwatched
 from lightning_zero.parallel.pipeline.tracing.outcomes import Attributes, Outcome
@@ -348,6 +349,12 @@ class Gates:
         place = self._places[id(module)]
         if visit.checkpoints is not None:
             visit.checkpoints.require_plain(place.name)
+        if torch._C._functorch.maybe_current_level() is not None and place.block is not None:
+            raise PipelineError(
+                f"`{place.name}` is called inside of a transform (`torch.func`: `vmap`, `jvp`, `grad`), whose tensors a"
+                " pipeline stage cannot send to the next one. Apply the transform inside of the blocks, or train"
+                " without `pipeline`."
+            )
         if visit.again is not None:
             return self._call_again(module, cls, visit, args, kwargs)
         with unwatched(), uncounted() if visit.notes_calls else nullcontext():

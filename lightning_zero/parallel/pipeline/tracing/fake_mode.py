@@ -1,0 +1,198 @@
+"""PyTorch's ``FakeTensorMode`` with the rules of a pipeline for writes, random numbers and guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+
+from lightning_zero.errors import PipelineError
+from lightning_zero.parallel.pipeline.stages.sources import Origins, Shape, describe_tensor, is_fake
+from lightning_zero.parallel.pipeline.tracing.constants import Constants
+from lightning_zero.parallel.pipeline.tracing.escapes import Escapes
+from lightning_zero.trees import tree_leaves, tree_map
+
+__all__ = ["VALUES_NEEDED", "Mode", "empty_like"]
+
+# Errors of operations that need values of a fake.
+VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Refuses operations that would write nothing: of a fake into a tensor with values, and any while imagining.
+
+    In a run on fakes they are taken note of, and results that depend on values are guessed; see the note.
+    """
+
+    origins: Origins | None = None  # of a run on fakes
+    escapes: Escapes | None = None  # of a forward that is imagined
+    constants: Constants | None = None  # likewise
+    has_guessed = False  # a result, since this was set
+    _is_imagining = False
+    _is_inside = False  # an operation is running, of which PyTorch may make others
+    _is_drawn = False  # an operation is running whose random numbers have been drawn
+
+    @property
+    def memo(self) -> WeakValueDictionary[Any, Tensor]:
+        """Weak references to fakes, by the tensor that they stand for."""
+        converter: Any = self.fake_tensor_converter
+        memo: WeakValueDictionary[Any, Tensor] = converter.meta_converter.tensor_memo
+        return memo
+
+    def own_references(self) -> set[int]:
+        """Return the ``id`` of each weak reference to a fake that PyTorch keeps."""
+        converter: Any = self.fake_tensor_converter
+        constants = [one for alike in converter.constant_storage_mapping.values() for one in alike]
+        return {id(one) for one in [*self.memo.valuerefs(), *constants]}
+
+    @contextmanager
+    def imagining(self) -> Iterator[None]:
+        """Run code that computes with fakes only."""
+        self._is_imagining = True
+        try:
+            with self:
+                yield
+        finally:
+            self._is_imagining = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run code of the program while imagining."""
+        was, self._is_imagining = self._is_imagining, False
+        try:
+            with unset_fake_temporarily():
+                yield
+        finally:
+            self._is_imagining = was
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.constants is None or self._is_inside:
+            return self._run(func, types, args, kwargs or {})
+        self._is_inside = True
+        try:
+            result = self._run(func, types, args, kwargs or {})
+        finally:
+            self._is_inside = False
+        self.constants.note(func, args, kwargs or {}, result, is_of_forward=self._is_imagining)
+        return result
+
+    def _run(self, func: Any, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        lost = self._lost_writes(func, args, kwargs)
+        if lost and self.origins is None:
+            raise PipelineError(
+                f"`{func}` writes a value of an earlier pipeline stage into a tensor of shape {tuple(lost[0].shape)}"
+                " that is not of that stage, as in `loss += block.aux_loss`, and it could not be told before the step"
+                " that it is needed. Add it to what goes from block to block, or write `pipeline_step` and"
+                " `pipeline_loss`."
+            )
+        if lost and self.origins is not None:
+            self.origins.need((args, kwargs))
+            return lost[0]
+        if not (self._is_imagining or self._is_drawn) and torch.Tag.nondeterministic_seeded in getattr(
+            func, "tags", ()
+        ):
+            _draw(func, args, kwargs)
+            self._is_drawn = True  # also where PyTorch makes it of other random operations
+            try:
+                return self._run(func, types, args, kwargs)
+            finally:
+                self._is_drawn = False
+        if func is torch.ops.aten._grouped_mm.default:
+            result: Any = self._empty_product(*args, **kwargs)
+            if self.origins is not None and not self._is_imagining:
+                self.origins.derive(result, (args, kwargs))
+            return result
+        try:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        except VALUES_NEEDED as error:
+            reads = isinstance(error, DataDependentOutputException)  # a value may be read to be shown, or to compute
+            if reads or func._schema.is_mutable or not (self._is_imagining or self.origins is not None):
+                raise
+            result = self._guess(func, args, kwargs)
+        if self.escapes is not None and self._is_imagining:
+            self.escapes.note(result, (args, kwargs))
+        if self.origins is not None and not self._is_imagining:
+            self.origins.derive(result, (args, kwargs))
+        return result
+
+    def _lost_writes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """Return the tensors with values that an operation would write fakes into."""
+        schema = getattr(func, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            return []
+        given = {**dict(zip((one.name for one in schema.arguments), args, strict=False)), **kwargs}
+        written = [
+            given.get(one.name) for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write
+        ]
+        lost = [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor) and not is_fake(leaf)]
+        if lost and self._is_imagining:
+            raise PipelineError(
+                f"it writes into a tensor of shape {tuple(lost[0].shape)} (`{func}`) that is not its own and that"
+                " code behind it may need. Let it compute a new tensor, or write into a copy (`tensor.clone()`)"
+            )
+        return lost if any(map(is_fake, tree_leaves(given))) else []
+
+    def _empty_product(
+        self, left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
+    ) -> Tensor:
+        """Return an empty result of a grouped product (of experts); PyTorch's shapes are for bf16 only."""
+        groups = [right.shape[0]] if right.dim() == 3 else [0 if offs is None else offs.shape[0]]
+        shape = [*(groups if left.dim() == right.dim() else []), left.shape[-2], right.shape[-1]]
+        with self:
+            return left.new_empty(shape, dtype=out_dtype)
+
+    def _guess(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Guess the result of an operation that needs values: run it on ones, and zeros where they may be indices."""
+        self.has_guessed = True
+        with torch.no_grad(), unset_fake_temporarily():
+            result = func(*tree_map(_filled, args), **tree_map(_filled, kwargs))
+
+        def fake(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            with self:
+                return empty_like(describe_tensor(leaf))
+
+        return tree_map(fake, result)
+
+
+def _filled(leaf: Any) -> Any:
+    if not is_fake(leaf):
+        return leaf
+    value = 1 if leaf.dtype.is_floating_point or leaf.dtype is torch.bool else 0
+    return torch.full(leaf.shape, value, dtype=leaf.dtype, device=leaf.device)
+
+
+_DRAWN_BY_VALUES = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
+
+
+def _draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Draw as many random numbers as the stage that has the values: all stages draw the same ones behind it."""
+    if func._schema.name.rpartition("::")[2] in _DRAWN_BY_VALUES:
+        raise PipelineError(
+            f"`{func}` draws random numbers for a value of an earlier pipeline stage, as many as its values tell, so"
+            " that this stage would draw others from here on. Move it into a block."
+        )
+
+    def ones(leaf: Any) -> Any:
+        return torch.ones_like(empty_like(describe_tensor(leaf)), requires_grad=False) if is_fake(leaf) else leaf
+
+    with torch.no_grad():
+        func(*tree_map(ones, args), **tree_map(ones, kwargs))
+
+
+def empty_like(known: Shape) -> Tensor:
+    """Return a tensor of a description; a fake, if the mode is on."""
+    tensor = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device=known.device)
+    return tensor.requires_grad_(known.requires_grad)
