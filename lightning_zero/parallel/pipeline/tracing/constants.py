@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,10 +47,12 @@ class Constants:
     """The operations of a forward on fakes whose values are known on every stage.
 
     Args:
+        inputs: Leaves of the forward's arguments, whose values do not count: a survey has zeros in their places.
         memo: The mode's table of fakes, with weak references to them.
     """
 
-    def __init__(self, memo: MutableMapping[Any, Tensor]) -> None:
+    def __init__(self, inputs: Iterable[Any], memo: MutableMapping[Any, Tensor]) -> None:
+        self._inputs = {_storage_of(one) for one in inputs if isinstance(one, Tensor) and one.layout is torch.strided}
         self._memo = memo
         self._operations: list[_Operation] = []
         self._fakes: dict[int, Tensor] = {}  # known results, by `id`
@@ -84,8 +86,13 @@ class Constants:
         return (
             torch.Tag.nondeterministic_seeded not in function.tags
             and all(map(_is_plain, [*given, *results]))
-            and all(id(leaf) in self._fakes and _storage_of(leaf) in self._storages for leaf in given if is_fake(leaf))
+            and all(map(self._is_known, given))
         )
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        if is_fake(tensor):
+            return id(tensor) in self._fakes and _storage_of(tensor) in self._storages
+        return _storage_of(tensor) not in self._inputs
 
     def fill(self) -> bool:
         """Give the results that somebody keeps their values, now that the forward and its outputs are gone.

@@ -354,7 +354,7 @@ class Fakes:
         """Run a forward, or its replacement, on fakes; describe its outputs and the attributes it sets."""
         self._fake_parameters(module)  # stay
         self._escapes = self._mode.escapes = Escapes(inputs) if forward is None else None
-        self._constants = self._mode.constants = Constants(self._mode.memo)
+        self._constants = self._mode.constants = Constants(inputs, self._mode.memo)
         try:
             return self._imagined(module, inputs, spec, forward=forward)
         finally:
