@@ -73,7 +73,7 @@ class _Side:
 
     @property
     def store(self) -> DiskStore | None:
-        return self.engine._sharded.placement.disk
+        return self.engine._state.sharded.placement.disk
 
 
 class _Raw:

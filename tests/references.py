@@ -200,7 +200,7 @@ class Sharded:
         self.engine.clip_grad_value(optimizer, clip_value)
 
     def publish(self) -> None:
-        self.engine.publish()
+        self.engine.internals.checkpoints.publish()
 
     def full_param(self, parameter: nn.Parameter) -> Tensor:
         return self.engine.full_param(parameter)

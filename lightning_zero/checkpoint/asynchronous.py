@@ -41,7 +41,7 @@ class AsyncSaver:
     def __init__(self, engine: ZeroEngine) -> None:
         self.engine = engine
         self._ranks = Ranks.in_background(engine)
-        device = engine.communicator.device
+        device = engine.internals.communicator.device
         self._staging = StagingBuffer(pinned=device.type == "cuda")
         # PyTorch's writer asks for the current stream, also where all tensors are in host memory.
         self._thread = ThreadPoolExecutor(1, "lightning_zero-save", first_call_of_thread(device))

@@ -102,7 +102,7 @@ def _module_of(engine: ZeroEngine) -> nn.Module:
 
 
 def _check_is_sharded(engine: ZeroEngine) -> None:
-    for unit in engine.units:
+    for unit in engine.internals.fits.units:
         if unit.is_busy:
             raise RuntimeError(
                 f"`load_pretrained` was called while unit `{unit.name}` is in use. Call it outside of `gathered` and of"
@@ -133,17 +133,18 @@ class PretrainedValues:
 
     def load(self, engine: ZeroEngine) -> None:
         """Read this rank's ranges into the masters, and publish them. Collective: all ranks."""
+        checkpoints = engine.internals.checkpoints
         with Ranks(engine).agree(f"Loading `{self.path}`"), torch.inference_mode(False), torch.no_grad():
-            engine.prepare_load()
+            checkpoints.prepare_load()
             records = {id(record.parameter): record for record in engine.records()}
             for place, sources in self._sources():
                 record = records.get(id(place.tensor))
                 if record is None:
                     _load_whole(place, sources)
                 else:
-                    _load_range(record, sources, record.save_range if engine.parts is None else record.own_range)
-        engine.complete_masters()
-        engine.publish()
+                    _load_range(record, sources, record.save_range if checkpoints.is_whole else record.own_range)
+        checkpoints.complete_masters()
+        checkpoints.publish()
 
     def load_whole(self) -> None:
         """Read everything into the tensors of this process."""

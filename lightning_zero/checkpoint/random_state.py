@@ -27,7 +27,7 @@ def gather_random_states(engine: ZeroEngine, more: Mapping[str, Any] | None = No
         engine: Whose ranks and device it is.
         more: States of this rank that are kept with them.
     """
-    return Ranks(engine).gather({**RandomState(engine.communicator.device).plain(), **(more or {})})
+    return Ranks(engine).gather({**RandomState(engine.internals.communicator.device).plain(), **(more or {})})
 
 
 def restore_random_state(engine: ZeroEngine, states: Sequence[dict[str, Any]], copies: int) -> str | None:
@@ -39,14 +39,14 @@ def restore_random_state(engine: ZeroEngine, states: Sequence[dict[str, Any]], c
         copies: Copies of the model that there were.
     """
     saved = len(states), copies
-    here = engine.everyone.world_size, engine.world_size
+    here = engine.internals.everyone.world_size, engine.world_size
     if saved != here:
         return (
             f"{describe_layouts(saved, here)}: the state of the random number generators (dropout, shuffling), which is"
             " that of a rank, is not restored."
         )
-    state = states[engine.everyone.rank]
-    device = engine.communicator.device
+    state = states[engine.internals.everyone.rank]
+    device = engine.internals.communicator.device
     RandomState.of(state, device).restore()
     if device.type not in state["device"]:
         if device.type == "cpu" and not state["device"]:

@@ -75,11 +75,11 @@ def load_model_state(engine: ZeroEngine, module: nn.Module, state_dict: Mapping[
         CheckpointError: Another rank had an error.
     """
     with Ranks(engine).agree("Loading the model"), _names_the_file(state_dict):
-        engine.prepare_load()
+        engine.internals.checkpoints.prepare_load()
         kept = Lent()
         _load_model(engine, module, kept.lend(state_dict), strict)
         kept.take_back()
-    engine.publish()
+    engine.internals.checkpoints.publish()
 
 
 def _load_model(engine: ZeroEngine, module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
@@ -527,7 +527,7 @@ def _new_slot(
         )
     start, stop = record.own_range
     with torch.inference_mode(False):
-        local = engine.state_place(optimizer, record.parameter, slot)  # on disks
+        local = engine.internals.checkpoints.state_place(optimizer, record.parameter, slot)  # on disks
         if local is None:
             local = torch.empty(stop - start, dtype=dtype, device=master.device)
     items.append((f"{record.name}.{slot}", value, Segment(local, start, torch.Size(record.shape))))

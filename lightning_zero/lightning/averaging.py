@@ -123,12 +123,12 @@ class _WeightAveraging(_OnSegments, WeightAveraging):
     def _swap_models(self, pl_module: pl.LightningModule) -> None:
         with _writing():
             super()._swap_models(_view(pl_module))  # type: ignore[arg-type]
-        _engine_of(pl_module).publish()
+        _engine_of(pl_module).internals.checkpoints.publish()
 
     def _copy_average_to_current(self, pl_module: pl.LightningModule) -> None:
         with _writing():
             super()._copy_average_to_current(_view(pl_module))  # type: ignore[arg-type]
-        _engine_of(pl_module).publish()
+        _engine_of(pl_module).internals.checkpoints.publish()
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -188,11 +188,11 @@ class _StochasticAveraging(_OnSegments, StochasticWeightAveraging):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_epoch_start(trainer, _view(pl_module))  # type: ignore[arg-type]
         if self._max_epochs != -1 and trainer.current_epoch == self.swa_end + 1:
-            _engine_of(pl_module).publish()
+            _engine_of(pl_module).internals.checkpoints.publish()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_end(trainer, _view(pl_module))  # type: ignore[arg-type]
-        _engine_of(pl_module).publish()
+        _engine_of(pl_module).internals.checkpoints.publish()
 
     def state_dict(self) -> dict[str, Any]:
         values, module = super().state_dict(), self._averaged

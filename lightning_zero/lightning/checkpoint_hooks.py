@@ -124,7 +124,7 @@ class CheckpointHooks(ParallelStrategy):
         """Return this rank's segments of the optimizer's state, by parameter name."""
         if self._engine is None:
             return super().optimizer_state(optimizer)
-        with self._engine.whole_groups(raw(optimizer)):
+        with self._engine.internals.checkpoints.whole_groups(raw(optimizer)):
             return state.optimizer_state(self._engine, raw(optimizer))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
@@ -169,7 +169,7 @@ class CheckpointHooks(ParallelStrategy):
         metrics = Ranks(engine).gather(metric_states(self._sharded_module))[: engine.world_size]  # stages have the same
         of_chunks = None if self._steps is None else self._steps.random_states()
         random_states = gather_random_states(engine, of_chunks)
-        devices = engine.step_devices
+        devices = engine.internals.checkpoints.step_devices
         return {
             COPIES: engine.world_size,
             RANDOM_STATES: random_states,
@@ -243,7 +243,7 @@ class CheckpointHooks(ParallelStrategy):
         return True
 
     def _meet(self, peers: Peers, place: Mapping[str, str], is_interrupted: bool) -> None:
-        timeout_s = self.engine.everyone.timeout_s
+        timeout_s = self.engine.internals.everyone.timeout_s
         try:
             why_not = peers.meet(
                 "Saving a checkpoint",
@@ -296,7 +296,7 @@ class CheckpointHooks(ParallelStrategy):
         saved = checkpoint.pop(RANK_STATES, [])
         if self._engine is None or not saved:
             return
-        everyone, copies = self._engine.everyone, self._engine.world_size
+        everyone, copies = self._engine.internals.everyone, self._engine.world_size
         then, now = (len(saved), checkpoint.get(COPIES, len(saved))), (everyone.world_size, copies)
         message = ""
         if then == now:
@@ -330,12 +330,12 @@ class CheckpointHooks(ParallelStrategy):
         """Load the states of all optimizers. Collective: all ranks."""
         states = checkpoint.get(RANDOM_STATES)
         self._random_states = None if states is None else (states, checkpoint.get(COPIES, len(states)))
-        self.engine.use_step_devices(checkpoint.get(STEP_DEVICES, {}))
+        self.engine.internals.checkpoints.use_step_devices(checkpoint.get(STEP_DEVICES, {}))
         stored = self._stored.get(id(checkpoint)) or state.identities(checkpoint.get("state_dict", {}))
         self._stored.clear()
         with ExitStack() as stack:
             for optimizer in self.optimizers:
-                stack.enter_context(self.engine.whole_groups(optimizer))
+                stack.enter_context(self.engine.internals.checkpoints.whole_groups(optimizer))
             permuted = state.load_optimizer_state(
                 self.engine,
                 self.optimizers,
@@ -354,7 +354,7 @@ class CheckpointHooks(ParallelStrategy):
 
     def on_train_start(self) -> None:
         """Set the random number generators as they were at the checkpoint that is resumed."""
-        self.engine.resume()  # a learning rate finder trains twice
+        self.engine.internals.fits.resume()  # a learning rate finder trains twice
         states, self._random_states = self._random_states, None
         if states is None:
             return
@@ -362,7 +362,7 @@ class CheckpointHooks(ParallelStrategy):
         if message is None:
             _begin_epoch_as_uninterrupted(self._sharded_module.trainer)
             if self._steps is not None:
-                message = self._steps.take_random_states(states[0][self.engine.everyone.rank])
+                message = self._steps.take_random_states(states[0][self.engine.internals.everyone.rank])
         if message is not None:
             rank_zero_warn(message)
 

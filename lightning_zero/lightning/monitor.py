@@ -94,7 +94,7 @@ class Meter:
         memory = {name: float(nbytes) for name, nbytes in stats.memory.items()}
         host = {f"host_{name}": float(nbytes) for name, nbytes in stats.host.items() if nbytes}
         disk = {f"disk_{name}": float(nbytes) for name, nbytes in stats.disk.items() if nbytes}
-        device = self.engine.communicator.device
+        device = self.engine.internals.communicator.device
         other = memory_in_use(device) - sum(memory.values()) - (sum(host.values()) if device.type == "cpu" else 0.0)
         memory |= {**host, **disk, "other": max(other, 0.0), "gathered_peak": float(stats.peak_gathered)}
         return {f"memory/{name}": nbytes for name, nbytes in memory.items()}

@@ -28,6 +28,7 @@ from lightning_zero.comm.mesh import Mesh
 from lightning_zero.comm.p2p import P2P
 from lightning_zero.config import Pipeline
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.engine.step_control import StepControl
 from lightning_zero.errors import PipelineError
 from lightning_zero.lightning.pipeline_logging import LoggedValue, Logs, MetricStates
 from lightning_zero.parallel.module_state import unregistered_modules
@@ -85,7 +86,14 @@ class PipelinedSteps:
         self._is_handed = hasattr(module, "pipeline_step")
         self._draws = Draws(module, modules_around(module, split), split.num_chunks, is_repeated=not self._is_handed)
         self._stage = PipelineStage(
-            module, split, mesh, device, engine, self._streams, self._draws, PlacedAttributes(module, split)
+            module,
+            split,
+            mesh,
+            device,
+            self._steps,
+            self._streams,
+            self._draws,
+            PlacedAttributes(module, split),
         )
         self._keeps_gradients = self._reduces_once(pipeline) or pipeline.reduces_once
         self.runner: PipelineRunner[Any] = PipelineRunner(
@@ -107,8 +115,13 @@ class PipelinedSteps:
         self._has_warned = False  # of batches that do not divide
         self._has_warned_of_lists = False
 
+    @property
+    def _steps(self) -> StepControl:
+        return self._engine.internals.steps
+
     def _reduces_once(self, pipeline: Pipeline) -> bool:
-        trained = [buffer for unit in self._engine.units for buffer in unit.buffers if buffer.kind.trained]
+        units = self._engine.internals.fits.units
+        trained = [buffer for unit in units for buffer in unit.buffers if buffer.kind.trained]
         needed = sum(buffer.layout.padded_numel * buffer.kind.reduce.itemsize for buffer in trained)
         once = reduces_once(pipeline.reduce, needed, device_bytes(self._device, dist.get_world_size()))
         return not self._stage.any_copy(not once, "agreement on when to reduce")
@@ -137,8 +150,8 @@ class PipelinedSteps:
         batch, *rest = args
         self.runner.hooks.require_none()
         if is_first:
-            self._engine.begin_gradients()
-        reduces = self._engine.is_last_microbatch
+            self._steps.begin_gradients()
+        reduces = self._steps.is_last_microbatch
 
         def loss_of(output: Any, index: int) -> Tensor:
             return _loss(output) * (scale * self._sizes[index] / sum(self._sizes))
@@ -152,7 +165,7 @@ class PipelinedSteps:
         with self._denominated(step), self._logs.recording(), torch.enable_grad():
             outputs = self.runner.train(step, loss_of, reduces=reduces)
         if reduces:
-            self.runner.hooks.add_joined(self._engine.sum_shared_gradients())
+            self.runner.hooks.add_joined(self._steps.sum_shared_gradients())
         loss = weighted_mean([_loss(output).detach() for output in outputs], self._sizes) if outputs else None
         mean = self._share(None if loss is None else loss.cpu())
         return torch.as_tensor(mean, device=self._device)
@@ -224,7 +237,7 @@ class PipelinedSteps:
         num_new = self._require_same(batch, self.runner.num_new(name, [shapes_of(piece) for piece in pieces]))
         is_uneven = len(set(_sizes_of(pieces))) > 1
         numbers = [num_new, 2 * (number - len(pieces)) + is_uneven]  # two travel in one message
-        num_new, both = self._engine.communicator.agree_on(numbers, "agreement on a new kind of step")
+        num_new, both = self._steps.communicator.agree_on(numbers, "agreement on a new kind of step")
         return num_new, both // 2, bool(both % 2)
 
     def _warn_of_sizes(self, number: int) -> None:

@@ -192,7 +192,7 @@ class ZeroStep(Precision):
         is_scaled = self.scaler is not None and _has_gradients(optimizer)
         self._overflows.pop(optimizer, None)
         if overflow:
-            engine.close_window(optimizer)
+            engine.internals.steps.close_window(optimizer)
         else:
             optimizer.step(**kwargs)
         if is_scaled:
@@ -231,7 +231,7 @@ class ZeroStep(Precision):
             return
         engine = self._require_engine()
         optimizer = getattr(optimizer, "_optimizer", optimizer)
-        engine.open_window(optimizer)
+        engine.internals.steps.open_window(optimizer)
         self._unscale(optimizer)
         if GradClipAlgorithmType(gradient_clip_algorithm) == GradClipAlgorithmType.VALUE:
             engine.clip_grad_value(optimizer, float(clip_val))

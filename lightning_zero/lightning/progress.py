@@ -18,7 +18,8 @@ _HALFWAY = "inside a step"
 
 def place_of(trainer: pl.Trainer | None, engine: ZeroEngine) -> Facts:
     """Return the counters of loops and optimizers, and the hook: equal on ranks at the same place of a run."""
-    return engine.progress if trainer is None else {**_place_in_loops(trainer), **engine.progress}
+    steps = engine.internals.checkpoints.progress
+    return steps if trainer is None else {**_place_in_loops(trainer), **steps}
 
 
 def _place_in_loops(trainer: pl.Trainer) -> Facts:

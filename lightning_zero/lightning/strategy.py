@@ -263,7 +263,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             forget_averages(trainer)
         self.setup_precision_plugin()
         self.model_to_device()
-        Signals(trainer, self.engine.everyone.agree_on, self._saves_wait).bind()
+        Signals(trainer, self.engine.internals.everyone.agree_on, self._saves_wait).bind()
         if self._steps is None and self.world_size > 1:
             skip_together(self.engine, trainer)
         self._begin_saving(trainer)
@@ -283,7 +283,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         # The mesh is part of it, so that its groups are lent for as long as the engine uses them.
         made_for = (self.precision_plugin.precision, recipe, self.activation_checkpointing, self._mesh)
         engine = next((engine for engine in _made_for if engine.module is module), None)
-        if engine is not None and (_made_for[engine] != made_for or not engine.holds_all_parameters):
+        if engine is not None and (_made_for[engine] != made_for or not engine.internals.fits.holds_all_parameters):
             engine.unshard()
             engine = None
         if engine is None:
@@ -300,10 +300,10 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
                 self._cut(module, engine, split)
             _made_for[engine] = made_for
         if is_fitting and self.offload is not None and self.offload.params is None:
-            engine.keep_params_on_device()
-        engine.resume()
+            engine.internals.fits.keep_params_on_device()
+        engine.internals.fits.resume()
         # As under DDPStrategy, which makes them equal in every setup and wraps the module for fits only.
-        engine.broadcast_module_buffers("scopes" if is_fitting else "never")
+        engine.internals.steps.broadcast_module_buffers("scopes" if is_fitting else "never")
         self._engine = self._step_plugin.engine = engine
         self._forecast = forecast_of(module)
 
@@ -364,10 +364,10 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Let the module make its optimizers and bind them to this rank's segments."""
         self._reset_optimizers_and_schedulers()
-        self.engine.detach()
+        self.engine.internals.fits.detach()
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
-            self.engine.drop_elsewhere(optimizer)
+            self.engine.internals.fits.drop_elsewhere(optimizer)
         self.engine.attach(*self.optimizers)
         self.optimizers = self.optimizers  # Lightning's wrappers take over the classes that `attach` has set
 
@@ -416,7 +416,11 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
 
     def _around_collective(self, group: Any | None = None) -> AbstractContextManager[None]:
         is_of_all = group in (None, torch.distributed.group.WORLD) and self._mesh is None
-        return self._engine.around_collective() if is_of_all and self._engine is not None else nullcontext()
+        return (
+            self._engine.internals.steps.around_collective()
+            if is_of_all and self._engine is not None
+            else nullcontext()
+        )
 
     def _announce(self) -> None:
         if self._announced is not self._engine:
@@ -476,7 +480,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         assert self.lightning_module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        self.engine.end_gradients()
+        self.engine.internals.steps.end_gradients()
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -601,7 +605,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         finally:
             Peers.of_world().end_run()
         if self._engine is not None:
-            self._engine.pause()
+            self._engine.internals.fits.pause()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

@@ -53,7 +53,9 @@ def agree_on_last_step(engine: ZeroEngine, trainer: pl.Trainer) -> None:
     batches = trainer.fit_loop.epoch_loop
     if not batches._accumulated_batches_reached() and batches._num_ready_batches_reached():
         number = batches.batch_progress.current.ready
-        engine.everyone.any_is(False, f"agreement on a step of fewer micro-batches (batch {number} is the last)")
+        engine.internals.everyone.any_is(
+            False, f"agreement on a step of fewer micro-batches (batch {number} is the last)"
+        )
 
 
 class _SkipsTogether:
@@ -89,7 +91,9 @@ def skip_together(engine: ZeroEngine, trainer: pl.Trainer) -> None:
 def _set_up_data(loop: Any, engine: ZeroEngine) -> None:
     """Set up the loaders of a loop and ask whether some rank has a batch. Collective: all ranks."""
     type(loop).setup_data(loop)
-    loop.is_skipped_everywhere = not engine.everyone.any_is(sum(loop.max_batches) > 0, "agreement on empty loaders")
+    loop.is_skipped_everywhere = not engine.internals.everyone.any_is(
+        sum(loop.max_batches) > 0, "agreement on empty loaders"
+    )
 
 
 def _loop_of(trainer: pl.Trainer) -> Any:
@@ -107,6 +111,7 @@ class UnevenEvaluation:
 
     def __init__(self, engine: ZeroEngine, trainer: pl.Trainer, step: str) -> None:
         self._engine = engine
+        self._everyone = engine.internals.everyone
         self._step = step
         self._loop = _loop_of(trainer)
         self._may_differ = False
@@ -130,13 +135,13 @@ class UnevenEvaluation:
         )
         digest = digest_of({"batches": str(loop.max_batches)}) & _LARGEST
         numbers = [_LARGEST, _LARGEST] if is_unknown else [digest, _LARGEST - digest]
-        most, rest = self._engine.everyone.agree_on(numbers, "comparison of lengths")
+        most, rest = self._everyone.agree_on(numbers, "comparison of lengths")
         self._may_differ = most != _LARGEST - rest
 
     def announce(self) -> None:
         """Tell that this rank has a batch. Collective: all ranks."""
         if self._may_differ:
-            self._engine.everyone.agree_on([_HAS_ONE, 0], "agreement on batches")
+            self._everyone.agree_on([_HAS_ONE, 0], "agreement on batches")
 
     # -- Around the methods of the loop ----------------------------------------------------------------------------
 
@@ -166,7 +171,7 @@ class UnevenEvaluation:
         logged = self._reduced_values() if loader in self._used else []
         own = [_HAD_ONE if loader in self._used else _HAD_NONE, bool(logged)]
         while True:
-            most, logs = self._engine.everyone.agree_on(own, "agreement on batches (at the end of a loader)")
+            most, logs = self._everyone.agree_on(own, "agreement on batches (at the end of a loader)")
             if most != _HAS_ONE:
                 break
             with self._engine.scope(self._step):
@@ -180,7 +185,7 @@ class UnevenEvaluation:
         return [metric.meta.name for _, metric in results.valid_items() if _is_reduced(metric)] if results else []
 
     def _refuse(self, loader: int, logged: list[str]) -> None:
-        names = self._engine.everyone.gather_objects(logged, f"names of what is logged for loader {loader}")
+        names = self._everyone.gather_objects(logged, f"names of what is logged for loader {loader}")
         missing = [rank for rank, of_rank in enumerate(names) if not of_rank]
         some = ", ".join(f"`{name}`" for name in sorted({name for of_rank in names for name in of_rank}))
         raise ValueError(

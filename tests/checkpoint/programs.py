@@ -71,7 +71,7 @@ def make(
 def step(engine: ZeroEngine, model: Model, optimizer: Optimizer, number: int) -> Tensor:
     worlds.seed(100 * number + engine.rank)
     tokens = torch.randint(0, 13, (3, 5))
-    lowered = any(unit.computes_lower for unit in engine.units)
+    lowered = any(unit.computes_lower for unit in engine.internals.fits.units)
     with engine.scope("training_step"), torch.autocast("cpu", torch.bfloat16, enabled=lowered):
         loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
     with engine.backward_scope():

@@ -145,7 +145,7 @@ def _fail_then_save(rank: int, world: int, full: bool, folder: str) -> list[str]
     if rank == 0:
         saver.remove(f"{folder}/first")
     saver.close()
-    engine.communicator.agree_on([0], "end")
+    engine.internals.communicator.agree_on([0], "end")
     return [*after_failure, "then", *sorted(os.listdir(folder))]
 
 

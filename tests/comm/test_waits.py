@@ -195,7 +195,9 @@ def _train_until_a_failure(rank: int, world: int) -> tuple[float, str]:
         for step in range(3):
             if step == 2:
                 device.synchronize()
-                engine.communicator._gather_group.error = ErrorType.TIMEOUT if rank else ErrorType.REMOTE_ERROR
+                engine.internals.communicator._gather_group.error = (
+                    ErrorType.TIMEOUT if rank else ErrorType.REMOTE_ERROR
+                )
                 seconds = engine.stats().wait_s
                 with pytest.raises(CollectiveError) as raised:
                     module(torch.ones(1, 3, dtype=torch.int64).to("cuda"))

@@ -50,7 +50,7 @@ def main(path: str, blocks: int, width: int, steps: int) -> None:
         engine.clip_grad_norm(optimizer, 0.1)
         optimizer.step()
         optimizer.zero_grad()
-        store = engine._sharded.placement.disk
+        store = engine._state.sharded.placement.disk
         awake = max(awake, store.awake_bytes if isinstance(store, DiskStore) else 0)
     engine.flush()
     resident = (kibibytes("VmHWM") - before) * 1024

@@ -26,14 +26,14 @@ def _agreements(rank: int, world: int, stage: int) -> list[int]:
     optimizer = engine.attach(torch.optim.AdamW(module.parameters()))
     counts = []
     for _ in range(5):
-        engine.communicator.reset_stats()
+        engine.internals.communicator.reset_stats()
         with engine.scope("training_step"):
             loss = module(torch.ones(2, 5, dtype=torch.int64)).square().mean()
         with engine.backward_scope():
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        counts.append(engine.communicator.calls["control"])
+        counts.append(engine.internals.communicator.calls["control"])
     engine.close()
     return counts
 

@@ -348,7 +348,7 @@ def _family(rank: int, world: int, name: str) -> tuple[list[float], list[float],
         else:
             engine = ZeroEngine(3, precision=MixedPrecision(compute_dtype=torch.bfloat16))
             trained = engine.shard(model)
-            exact = [buffer for buffer in engine._buffers if buffer.kind.compute == torch.float32]
+            exact = [buffer for buffer in engine._state.buffers if buffer.kind.compute == torch.float32]
             bare = [slot.name for buffer in exact for slot in buffer.layout.slots if len(slot.shape) > 1]
             optimizer = engine.attach(torch.optim.AdamW(trained.parameters(), lr=1e-3, eps=1e-3))
         losses.append([])

@@ -240,8 +240,8 @@ def _reduce(rank: int, world: int) -> str:
         for name, reduction in GRADIENTS.items():
             with pytest.raises(ShardedGradientError, match="full_grad"):
                 pytest.fail(f"{name}: {reduction(gradient)}")
-        trainer.engine.optimizers[0].step()
-        trainer.engine.optimizers[0].zero_grad()
+        trainer.engine.internals.fits.optimizers[0].step()
+        trainer.engine.internals.fits.optimizers[0].zero_grad()
         wrong = _unchanged(trainer)
         trainer.engine.close()
         if wrong:
@@ -370,17 +370,22 @@ _NEED_NO_MODULE = {  # do nothing, or look up
 }  # fmt: skip
 
 
-def _methods(engine: Any) -> list[str]:
+def _methods(owner: Any) -> list[str]:
     return [
         name
-        for name, value in vars(type(engine)).items()
+        for name, value in vars(type(owner)).items()
         if callable(value) and not name.startswith("_") and name not in _NEED_NO_MODULE
     ]
 
 
-def _call(engine: Any, name: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _parts(engine: Any) -> list[Any]:
+    """Return the engine and its internal parts."""
+    return [engine, engine.internals.fits, engine.internals.steps, engine.internals.checkpoints]
+
+
+def _call(owner: Any, name: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     arguments = _ARGUMENTS[name](module, optimizer) if name in _ARGUMENTS else ()
-    result = getattr(engine, name)(*arguments)
+    result = getattr(owner, name)(*arguments)
     if hasattr(result, "__enter__"):
         result.__enter__()
 
@@ -399,9 +404,10 @@ def _calls_of_closed_engines(rank: int, world: int, stage: int) -> None:
         module(torch.ones(2)).sum().backward()
         optimizer.step()
         getattr(engine, end)()
-        for name in _methods(engine):
-            with pytest.raises(RuntimeError, match="This engine is closed, .* Make a new `ZeroEngine`"):
-                _call(engine, name, module, optimizer)
+        for part in _parts(engine):
+            for name in _methods(part):
+                with pytest.raises(RuntimeError, match="This engine is closed, .* Make a new `ZeroEngine`"):
+                    _call(part, name, module, optimizer)
         engine.close()
         if end == "close" and stage == 3:
             with pytest.raises(RuntimeError, match="This engine is closed"):

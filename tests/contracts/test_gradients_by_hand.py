@@ -1101,7 +1101,7 @@ def _assigned_in_the_window(rank: int, world: int, how: str) -> list[str]:
         assigned.add_(1.0)
     else:
         assert param.grad is not None
-        engine.close_window(optimizer)
+        engine.internals.steps.close_window(optimizer)
         assigned.add_(1.0)
     try:
         engine.full_grad(param)

@@ -20,6 +20,7 @@ LEVELS: dict[str, int] = {
     "lightning_zero.errors": 1,
     "lightning_zero.foreign_options": 1,
     "lightning_zero.layout": 1,
+    "lightning_zero.microbatch": 1,
     "lightning_zero.option_checks": 1,
     "lightning_zero.trees": 1,
     "lightning_zero.comm": 2,

@@ -212,15 +212,15 @@ def _one_rank_collects_late(rank: int, world: int) -> list[int]:
     """An engine is gone on rank 0 and alive on rank 1: its groups are lent on neither."""
     loans = []
     first: Any = _engine()
-    held = first.communicator.control_group
+    held = first.internals.communicator.control_group
     if rank == 0:
         first.close()
     second = _engine()
-    loans.append(int(second.communicator.control_group is held))
+    loans.append(int(second.internals.communicator.control_group is held))
     second.close()
     first.close()
     third = _engine()
-    loans.append(int(third.communicator.control_group is held))
+    loans.append(int(third.internals.communicator.control_group is held))
     third.close()
     return loans
 
@@ -231,14 +231,14 @@ def test_groups_are_lent_when_they_are_free_on_every_rank() -> None:
 
 def _after_an_error(rank: int, world: int) -> bool:
     engine = _engine()
-    held = engine.communicator.control_group
+    held = engine.internals.communicator.control_group
     if rank == 1:
-        engine.communicator.interrupt()
+        engine.internals.communicator.interrupt()
     engine.close()
     second = _engine()
-    (value,) = second.communicator.agree_on([rank], "a number")
+    (value,) = second.internals.communicator.agree_on([rank], "a number")
     second.close()
-    return second.communicator.control_group is not held and value == 1
+    return second.internals.communicator.control_group is not held and value == 1
 
 
 def test_groups_of_an_interrupted_step_are_not_lent_again() -> None:
@@ -252,7 +252,7 @@ def _default_group_is_made_anew(rank: int, world: int, folder: str) -> float:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store{number}", rank=rank, world_size=world)
         engine.close()
     engine = _engine()
-    value = engine.communicator.all_reduce(torch.ones(1), "a number")
+    value = engine.internals.communicator.all_reduce(torch.ones(1), "a number")
     engine.close()
     return float(value)
 

@@ -108,13 +108,13 @@ def drop_states(engine: ZeroEngine, module: nn.Module, optimizer: Optimizer) -> 
 
 
 def change_masters(engine: ZeroEngine, module: nn.Module, optimizer: Optimizer) -> None:
-    engine.open_window(optimizer)
+    engine.internals.steps.open_window(optimizer)
     for param in module.parameters():
         with torch.no_grad():
             param.mul_(0.9)
             param.data.add_(0.01)
-    engine.close_window(optimizer)
-    engine.publish()
+    engine.internals.steps.close_window(optimizer)
+    engine.internals.checkpoints.publish()
 
 
 def change_gradients(engine: ZeroEngine, module: nn.Module, optimizer: Optimizer) -> None:
@@ -254,7 +254,7 @@ def _refuse_writes(engine: ZeroEngine) -> None:
 
 
 def _store(engine: ZeroEngine) -> DiskStore:
-    store = engine._sharded.placement.disk
+    store = engine._state.sharded.placement.disk
     assert store is not None
     store.drain()
     return store

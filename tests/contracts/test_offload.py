@@ -249,7 +249,7 @@ def _states_right_after_a_step(rank: int, world: int, stage: int) -> None:
                 _step(engine, module, optimizer, 0)
                 seen.append(copy.deepcopy(look()))
             _step(engine, module, optimizer, 0)
-            engine.detach()
+            engine.internals.fits.detach()
             seen.append(copy.deepcopy(list(optimizer.state.values())))
             engine.close()
     leaves = [[leaf for leaf in tree_leaves(one) if torch.is_tensor(leaf)] for one in seen]
@@ -269,7 +269,7 @@ def _is_deferred(rank: int, world: int, stage: int) -> None:
         before = {name: param.detach().clone() for name, param in module.named_parameters()} if stage < 3 else {}
         _step(engine, module, optimizer, 0)
         engine.stats()  # looks at sizes only
-        pending = [buffer.values._update is not None for buffer in engine._buffers]
+        pending = [buffer.values._update is not None for buffer in engine._state.buffers]
         assert all(pending) if expected else not any(pending)
         if stage < 3:
             kinds = {type(param) for param in module.parameters()}
@@ -278,7 +278,7 @@ def _is_deferred(rank: int, world: int, stage: int) -> None:
             assert not any(type(param) is PendingParameter for param in module.parameters())
             assert "grad" in repr(module.head.weight)
         engine.flush()
-        assert not any(buffer.values._update for buffer in engine._buffers)
+        assert not any(buffer.values._update for buffer in engine._state.buffers)
         engine.close()
 
 
@@ -384,7 +384,7 @@ def _device_peak(rank: int, world: int, stage: int) -> tuple[int, int, int]:
             loss.backward()
         engine.clip_grad_norm(optimizer, 0.5)
         optimizer.step()
-    store = engine._sharded.store
+    store = engine._state.sharded.store
     peak = sum(store.peak(kind) for kind in ("parameters", "gradients", "optimizer", "gathered"))
     assert sum(engine.stats().memory.values()) <= peak
     return peak, WIDTH * WIDTH * DEPTH, WIDTH * WIDTH

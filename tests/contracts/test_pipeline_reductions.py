@@ -25,7 +25,7 @@ def _count(rank: int, world: int, zero: int, schedule: Any, reduce: Any) -> tupl
 
     lightning = trainer(rank, world, strategy, max_epochs=1)
     lightning.fit(seeded(Counts), _loader(2, rank % 2, size=48))
-    buffers = sum(len(unit.buffers) for unit in strategy.engine.units)
+    buffers = sum(len(unit.buffers) for unit in strategy.engine.internals.fits.units)
     return calls[-1] - calls[-2], calls[-2] - calls[-3], buffers
 
 

@@ -249,8 +249,10 @@ def _recovers(
             if not torch.equal(zero.full_param(mine), theirs):
                 wrong["end"] = "weights"
     assert zero.engine.stats().memory["gathered"] == 0
-    assert not zero.engine.communicator.running
-    assert all(unit.state is UnitState.SHARDED for unit in zero.engine.units if unit.is_sharded_between_uses)
+    assert not zero.engine.internals.communicator.running
+    assert all(
+        unit.state is UnitState.SHARDED for unit in zero.engine.internals.fits.units if unit.is_sharded_between_uses
+    )
     zero.engine.close()
     return wrong
 

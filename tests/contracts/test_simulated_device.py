@@ -363,7 +363,7 @@ def _num_deferred(rank: int, world: int, device: str, keeps: str) -> list[int]:
         for step in range(5):
             one.backward(step)
             one.step()
-            counts.append(len(one.engine._attached.of(one.optimizer)._deferred))
+            counts.append(len(one.engine._state.attached.of(one.optimizer)._deferred.buffers))
             if step == 1:
                 kept = LOOKS[keeps](one.optimizer)
             elif step == 2:

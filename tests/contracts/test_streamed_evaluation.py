@@ -29,7 +29,7 @@ def _evaluated(rank: int, world: int, verb: str, **options: Any) -> tuple[Any, A
     strategy = ZeroStrategy(stage=3, units=["Block"], **options.pop("strategy", {}))
     run = trainer(rank, world, strategy, **options)
     result = getattr(run, verb)(seeded(Deep), loader(rank, world))
-    sizes = [sum(buffer.whole.flat.nbytes for buffer in unit.buffers) for unit in strategy.engine.units]
+    sizes = [sum(buffer.whole.flat.nbytes for buffer in unit.buffers) for unit in strategy.engine.internals.fits.units]
     return result, strategy.engine.stats(), sizes
 
 

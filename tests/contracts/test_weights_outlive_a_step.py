@@ -109,7 +109,7 @@ def _storages(rank: int, world: int) -> bool:
     zero = Sharded(TinyGPT(), rank, world, stage=3, units=["Block"])
     optimizer = adamw(zero.module)
     zero.attach(optimizer)
-    buffers = [buffer for unit in zero.engine.units for buffer in unit.buffers]
+    buffers = [buffer for unit in zero.engine.internals.fits.units for buffer in unit.buffers]
     before = [buffer.whole.flat.untyped_storage()._cdata for buffer in buffers]
     for step in range(3):
         with zero.scope():

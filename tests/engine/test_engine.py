@@ -229,7 +229,7 @@ def _copies(rank: int, world: int, stage: int) -> None:
     assert _equal(pickle.loads(stored), expected)
     storages = {param.untyped_storage()._cdata for param in twin.parameters()}
     assert not storages & {
-        buffer.whole.flat.untyped_storage()._cdata for unit in engine.units for buffer in unit.buffers
+        buffer.whole.flat.untyped_storage()._cdata for unit in engine.internals.fits.units for buffer in unit.buffers
     }
     calls = dict(engine.stats().calls)
     token_loss(twin, rank, 0).backward()  # on one rank alone, and without the engine
@@ -402,7 +402,7 @@ def _records(rank: int, world: int, stage: int) -> list[tuple[str, tuple[int, in
     assert records[0].aliases == ("embedding.weight", "head.weight")
     for record in records:
         record.master().fill_(0.5)
-    engine.publish()
+    engine.internals.checkpoints.publish()
     with engine.gathered(module):
         assert all(bool((param == 0.5).all()) for param in module.parameters())
     engine.close()
@@ -436,7 +436,7 @@ def _stats(rank: int, world: int, stage: int) -> None:
     assert stats.calls["reduce_scatter"] == 2 * 4
     assert stats.wait_s > 0
     assert (stats.peak_gathered > 0) == (stage == 3)
-    engine.reset_stats()
+    engine.internals.fits.reset_stats()
     assert sum(engine.stats().calls.values()) == 0
     plan = engine.plan()
     assert 4 <= len(plan) <= 7

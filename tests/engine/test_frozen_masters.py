@@ -78,13 +78,13 @@ def _keeps(rank: int, world: int, stage: int, options: dict[str, Any], path: str
     engine.offload_states()
     engine.reload_states()
     engine.show_masters()
-    engine.pause()
+    engine.internals.fits.pause()
     if stage < 3:
         assert _are(module.state_dict(), expected)
     plain = TinyGPT()
     plain.load_state_dict(_full(engine, module))
     assert torch.equal(module(torch.tensor([[1, 2]])), plain(torch.tensor([[1, 2]])))
-    engine.resume()
+    engine.internals.fits.resume()
     _train(module, optimizer, rank)
     engine.unshard()
     assert _are(module.state_dict(), expected)
@@ -121,7 +121,7 @@ def _bytes(rank: int, world: int, stage: int, holds: bool) -> tuple[int, int]:
     module = _backbone(holds=holds)
     engine, _ = _engine(stage, module)
     held = engine.stats().memory["optimizer"]
-    buffers = [buffer for unit in engine.units for buffer in unit.buffers]
+    buffers = [buffer for unit in engine.internals.fits.units for buffer in unit.buffers]
     trained = sum(one.own_range.numel for one in buffers if one.kind.trained and one.original is not None) * 4
     lowered = sum(one.own_range.numel for one in buffers if not one.kind.trained and one.original is not None) * 4
     engine.close()

@@ -37,8 +37,8 @@ def _writes(rank: int, world: int, stage: int, how: str, between: bool = False) 
             engine.records()
             if how == "pause":
                 engine.show_masters()
-                engine.pause()
-                engine.resume()
+                engine.internals.fits.pause()
+                engine.internals.fits.resume()
             if how == "gathered":
                 with engine.gathered(module, write="all"):
                     _write(online, target, "average")

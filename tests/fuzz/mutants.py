@@ -22,7 +22,7 @@ from lightning_zero.engine.buffers.deferred import Update
 from lightning_zero.engine.buffers.gradients import BufferGradients
 from lightning_zero.engine.buffers.own_range import OwnRange
 from lightning_zero.engine.buffers.window import BufferWindow
-from lightning_zero.engine.optim import optimizer
+from lightning_zero.engine.optim import whole_gradients
 from lightning_zero.engine.optim.attached import Attached
 from lightning_zero.engine.optim.optimizer import ShardedOptimizer
 from lightning_zero.engine.runtime.order import PassOrder
@@ -155,8 +155,8 @@ def steps_are_not_published() -> Iterator[None]:
 @contextmanager
 def norms_are_local() -> Iterator[None]:
     """The norm is that of this rank's segments."""
-    norm = optimizer.norm_of_norms
-    with mock.patch.object(optimizer, "norm_of_norms", lambda norms, order, _: norm(norms, order, None)):
+    norm = whole_gradients.norm_of_norms
+    with mock.patch.object(whole_gradients, "norm_of_norms", lambda norms, order, _: norm(norms, order, None)):
         yield
 
 

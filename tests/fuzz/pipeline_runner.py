@@ -266,7 +266,7 @@ def _in_rank(rank: int, world: int, program: PipelineProgram, mutant: Mutant) ->
 
 def _changed(program: PipelineProgram, module: Any, strategy: ZeroStrategy, started: dict[str, Tensor]) -> list[str]:
     """Return the parameters that are not as at the start, of those that are whole on this rank. No collective."""
-    parts = None if strategy._engine is None else strategy._engine.parts
+    parts = None if strategy._engine is None else strategy._engine._state.parts
     if program.zero == 3 or parts is None:
         return []
     here = {name: param for name, param in module.named_parameters() if parts.is_here(param)}

@@ -58,7 +58,7 @@ class OffloadedStates:
     def _move(self, store: ShardStore) -> None:
         with torch.inference_mode(False), torch.no_grad():
             for optimizer in self._optimizers:  # one by one: for a moment a storage is in both places
-                optimizer.move_states(self._buffers, _Move(store.device))
+                optimizer.states.move(self._buffers, _Move(store.device))
             for buffer in self._buffers:
                 buffer.move(store)
 

@@ -40,6 +40,7 @@ class Update:
         self,
         name: str,
         calls: Sequence[Callable[[], None]],
+        *,
         thread: ThreadPoolExecutor | None,
         upcoming: deque[Visit] | None = None,
         announcing: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -110,12 +111,13 @@ class Deferral:
 
     def update(self, name: str, calls: Sequence[Callable[[], None]], in_thread: bool) -> Update:
         """Return the update that makes ``calls``."""
-        return Update(name, calls, self._thread_of_offloaded() if in_thread else None)
+        return Update(name, calls, thread=self._thread_of_offloaded() if in_thread else None)
 
     def update_on_disk(self, name: str, calls: Sequence[Callable[[], None]], visit: Visit) -> Update:
         """Return the update that makes ``calls`` during ``visit``."""
         self._upcoming.append(visit)
-        return Update(name, calls, self._thread_of_offloaded(), self._upcoming, visit.announcing)
+        thread = self._thread_of_offloaded()
+        return Update(name, calls, thread=thread, upcoming=self._upcoming, announcing=visit.announcing)
 
     def _thread_of_offloaded(self) -> ThreadPoolExecutor:
         if self._thread is None:

@@ -46,14 +46,14 @@ class Attached:
         """Let go of all optimizers."""
         for sharded in self._optimizers:
             sharded.detach()
-        self._former += [sharded for sharded in self._optimizers if sharded.is_on_disks]
+        self._former += [sharded for sharded in self._optimizers if sharded.states.is_on_disks]
         self._optimizers = []
 
     def replace_former(self) -> None:
         """Leave the states of those that were let go of to those that were attached since."""
         for former in self._former:
-            same = [sharded for sharded in self._optimizers if sharded.optimizer is former.optimizer]
-            former.leave_states(next(iter(same), None))
+            same = [sharded.states for sharded in self._optimizers if sharded.optimizer is former.optimizer]
+            former.states.leave_to(next(iter(same), None))
         self._former.clear()
 
     def of(self, optimizer: Optimizer) -> ShardedOptimizer:

@@ -48,7 +48,7 @@ class _Rule:
 
     Args:
         moments: The keys of its state that the op takes, for a group.
-        step: Calls the op: group, number of the step, parameter, moments, gradient, and the op's own options.
+        step: Calls the op: group, number of the step; by keyword parameter, moments, gradient and the op's own options.
         counts: The optimizer's state counts the steps.
         launch: Calls Triton's kernel in the same way, if there is one that the engine uses.
     """
@@ -60,25 +60,25 @@ class _Rule:
 
 
 def _step_adam(
-    group: Mapping[str, Any], step: int, param: Tensor, moments: list[Tensor], grad: Tensor, **options: Any
+    group: Mapping[str, Any], number: int, *, param: Tensor, moments: list[Tensor], grad: Tensor, **options: Any
 ) -> None:
     exp_avg, exp_avg_sq = moments
-    adamw.pytorch_step_(param, exp_avg, exp_avg_sq, grad=grad, step=step, **_adam_options(group), **options)
+    adamw.pytorch_step_(param, exp_avg, exp_avg_sq, grad=grad, step=number, **_adam_options(group), **options)
 
 
 def _launch_adam(
-    group: Mapping[str, Any], step: int, param: Tensor, moments: list[Tensor], grad: Tensor, **options: Any
+    group: Mapping[str, Any], number: int, *, param: Tensor, moments: list[Tensor], grad: Tensor, **options: Any
 ) -> None:
     exp_avg, exp_avg_sq = moments
-    adamw.kernel_step_(param, exp_avg, exp_avg_sq, grad=grad, step=step, **_adam_options(group), **options)
+    adamw.kernel_step_(param, exp_avg, exp_avg_sq, grad=grad, step=number, **_adam_options(group), **options)
 
 
 def _step_adam_int8(
-    group: Mapping[str, Any], step: int, param: Tensor, moments: list[Tensor], grad: Tensor, **options: Any
+    group: Mapping[str, Any], number: int, *, param: Tensor, moments: list[Tensor], grad: Tensor, **options: Any
 ) -> None:
     del options["tails"]  # nobody promises bits
     m, m_scales, v, v_scales = moments
-    adamw_int8.pytorch_step_(param, m, m_scales, v, v_scales, grad=grad, step=step, **_adam_options(group), **options)
+    adamw_int8.pytorch_step_(param, m, m_scales, v, v_scales, grad=grad, step=number, **_adam_options(group), **options)
 
 
 def _adam_options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,10 +91,10 @@ def _adam_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _step_sgd(
-    group: Mapping[str, Any], step: int, param: Tensor, moments: list[Tensor], grad: Tensor, **options: Any
+    group: Mapping[str, Any], number: int, *, param: Tensor, moments: list[Tensor], grad: Tensor, **options: Any
 ) -> None:
     sgd.pytorch_step_(
-        param, moments[0] if moments else None, grad=grad, step=step, lr=group["lr"], momentum=group["momentum"],
+        param, moments[0] if moments else None, grad=grad, step=number, lr=group["lr"], momentum=group["momentum"],
         dampening=group["dampening"], weight_decay=group["weight_decay"], nesterov=group["nesterov"], **options,
     )  # fmt: skip
 
@@ -386,7 +386,7 @@ class FlatStep:
         step = self._step_of(buffer)
         if buffer.home.steps_on is not None:
             copies = buffer.store.copies
-            step = partial(step_streamed, step, buffer.home.steps_on, copies, copies.mark())
+            step = partial(step_streamed, step, buffer.home.steps_on, copies=copies, behind=copies.mark())
         for lo, hi, members in self._runs(group, buffer, sorted(indices), steps):
             first = self._optimizer.state.get(buffer.params[members[0]], {})
             moments = [
@@ -395,11 +395,11 @@ class FlatStep:
             ]
             call = partial(
                 step,
-                group,
-                steps[members[0]],
-                stepped[lo:hi],
-                moments,
-                gradient[lo:hi],
+                group=group,
+                number=steps[members[0]],
+                param=stepped[lo:hi],
+                moments=moments,
+                grad=gradient[lo:hi],
                 out=None if rounding is None else rounding.out[lo:hi],
                 factor=None if factor is None else factor.to(gradient.device),
                 tails=_tails(buffer, members, lo) if stepped.is_cpu else (),

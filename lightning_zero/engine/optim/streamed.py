@@ -16,6 +16,7 @@ __all__ = ["step_streamed"]
 def step_streamed(
     step: Callable[..., None],
     device: torch.device,
+    *,
     copies: Copies,
     behind: Landing,
     group: Mapping[str, Any],
@@ -23,7 +24,6 @@ def step_streamed(
     param: Tensor,
     moments: Sequence[Tensor],
     grad: Tensor,
-    *,
     out: Tensor | None,
     factor: Tensor | None,
     tails: Sequence[int],
@@ -47,6 +47,6 @@ def step_streamed(
     with copies.stepping(behind):
         there = [torch.empty_like(one, device=device).copy_(one, non_blocking=True) for one in (param, *moments, grad)]
         factor = None if factor is None else factor.to(device)
-        step(group, number, there[0], there[1:-1], there[-1], out=out, factor=factor, tails=tails)
+        step(group, number, param=there[0], moments=there[1:-1], grad=there[-1], out=out, factor=factor, tails=tails)
         for target, source in zip((param, *moments), there[:-1], strict=True):
             target.copy_(source, non_blocking=True)

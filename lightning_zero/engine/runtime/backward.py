@@ -41,17 +41,9 @@ from lightning_zero.engine.runtime.order import PassOrder
 from lightning_zero.engine.runtime.passes import Passes
 from lightning_zero.engine.runtime.reduction import Reducer
 from lightning_zero.engine.units.unit import Unit
+from lightning_zero.microbatch import Microbatch
 
-__all__ = ["Backward", "Microbatch"]
-
-
-@dataclass(frozen=True)
-class Microbatch:
-    """The micro-batch that runs."""
-
-    is_last: bool = True
-    has_more_backwards: bool = False  # of forwards that have run: a pipeline runs several ahead
-    keeps_gradients: bool = False  # at stage 3 too, until the last of them
+__all__ = ["Backward"]
 
 
 @dataclass
@@ -101,7 +93,7 @@ class Backward:
         self._reduces_each = reduces_each
         self._shown = ShownSums()
         self._running: _Running | None = None  # the one that is running
-        self.microbatch = Microbatch()  # set by the engine
+        self.microbatch = Microbatch.LAST  # set by the engine
 
     # -- Begin -----------------------------------------------------------------------------------------------------
 
@@ -182,9 +174,11 @@ class Backward:
 
     @property
     def _is_reducing(self) -> bool:
-        if self.microbatch.has_more_backwards and (self.microbatch.keeps_gradients or not self._order.gathers):
+        if self.microbatch is Microbatch.IN_FLIGHT_SUMMED:
             return False
-        return self._reduces_each or self.microbatch.is_last
+        if self.microbatch is Microbatch.IN_FLIGHT:
+            return self._reduces_each and self._order.gathers
+        return self._reduces_each or self.microbatch is Microbatch.LAST
 
     # -- Gradients -------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from lightning_zero.engine.runtime.saved_tensors import SavedTensors
 from lightning_zero.engine.runtime.transforms import explain_transform
 from lightning_zero.engine.runtime.uses import UnitUses
 from lightning_zero.engine.units.unit import Unit
+from lightning_zero.microbatch import Microbatch
 
 __all__ = ["Scopes"]
 
@@ -116,7 +117,7 @@ class Scopes:
         self._passes.enter_scope(name)
         if self._passes.depth == 1:
             if with_root and not self._order.is_suspended and (self.opened_by is None or self.forwards_are_steps):
-                self._broadcast_buffers(torch.is_grad_enabled() and self._backward.microbatch.is_last)
+                self._broadcast_buffers(torch.is_grad_enabled() and self._backward.microbatch is Microbatch.LAST)
             self._passes.begin("forward")
             if (self._order.gathers or in_original) and torch.is_grad_enabled():
                 self._saved.begin()

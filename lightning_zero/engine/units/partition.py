@@ -189,7 +189,7 @@ def build_unit(
         buffer.aliases = {index: one for index, one in found.items() if one}
         if buffer.aliases:
             buffer.bind()
-    return Unit(territory.name, index, territory.module, buffers, watched=list(special.values()))
+    return Unit(territory.name, index, module=territory.module, buffers=buffers, watched=list(special.values()))
 
 
 def kind_of(

@@ -48,6 +48,7 @@ class Unit:
         self,
         name: str,
         index: int,
+        *,
         module: nn.Module,
         buffers: list[FlatBuffer],
         watched: Sequence[nn.Module] = (),

@@ -18,6 +18,7 @@ from lightning_zero.comm.mesh import Mesh
 from lightning_zero.comm.p2p import P2P, PendingReceive
 from lightning_zero.config import Pipeline
 from lightning_zero.errors import PipelineError
+from lightning_zero.microbatch import Microbatch
 from lightning_zero.parallel.module_state import AttributeState, HookState, ModuleState, put_back
 from lightning_zero.parallel.pipeline.schedule.plan import Action, compute_order, evaluation_order, simulate
 from lightning_zero.parallel.pipeline.schedule.streams import RandomStreams
@@ -49,9 +50,7 @@ class Stepper(Protocol):
         """Run code that may use any parameter of this stage."""
         ...
 
-    def microbatch(
-        self, last: bool, has_more_backwards: bool = False, keeps_gradients: bool = False
-    ) -> AbstractContextManager[None]:
+    def microbatch(self, microbatch: Microbatch) -> AbstractContextManager[None]:
         """Run a micro-batch; the last one reduces."""
         ...
 
@@ -205,7 +204,8 @@ class PipelineRunner(Generic[Step]):
         chunks, stages = self.split.num_chunks, self.mesh.stages
         self._evaluation = simulate(evaluation_order(stages, chunks), chunks)[0][self.mesh.stage]
         # A backward reduces all units of the stage, also those of its other chunks.
-        self._keeps_gradients = keeps_gradients or pipeline.reduces_once
+        sums = keeps_gradients or pipeline.reduces_once
+        self._in_flight = Microbatch.IN_FLIGHT_SUMMED if sums else Microbatch.IN_FLIGHT  # but for the last backward
         # - How it runs
         self._stage = stage
         self._module = stage.module
@@ -300,11 +300,11 @@ class PipelineRunner(Generic[Step]):
             for action in actions:
                 if action.kind == "forward":
                     # Module buffers are made equal where the next batch begins, not in between.
-                    with self._engine.microbatch(reduces and action == forwards[-1]):
+                    with self._engine.microbatch(_position(reduces and action == forwards[-1])):
                         self._forward(action, step, "training_step")
                 elif action.is_backward:
                     is_final = action == backwards[-1]
-                    self._backward(action, loss_of, reduces=reduces and is_final, has_more=not is_final)
+                    self._backward(action, loss_of, _position(reduces) if is_final else self._in_flight)
                 elif action.kind in ("recv_input", "recv_gradient"):
                     self._receive(action)
             self._mail.flush()
@@ -454,15 +454,12 @@ class PipelineRunner(Generic[Step]):
         self,
         action: Action,
         loss_of: Callable[[Any, int], torch.Tensor],
-        *,
-        reduces: bool,
-        has_more: bool,
+        microbatch: Microbatch,
     ) -> None:
-        keeps = self._keeps_gradients
         with (
             self._working(),
             self.hooks.watched(action.chunk),
-            self._engine.microbatch(reduces, has_more, keeps),
+            self._engine.microbatch(microbatch),
             self._engine.backward_scope(),
         ):
             if action.kind == "backward_weight":
@@ -516,6 +513,10 @@ class PipelineRunner(Generic[Step]):
         self._letters[action] = [
             self._mail.receive(sender % self.mesh.stages, one.shape, one.dtype, what) for one in wanted
         ]
+
+
+def _position(is_last: bool) -> Microbatch:
+    return Microbatch.LAST if is_last else Microbatch.EARLIER
 
 
 def _words_of(what: str, action: Action) -> str:

@@ -125,7 +125,7 @@ def _gradients(rank: int, world: int) -> None:
     assert run.device_bytes() > 0
     run.engine.offload_states()
     run.optimizer.zero_grad()
-    run.engine.detach()
+    run.engine.internals.fits.detach()
     assert run.device_bytes() == run.engine.stats().memory["optimizer"]
     assert all(value.is_contiguous() for state in run.optimizer.state.values() for value in state.values())
 

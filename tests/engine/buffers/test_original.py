@@ -99,7 +99,9 @@ def _reads(rank: int, world: int, stage: int, options: dict[str, Any]) -> None:
     assert _same(copied, masters)
     assert _dtypes(module) == {torch.float32}
     assert engine.stats().memory == held
-    assert all(b.original is None or b.original.flat is None for unit in engine.units for b in unit.buffers)
+    assert all(
+        b.original is None or b.original.flat is None for unit in engine.internals.fits.units for b in unit.buffers
+    )
     assert _shown(module) == {torch.bfloat16, torch.float32}
     engine.close()
 
@@ -214,7 +216,7 @@ def _gradients(rank: int, world: int, stage: int, build: type[nn.Module], where:
 
     def grads() -> dict[str, Tensor]:
         found = {name: engine.full_grad(param) for name, param in module.named_parameters()}
-        for unit in engine.units:
+        for unit in engine.internals.fits.units:
             for buffer in unit.buffers:
                 buffer.gradients.forget()
         return found  # type: ignore[return-value]
@@ -277,7 +279,7 @@ def _rests(rank: int, world: int, stage: int, options: dict[str, Any]) -> None:
     before = engine.stats().memory
     engine.show_masters()
     engine.show_masters()
-    engine.pause()
+    engine.internals.fits.pause()
     assert _dtypes(module) == {torch.float32}
     plain = TinyGPT()
     plain.load_state_dict(masters)
@@ -293,7 +295,7 @@ def _rests(rank: int, world: int, stage: int, options: dict[str, Any]) -> None:
         assert _same(module, masters)
         module.head.weight.data.mul_(1 + 2**-14)  # type: ignore[union-attr, operator]
         masters["head.weight"].mul_(1 + 2**-14)
-    engine.resume()
+    engine.internals.fits.resume()
     assert _dtypes(module) == {torch.float32}
     assert all(torch.equal(value, masters[name]) for name, value in _whole(engine, module).items())
     assert {**engine.stats().memory, "gradients": 0} == {**before, "gradients": 0}
@@ -318,9 +320,9 @@ def _goes_on(rank: int, world: int, stage: int, rests: bool) -> list[float]:
     losses = [float(_train(module, optimizer, rank))]
     if rests:
         engine.show_masters()
-        engine.pause()
+        engine.internals.fits.pause()
         module(torch.tensor([[1, 2]]))
-        engine.resume()
+        engine.internals.fits.resume()
     losses.append(float(_train(module, optimizer, rank, 3, 2)))
     engine.close()
     return losses
@@ -363,5 +365,5 @@ def test_a_closed_engine_leaves_parameters_in_their_own_dtype(stage: int, how: s
 def test_what_computes_in_its_own_dtype_has_one_face() -> None:
     engine = ZeroEngine(0)
     engine.shard(nn.Linear(2, 2))
-    assert all(buffer.original is None for unit in engine.units for buffer in unit.buffers)
+    assert all(buffer.original is None for unit in engine.internals.fits.units for buffer in unit.buffers)
     engine.close()

@@ -70,7 +70,7 @@ def _which(rank: int, world: int, name: str, stage: int) -> bool:
         optimizer.step()
     assert not any(torch.equal(a, b) for a, b in zip(before, _weights(engine, module), strict=True))
     calls = adam_op.call_count + sgd_op.call_count
-    assert calls <= len(engine.units)  # neighbouring parameters together, in each unit
+    assert calls <= len(engine.internals.fits.units)  # neighbouring parameters together, in each unit
     return calls > 0
 
 
@@ -159,21 +159,21 @@ def _state(rank: int, world: int, stage: int) -> None:
         optimizer.zero_grad()
         _backward(engine, module, rank, step)
         optimizer.step()
-    engine.open_window(optimizer)
+    engine.internals.steps.open_window(optimizer)
     for param in module.parameters():
         state = optimizer.state[param]
         assert list(state) == ["step", "exp_avg", "exp_avg_sq"]
         assert state["step"].item() == 2.0
         shown = param.detach().as_subclass(Tensor)
         assert state["exp_avg"].shape == state["exp_avg_sq"].shape == shown.shape
-    engine.close_window(optimizer)
+    engine.internals.steps.close_window(optimizer)
     storages = {optimizer.state[param]["exp_avg"].untyped_storage()._cdata for param in module.parameters()}
-    assert len(storages) == len(engine.units)
+    assert len(storages) == len(engine.internals.fits.units)
     # What is loaded is what the next step goes on from.
     saved = copy.deepcopy(optimizer.state_dict())
-    engine.open_window(optimizer)
+    engine.internals.steps.open_window(optimizer)
     weights = [param.detach().clone() for param in module.parameters()]
-    engine.close_window(optimizer)
+    engine.internals.steps.close_window(optimizer)
 
     def last_step() -> list[Tensor]:
         optimizer.zero_grad()
@@ -182,11 +182,11 @@ def _state(rank: int, world: int, stage: int) -> None:
         return _weights(engine, module)
 
     expected = last_step()
-    engine.open_window(optimizer)
+    engine.internals.steps.open_window(optimizer)
     for param, value in zip(module.parameters(), weights, strict=True):
         param.data.copy_(value)
-    engine.close_window(optimizer)
-    engine.publish()
+    engine.internals.steps.close_window(optimizer)
+    engine.internals.checkpoints.publish()
     optimizer.load_state_dict(saved)
     assert all(torch.equal(a, b) for a, b in zip(last_step(), expected, strict=True))
 
@@ -258,7 +258,7 @@ def _poisoned_norm(rank: int, world: int, stage: int) -> None:
     (token_loss(module, rank, 0) * float("nan")).backward()
     assert engine.clip_grad_norm(optimizer, 1.0).isnan()
     engine.grad_norm(optimizer)
-    engine.close_window(optimizer)
+    engine.internals.steps.close_window(optimizer)
     optimizer.zero_grad()
     _backward(engine, module, rank)
     assert engine.grad_norm(optimizer).isfinite()
@@ -295,7 +295,7 @@ def _without_eps(rank: int, world: int, stage: int) -> None:
     optimizer = engine.attach(torch.optim.AdamW(module.parameters(), lr=0.1, eps=0.0))
     _backward(engine, module, rank)
     optimizer.step()
-    for unit in engine.units:
+    for unit in engine.internals.fits.units:
         for buffer in unit.buffers:
             lo, hi = buffer.own_range.start, buffer.own_range.stop
             for start, stop in buffer.layout.gaps():

@@ -129,11 +129,11 @@ def _state_dict(rank: int, world: int, stage: int, moments: Moments, deferred: b
     # Back to where it was saved: the same bits again.
     for record, value in zip(engine.records(), weights, strict=True):
         record.master().copy_(value.reshape(-1)[slice(*record.own_range)])
-    engine.publish()
+    engine.internals.checkpoints.publish()
     optimizer.load_state_dict(expected)
     _steps(engine, module, optimizer, rank, range(3, 5))
     assert all(torch.equal(one, other) for one, other in zip(after, _weights(engine, module), strict=True))
-    engine.detach()
+    engine.internals.fits.detach()
     assert {value.dtype for state in optimizer.state.values() for value in state.values()} == {torch.float32}
 
 

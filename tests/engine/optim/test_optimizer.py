@@ -42,13 +42,13 @@ def _object(rank: int, world: int, stage: int) -> None:
     assert all(mine is theirs for mine, theirs in zip(optimizer.param_groups[0]["params"], params, strict=True))
     second = torch.optim.SGD(params, lr=0.1)
     assert engine.attach(optimizer, second) == [optimizer, second]
-    assert engine.optimizers == [optimizer, second]
+    assert engine.internals.fits.optimizers == [optimizer, second]
     assert engine.attach(second) is second
     assert type(optimizer) is torch.optim.AdamW
-    engine.detach()
+    engine.internals.fits.detach()
     assert type(second) is torch.optim.SGD
     assert not second._optimizer_step_pre_hooks
-    assert engine.optimizers == []
+    assert engine.internals.fits.optimizers == []
     pickle.dumps(optimizer.state_dict())
     engine.close()
 
@@ -65,16 +65,16 @@ def _window(rank: int, world: int, stage: int) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         _backward(engine, module, rank)
     assert all(raw_grad(param) is None for param in module.parameters())
-    engine.open_window(optimizer)
-    engine.open_window(optimizer)
+    engine.internals.steps.open_window(optimizer)
+    engine.internals.steps.open_window(optimizer)
     counts = []
     for param in module.parameters():
         assert (param.dtype, param.grad.dtype) == (torch.float32, torch.float32)
         assert param.shape == param.grad.shape
         assert isinstance(param.grad, ShardedGradient) == (stage > 0)
         counts.append(param.detach().as_subclass(torch.Tensor).numel())
-    engine.close_window(optimizer)
-    engine.close_window(optimizer)
+    engine.internals.steps.close_window(optimizer)
+    engine.internals.steps.close_window(optimizer)
     assert [param.shape for param in module.parameters()] == shapes
     total = torch.tensor(counts)
     if stage:
@@ -263,8 +263,8 @@ def _order_of_windows(rank: int, world: int, stage: int) -> None:
     _backward(engine, module, rank)
     before = engine.full_param(module.head.weight)
     grad = engine.full_grad(module.head.weight)
-    engine.open_window(first)
-    engine.open_window(second)
+    engine.internals.steps.open_window(first)
+    engine.internals.steps.open_window(second)
     first.step()
     second.step()
     assert torch.allclose(engine.full_param(module.head.weight), before - 0.2 * grad, atol=1e-7)
@@ -332,7 +332,7 @@ def test_a_wrapper_without_hooks_under_a_scheduler_is_refused() -> None:
 def _unattached(rank: int, world: int) -> None:
     engine, module = _engine(2)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    for call in (engine.open_window, engine.close_window, engine.grad_norm):
+    for call in (engine.internals.steps.open_window, engine.internals.steps.close_window, engine.grad_norm):
         with pytest.raises(RuntimeError, match=r"`SGD` is not attached to the engine. Call `engine.attach"):
             call(optimizer)
     engine.close()

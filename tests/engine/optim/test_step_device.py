@@ -63,7 +63,7 @@ def _choices(rank: int, world: int, moments: Moments, host_step: float) -> tuple
     """Choose as on a CUDA device; rank 0 is twice as fast."""
     engine = ZeroEngine(2, units=["Block"], offload=Offload(fraction=0.6), moments=moments)
     engine.shard(TinyGPT())
-    devices = StepDevices(engine.units, CUDA, moments)
+    devices = StepDevices(engine.internals.fits.units, CUDA, moments)
 
     def measure(device: torch.device, meet: Callable[[], object]) -> Rates:
         assert device == CUDA
@@ -121,7 +121,7 @@ def _one_cannot_measure(rank: int, world: int) -> str:
         raise AssertionError
 
     with pytest.raises(RuntimeError) as raised:
-        StepDevices(engine.units, CUDA, "fp32").choose(None, engine.communicator, measure)
+        StepDevices(engine.internals.fits.units, CUDA, "fp32").choose(None, engine.internals.communicator, measure)
     return str(raised.value)
 
 
@@ -136,7 +136,7 @@ def _kept(rank: int, world: int, folder: str) -> None:
     first = trainer(rank, world, ZeroStrategy(stage=2, offload="cpu"), max_epochs=1)
     first.fit(seeded(Net), loader(rank, world))
     first.save_checkpoint(path)
-    units = set(first.strategy.engine.step_devices)  # type: ignore[attr-defined]
+    units = set(first.strategy.engine.internals.checkpoints.step_devices)  # type: ignore[attr-defined]
     assert units
     saved = torch.load(path, weights_only=True)["step_devices"]
     assert saved == dict.fromkeys(units, "cpu")
@@ -162,11 +162,11 @@ def _refused(rank: int, world: int) -> None:
     engine = ZeroEngine(2, offload="cpu")
     engine.shard(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="`'tpu'` is not a device for the steps of unit"):
-        engine.use_step_devices(dict.fromkeys(engine.step_devices, "tpu"))  # type: ignore[arg-type]
+        engine.internals.checkpoints.use_step_devices(dict.fromkeys(engine.internals.checkpoints.step_devices, "tpu"))  # type: ignore[arg-type]
     assert engine.module is not None
     engine.attach(torch.optim.RMSprop(engine.module.parameters()))
     with pytest.raises(ValueError, match="`Offload.step_device='cuda'.` is for `torch.optim.AdamW`.*got `RMSprop`"):
-        next(iter(engine._attached)).require_runs("Offload(step_device='cuda')")
+        next(iter(engine._state.attached)).checks.require_runs("Offload(step_device='cuda')")
 
 
 def test_devices_that_are_not_there_are_refused() -> None:

@@ -39,7 +39,7 @@ def test_a_step_that_may_be_running_is_handed_on_or_finished() -> None:
     ahead.begin(_groups())
     ahead.add(buffer, None)
     assert not ahead.is_running(buffer)
-    ahead.add(buffer, update := Update("x", [lambda: made.append("x")], None))
+    ahead.add(buffer, update := Update("x", [lambda: made.append("x")], thread=None))
     assert ahead.is_running(buffer)
     assert buffer.gradients.is_ahead
     assert ahead.take() == {id(buffer): update}

@@ -33,7 +33,7 @@ def _graph(rank: int, world: int, stage: int) -> None:
     loss.backward()
     assert engine.grad_norm() > 0
     calls = engine.stats().calls["reduce_scatter"]
-    assert calls == sum(1 for unit in engine.units if unit.buffers)
+    assert calls == sum(1 for unit in engine.internals.fits.units if unit.buffers)
     engine.close()
 
 

@@ -118,7 +118,7 @@ def _engine(module: nn.Module, stage: int = 3, **options: Any) -> ZeroEngine:
 
 
 def _states(engine: ZeroEngine) -> set[UnitState]:
-    return {unit.state for unit in engine.units}
+    return {unit.state for unit in engine.internals.fits.units}
 
 
 def _frozen(rank: int, world: int) -> None:

@@ -23,7 +23,7 @@ def _engine(module: nn.Module, stage: int = 3, **options: Any) -> ZeroEngine:
 
 
 def _states(engine: ZeroEngine) -> set[UnitState]:
-    return {unit.state for unit in engine.units}
+    return {unit.state for unit in engine.internals.fits.units}
 
 
 def _given_back(rank: int, world: int, prefetch: int) -> None:
@@ -33,8 +33,8 @@ def _given_back(rank: int, world: int, prefetch: int) -> None:
         assert _states(engine) == {UnitState.SHARDED}
         with engine.scope("training_step"):
             loss = token_loss(module, rank, step)
-            assert engine.units[0].state is UnitState.UNSHARDED
-            assert {unit.state for unit in engine.units[1:]} == {UnitState.SHARDED}
+            assert engine.internals.fits.units[0].state is UnitState.UNSHARDED
+            assert {unit.state for unit in engine.internals.fits.units[1:]} == {UnitState.SHARDED}
         assert _states(engine) == {UnitState.SHARDED}
         loss.backward()
         assert _states(engine) == {UnitState.SHARDED}

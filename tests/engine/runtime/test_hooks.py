@@ -52,12 +52,12 @@ def test_a_closed_engine_takes_its_hooks_along(stage: int) -> None:
 def test_a_paused_engine_leaves_the_module_alone() -> None:
     module = TinyGPT()
     engine = _engine(module, 1)
-    engine.pause()
+    engine.internals.fits.pause()
     token_loss(module, 0, 0).backward()
     assert module.head.weight.grad is not None
     module.zero_grad()
-    engine.resume()
-    engine.resume()
+    engine.internals.fits.resume()
+    engine.internals.fits.resume()
     token_loss(module, 0, 0).backward()
     assert engine.grad_norm() > 0
     engine.close()

@@ -25,7 +25,7 @@ def _engine(module: nn.Module, stage: int = 3, **options: Any) -> ZeroEngine:
 
 
 def _states(engine: ZeroEngine) -> set[UnitState]:
-    return {unit.state for unit in engine.units}
+    return {unit.state for unit in engine.internals.fits.units}
 
 
 class _Remembers(Block):
@@ -74,7 +74,7 @@ def _outer_hooks(rank: int, world: int) -> int:
         loss = token_loss(module, rank, 0)
     loss.backward()
     mine = [engine.full_grad(param) for param in module.parameters()]
-    engine.detach()
+    engine.internals.fits.detach()
     with engine.scope("training_step"):
         loss = token_loss(module, rank, 0)
     loss.backward()

@@ -51,7 +51,7 @@ def _failure(rank: int, world: int, stage: int, in_scope: bool) -> None:
         assert engine.grad_norm() > 0
         optimizer.step()
         optimizer.zero_grad()
-    assert all(unit.uses == 0 for unit in engine.units)
+    assert all(unit.uses == 0 for unit in engine.internals.fits.units)
     engine.close()
 
 

@@ -92,7 +92,7 @@ def _peak(rank: int, world: int, stage: int, lowered: bool) -> tuple[int, int]:
         optimizer.step()
         assert engine.stats().memory["gradients"] == 0
         optimizer.zero_grad()
-    return engine._sharded.store.peak("gradients"), WIDTH * WIDTH * 4
+    return engine._state.sharded.store.peak("gradients"), WIDTH * WIDTH * 4
 
 
 @pytest.mark.parametrize("world", sample([1, 2], 2))

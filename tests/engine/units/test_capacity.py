@@ -45,7 +45,7 @@ def _filled(rank: int, world: int, path: str) -> tuple[list[str], list[str], boo
         # The rank with less decides: room for the root, a block on each, and the rest on disks.
         patch.setattr(filling, "free_bytes", lambda device: ((12000, 16000)[rank], (10**9, 3500)[rank]))
         engine, module, optimizer = test_offload._started(2, offload=offload)
-    homes = [buffer.home.where for buffer in engine._buffers]
+    homes = [buffer.home.where for buffer in engine._state.buffers]
     plain, same, other = test_offload._started(2)
     for number in range(2):
         test_offload._step(engine, module, optimizer, number)

@@ -1,0 +1,280 @@
+"""State that the public engine and its internal objects share: the sharded module, the optimizers, deferred steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zero.comm.agreement import require_same
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.engine.access.param_index import ParamIndex
+from lightning_zero.engine.buffers.buffer import FlatBuffer
+from lightning_zero.engine.buffers.deferred import Deferral
+from lightning_zero.engine.buffers.parameter import Owner
+from lightning_zero.engine.optim.attached import Attached
+from lightning_zero.engine.optim.optimizer import ShardedOptimizer
+from lightning_zero.engine.runtime.hooks import is_hooked
+from lightning_zero.engine.sharded_module import EngineOptions, ShardedModule
+from lightning_zero.engine.units.deferred_init import deferred_params
+from lightning_zero.engine.units.facts import optimizer_facts
+from lightning_zero.engine.units.pipeline_peers import PipelinePeers
+from lightning_zero.engine.units.shardable import check_shardable
+from lightning_zero.engine.units.unit import Unit, UnitState
+
+__all__ = ["EngineState"]
+
+_NO_MODULE = "The engine holds no module yet. Call `engine.shard(module)` first."
+_CLOSED = (
+    "This engine is closed, by `close()` or `unshard()`. Make a new `ZeroEngine`, shard the module with it and attach"
+    " the optimizers again. To keep values that are sharded call `unshard()` instead of `close()`."
+)
+
+
+class EngineState:
+    """A module, sharded, with its optimizers.
+
+    Args:
+        options: The engine's.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        self.options = options
+        # - Set by `shard`
+        self.module: nn.Module | None = None  # None again when the engine is closed
+        self.engine: object | None = None  # hooks of the module keep it alive: it is found by its parameters
+        self.places = ParamIndex()
+        self._made: ShardedModule | None = None
+        # - Set by `attach`
+        self.attached = Attached(self._mark_stale)
+        self._deferral = Deferral(options.step, lambda: self.communicator.device)
+
+    # -- Set-up and end --------------------------------------------------------------------------------------------
+
+    def refuse_module(self, module: nn.Module) -> None:
+        """Refuse to shard a module where one is held, or one that cannot be sharded.
+
+        Raises:
+            RuntimeError: The engine holds another module, or another engine this one.
+            ValueError: A parameter cannot be sharded.
+        """
+        self.require_open()
+        if self.module is not None:
+            raise RuntimeError("This engine holds another module. Make a new `ZeroEngine` for each module.")
+        if is_hooked(module):
+            raise RuntimeError(
+                "The module, or a part of it, is sharded by another engine, which would take its gradients. Call"
+                " `unshard()` or `close()` of that engine before, on every rank, and keep it until then."
+            )
+        check_shardable(module)
+
+    def shard(
+        self, module: nn.Module, holders: Mapping[str, tuple[int, ...]] | None, *, owner: Callable[[Unit], Owner]
+    ) -> None:
+        """Partition a module in place. Collective: all ranks."""
+        self._made = ShardedModule(
+            module,
+            self.options,
+            holders,
+            awaited=deferred_params(module),
+            places=self.places,
+            close_windows=self.attached.close,
+            owner=owner,
+        )
+        self.module = module
+        for buffer in self.buffers:
+            buffer.on_rounded_write = self._made.rounded_writes
+        self._made.module_buffers.broadcast()
+
+    def attach(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let optimizers step this rank's segments, in the place of those before. Collective: all ranks."""
+        if self.communicator.world_size > 1:
+            require_same(
+                self.communicator,
+                optimizer_facts(optimizers, self._name_of),
+                "optimizers",
+                "Make the same optimizers, with the same parameters in the same order, on every rank.",
+            )
+        self.let_go()
+        early = self.sharded.early
+        if early is not None and len(optimizers) > 1:
+            raise ValueError(
+                f"`step='backward'` is for one optimizer, got {len(optimizers)}: a backward does not say which of"
+                " them is going to step. Use `step='auto'`."
+            )
+        for optimizer in optimizers:
+            sharded = self._sharded_optimizer(optimizer)
+            self.attached.add(sharded)
+            if self.options.offload is not None and self.options.offload.step_device == "cuda":
+                sharded.checks.require_runs("Offload(step_device='cuda')")
+            if early is not None:
+                sharded.allow_early_steps()
+                early.optimizer = sharded
+        self.attached.replace_former()
+
+    def _sharded_optimizer(self, optimizer: Optimizer) -> ShardedOptimizer:
+        return ShardedOptimizer(
+            optimizer,
+            self.places.by_id,
+            communicator=self.communicator,
+            before_open=self._before_open,
+            parts=self.parts,
+            keeps_gradients=self.attached.keeps_gradients,
+            deferral=self._deferral,
+            after_defer=self._mark_stale,
+            moments=self.options.moments,
+            before_step=self.sharded.hooks.scopes.begin_step,
+            after_step=self._end_step,
+        )
+
+    def _name_of(self, param: torch.Tensor) -> str:
+        names = self.places.names.get(id(param))
+        return names[0] if names else f"a tensor of shape {tuple(param.shape)} that the module does not have"
+
+    def let_go(self) -> None:
+        """Let go of the optimizers."""
+        self.attached.close()
+        if self.module is not None:
+            self.sharded.aside.take_back()
+        self.attached.detach()
+        if self._made is not None and self._made.early is not None:
+            self._made.early.optimizer = None
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients of all parameters."""
+        for buffer in self.buffers:
+            buffer.window.drop(range(len(buffer.params)))
+
+    def rest(self) -> None:
+        """Make the steps that need no other rank, and let parameters show their own dtype. No collective."""
+        self.attached.close()
+        self.flush_here()
+        self.sharded.whole.rest(together=False)
+
+    def close(self) -> None:
+        """End the steps, take the hooks out, let other engines use the process groups. No collective."""
+        try:
+            self.attached.close()
+            self.flush_here()
+        finally:
+            self._deferral.close()
+            self.sharded.close()
+            self.module = None
+            self.engine = None
+
+    # -- The parts ---------------------------------------------------------------------------------------------------
+
+    def require_open(self) -> None:
+        """Refuse an engine that is closed."""
+        if self.module is None and self._made is not None:
+            raise RuntimeError(_CLOSED)
+
+    def require_module(self) -> nn.Module:
+        """Return the module; refuse an engine that has none."""
+        self.require_open()
+        if self.module is None:
+            raise RuntimeError(_NO_MODULE)
+        return self.module
+
+    @property
+    def sharded(self) -> ShardedModule:
+        """The sharded module of an engine that is open."""
+        self.require_module()
+        return self._last_made
+
+    @property
+    def _last_made(self) -> ShardedModule:
+        """The sharded module, also of an engine that is closed."""
+        if self._made is None:
+            raise RuntimeError(_NO_MODULE)
+        return self._made
+
+    @property
+    def buffers(self) -> list[FlatBuffer]:
+        """The flat buffers of all units."""
+        return self.places.buffers
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units, the root's first."""
+        return self.places.units
+
+    @property
+    def parts(self) -> PipelinePeers | None:
+        """The other parts of a model that is cut; None if it is whole."""
+        return None if self._made is None else self._made.parts
+
+    @property
+    def holds_all_parameters(self) -> bool:
+        """Whether every parameter of the module is one that was sharded."""
+        return self._made is None or self._made.membership.stranger is None
+
+    @property
+    def communicator(self) -> Communicator:
+        """The communicator over the ranks that share the parameters.
+
+        Raises:
+            RuntimeError: There is no module yet.
+        """
+        return self._last_made.communicator
+
+    @property
+    def everyone(self) -> Communicator:
+        """All ranks, those of other parts of the model too: who writes a checkpoint together.
+
+        Raises:
+            RuntimeError: There is no module yet.
+        """
+        return self._last_made.everyone
+
+    # -- Steps -----------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Make the steps that were deferred. Collective at stages 1 and 2: all ranks."""
+        self.require_module()
+        stale = [unit for unit in self.units if unit.state is UnitState.STALE]
+        with self.sharded.hooks.scopes.boundary() if stale else nullcontext():
+            for unit in stale:
+                unit.unshard()
+            for unit in stale:
+                unit.wait()
+        for buffer in self.buffers:
+            buffer.values.flush()
+
+    def flush_here(self) -> None:
+        """Make the steps that were deferred, as far as no other rank is needed."""
+        if not any(unit.buffers and unit.buffers[0].own_range.is_shard for unit in self.units):
+            self.flush()
+        for buffer in self.buffers:
+            buffer.values.flush()
+
+    def recover(self) -> None:
+        """End an interrupted backward, before gradients are read or assigned. No collective."""
+        if self.module is not None:
+            self.sharded.hooks.scopes.recover()
+
+    def refuse_with_early_steps(self, action: str) -> None:
+        """Refuse an operation on all gradients where units are stepped in the backward."""
+        if self.options.steps_in_backward:
+            raise ValueError(
+                f"{action} does not work with `step='backward'`: a unit's gradients are stepped and given up before"
+                " those of the next one are there. Use `step='auto'`."
+            )
+
+    def _mark_stale(self, buffer: FlatBuffer) -> None:
+        self.places.unit_of(buffer).mark_stale()
+
+    def _before_open(self, opening: ShardedOptimizer) -> None:
+        self.sharded.hooks.scopes.recover()
+        self.sharded.membership.require()
+        self.sharded.aside.take_back()
+        self.sharded.whole.end_rest()
+        self.sharded.whole.hide_originals()
+        self.attached.close_others(opening)
+
+    def _end_step(self, buffers: Sequence[FlatBuffer]) -> None:
+        units = {unit.index: unit for unit in map(self.places.unit_of, buffers)}
+        self.sharded.hooks.scopes.end_step(list(units.values()))

@@ -1,0 +1,78 @@
+"""The engine between fits: optimizers come and go, the module computes as if it were not sharded."""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+
+from lightning_zero.engine.engine_state import EngineState
+from lightning_zero.engine.units.unit import Unit
+
+__all__ = ["FitControl"]
+
+
+class FitControl:
+    """Beginnings and ends of fits and evaluations over one engine."""
+
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units, the root's first."""
+        return self._state.units
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The attached optimizers."""
+        return [sharded.optimizer for sharded in self._state.attached]
+
+    @property
+    def holds_all_parameters(self) -> bool:
+        """Whether every parameter of the module is one that was sharded."""
+        return self._state.holds_all_parameters
+
+    def reset_stats(self) -> None:
+        """Start counting traffic and peaks anew."""
+        self._state.sharded.statistics.reset()
+
+    # -- Optimizers ------------------------------------------------------------------------------------------------
+
+    def drop_elsewhere(self, optimizer: Optimizer) -> None:
+        """Take the parameters that other parts of the model hold out of an optimizer's groups; ``attach`` it then."""
+        if self._state.places.elsewhere is not None:
+            self._state.places.elsewhere.drop(optimizer)
+
+    def detach(self) -> None:
+        """Let go of the optimizers and of all gradients."""
+        self._state.require_module()
+        self._state.let_go()
+        self._state.drop_gradients()
+
+    # -- Values ----------------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Let the module compute as if it were not sharded, until ``resume``. No collective.
+
+        Parameters show themselves in their own dtype, with the values of the masters; at stages 1 and 2 on several
+        ranks only after ``show_masters``. Gradients are dropped. Where parameters are released between uses (stage 3)
+        the hooks stay: without them nothing could compute.
+        """
+        self._state.require_module()
+        self._state.attached.close()
+        self._state.flush_here()
+        self._state.drop_gradients()
+        self._state.sharded.whole.rest(together=False)
+        if not any(unit.is_sharded_between_uses for unit in self._state.units):
+            self._state.sharded.hooks.remove()
+
+    def resume(self) -> None:
+        """Go on after ``pause`` or ``show_masters``, with the values written since; else do nothing. No collective."""
+        module = self._state.require_module()
+        self._state.sharded.whole.end_rest()
+        self._state.sharded.hooks.install(module)
+
+    def keep_params_on_device(self) -> None:
+        """Keep the shards of parameters on the device from now on, before optimizers are attached (stage 3)."""
+        self._state.require_module()
+        for buffer in self._state.buffers:
+            buffer.values.bring_shard()

@@ -1,0 +1,74 @@
+"""Steps of one optimizer that are made behind ``step``: which they are, and their ends (ADR 0012)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+import torch
+
+from lightning_zero.engine.buffers.buffer import FlatBuffer
+from lightning_zero.engine.buffers.deferred import Deferral, Update
+from lightning_zero.engine.optim.flat_step import FlatStep
+
+__all__ = ["DeferredSteps"]
+
+
+class DeferredSteps:
+    """The deferred steps of one optimizer.
+
+    Args:
+        flat_step: Has the calls of the steps; None for an optimizer that PyTorch steps.
+        deferral: Which steps are made later; None for none.
+        after_defer: Called with each buffer whose step is.
+    """
+
+    def __init__(
+        self, flat_step: FlatStep | None, deferral: Deferral | None, after_defer: Callable[[FlatBuffer], None]
+    ) -> None:
+        self._flat_step = flat_step
+        self._deferral = deferral
+        self.after_defer = after_defer
+        self.buffers: list[FlatBuffer] = []  # in the last step
+
+    def wants(self, buffer: FlatBuffer) -> bool:
+        """Say whether the step of a buffer is deferred."""
+        return self._deferral is not None and self._deferral.wants(buffer.home.is_apart)
+
+    def update(self, buffer: FlatBuffer, *, gradient: torch.Tensor | None, rounds: bool) -> Update:
+        """Return the step of a buffer from the calls that were planned for it."""
+        assert self._flat_step is not None
+        assert self._deferral is not None
+        calls = self._flat_step.take_calls(buffer)
+        states = partial(self._flat_step.flat_states, buffer)
+        return buffer.values.plan(self._deferral, calls, states=states, gradient=gradient, rounds=rounds)
+
+    def begin(
+        self, buffers: Iterable[FlatBuffer], early: Mapping[int, Update], *, rounds: Callable[[], bool], at_once: bool
+    ) -> None:
+        """Hand over the steps that are made later, in the order of the units.
+
+        Args:
+            buffers: Of the optimizer.
+            early: Steps that were begun in the backward, by buffer.
+            rounds: Says whether nobody but the engine is called between a step and its publication.
+            at_once: The program may change the inputs of the steps, so they are made now.
+        """
+        self.buffers.clear()
+        if self._flat_step is None or self._deferral is None:
+            return
+        for buffer in buffers:
+            update = early.get(id(buffer))
+            if self._flat_step.has_calls(buffer):
+                update = self.update(buffer, gradient=buffer.gradients.reduced, rounds=rounds())
+            if update is not None:
+                buffer.defer(update)
+                self.buffers.append(buffer)
+                self.after_defer(buffer)
+        if at_once or any(buffer.window.is_kept for buffer in self.buffers):
+            self.finish()
+
+    def finish(self) -> None:
+        """Make the steps that are due: somebody looks at the states. No collective."""
+        while self.buffers:
+            self.buffers.pop(0).values.flush()

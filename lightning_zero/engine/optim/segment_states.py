@@ -1,0 +1,145 @@
+"""Optimizer states of segments: cut to them, fitted before PyTorch's step, widened for everybody else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zero.config import Moments
+from lightning_zero.engine.buffers.buffer import FlatBuffer
+from lightning_zero.engine.buffers.sharded_gradient import ShardedGradient
+from lightning_zero.engine.optim.flat_step import BufferSlot, FlatStep
+from lightning_zero.engine.optim.moments import widened
+from lightning_zero.storage.disk_tensor import is_on_disk
+
+__all__ = ["SegmentStates"]
+
+_PYTORCH_STATES = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"})  # of fused kernels
+
+
+class SegmentStates:
+    """The states of one optimizer, of this rank's segments.
+
+    Args:
+        optimizer: Holds the states.
+        places: Where its parameters lie, by ``id``.
+        flat_step: Steps them over flat ranges; None if PyTorch does.
+        moments: How the moments of AdamW and Adam are kept.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, places: dict[int, BufferSlot], *, flat_step: FlatStep | None, moments: Moments
+    ) -> None:
+        self._optimizer = optimizer
+        self._name = type(optimizer).__name__
+        self._places = places
+        self._flat_step = flat_step
+        self._moments = moments
+        # - The program, which may keep states
+        self.are_seen = False
+        self.are_kept = False
+
+    def look_for_kept(self, buffers: Callable[[], Iterable[FlatBuffer]]) -> None:
+        """Find out whether the program keeps states of those that it has seen."""
+        flat = self._flat_step
+        self.are_kept = self.are_seen and flat is not None and flat.are_held(buffers())
+        self.are_seen = self.are_kept
+
+    # -- Segments --------------------------------------------------------------------------------------------------
+
+    def cut(self, param: nn.Parameter, place: BufferSlot) -> None:
+        """Cut state that the optimizer made in its constructor to this rank's segment."""
+        buffer, index = place
+        start, stop = buffer.own_range.elements(index)
+        whole = torch.Size(buffer.layout.slots[index].shape)
+        state = self._optimizer.state.get(param, {})
+        for key, value in state.items():
+            if isinstance(value, ShardedGradient):  # a segment: it was made of the step window's segments
+                state[key] = value.as_subclass(torch.Tensor)
+            elif torch.is_tensor(value) and key != "step" and value.shape == whole and buffer.own_range.is_shard:
+                state[key] = value.reshape(-1)[start:stop].to(buffer.values.stepped.dtype).clone()
+
+    def fit(self, places: Iterable[BufferSlot]) -> None:
+        """Cut whole states that were assigned by hand; PyTorch's kernels do not look how long a state is.
+
+        Raises:
+            RuntimeError: One that PyTorch takes has the shape neither of the parameter nor of its segment.
+        """
+        for buffer, index in places:
+            param, shape = buffer.params[index], buffer.values.segment(index).shape
+            state = self._optimizer.state.get(param)
+            if not state or not buffer.own_range.is_shard:
+                continue
+            if any(isinstance(one, ShardedGradient) for one in state.values()):
+                self.cut(param, (buffer, index))
+            odd = [key for key, one in state.items() if torch.is_tensor(one) and one.dim() and one.shape != shape]
+            if not odd:
+                continue
+            self.cut(param, (buffer, index))
+            for key in odd:
+                if key in _PYTORCH_STATES and state[key].shape != shape:
+                    raise RuntimeError(
+                        f"State `{key}` of `{buffer.layout.slots[index].name}` in `{self._name}` has"
+                        f" shape {tuple(state[key].shape)}, but {tuple(shape)} is this rank's segment and"
+                        f" {tuple(buffer.layout.slots[index].shape)} the parameter. Assign a tensor of one of these."
+                    )
+
+    def place_of(self, param: torch.Tensor, key: str) -> torch.Tensor | None:
+        """Return where a state of a parameter is to be, 1-D, if that is on disks."""
+        attached = self._places.get(id(param))  # none of a parameter that lies on another pipeline stage
+        if attached is None or self._flat_step is None:
+            return None
+        place = self._flat_step.state_place(*attached, key)
+        return None if place is None else place.reshape(-1)
+
+    def move(self, buffers: Sequence[FlatBuffer], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace the optimizer states of some buffers' own ranges by ``change(state)``."""
+        chosen = {id(buffer) for buffer in buffers}
+        for param, state in vars(self._optimizer)["state"].items():
+            place = self._places.get(id(param))
+            if place is None or id(place[0]) not in chosen:
+                continue
+            for key, value in state.items():
+                if torch.is_tensor(value) and value.dim():  # numbers stay where they are
+                    state[key] = change(value)
+        if self._flat_step is not None:
+            self._flat_step.move_states(chosen, change)
+
+    # -- Moments of few bits, and disks ------------------------------------------------------------------------------
+
+    def widen(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Let ``state_dict`` have the moments that PyTorch's own step would have."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for key, state in state_dict["state"].items():
+            param = params[key] if isinstance(key, int) else key
+            state_dict["state"][key] = self._widened(param, state)
+
+    def _widened(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        buffer, _ = self._places[id(param)]
+        buffer.values.flush()
+        return widened(state, self._moments, buffer.values.stepped.dtype)
+
+    def widen_all(self) -> None:
+        """Give the optimizer the moments that PyTorch's own step would have, but for those on disks."""
+        if self._moments == "fp32":
+            return
+        for param, state in self._optimizer.state.items():
+            if not any(is_on_disk(value) for value in state.values()):
+                self._optimizer.state[param] = self._widened(param, state)
+
+    @property
+    def is_on_disks(self) -> bool:
+        """Whether it has states on disks."""
+        return self._flat_step is not None and self._flat_step.is_on_disks
+
+    def leave_to(self, successor: SegmentStates | None) -> None:
+        """Leave states on disks to those of the sharded optimizer that follows; free their room if there is none."""
+        assert self._flat_step is not None
+        if successor is None or successor._flat_step is None:
+            self._flat_step.give_back()
+        else:
+            successor._flat_step.take_over(self._flat_step)

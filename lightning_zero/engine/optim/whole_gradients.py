@@ -1,0 +1,131 @@
+"""All gradients of an optimizer as one vector: norms, clipping, unscaling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.engine.buffers.buffer import FlatBuffer
+from lightning_zero.engine.buffers.sharded_gradient import norm_of_norms, norms_of
+from lightning_zero.engine.buffers.window import compare_assigned
+from lightning_zero.engine.optim.flat_step import BufferSlot
+from lightning_zero.engine.units.pipeline_peers import PipelinePeers
+
+__all__ = ["WholeGradients", "by_buffer"]
+
+
+class WholeGradients:
+    """The reduced gradients of chosen parameters over all ranks, of all parts of the model.
+
+    Args:
+        communicator: The ranks that share the parameters.
+        parts: The other parts of the model, if there are any.
+    """
+
+    def __init__(self, communicator: Communicator, parts: PipelinePeers | None) -> None:
+        self.communicator = communicator
+        self._parts = parts
+
+    def any_is(self, flag: bool, topic: str) -> bool:
+        """Say whether a flag is set on some rank, of all parts. Collective: all ranks."""
+        is_set = self.communicator.any_is(flag, topic)
+        return is_set if self._parts is None else self._parts.any_is(is_set)
+
+    def compare(self, buffers: Iterable[FlatBuffer]) -> None:
+        """Refuse gradients that were assigned on some ranks alone. Collective where some were: all ranks."""
+        compare_assigned((buffer.window for buffer in buffers), self.communicator)
+
+    def norm(self, places: Iterable[BufferSlot], order: float = 2.0) -> torch.Tensor:
+        """Return the norm of the gradients at ``places``: () fp32. Collective: all ranks."""
+        places = list(places)
+        self._take(places)
+        is_sharded = any(buffer.own_range.is_shard for buffer, _ in places)
+        parts = self._parts
+        if parts is not None:
+            places = [(buffer, index) for buffer, index in places if parts.is_counted_here(buffer.params[index])]
+        norms = [norm for buffer, indices in by_buffer(places) for norm in _norms(buffer, indices, order)]
+        norm = norm_of_norms(norms, order, self.communicator if is_sharded else None)
+        return (norm if parts is None else parts.combine_norms(norm.to(self.communicator.device), order)).float()
+
+    def scale(self, places: Iterable[BufferSlot], factor: torch.Tensor, *, in_step: bool) -> None:
+        """Multiply the gradients: in the step where that is one pass over them less, else at once.
+
+        Args:
+            places: Of the parameters.
+            factor: () fp32.
+            in_step: The step takes factors.
+        """
+        factors: dict[torch.device, torch.Tensor] = {}  # the host waits once for those that it multiplies with
+        for buffer, indices in by_buffer(places):
+            home = buffer.home.device
+            if home not in factors:
+                factors[home] = factor.to(home)
+            buffer.window.show_again()
+            buffer.gradients.assigned.change(indices, lambda source: source.mul_(factor.to(source)))
+            if not in_step or not buffer.window.scale_later(indices, factors[home]):
+                for grad in _pieces(buffer, indices, buffer.gradients.for_writing()):
+                    grad.mul_(factors[home].to(grad))
+                buffer.gradients.clear_padding()
+
+    def multiply(self, places: Iterable[BufferSlot], factor: float) -> bool:
+        """Multiply the gradients; say whether one was not finite on some rank. Collective: all ranks."""
+        finite: dict[torch.device, torch.Tensor] = {}
+
+        def multiply(grad: torch.Tensor) -> None:
+            is_finite = torch.isfinite(grad).all()
+            finite[grad.device] = is_finite & finite.get(grad.device, is_finite)
+            grad.mul_(factor)
+
+        self.change(places, multiply)
+        is_finite = all(bool(one) for one in finite.values())  # one wait of the host
+        return self.any_is(not is_finite, "agreement on overflow")
+
+    def change(self, places: Iterable[BufferSlot], change: Callable[[torch.Tensor], Any]) -> None:
+        """Do something to each gradient of this rank."""
+        places = list(places)
+        self._take(places)
+        for buffer, indices in by_buffer(places):
+            buffer.window.show_again()
+            buffer.gradients.assigned.change(indices, change)
+            for grad in _pieces(buffer, indices, buffer.gradients.for_writing()):
+                change(grad)
+
+    def _take(self, places: Iterable[BufferSlot]) -> None:
+        """Take over changes to gradients. Collective: all ranks that have assigned some by hand."""
+        wanted = by_buffer(places)
+        for buffer, indices in wanted:
+            if buffer.gradients.is_summing and indices & buffer.gradients.waiting:
+                raise RuntimeError(
+                    f"The gradients of unit `{buffer.name}` are used as a whole (their norm, clipping, unscaling), and"
+                    " wait on every rank for the last micro-batch. Use them behind `microbatch(last=True)`, in a"
+                    " LightningModule in `on_before_optimizer_step`."
+                )
+        buffers = [buffer for buffer, _ in wanted]
+        for buffer in buffers:
+            buffer.window.take_gradients()
+        self.compare(buffers)
+
+
+def _norms(buffer: FlatBuffer, indices: set[int], order: float) -> list[torch.Tensor]:
+    known = buffer.gradients.known_norm(order) if buffer.gradients.has_grad <= indices else None
+    return [known] if known is not None else norms_of(_pieces(buffer, indices, buffer.gradients.for_reading()), order)
+
+
+def by_buffer(places: Iterable[BufferSlot]) -> list[tuple[FlatBuffer, set[int]]]:
+    """Return the buffers at ``places``, each with its slots."""
+    wanted: dict[int, tuple[FlatBuffer, set[int]]] = {}
+    for buffer, index in places:
+        wanted.setdefault(id(buffer), (buffer, set()))[1].add(index)
+    return list(wanted.values())
+
+
+def _pieces(buffer: FlatBuffer, indices: set[int], values: torch.Tensor | None) -> list[torch.Tensor]:
+    """Return the gradients of some slots as few tensors as possible: the whole buffer where all of them are meant."""
+    if values is None or not buffer.gradients.has_grad:
+        return []
+    if buffer.gradients.has_grad <= indices:
+        return [values]
+    return [buffer.own_range.segment(index, values) for index in sorted(buffer.gradients.has_grad & indices)]

@@ -1,0 +1,141 @@
+"""The engine as a step sees it: scopes, micro-batches, the step window. For the strategy and for pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.engine.engine_state import EngineState
+from lightning_zero.engine.runtime.accumulation_hooks import has_hooks_of_program
+from lightning_zero.microbatch import Microbatch
+
+__all__ = ["StepControl"]
+
+
+class StepControl:
+    """Forwards, backwards and step windows of one engine."""
+
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
+
+    @property
+    def communicator(self) -> Communicator:
+        """The communicator over the ranks that share the parameters."""
+        return self._state.communicator
+
+    # -- Forwards --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Run code that may use any parameter of the module. Collective: all ranks."""
+        with self._state.sharded.hooks.scopes.scope(name):
+            yield
+
+    @contextmanager
+    def asleep(self) -> Iterator[None]:
+        """Take no note of forwards: they compute nothing, with stand-ins for parameters. No collective."""
+        self._state.sharded.hooks.forwards.is_on_disk = True
+        try:
+            yield
+        finally:
+            self._state.sharded.hooks.forwards.is_on_disk = False
+
+    def around_collective(self) -> AbstractContextManager[None]:
+        """Return a context in which every rank makes a collective of its own, also inside a scope at stage 3.
+
+        Collective: all ranks. Does nothing in a backward.
+        """
+        is_closed = self._state.module is None
+        return nullcontext() if is_closed else self._state.sharded.hooks.scopes.around_collective()
+
+    def broadcast_module_buffers(self, when: Literal["scopes", "never"]) -> None:
+        """Give all ranks rank 0's module buffers now, and say when to do so again. Collective: all ranks.
+
+        Without this call scopes do, and forwards of the module outside of them.
+
+        Args:
+            when: ``"scopes"``: only scopes do; forwards in hooks leave module buffers alone. ``"never"``: every rank
+                keeps its own from now on.
+        """
+        self._state.sharded.hooks.scopes.forwards_are_steps = False
+        self._state.sharded.module_buffers.make_equal()
+        self._state.sharded.module_buffers.is_on = when == "scopes"
+
+    # -- Backwards -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def backward_scope(self) -> Iterator[None]:
+        """Run a backward in which every rank reduces, also one whose loss uses no parameter. Collective: all ranks."""
+        with self._state.sharded.hooks.scopes.backward():
+            yield
+
+    @contextmanager
+    def microbatch(self, microbatch: Microbatch) -> Iterator[None]:
+        """Run a micro-batch at its position among those of one step.
+
+        Raises:
+            ValueError: It is not the last, with ``step='backward'``.
+        """
+        if microbatch is not Microbatch.LAST:
+            self._state.refuse_with_early_steps("Accumulating gradients over micro-batches")
+        backward = self._state.sharded.hooks.backward
+        before, backward.microbatch = backward.microbatch, microbatch
+        try:
+            yield
+        finally:
+            backward.microbatch = before
+
+    @property
+    def is_last_microbatch(self) -> bool:
+        """Whether the next backward is the last before the optimizer's step."""
+        return self._state.sharded.hooks.backward.microbatch is Microbatch.LAST
+
+    def has_hooks_of_program(self, param: nn.Parameter) -> bool:
+        """Say whether the program has hooks on a parameter's gradient."""
+        return has_hooks_of_program(param)
+
+    def begin_gradients(self) -> None:
+        """Drop all gradients now, and let ``zero_grad`` leave those that follow alone, until ``end_gradients``.
+
+        For steps whose backward comes before ``zero_grad`` is called.
+        """
+        self._state.require_module()
+        self._state.drop_gradients()
+        self._state.attached.begin_gradients()
+
+    def end_gradients(self) -> None:
+        """Let ``zero_grad`` drop gradients again.
+
+        Raises:
+            PipelineError: ``zero_grad`` was not called since ``begin_gradients``.
+        """
+        self._state.require_module()
+        self._state.attached.end_gradients()
+
+    def sum_shared_gradients(self) -> list[str]:
+        """Sum the gradients of parameters that several parts of the model hold; once, after the last micro-batch.
+
+        Collective: all ranks.
+
+        Returns:
+            The names of those of which several parts had a gradient.
+        """
+        self._state.require_module()
+        return [] if self._state.parts is None else self._state.parts.sum_gradients(self._state.buffers)
+
+    # -- The step window -------------------------------------------------------------------------------------------
+
+    def open_window(self, optimizer: Optimizer) -> None:
+        """Open the step window: each parameter shows its master's segment and the reduced gradient's."""
+        self._state.require_module()
+        self._state.attached.of(optimizer).open()
+
+    def close_window(self, optimizer: Optimizer) -> None:
+        """Close the step window without a step; gradients stay until ``zero_grad``."""
+        self._state.require_module()
+        self._state.attached.of(optimizer).close()
