@@ -22,7 +22,7 @@ STILL_TO_DO = {
     "lightning_zero/parallel/pipeline/schedule/costs.py",
     "lightning_zero/parallel/pipeline/schedule/picture.py",
     "lightning_zero/parallel/pipeline/schedule/weight_gradients.py",
-    "lightning_zero/parallel/pipeline/tracing/fakes.py",
+    "lightning_zero/parallel/pipeline/tracing/fake_mode.py",
     "lightning_zero/parallel/pipeline/tracing/module_interception.py",
     "lightning_zero/parallel/pipeline/tracing/own_gradients.py",
     "lightning_zero/parallel/pipeline/tracing/recomputation.py",
