@@ -224,7 +224,7 @@ class _Partitions:
 
     def read(self, targets: Sequence[tuple[str, Segment]]) -> None:
         """Fill the local part of segments."""
-        for key, target in targets:
+        for key, target in ((key, run) for key, held in targets for run in held.runs()):
             for start, piece in self._pieces[key]:
                 lo, hi = max(start, target.start), min(start + piece.numel(), target.stop)
                 if lo < hi:

@@ -47,10 +47,12 @@ from lightning_zero.checkpoint.paths import (
 from lightning_zero.checkpoint.planner import (
     METADATA,
     SAME_ENTRIES,
+    Box,
     Deferred,
     Segment,
     SegmentSavePlanner,
     SegmentWriter,
+    boxes_in,
     covers,
 )
 from lightning_zero.checkpoint.ranks import CheckpointError, Ranks, describe
@@ -301,6 +303,7 @@ class _Piece:
     dtype: torch.dtype | None = None
     shape: torch.Size | None = None
     saved: tuple[int, int] = (0, 0)
+    part: Box | None = None
     is_all: bool = False
     value: Any = None
 
@@ -308,9 +311,10 @@ class _Piece:
     def of(cls, value: Any, rank: int) -> _Piece:
         if not isinstance(value, Segment):
             return cls(value=None if rank == 0 else _on_host(value))
-        part = value.to_save()
-        is_all = (value.start, value.stop) == (0, value.numel())
-        return cls(dtype=value.dtype, shape=value.shape, saved=(part.start, part.stop), is_all=is_all)
+        mine = value.to_save()
+        is_all = value.part is None and (value.start, value.stop) == (0, value.numel())
+        saved = mine.start, mine.stop
+        return cls(dtype=value.dtype, shape=value.shape, saved=saved, part=value.part, is_all=is_all)
 
 
 def _check_pieces(key: str, pieces: Sequence[_Piece]) -> None:
@@ -320,8 +324,15 @@ def _check_pieces(key: str, pieces: Sequence[_Piece]) -> None:
         CheckpointError: They do not.
     """
     shape = pieces[0].shape
-    parts = [((start,), (stop - start,)) for start, stop in (piece.saved for piece in pieces)]
-    if shape is not None and not covers(parts, [shape.numel()]):
+    if shape is None:
+        return
+    if any(piece.part is not None for piece in pieces):
+        parts = [box for piece in pieces for box in boxes_in(shape, piece.part, *piece.saved)]
+        is_whole = covers(parts, shape)
+    else:
+        ranges = [((start,), (stop - start,)) for start, stop in (piece.saved for piece in pieces)]
+        is_whole = covers(ranges, [shape.numel()])
+    if not is_whole:
         raise CheckpointError(f"No rank has all of `{key}`, which has the shape {tuple(shape)}. {SAME_ENTRIES}")
 
 
@@ -347,12 +358,18 @@ def _gather_whole(ranks: Ranks, pieces: Sequence[_Piece | None], mine: Any) -> A
     whole = torch.empty(known.shape, dtype=known.dtype)
     flat = whole.view(-1)
     for rank, piece in enumerate(pieces):
-        if piece is not None and piece.saved[0] < piece.saved[1]:
-            target = flat[slice(*piece.saved)]
-            if rank == 0:
-                target.copy_(mine.to_save().local)
-            else:
-                dist.recv(target, group=ranks.group, group_src=rank)
+        if piece is None or piece.saved[0] >= piece.saved[1]:
+            continue
+        if rank == 0:
+            values = mine.to_save().local
+        elif piece.part is None:  # no second copy of a part of a large tensor
+            dist.recv(flat[slice(*piece.saved)], group=ranks.group, group_src=rank)
+            continue
+        else:
+            values = torch.empty(piece.saved[1] - piece.saved[0], dtype=known.dtype)
+            dist.recv(values, group=ranks.group, group_src=rank)
+        for run in Segment(values, piece.saved[0], known.shape, part=piece.part).runs():
+            flat[run.start : run.stop].copy_(run.local)
     return whole
 
 

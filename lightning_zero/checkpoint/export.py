@@ -134,8 +134,8 @@ def _write(ranks: Ranks, plan: SafetensorsPlan, folder: Path, weights: Mapping[s
     with plan.writer(folder) as writer:
         for name, value in weights.items():
             if isinstance(value, Segment):
-                part = value.to_save()
-                writer.write(name, part.start, part.local)
+                for run in value.to_save().runs():
+                    writer.write(name, run.start, run.local)
             elif ranks.rank == 0:
                 writer.write(name, 0, value.reshape(-1))
 

@@ -51,7 +51,7 @@ class FlatCheckpoint:
         segments = {key: value.to_save() for key, value in self.values.items() if isinstance(value, Segment)}
         copies = to_host([segment.local for segment in segments.values()])
         staged = {
-            key: Segment(local, segment.start, segment.shape)
+            key: Segment(local, segment.start, segment.shape, part=segment.part)
             for (key, segment), local in zip(segments.items(), copies, strict=True)
         }
         self.values = {key: staged[key] if key in staged else _copy(value) for key, value in self.values.items()}
@@ -128,7 +128,11 @@ def _is_named(state: Any) -> bool:
 
 def _written_first(engine: ZeroEngine, rank: int) -> set[str]:
     """Return the names of the parameters whose first element a rank writes; of those without elements it is rank 0."""
-    spans = {record.name: (record.save_range, prod(record.shape)) for record in engine.records()}
+    spans = {
+        record.name: (record.save_range, prod(record.shape))
+        for record in engine.records()
+        if record.box is None or not any(record.box.offsets)
+    }
     return {
         name
         for name, ((start, stop), numel) in spans.items()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, product, zip_longest
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from lightning_zero.storage.disk_tensor import is_on_disk
 
 __all__ = [
+    "Box",
     "Deferred",
     "Segment",
     "SegmentSavePlanner",
     "SegmentWriter",
     "boxes",
+    "boxes_in",
     "covers",
 ]
 
@@ -67,6 +69,13 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 def _boxes_in_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator[Box]:
     for offsets, sizes in boxes(shape[1:], start, stop):
         yield (index, *offsets), (1, *sizes)
+
+
+def boxes_in(shape: Sequence[int], part: Box | None, start: int, stop: int) -> Iterator[Box]:
+    """Cut the flat range ``[start, stop)`` of a part of a tensor into boxes of the tensor; None: of all of it."""
+    base, inner = part or ((0,) * len(shape), tuple(shape))
+    for offsets, sizes in boxes(inner, start, stop):
+        yield tuple(offset + first for offset, first in zip(offsets, base, strict=True)), sizes
 
 
 def covers(parts: Iterable[tuple[Sequence[int], Sequence[int]]], shape: Sequence[int]) -> bool:
@@ -103,6 +112,8 @@ class Segment:
         saved: Range of the flattened tensor that this rank writes. Over all ranks these ranges tile the tensor once.
             The default is the range that the rank holds.
         saved_dtype: Dtype in which it is written, that of ``local`` by default.
+        part: Offsets and shape of the part of the tensor whose flattened elements ``start`` and ``saved`` count, where
+            ranks have parts of it; by default the whole tensor.
     """
 
     local: torch.Tensor
@@ -110,6 +121,7 @@ class Segment:
     shape: torch.Size
     saved: tuple[int, int] | None = None
     saved_dtype: torch.dtype | None = None
+    part: Box | None = None
 
     @property
     def stop(self) -> int:
@@ -143,16 +155,29 @@ class Segment:
         """Return the part that this rank writes."""
         start, stop = self.saved or (self.start, self.stop)
         if start >= stop:
-            return Segment(self.local[:0].to(self.dtype), 0, self.shape)
-        return Segment(self.local[start - self.start : stop - self.start].to(self.dtype), start, self.shape)
+            return Segment(self.local[:0].to(self.dtype), 0, self.shape, part=self.part)
+        local = self.local[start - self.start : stop - self.start].to(self.dtype)
+        return Segment(local, start, self.shape, part=self.part)
 
     def views(self) -> Iterator[tuple[Box, torch.Tensor]]:
         """Yield the boxes of the held range, each with the view of ``local`` that is its content."""
         position = 0
-        for offsets, sizes in boxes(self.shape, self.start, self.stop):
+        for offsets, sizes in boxes_in(self.shape, self.part, self.start, self.stop):
             numel = prod(sizes)
             yield (offsets, sizes), self.local[position : position + numel].view(sizes)
             position += numel
+
+    def runs(self) -> Iterator[Segment]:
+        """Yield the ranges of the flattened whole tensor that the held range is, with views of ``local``."""
+        if self.part is None:
+            yield self
+            return
+        for (offsets, sizes), view in self.views():
+            first = _first_of_run(sizes, self.shape)
+            rows = view.reshape(-1, prod(sizes[first:]))
+            for row, index in zip(rows, product(*map(range, sizes[:first])), strict=True):
+                place = [offset + extra for offset, extra in zip_longest(offsets, index, fillvalue=0)]
+                yield Segment(row, _flat_index(place, self.shape), self.shape)
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -163,6 +188,21 @@ class Segment:
         if name.startswith("__"):
             raise AttributeError(name)
         raise AttributeError(_segment_refusal(name))
+
+
+def _first_of_run(sizes: Sequence[int], shape: Sequence[int]) -> int:
+    """Return the first dimension from which on a box's elements are neighbours in the flattened tensor."""
+    first = max(len(sizes) - 1, 0)
+    while first > 0 and sizes[first] == shape[first]:
+        first -= 1
+    return first
+
+
+def _flat_index(place: Sequence[int], shape: Sequence[int]) -> int:
+    index = 0
+    for one, size in zip(place, shape, strict=True):
+        index = index * size + one
+    return index
 
 
 def _segment_refusal(operation: str) -> str:

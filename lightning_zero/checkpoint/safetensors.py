@@ -101,8 +101,9 @@ class SafetensorsFile:
 
     def read(self, targets: Sequence[tuple[str, Segment]]) -> None:
         """Fill the local part of segments, converting to their dtype and device; no other byte is read."""
+        runs = [(name, run) for name, target in targets for run in target.runs()]
         with self.path.open("rb", buffering=0) as file:
-            for name, target in sorted(targets, key=lambda pair: self.entries[pair[0]].start + pair[1].start):
+            for name, target in sorted(runs, key=lambda pair: self.entries[pair[0]].start + pair[1].start):
                 self._read(file.fileno(), name, target)
 
     def _read(self, file: int, name: str, target: Segment) -> None:

@@ -130,7 +130,13 @@ def load_average(engine: ZeroEngine, average: nn.Module, state_dict: Mapping[str
 def _master_segment(record: ParameterRecord, local: torch.Tensor | None = None) -> Segment:
     """Return a record's segment of the master, or of ``local`` in its place."""
     local = record.master() if local is None else local
-    return Segment(local.detach(), record.own_range[0], torch.Size(record.shape), record.save_range)
+    return _segment_of(record, local.detach())
+
+
+def _segment_of(record: ParameterRecord, local: torch.Tensor) -> Segment:
+    """Return the segment of a tensor over a record's own range."""
+    part = None if record.box is None else (record.box.offsets, record.shape_here)
+    return Segment(local, record.own_range[0], torch.Size(record.shape), record.save_range, part=part)
 
 
 def _saved_segment(record: ParameterRecord, local: torch.Tensor | None) -> Segment:
@@ -153,7 +159,7 @@ def copy_ranges(items: Sequence[tuple[str, Any, Segment]]) -> None:
             if isinstance(source, StoredTensor):
                 stored.append((source, target))
             elif not isinstance(source, Segment):
-                target.local.copy_(source.detach().reshape(-1)[target.start : target.stop])
+                target.local.copy_(_part_of(source.detach(), target).reshape(-1)[target.start : target.stop])
             elif (source.start, source.stop) == (target.start, target.stop):
                 target.local.copy_(source.local)
             else:
@@ -161,6 +167,13 @@ def copy_ranges(items: Sequence[tuple[str, Any, Segment]]) -> None:
                     f"`{name}` is of an engine with another stage or number of ranks. Save it, and load the file."
                 )
         fill(stored)
+
+
+def _part_of(whole: torch.Tensor, target: Segment) -> torch.Tensor:
+    """Return the part of a tensor in which a segment counts."""
+    for dim, (offset, size) in enumerate(() if target.part is None else zip(*target.part, strict=True)):
+        whole = whole.narrow(dim, offset, size)
+    return whole
 
 
 # -- Optimizers --------------------------------------------------------------------------------------------------------
@@ -215,8 +228,8 @@ def _slot_segment(record: ParameterRecord, slot: str, value: Any) -> Any:
     start, stop = record.own_range
     if slot in COUNTERS or not isinstance(value, torch.Tensor):
         return value
-    if value.shape == torch.Size(record.shape) or value.shape == (stop - start,):
-        return Segment(value.detach().view(-1), start, torch.Size(record.shape), record.save_range)
+    if value.shape == torch.Size(record.shape_here) or value.shape == (stop - start,):
+        return _segment_of(record, value.detach().view(-1))
     return value
 
 
@@ -530,5 +543,5 @@ def _new_slot(
         local = engine.internals.checkpoints.state_place(optimizer, record.parameter, slot)  # on disks
         if local is None:
             local = torch.empty(stop - start, dtype=dtype, device=master.device)
-    items.append((f"{record.name}.{slot}", value, Segment(local, start, torch.Size(record.shape))))
-    return local if record.is_sharded else local.view(record.shape)
+    items.append((f"{record.name}.{slot}", value, _segment_of(record, local)))
+    return local if record.is_sharded else local.view(record.shape_here)

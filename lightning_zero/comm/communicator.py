@@ -5,6 +5,10 @@ Note [One order of sums]
     rank order. So a sum does not depend on how parameters are cut into units, and the wire carries the ring's
     ``(N - 1) / N`` of the bytes (gloo's own reduce-scatter puts a whole all-reduce on it). NCCL reduces by itself.
 
+Note [Groups along axes]
+    Where ranks are a grid, a buffer is cut over a part of them, and the engine agrees with all of them. ``along`` makes
+    a communicator of the part, whose calls, bytes and calls in flight count as the engine's, and which ends with it.
+
 Note [Own groups]
     The engine never communicates on the default group: Lightning broadcasts on it in every batch. Gathers and
     reductions have a group each, so their order relative to one another is free; host-side agreements travel over gloo.
@@ -174,12 +178,24 @@ class Communicator:
         self.running: dict[Pending, None] = {}  # nobody has waited for them, in the order in which they were started
         self._late: deque[_LateGather] = deque()  # in the order in which all ranks start them
         self._loan = 0  # of the groups
+        self._config = config
+        self._along: list[Communicator] = []  # over parts of the ranks
         # - Cost since the last reset
         self.sent_bytes: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
         self.waits = Waits(device)
         if dist.is_available() and dist.is_initialized():
             self._borrow_groups(config, process_group)
+
+    def along(self, process_group: dist.ProcessGroup) -> Communicator:
+        """Return a communicator over a part of the ranks. Collective: the ranks of ``process_group``.
+
+        It ends with this one, and its calls are counted as this one's.
+        """
+        part = Communicator(self._config, self.device, process_group)
+        part.sent_bytes, part.calls, part.running = self.sent_bytes, self.calls, self.running
+        self._along.append(part)
+        return part
 
     def _borrow_groups(self, config: Communication, process_group: dist.ProcessGroup | None) -> None:
         self.world_size = dist.get_world_size(process_group)
@@ -262,8 +278,10 @@ class Communicator:
         while self._late and (last is None or not last.is_started):
             self._late.popleft().start()
 
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, what: str) -> Pending:
-        """Average ``full`` over the ranks and write this rank's part into ``shard``.
+    def reduce_scatter(
+        self, shard: torch.Tensor, full: torch.Tensor, what: str, *, divisor: int | None = None
+    ) -> Pending:
+        """Add ``full`` over the ranks, divide, and write this rank's part into ``shard``.
 
         Collective: all ranks. 16-bit values are added in fp32 and rounded once (on gloo).
 
@@ -271,11 +289,15 @@ class Communicator:
             shard: (numel / world,); may be this rank's place in ``full``.
             full: (numel,) of the same dtype; its content is used up.
             what: Name of the call, for errors.
+            divisor: Of the sums; by default the number of ranks, for their average.
         """
         own = full.chunk(self.world_size)[self.rank]
+        divisor = self.world_size if divisor is None else divisor
         if self.world_size == 1:
             if own.data_ptr() != shard.data_ptr():
                 shard.copy_(own)
+            if divisor != 1:
+                shard.div_(divisor)
             return Pending(self, what)
         self._count("reduce_scatter", own.nbytes * (self.world_size - 1))
         if self._backend == "gloo":
@@ -287,10 +309,10 @@ class Communicator:
                 received,
                 group=self._reduce_group,
                 what=f"reduce-scatter of {what}",
-                then=lambda: _average_in_rank_order(shard, {**received, self.rank: own}),
+                then=lambda: _divided_sum_in_rank_order(shard, {**received, self.rank: own}, divisor),
             )
         work = _reduce_scatter_flat(
-            shard, full, op=_average(full, self.world_size), group=self._reduce_group, async_op=True
+            shard, full, op=_divided_sum(full, self.world_size, divisor), group=self._reduce_group, async_op=True
         )
         call = self.waits.start(f"reduce-scatter of {what}", self._reduce_group)
         return Pending(self, call.what, [work], keep=[full, shard], call=call)
@@ -564,13 +586,16 @@ class Communicator:
         """Start counting anew."""
         self.sent_bytes.clear()
         self.calls.clear()
-        self.waits.reset()
+        for one in (self, *self._along):
+            one.waits.reset()
 
     def abandon(self) -> None:
         """End all calls that peers wait in with an error there: this rank is about to raise one.
 
         No collective. Over NCCL the calls on device memory end with this rank's process.
         """
+        for part in self._along:
+            part.abandon()
         if self._groups is not None:
             self._groups.destroy()
         self.close()
@@ -583,6 +608,8 @@ class Communicator:
 
     def interrupt(self) -> None:
         """Keep the groups from being lent until ``settle``: calls of an interrupted step may be in flight."""
+        for part in self._along:
+            part.interrupt()
         if self._groups is not None and not self._is_interrupted:
             self._is_interrupted = True
             self._groups.num_interrupted += 1
@@ -591,12 +618,17 @@ class Communicator:
         """Wait for the calls of interrupted steps. Collective: all ranks have come behind them."""
         for pending in list(self.running):
             pending.wait()
+        for part in self._along:
+            part.settle()
         if self._groups is not None and self._is_interrupted:
             self._is_interrupted = False
             self._groups.num_interrupted -= 1
 
     def close(self) -> None:
         """Let other communicators use the groups. No collective."""
+        for part in self._along:
+            part.close()
+        self._along.clear()
         if self._groups is not None:
             self._groups.leave(self)
             self._groups = None
@@ -629,14 +661,14 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype in _SENT_AS_THEY_ARE else tensor.view(-1).view(torch.uint8)
 
 
-def _average(full: torch.Tensor, world_size: int) -> Any:
-    if full.dtype == torch.float16:  # the sum of the ranks may overflow before it is divided
-        return dist._make_nccl_premul_sum(1.0 / world_size)  # type: ignore[attr-defined]
+def _divided_sum(full: torch.Tensor, world_size: int, divisor: int) -> Any:
+    if full.dtype == torch.float16 or divisor != world_size:  # in 16 bits the sum may overflow before it is divided
+        return dist._make_nccl_premul_sum(1.0 / divisor)  # type: ignore[attr-defined]
     return dist.ReduceOp.AVG
 
 
-def _average_in_rank_order(out: torch.Tensor, chunks: dict[int, torch.Tensor]) -> None:
-    """Write ``(chunks[0] + chunks[1] + …) / N`` into ``out``, which may be one of the chunks.
+def _divided_sum_in_rank_order(out: torch.Tensor, chunks: dict[int, torch.Tensor], divisor: int) -> None:
+    """Write ``(chunks[0] + chunks[1] + …) / divisor`` into ``out``, which may be one of the chunks.
 
     The chunks of the ranks before ``out``'s own serve as the accumulator, so nothing is overwritten before it is read.
     """
@@ -645,7 +677,7 @@ def _average_in_rank_order(out: torch.Tensor, chunks: dict[int, torch.Tensor]) -
         total = chunks[0].float()
         for rank in range(1, world_size):
             total += chunks[rank]
-        out.copy_(total.div_(world_size))
+        out.copy_(total.div_(divisor))
         return
     aliased = next((rank for rank, chunk in chunks.items() if chunk.data_ptr() == out.data_ptr()), 0)
     accumulator = chunks[0] if aliased > 0 else out
@@ -658,4 +690,4 @@ def _average_in_rank_order(out: torch.Tensor, chunks: dict[int, torch.Tensor]) -
         target = out if rank >= aliased else accumulator
         torch.add(accumulator, chunks[rank], out=target)
         accumulator = target
-    out.div_(world_size)
+    out.div_(divisor)

@@ -53,8 +53,7 @@ class CheckpointAccess:
         }
         for buffer in state.buffers:
             buffer.refresh_master()
-        rank, moments = state.communicator.rank, state.options.moments
-        return records_of(module, state.places, trained, parts=state.parts, rank=rank, moments=moments)
+        return records_of(module, state.places, trained, parts=state.parts, moments=state.options.moments)
 
     @property
     def progress(self) -> dict[str, str]:

@@ -18,6 +18,7 @@ from lightning_zero.engine.access.arguments import Gatherable, described, parame
 from lightning_zero.engine.access.gathered import Write
 from lightning_zero.engine.access.records import ParameterRecord
 from lightning_zero.engine.access.statistics import EngineStats
+from lightning_zero.engine.buffers.grid import Grid
 from lightning_zero.engine.buffers.parameter import restore_class
 from lightning_zero.engine.buffers.window import compare_assigned
 from lightning_zero.engine.engine_state import EngineState
@@ -124,7 +125,7 @@ class ZeroEngine:
 
     # -- Set-up ----------------------------------------------------------------------------------------------------
 
-    def shard(self, module: M, holders: Mapping[str, tuple[int, ...]] | None = None) -> M:
+    def shard(self, module: M, holders: Mapping[str, tuple[int, ...]] | None = None, *, grid: Grid | None = None) -> M:
         """Partition ``module`` in place and return it; all ranks start from rank 0's values.
 
         Collective: all ranks. Meta parameters are made real unit by unit, by their module's ``reset_parameters``, so no
@@ -134,6 +135,8 @@ class ZeroEngine:
             module: The module.
             holders: With ``parts_group``: the parts, as ranks of it, that hold a parameter, by its first name. The
                 values of the others are given up.
+            grid: The ranks as a grid with several axes: over which of them each parameter is cut, and which part of it
+                this rank has.
 
         Raises:
             ValueError: A name in ``units`` matches nothing; parameters on several devices and no ``device``; one that
@@ -147,7 +150,7 @@ class ZeroEngine:
         self._state.refuse_module(module)
         if _ENGINES:
             gc.collect()  # one that was dropped is in reference cycles, and holds memory, files and threads until then
-        self._state.shard(module, holders, owner=lambda unit: UnitOwner(self._state, unit))
+        self._state.shard(module, holders, grid=grid, owner=lambda unit: UnitOwner(self._state, unit))
         self._state.engine = self
         for values in deferred_values(module):
             values.load(self)

@@ -14,6 +14,7 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.access.param_index import ParamIndex
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.deferred import Deferral
+from lightning_zero.engine.buffers.grid import Grid
 from lightning_zero.engine.buffers.parameter import Owner
 from lightning_zero.engine.optim.attached import Attached
 from lightning_zero.engine.optim.optimizer import ShardedOptimizer
@@ -72,13 +73,19 @@ class EngineState:
         check_shardable(module)
 
     def shard(
-        self, module: nn.Module, holders: Mapping[str, tuple[int, ...]] | None, *, owner: Callable[[Unit], Owner]
+        self,
+        module: nn.Module,
+        holders: Mapping[str, tuple[int, ...]] | None,
+        *,
+        grid: Grid | None,
+        owner: Callable[[Unit], Owner],
     ) -> None:
         """Partition a module in place. Collective: all ranks."""
         self._made = ShardedModule(
             module,
             self.options,
             holders,
+            grid=grid,
             awaited=deferred_params(module),
             places=self.places,
             close_windows=self.attached.close,

@@ -16,6 +16,7 @@ from lightning_zero.engine.access.gathered import GatheredParams
 from lightning_zero.engine.access.offloaded_states import OffloadedStates
 from lightning_zero.engine.access.param_index import ParamIndex
 from lightning_zero.engine.access.statistics import Statistics
+from lightning_zero.engine.buffers.grid import Grid
 from lightning_zero.engine.buffers.original import RoundedWrites
 from lightning_zero.engine.buffers.parameter import Owner, own
 from lightning_zero.engine.optim.step_device import StepDevices
@@ -25,6 +26,7 @@ from lightning_zero.engine.runtime.reduction import Reducer
 from lightning_zero.engine.runtime.step_in_backward import StepInBackward
 from lightning_zero.engine.runtime.transforms import serve_transforms
 from lightning_zero.engine.units.facts import model_facts, unit_facts
+from lightning_zero.engine.units.grid_groups import GridGroups
 from lightning_zero.engine.units.lowering import Lowering
 from lightning_zero.engine.units.membership import Membership
 from lightning_zero.engine.units.module_buffers import ModuleBuffers, buffer_facts
@@ -106,6 +108,7 @@ class ShardedModule:
         module: The module.
         options: The engine's.
         holders: Which parts of the model hold a parameter, by name; None if it is whole.
+        grid: The ranks as a grid; None: one axis.
         awaited: Parameters and buffers that need no initial values; see ``build_unit``.
         places: Is filled.
         close_windows: Called when a forward or backward begins.
@@ -118,6 +121,7 @@ class ShardedModule:
         options: EngineOptions,
         holders: Mapping[str, tuple[int, ...]] | None,
         *,
+        grid: Grid | None,
         awaited: set[tuple[int, str]],
         places: ParamIndex,
         close_windows: Callable[[], None],
@@ -130,7 +134,10 @@ class ShardedModule:
         self._lowering = Lowering(module, options.precision)
         # - Ranks
         self.communicator = Communicator(options.communication, device, options.process_group)
-        self._compare(module, holders)
+        if grid is not None:
+            grid.check({name: param.shape for name, param in module.named_parameters()})
+        self._compare(module, holders, grid)
+        self._groups = GridGroups(grid, self.communicator, options.sharding)
         self.everyone = self.communicator  # those of other parts of the model too
         self.parts: PipelinePeers | None = None  # of a model that is cut; None if it is whole
         if holders is not None:
@@ -203,11 +210,12 @@ class ShardedModule:
             lowering=self._lowering,
         )
 
-    def _compare(self, module: nn.Module, holders: Mapping[str, tuple[int, ...]] | None) -> None:
+    def _compare(self, module: nn.Module, holders: Mapping[str, tuple[int, ...]] | None, grid: Grid | None) -> None:
         """Refuse ranks that differ, before a collective of theirs does not fit another's."""
         if self.communicator.world_size > 1:
             options = self._options.facts(self.communicator.device)
             facts = {**options, **model_facts(module, holders), **buffer_facts(module)}
+            facts.update({} if grid is None else grid.facts())
             require_same(self.communicator, facts, "models or options", _REMEDY)
 
     def _take_part(self, module: nn.Module, holders: Mapping[str, tuple[int, ...]]) -> PipelinePeers:
@@ -240,11 +248,10 @@ class ShardedModule:
                 index,
                 root=module,
                 awaited=awaited,
-                sharding=self._sharding,
+                groups=self._groups,
                 precision=self._options.precision,
                 lowering=self._lowering,
                 communication=self._options.communication,
-                communicator=self.communicator,
                 store=self.store,
                 home=self.placement.home(index),
                 params_home=self.placement.params_home(index),

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_zero.comm.communicator import Communicator, Pending, _average_in_rank_order
+from lightning_zero.comm.communicator import Communicator, Pending, _divided_sum_in_rank_order
 from lightning_zero.config import Communication
 from lightning_zero.errors import CollectiveError
 from tests import worlds
@@ -55,21 +55,21 @@ def test_the_average_is_taken_in_rank_order_wherever_it_is_written(world: int, d
         chunks = [_chunk(rank, 64, dtype) for rank in range(world)]
         expected = _expected(chunks)
         out = torch.full((64,), float("nan"), dtype=dtype) if aliased is None else chunks[aliased]
-        _average_in_rank_order(out, dict(list(enumerate(chunks))[::order]))
+        _divided_sum_in_rank_order(out, dict(list(enumerate(chunks))[::order]), len(chunks))
         assert torch.equal(out, expected), (aliased, order)
 
 
 def test_the_order_of_a_sum_of_three_shows() -> None:
     chunks = [torch.tensor([1e8]), torch.tensor([-1e8]), torch.tensor([1.0])]
     out = torch.empty(1)
-    _average_in_rank_order(out, dict(enumerate(chunks)))
+    _divided_sum_in_rank_order(out, dict(enumerate(chunks)), len(chunks))
     assert out.item() == torch.tensor(1.0).div(3).item()
 
 
 def test_sums_of_fp16_do_not_overflow() -> None:
     chunks = {rank: torch.full((8,), 60000.0, dtype=torch.float16) for rank in range(4)}
     out = torch.empty(8, dtype=torch.float16)
-    _average_in_rank_order(out, chunks)
+    _divided_sum_in_rank_order(out, chunks, len(chunks))
     assert torch.equal(out, torch.full((8,), 60000.0, dtype=torch.float16))
 
 

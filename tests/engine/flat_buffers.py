@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication, Sharding
 from lightning_zero.engine.buffers.buffer import FlatBuffer
+from lightning_zero.engine.buffers.grid import BufferGroup
 from lightning_zero.engine.buffers.home import HomeMaker
 from lightning_zero.engine.buffers.spec import BufferKind
 from lightning_zero.storage.store import DeviceStore
@@ -38,7 +39,7 @@ def numbered_buffer(
         names,
         kind=kind,
         sharding=sharding,
-        communicator=communicator,
+        group=BufferGroup.of_all(communicator),
         store=DeviceStore(CPU),
         home=home,
     )

@@ -37,13 +37,12 @@ __all__ = ["MUTANTS"]
 @contextmanager
 def gradients_are_summed() -> Iterator[None]:
     """The average is not divided by the number of ranks."""
-    average = communicator._average_in_rank_order
+    divided = communicator._divided_sum_in_rank_order
 
-    def summed(out: Any, chunks: Any) -> None:
-        average(out, chunks)
-        out.mul_(len(chunks))
+    def summed(out: Any, chunks: Any, divisor: int) -> None:
+        divided(out, chunks, 1)
 
-    with mock.patch.object(communicator, "_average_in_rank_order", summed):
+    with mock.patch.object(communicator, "_divided_sum_in_rank_order", summed):
         yield
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.buffers.buffer import FlatBuffer
+from lightning_zero.engine.buffers.grid import Box
 from lightning_zero.engine.runtime.order import PassOrder
 from lightning_zero.engine.runtime.saved_tensors import SavedTensors
 from lightning_zero.engine.runtime.scopes import Scopes
@@ -64,6 +65,11 @@ class GatheredParams:
         """Hold units whole, and let parameters of other parts have values; see ``ZeroEngine.gathered``."""
         if write not in (None, "rank0", "all"):
             raise ValueError(f"`write={write!r}` is not known. Use None, 'rank0' or 'all'.")
+        if write == "rank0" and any(buffer.kind.group is not None for unit in units for buffer in unit.buffers):
+            raise ValueError(
+                "`write='rank0'` needs whole parameters on rank 0, and on a grid it has parts of some. Make the same"
+                " change on every rank, each in its part, and use `write='all'`."
+            )
         if write == "rank0" and self._elsewhere is not None:
             raise ValueError(
                 "`write='rank0'` needs all parameters on rank 0, and a pipeline stage has its own. Make the same change"
@@ -243,18 +249,27 @@ class GatheredParams:
         return self._whole(buffer, index, buffer.own_range.segment(index, values).to(buffer.values.stepped.dtype))
 
     def _whole(self, buffer: FlatBuffer, index: int, piece: torch.Tensor) -> torch.Tensor:
-        slot = buffer.layout.slots[index]
+        slot, box = buffer.layout.slots[index], buffer.box(index)
         if not buffer.own_range.is_shard:
             return piece.detach().clone()
         start, stop = buffer.own_range.elements(index)
         with torch.inference_mode(False), torch.no_grad():
-            whole = torch.zeros(slot.numel, dtype=piece.dtype, device=self._communicator.device)  # not the host's
-            whole[start:stop] = piece
+            here = torch.zeros(slot.numel, dtype=piece.dtype, device=self._communicator.device)  # not the host's
+            here[start:stop] = piece
+            whole = here.view(slot.shape) if box is None else _in_whole(here.view(slot.shape), box)
             # One rank has each byte, the others zero: their sum is exact, and few transports add every dtype.
-            summed = whole if piece.dtype in _SUMMED else whole.view(torch.uint8)
+            summed = whole if piece.dtype in _SUMMED else whole.view(-1).view(torch.uint8)
             self._communicator.any_is(False, f"reading of parameter `{slot.name}`")  # all ranks have come for the same
             self._communicator.all_reduce(summed, f"parameter `{slot.name}`", kind="reads")
-            return whole.view(slot.shape)
+            return whole
+
+
+def _in_whole(part: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return a tensor of the whole parameter's shape with a part of it, and zeros elsewhere."""
+    whole = torch.zeros(box.whole, dtype=part.dtype, device=part.device)
+    ends = [offset + size for offset, size in zip(box.offsets, part.shape, strict=True)]
+    whole[tuple(map(slice, box.offsets, ends))] = part
+    return whole
 
 
 def _can_show_alone(unit: Unit) -> bool:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_zero.config import Moments
 from lightning_zero.engine.access.param_index import ParamIndex
 from lightning_zero.engine.buffers.buffer import FlatBuffer
+from lightning_zero.engine.buffers.grid import Box
 from lightning_zero.engine.buffers.sharded_gradient import ShardedGradient
 from lightning_zero.engine.optim.flat_step import BufferSlot
 from lightning_zero.engine.optim.moments import widened
@@ -29,11 +30,13 @@ class ParameterRecord:
         name: First fully qualified name.
         aliases: All names of a tied parameter, ``name`` first.
         shape: Shape of the whole parameter.
+        box: The part of it that this rank and others of its group have, on a grid; None: all of it. The ranges count
+            elements of the flattened part.
         parameter: The user's object.
         trained: Whether an optimizer steps it.
         dtype: The dtype in which the user gave it; it may compute and be stepped in others.
         save_range: Elements of the flattened parameter that this rank should write. The ranges of all ranks tile the
-            parameter exactly once, at every stage.
+            parameter exactly once, at every stage and on every grid.
         own_range: Elements whose master and optimizer state this rank holds; all of them at stage 0. Both ranges are
             empty where another part of the model holds the parameter.
     """
@@ -49,6 +52,12 @@ class ParameterRecord:
     _buffer: FlatBuffer | torch.Tensor = field(repr=False)  # elsewhere: an empty master
     _index: int = field(repr=False)
     _moments: Moments = field(default="fp32", repr=False)
+    box: Box | None = None
+
+    @property
+    def shape_here(self) -> tuple[int, ...]:
+        """Shape of the part that this rank has."""
+        return self.shape if self.box is None else tuple(self.parameter.shape)
 
     @property
     def is_sharded(self) -> bool:
@@ -89,7 +98,6 @@ def records_of(
     trained: Collection[int],
     *,
     parts: PipelinePeers | None,
-    rank: int,
     moments: Moments,
 ) -> list[ParameterRecord]:
     """Return one record per parameter, in the order of ``named_parameters``.
@@ -99,7 +107,6 @@ def records_of(
         places: Where its parameters lie.
         trained: The parameters that an optimizer steps, by ``id``.
         parts: The other parts of the model, if it is cut; a parameter that several of them hold is saved by one.
-        rank: This rank.
         moments: How the moments of AdamW and Adam are kept.
     """
     records = []
@@ -109,21 +116,21 @@ def records_of(
             continue
         is_saved = parts is None or parts.is_counted_here(param)
         names, place = places.names[id(param)], places.of(param)
-        saved_by = rank if is_saved else None
-        records.append(_record_here(place, names, trained=id(param) in trained, saved_by=saved_by, moments=moments))
+        records.append(_record_here(place, names, trained=id(param) in trained, is_saved=is_saved, moments=moments))
     return records
 
 
 def _record_here(
-    place: BufferSlot, names: tuple[str, ...], *, trained: bool, saved_by: int | None, moments: Moments
+    place: BufferSlot, names: tuple[str, ...], *, trained: bool, is_saved: bool, moments: Moments
 ) -> ParameterRecord:
-    """Return the record of a parameter that lies here; ``saved_by`` is None where another part saves it."""
+    """Return the record of a parameter that lies here; without ``is_saved`` another part saves it."""
     buffer, index = place
-    segment = None if saved_by is None else buffer.layout.segment(index, saved_by)
+    segment = buffer.layout.segment(index, buffer.communicator.rank) if is_saved else None
+    shape, box = buffer.layout.slots[index].shape, buffer.box(index)
     return ParameterRecord(
         name=names[0],
         aliases=names,
-        shape=buffer.layout.slots[index].shape,
+        shape=shape if box is None else box.whole,
         parameter=buffer.params[index],
         trained=trained,
         dtype=buffer.kind.original,
@@ -132,6 +139,7 @@ def _record_here(
         _buffer=buffer,
         _index=index,
         _moments=moments,
+        box=box,
     )
 
 

@@ -19,16 +19,17 @@ buffer has its parts, which are given a ``BufferSpec`` and each other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 from torch import nn
 
-from lightning_zero.comm.communicator import Communicator, Pending
+from lightning_zero.comm.communicator import Pending
 from lightning_zero.config import Sharding
 from lightning_zero.engine.buffers.aliases import Aliases
 from lightning_zero.engine.buffers.deferred import Update
 from lightning_zero.engine.buffers.gradients import BufferGradients
+from lightning_zero.engine.buffers.grid import BufferGroup, ParamAxes
 from lightning_zero.engine.buffers.home import HomeMaker
 from lightning_zero.engine.buffers.labels import label
 from lightning_zero.engine.buffers.original import Original, RoundedWrites
@@ -61,7 +62,8 @@ class FlatBuffer:
         names: Their fully qualified names.
         kind: The dtypes.
         sharding: The tensors that are kept sharded.
-        communicator: Moves shards.
+        group: The ranks over which it is cut.
+        axes: The parameters on the grid, by name.
         store: Memory of the device.
         home: Makes the home of the master, the optimizer states and the gradient shard, if not the device.
         params_home: Makes the home of the shard at stage 3, if not the device.
@@ -75,17 +77,19 @@ class FlatBuffer:
         *,
         kind: BufferKind,
         sharding: Sharding,
-        communicator: Communicator,
+        group: BufferGroup,
         store: DeviceStore,
+        axes: Mapping[str, ParamAxes] | None = None,
         home: HomeMaker | None = None,
         params_home: HomeMaker | None = None,
     ) -> None:
-        spec = BufferSpec.of(name, params, names, kind=kind, sharding=sharding, communicator=communicator, store=store)
+        spec = BufferSpec.of(name, params, names, kind=kind, sharding=sharding, group=group, store=store, axes=axes)
         self.name = name
         self.params = spec.params
         self.kind = kind
         self.sharding = sharding
-        self.communicator = communicator
+        self.communicator = group.communicator
+        self.box = spec.box  # of a slot: the part of the parameter that this rank has; None: all of it
         self.store = store
         self.layout = spec.layout
         self.own_range = spec.own_range

@@ -86,10 +86,11 @@ class BufferGradients:
         slot = self._spec.layout.slots[index]
         target = self._local_sums()[slot.offset : slot.stop].view(slot.shape)
         dense = grad.to_dense() if grad.is_sparse else grad
+        factor = self._spec.factor(index)
         if index in self.sums.slots:
-            target.add_(dense)
+            target.add_(dense if factor == 1.0 else dense * factor)
         else:
-            target.copy_(dense)
+            target.copy_(dense if factor == 1.0 else dense * factor)
             self.sums.slots.add(index)
         self.used.add(index)
         if not grad.is_inference() and grad._version:  # autograd has added to what somebody had assigned, and may keep
@@ -176,7 +177,8 @@ class BufferGradients:
                 self._target = local[spec.shard_range]
             if self._reduced is not None and spec.sharding.grads and self._is_as_reduced:
                 self._home.fetch_gradient(self._reduced)
-            return spec.communicator.reduce_scatter(self._target, local, f"gradients of unit `{spec.name}`")
+            what = f"gradients of unit `{spec.name}`"
+            return spec.communicator.reduce_scatter(self._target, local, what, divisor=spec.group.divisor)
 
     @property
     def _is_as_reduced(self) -> bool:

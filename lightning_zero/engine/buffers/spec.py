@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Sharding
+from lightning_zero.engine.buffers.grid import Box, BufferGroup, ParamAxes
 from lightning_zero.engine.buffers.own_range import OwnRange
 from lightning_zero.layout import FlatLayout
 from lightning_zero.storage.store import DeviceStore
@@ -22,7 +23,7 @@ class BufferKind:
     """The dtypes and properties that all parameters of one flat buffer share.
 
     ``shared`` is the name of a parameter that several parts of the model hold; it has a buffer to itself, so that the
-    buffer is the same in all of them.
+    buffer is the same in all of them. ``group`` is the name of a group of the grid; None: all ranks.
     """
 
     original: torch.dtype
@@ -31,6 +32,7 @@ class BufferKind:
     reduce: torch.dtype
     trained: bool
     shared: str | None = None
+    group: str | None = None
 
     @property
     def is_rounded(self) -> bool:
@@ -52,7 +54,8 @@ class BufferSpec:
         params: The parameters.
         kind: The dtypes.
         sharding: The tensors that are kept sharded.
-        communicator: Moves shards.
+        group: The ranks over which it is cut.
+        axes: The parameters on the grid, by slot; those that are not named have the factor 1 and no box.
         store: Memory of the device.
         layout: Slots, shards and segments.
         own_range: The range that this rank steps.
@@ -63,11 +66,25 @@ class BufferSpec:
     params: list[nn.Parameter]
     kind: BufferKind
     sharding: Sharding
-    communicator: Communicator
+    group: BufferGroup
+    axes: Mapping[int, ParamAxes]
     store: DeviceStore
     layout: FlatLayout
     own_range: OwnRange
     shard_range: slice
+
+    @property
+    def communicator(self) -> Communicator:
+        """Moves shards."""
+        return self.group.communicator
+
+    def factor(self, index: int) -> float:
+        """Return the factor of a parameter's gradients."""
+        return self.axes[index].factor if index in self.axes else 1.0
+
+    def box(self, index: int) -> Box | None:
+        """Return the part of a parameter that this rank has; None: all of it."""
+        return self.axes[index].box if index in self.axes else None
 
     @staticmethod
     def of(
@@ -77,12 +94,26 @@ class BufferSpec:
         *,
         kind: BufferKind,
         sharding: Sharding,
-        communicator: Communicator,
+        group: BufferGroup,
         store: DeviceStore,
+        axes: Mapping[str, ParamAxes] | None = None,
     ) -> BufferSpec:
         """Return the facts of the buffer with these parameters, whose fully qualified names are ``names``."""
+        communicator = group.communicator
+        known = {index: axes[key] for index, key in enumerate(names) if axes is not None and key in axes}
         shapes = [(key, tuple(param.shape)) for key, param in zip(names, params, strict=True)]
         layout = FlatLayout.build(shapes, communicator.world_size)
         own_range = OwnRange(layout, communicator.rank, is_sharded=sharding.optim)
         shard_range = slice(*layout.shard_range(communicator.rank))
-        return BufferSpec(name, list(params), kind, sharding, communicator, store, layout, own_range, shard_range)
+        return BufferSpec(
+            name=name,
+            params=list(params),
+            kind=kind,
+            sharding=sharding,
+            group=group,
+            axes=known,
+            store=store,
+            layout=layout,
+            own_range=own_range,
+            shard_range=shard_range,
+        )

@@ -155,12 +155,12 @@ class BufferWindow:
 
     def _class_of(self, index: int) -> type[ShardedGradient]:
         if index not in self._classes:
-            self._classes[index] = sharded_gradient_class(self._spec.communicator, self._cut_of(index))
+            self._classes[index] = sharded_gradient_class(self._spec.group.everyone, self._cut_of(index))
         return self._classes[index]
 
     def _param_class_of(self, index: int) -> type[SegmentParameter]:
         if index not in self._param_classes:
-            self._param_classes[index] = segment_parameter_class(self._spec.communicator, self._cut_of(index))
+            self._param_classes[index] = segment_parameter_class(self._spec.group.everyone, self._cut_of(index))
         return self._param_classes[index]
 
     def _cut_of(self, index: int) -> Cut:

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from lightning_zero.blocks import hookable_modules, modules_of_classes, repeated_blocks
-from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import Communication, MixedPrecision, Sharding
+from lightning_zero.config import Communication, MixedPrecision
 from lightning_zero.engine.buffers.aliases import Aliases
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.home import HomeMaker
 from lightning_zero.engine.buffers.parameter import copy_attributes, user_class
 from lightning_zero.engine.buffers.spec import BufferKind
+from lightning_zero.engine.units.grid_groups import GridGroups
 from lightning_zero.engine.units.lowering import Lowering
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.storage.store import DeviceStore
@@ -136,11 +136,10 @@ def build_unit(
     *,
     root: nn.Module,
     awaited: set[tuple[int, str]],
-    sharding: Sharding,
+    groups: GridGroups,
     precision: MixedPrecision,
     lowering: Lowering,
     communication: Communication,
-    communicator: Communicator,
     store: DeviceStore,
     home: HomeMaker | None = None,
     params_home: HomeMaker | None = None,
@@ -160,6 +159,7 @@ def build_unit(
             precision=precision,
             communication=communication,
             shared=names[0] if is_shared(param) else None,
+            group=groups.name_of(names[0]),
         )
         params, param_names = kinds.setdefault(kind, ([], []))
         params.append(param)
@@ -176,9 +176,10 @@ def build_unit(
             params,
             names,
             kind=kind,
-            sharding=sharding,
-            communicator=communicator,
+            sharding=groups.sharding(kind.group),
+            group=groups.group(kind.group),
             store=store,
+            axes=groups.axes,
             home=home,
             params_home=params_home,
         )
@@ -199,6 +200,7 @@ def kind_of(
     precision: MixedPrecision,
     communication: Communication,
     shared: str | None = None,
+    group: str | None = None,
 ) -> BufferKind:
     """Return the kind of flat buffer for a parameter that computes in ``compute``."""
     return BufferKind(
@@ -208,6 +210,7 @@ def kind_of(
         reduce=communication.gradient_dtype(compute),
         trained=param.requires_grad,
         shared=shared,
+        group=group,
     )
 
 

@@ -207,7 +207,8 @@ class Unit:
         if not self.is_sharded_between_uses:
             return
         for buffer in self.buffers:
-            buffer.release()
+            if buffer.sharding.params:  # on a grid the group of a buffer may be one rank
+                buffer.release()
         self.state = UnitState.SHARDED
 
     def give_back(self) -> None:
@@ -227,7 +228,8 @@ class Unit:
                 self.unshard()
                 self.wait()
             return
-        for pending in [buffer.serve(in_original=in_original) for buffer in self.buffers]:
+        sharded = [buffer for buffer in self.buffers if buffer.sharding.params]
+        for pending in [buffer.serve(in_original=in_original) for buffer in sharded]:
             pending.wait()
 
     # -- Gradients -------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication, Sharding
 from lightning_zero.engine.buffers.buffer import FlatBuffer
+from lightning_zero.engine.buffers.grid import BufferGroup
 from lightning_zero.engine.buffers.parameter import ReleasedParameter
 from lightning_zero.engine.buffers.spec import BufferKind
 from lightning_zero.storage.store import DeviceStore
@@ -100,7 +101,7 @@ def _fill(rank: int, world: int, stage: int) -> None:
         ["p"],
         kind=kind,
         sharding=Sharding.from_stage(stage),
-        communicator=communicator,
+        group=BufferGroup.of_all(communicator),
         store=DeviceStore(CPU),
     )
     assert buffer.params[0] is param

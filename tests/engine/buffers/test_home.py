@@ -12,6 +12,7 @@ import torch
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication, Sharding
 from lightning_zero.engine.buffers.disk_home import DiskHome
+from lightning_zero.engine.buffers.grid import BufferGroup
 from lightning_zero.engine.buffers.home import DeviceHome, Home, HostHome
 from lightning_zero.engine.buffers.spec import BufferKind, BufferSpec
 from lightning_zero.storage.disk import DiskStore
@@ -32,7 +33,7 @@ def _check(rank: int, world: int, place: str, folder: str, check: Callable[[Home
         ["p"],
         kind=kind,
         sharding=Sharding.from_stage(2),
-        communicator=Communicator(Communication(), CPU),
+        group=BufferGroup.of_all(Communicator(Communication(), CPU)),
         store=DeviceStore(CPU),
     )
     disk = DiskStore(NvmeStore([Path(folder)], block_bytes=4096, threads=1, direct=False))

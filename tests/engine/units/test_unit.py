@@ -14,6 +14,7 @@ import lightning_zero.engine
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication, MixedPrecision, Sharding
 from lightning_zero.engine.buffers.parameter import ReleasedParameter
+from lightning_zero.engine.units.grid_groups import GridGroups
 from lightning_zero.engine.units.lowering import Lowering
 from lightning_zero.engine.units.partition import build_unit, choose_territories
 from lightning_zero.engine.units.unit import Unit, UnitState
@@ -27,16 +28,16 @@ def make_unit(module: nn.Module, stage: int, **options: Any) -> Unit:
     """Return the whole module as one unit. Collective."""
     communication = Communication()
     precision = MixedPrecision(**options)
+    groups = GridGroups(None, Communicator(communication, CPU), lambda ranks: Sharding.from_stage(stage))
     return build_unit(
         choose_territories(module, [])[0],
         0,
         root=module,
         awaited=set(),
-        sharding=Sharding.from_stage(stage),
+        groups=groups,
         precision=precision,
         lowering=Lowering(module, precision),
         communication=communication,
-        communicator=Communicator(communication, CPU),
         store=DeviceStore(CPU),
     )
 

@@ -1,0 +1,51 @@
+"""The communicators of a grid, and the flat buffers that are cut over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.config import Sharding
+from lightning_zero.engine.buffers.grid import BufferGroup, Grid, ParamAxes
+
+__all__ = ["GridGroups"]
+
+
+class GridGroups:
+    """The groups over which flat buffers are cut. Collective: all ranks of the engine make the same ones.
+
+    Args:
+        grid: The ranks as a grid; None: every buffer is cut over all ranks.
+        everyone: Of all ranks of the engine.
+        sharding: Returns the tensors that are kept sharded over a number of ranks.
+    """
+
+    def __init__(self, grid: Grid | None, everyone: Communicator, sharding: Callable[[int], Sharding]) -> None:
+        self._all = BufferGroup.of_all(everyone)
+        self._sharding = sharding
+        self._groups: dict[str, BufferGroup] = {}
+        self.axes: Mapping[str, ParamAxes] = {} if grid is None else grid.params  # by first name of the parameter
+        self._is_grid = grid is not None
+        if grid is not None:
+            self._all = replace(self._all, divisor=grid.data_ranks)
+            for name, ranks in grid.groups.items():
+                communicator = everyone if ranks is None else everyone.along(ranks)
+                self._groups[name] = BufferGroup(communicator, everyone, grid.data_ranks)
+
+    def name_of(self, param: str) -> str | None:
+        """Return the name of a parameter's group; None: all ranks."""
+        axes = self.axes.get(param)
+        return None if axes is None else axes.group
+
+    def group(self, name: str | None) -> BufferGroup:
+        """Return a group by its name; None: all ranks."""
+        return self._all if name is None else self._groups[name]
+
+    def sharding(self, name: str | None) -> Sharding:
+        """Return the tensors of a buffer that are kept sharded over its group.
+
+        On a grid one rank steps an element, at every stage; see Note [Counted once] in ``grid``.
+        """
+        sharding = self._sharding(self.group(name).communicator.world_size)
+        return replace(sharding, optim=True) if self._is_grid else sharding

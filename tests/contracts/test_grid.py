@@ -1,0 +1,300 @@
+"""Models on grids of ranks: cut, replicated and partial parameters, and experts, train as on one rank.
+
+Programs are random: parameters of every kind, gradients that only some ranks have, frozen ones, accumulation, clipping
+by the engine or by PyTorch; then they are saved on one grid and go on on another.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from lightning_zero import ZeroEngine
+from lightning_zero.checkpoint import directory, state
+from lightning_zero.checkpoint.export import export_safetensors
+from lightning_zero.engine.buffers.grid import Box, Grid, ParamAxes
+from tests.sampling import sample
+from tests.worlds import run
+
+BATCHES = 4  # of a step; data ranks share them
+CLIP = 3.0
+KINDS = ("cut0", "cut1", "whole", "partial", "expert")
+
+
+@dataclass(frozen=True)
+class Param:
+    """A parameter of a random model."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    trained: bool
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A grid: tensor ranks are neighbours, then expert ranks, then the others."""
+
+    tensor: int
+    experts: int
+    stage: int
+    accumulates: bool = False
+    clips: str = "engine"
+
+    def microbatches(self, position: Position) -> int:
+        """Return the number of a rank's micro-batches."""
+        return BATCHES // position.data_ranks if self.accumulates else 1
+
+
+@dataclass(frozen=True)
+class Position:
+    """This rank on a grid."""
+
+    data_ranks: int
+    data: int
+    tensor: int
+    expert: int
+    expert_shard: int
+
+    @staticmethod
+    def of(rank: int, world: int, shape: Shape) -> Position:
+        data, tensor = divmod(rank, shape.tensor)
+        shard, expert = divmod(data, shape.experts)
+        return Position(world // shape.tensor, data, tensor, expert, shard)
+
+
+def params_of(seed: int) -> list[Param]:
+    source = random.Random(seed)
+    found = []
+    for unit in range(3):
+        for number in range(source.randint(1, 5)):
+            kind = source.choice(KINDS)
+            shapes = {
+                "cut0": (4 * source.randint(1, 3), source.randint(1, 5)),
+                "cut1": (source.randint(1, 5), 4 * source.randint(1, 3)),
+                "expert": (4, source.randint(1, 7), source.randint(1, 3)),
+            }
+            shape = shapes.get(kind, (source.randint(1, 9),))
+            found.append(Param(f"unit{unit}.param{number}", kind, shape, trained=source.random() > 0.15))
+    return found
+
+
+def values(seed: int, name: str, step: int, batch: int, shape: Sequence[int]) -> Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name} {step} {batch}".encode()))
+    return torch.randn(*shape, generator=generator)
+
+
+def is_used(seed: int, name: str, step: int, batch: int) -> bool:
+    of_step = random.Random(zlib.crc32(f"{seed}{name}{step}".encode())).random() > 0.2
+    return of_step and random.Random(zlib.crc32(f"{seed}{name}{step}/{batch}".encode())).random() > 0.25
+
+
+def gradient(seed: int, param: Param, step: int, batches: Sequence[int]) -> Tensor | None:
+    """Return the sum of a whole parameter's gradients for some batches, divided by the number of all batches."""
+    found = [
+        values(seed, param.name, step, batch, param.shape)
+        for batch in batches
+        if is_used(seed, param.name, step, batch)
+    ]
+    return torch.stack(found).sum(0) / BATCHES if found else None
+
+
+class Holder(nn.Module):
+    """The parameters of a unit."""
+
+
+def box_of(param: Param, position: Position, shape: Shape) -> tuple[int, int, int]:
+    """Return the dimension in which a parameter is cut, the index of this rank's part, and the number of parts."""
+    if param.kind in ("cut0", "cut1"):
+        return int(param.kind[-1]), position.tensor, shape.tensor
+    return 0, position.expert if param.kind == "expert" else 0, shape.experts if param.kind == "expert" else 1
+
+
+def build(seed: int, rank: int, world: int, shape: Shape, *, wrong: str = "") -> tuple[nn.Module, Grid]:
+    """Return the model of a rank, and the grid. Collective: all ranks."""
+    position = Position.of(rank, world, shape)
+    groups = {"all": None, "data": _group(world, lambda one: one.tensor, shape), "experts": None}
+    groups["experts"] = _group(world, lambda one: one.expert, shape)
+    module, axes = nn.Module(), {}
+    for param in params_of(seed):
+        whole = values(seed, param.name, -1, 0, param.shape)
+        dim, index, parts = box_of(param, position, shape)
+        box = None
+        if parts > 1:
+            offsets = [0] * len(param.shape)
+            offsets[dim] = index * param.shape[dim] // parts
+            box = Box(param.shape, tuple(offsets))
+        unit, name = param.name.split(".")
+        if not hasattr(module, unit):
+            setattr(module, unit, Holder())
+        part = whole.chunk(parts, dim)[index].clone()
+        getattr(module, unit).register_parameter(name, nn.Parameter(part, requires_grad=param.trained))
+        is_whole = param.kind in ("whole", "expert") and wrong != "factor"
+        group = {"whole": "all", "partial": "all", "expert": "experts"}.get(param.kind, "data")
+        axes[param.name] = ParamAxes(group, 1.0 / shape.tensor if is_whole else 1.0, box)
+    data_ranks = position.data_ranks * (2 if wrong == "divisor" else 1)
+    return module, Grid(groups, data_ranks, axes)
+
+
+def _group(world: int, key: Any, shape: Shape) -> Any:
+    """Return this rank's group of the ranks with the same key; all ranks make all groups in one order."""
+    keys = [key(Position.of(rank, world, shape)) for rank in range(world)]
+    mine = None
+    for one in sorted(set(keys)):
+        ranks = [rank for rank in range(world) if keys[rank] == one]
+        group = dist.new_group(ranks)
+        mine = group if dist.get_rank() in ranks else mine
+    return mine
+
+
+def loss_of(seed: int, module: nn.Module, step: int, part: int, position: Position, shape: Shape) -> Tensor:
+    """Return the loss of one of this rank's micro-batches, whose gradients are those of its batches."""
+    per_rank = BATCHES // position.data_ranks
+    loss = torch.zeros(())
+    for param in params_of(seed):
+        mine = [position.data]
+        if param.kind == "expert":  # tokens of all ranks with other experts come to this one
+            mine = [position.expert_shard * shape.experts + other for other in range(shape.experts)]
+        batches = [rank * per_rank + number for rank in mine for number in range(per_rank)]
+        found = gradient(seed, param, step, batches[part :: shape.microbatches(position)])
+        if found is None or not param.trained:
+            continue
+        dim, index, cuts = box_of(param, position, shape)
+        found = (found * position.data_ranks).chunk(cuts, dim)[index]
+        if param.kind == "partial":
+            summands = torch.linspace(1, 2, shape.tensor)
+            found = found * (summands / summands.sum())[position.tensor]
+        loss = loss + (found * module.get_parameter(param.name)).sum()
+    return loss
+
+
+def train(
+    rank: int, world: int, seed: int, shape: Shape, path: str, *, start: int, stop: int, wrong: str = ""
+) -> tuple[dict[str, Tensor], list[float], int]:
+    """Train some steps, from a checkpoint unless it is the first, and save one behind them."""
+    module, grid = build(seed, rank, world, shape, wrong=wrong)
+    position = Position.of(rank, world, shape)
+    engine = ZeroEngine(stage=shape.stage, units=["Holder"])
+    engine.shard(module, grid=grid)
+    trained = [param for param in module.parameters() if param.requires_grad]
+    optimizer = engine.attach(torch.optim.AdamW(trained, lr=0.05, eps=1e-3)) if trained else None
+    if start:
+        checkpoint = directory.load(engine, path)
+        state.load_model_state(engine, module, checkpoint["state_dict"])
+        if optimizer is not None:
+            state.load_optimizer_state(engine, [optimizer], states=checkpoint["optimizer_states"])
+    norms = []
+    for step in range(start, stop):
+        parts = shape.microbatches(position)
+        for part in range(parts):
+            with engine.microbatch(last=part == parts - 1):
+                with engine.scope("training_step"):
+                    loss = loss_of(seed, module, step, part, position, shape)
+                with engine.backward_scope():
+                    if loss.requires_grad:
+                        loss.backward()
+        if optimizer is not None:
+            if shape.clips == "engine":
+                norms.append(engine.clip_grad_norm(optimizer, CLIP).item())
+            else:
+                norms.append(float(torch.nn.utils.clip_grad_norm_(trained, CLIP)))
+            optimizer.step()
+            optimizer.zero_grad()
+    whole = {name: engine.full_param(param) for name, param in module.named_parameters()}
+    counted = sum(record.save_range[1] - record.save_range[0] for record in engine.records())
+    if not start:
+        optimizers = [state.optimizer_state(engine, optimizer)] if optimizer is not None else []
+        saved = {"state_dict": state.model_state(engine, module), "optimizer_states": optimizers}
+        directory.save(engine, saved, path, full=False)
+    engine.close()
+    return whole, norms, counted
+
+
+def reference(seed: int, steps: int) -> tuple[dict[str, Tensor], list[float]]:
+    """Train whole parameters on all batches in one process."""
+    known = {param.name: param for param in params_of(seed)}
+    params = {name: nn.Parameter(values(seed, name, -1, 0, one.shape)) for name, one in known.items()}
+    trained = {name: param for name, param in params.items() if known[name].trained}
+    optimizer = torch.optim.AdamW(list(trained.values()), lr=0.05, eps=1e-3) if trained else None
+    norms = []
+    for step in range(steps):
+        for name, param in trained.items():
+            param.grad = gradient(seed, known[name], step, range(BATCHES))
+        if optimizer is not None:
+            norms.append(float(torch.nn.utils.clip_grad_norm_(trained.values(), CLIP)))
+            optimizer.step()
+    return {name: param.detach() for name, param in params.items()}, norms
+
+
+def grid_of(source: random.Random, world: int) -> Shape:
+    tensor = source.choice([one for one in (1, 2, 4) if world % one == 0])
+    experts = source.choice([one for one in (1, 2, 4) if (world // tensor) % one == 0])
+    accumulates, clips = source.random() < 0.4, source.choice(["engine", "torch"])
+    return Shape(tensor, experts, source.choice([0, 1, 2, 3]), accumulates, clips)
+
+
+def difference(seed: int, path: Path, world: int = 4, wrong: str = "") -> float:
+    """Return the largest difference from one rank: of values, of norms, and of the number of counted elements."""
+    source = random.Random(seed * 7 + 1)
+    first, second = grid_of(source, world), grid_of(source, world)
+    expected, norms = reference(seed, 5)
+    numel = sum(one.numel() for one in expected.values())
+    folder = str(path / f"checkpoint-{seed}")
+    run(_first, world, seed, first, folder, wrong)
+    found = run(_second, world, seed, second, folder)
+    worst = abs(sum(counted for _, _, counted in found) - numel)
+    for whole, own_norms, _ in found:
+        worst = max(worst, *(float((whole[name] - value).abs().max()) for name, value in expected.items()))
+        worst = max(worst, *(abs(one - other) for one, other in zip(own_norms, norms[3:], strict=True)), 0.0)
+    return worst
+
+
+def _first(rank: int, world: int, seed: int, shape: Shape, folder: str, wrong: str) -> None:
+    train(rank, world, seed, shape, folder, start=0, stop=3, wrong=wrong)
+
+
+def _second(rank: int, world: int, seed: int, shape: Shape, folder: str) -> Any:
+    return train(rank, world, seed, shape, folder, start=3, stop=5)
+
+
+@pytest.mark.parametrize("seed", sample(range(120), *range(8)))
+def test_random_models_on_random_grids_train_as_on_one_rank(seed: int, tmp_path: Path) -> None:
+    assert difference(seed, tmp_path) < 2e-6
+
+
+@pytest.mark.parametrize("wrong", ["factor", "divisor"])
+def test_a_wrong_number_is_found(wrong: str, tmp_path: Path) -> None:
+    """A mutant of the grid: whole gradients counted once per tensor rank, or sums divided by another number."""
+    assert difference(4, tmp_path, wrong=wrong) > 1e-3
+
+
+def _whole_file(rank: int, world: int, seed: int, shape: Shape, folder: str) -> Any:
+    module, grid = build(seed, rank, world, shape)
+    engine = ZeroEngine(stage=shape.stage, units=["Holder"])
+    engine.shard(module, grid=grid)
+    directory.save(engine, {"state_dict": state.model_state(engine, module)}, f"{folder}/file.ckpt", full=True)
+    export_safetensors(engine, f"{folder}/weights")
+    engine.close()
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("seed", sample(range(6), 0, 3))
+def test_files_of_a_grid_have_whole_parameters(seed: int, tensor: int, tmp_path: Path) -> None:
+    """A single file, and safetensors, are those of one rank, whatever the ranks have of each parameter."""
+    run(_whole_file, 4, seed, Shape(tensor, 4 // tensor, 3), str(tmp_path))
+    saved = torch.load(tmp_path / "file.ckpt", weights_only=True)["state_dict"]
+    exported = load_file(next((tmp_path / "weights").glob("*.safetensors")))
+    for param in params_of(seed):
+        expected = values(seed, param.name, -1, 0, param.shape)
+        assert torch.equal(saved[param.name], expected), param
+        assert torch.equal(exported[param.name], expected), param
