@@ -7,6 +7,7 @@ from lightning_zero.checkpoint.export import export_safetensors
 from lightning_zero.checkpoint.pretrained import load_pretrained
 from lightning_zero.config import ActivationCheckpointing, Communication, MixedPrecision, Offload, Pipeline, Sharding
 from lightning_zero.engine.access.statistics import EngineStats
+from lightning_zero.engine.buffers.grid import Box, Grid, ParamAxes
 from lightning_zero.engine.engine import ZeroEngine, gathered
 from lightning_zero.errors import CollectiveError, PipelineError, ReleasedParameterError, ShardedGradientError
 from lightning_zero.layout import FlatLayout
@@ -20,15 +21,18 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ActivationCheckpointing",
+    "Box",
     "CollectiveError",
     "Communication",
     "EngineStats",
     "ExportSafetensors",
     "FlatLayout",
+    "Grid",
     "LayerSpec",
     "LossScale",
     "MixedPrecision",
     "Offload",
+    "ParamAxes",
     "Pipeline",
     "PipelineError",
     "ReleasedParameterError",

@@ -6,6 +6,7 @@ by the engine or by PyTorch; then they are saved on one grid and go on on anothe
 
 from __future__ import annotations
 
+import math
 import random
 import zlib
 from collections.abc import Sequence
@@ -282,6 +283,8 @@ def _whole_file(rank: int, world: int, seed: int, shape: Shape, folder: str) -> 
     module, grid = build(seed, rank, world, shape)
     engine = ZeroEngine(stage=shape.stage, units=["Holder"])
     engine.shard(module, grid=grid)
+    numel = sum(math.prod(param.shape) for param in params_of(seed))
+    assert f": {numel:,} parameters" in engine.plan()[0]
     directory.save(engine, {"state_dict": state.model_state(engine, module)}, f"{folder}/file.ckpt", full=True)
     export_safetensors(engine, f"{folder}/weights")
     engine.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import get_args
 
 import torch
@@ -125,23 +126,20 @@ class Statistics:
         """Return about six lines of text: units, dtypes, memory and traffic."""
         buffers = [buffer for unit in self._units for buffer in unit.buffers]
         trained = [buffer for buffer in buffers if buffer.kind.trained]
-        total = sum(buffer.layout.numel for buffer in buffers)
+        total = sum(map(_whole_numel, buffers))
         largest = max(self._units, key=lambda unit: unit.numel)
         memory, host = self._held(self._store), self._held(self._host)
         grad_bytes = sum(_gradient_bytes(buffer) for buffer in trained)
         leaving = [buffer for buffer in trained if buffer.sharding.grads]
         host_grads = sum(_gradient_bytes(buffer) for buffer in leaving if buffer.home.where == "host")
         disk_grads = sum(_gradient_bytes(buffer) for buffer in leaving if buffer.home.where == "disk")
-        share = self._communicator.world_size - 1
-        sent_params = sum(buffer.whole.flat.nbytes // self._communicator.world_size * share for buffer in buffers)
-        sent_trained = sum(buffer.whole.flat.nbytes // self._communicator.world_size * share for buffer in trained)
-        sent_grads = sum(buffer.layout.shard_numel * buffer.kind.reduce.itemsize * share for buffer in trained)
-        sent = sent_grads + {0: sent_grads, 3: 2 * sent_params}.get(self._stage, sent_trained)
+        sent_grads = sum(map(_sent_gradients, trained))
+        sent = sent_grads + sum(map(_sent_params, buffers))
         dtypes = sorted({_short(buffer.kind.compute) for buffer in buffers})
         reduce = sorted({_short(buffer.kind.reduce) for buffer in trained})
         return [
             f"ZeRO stage {self._stage} on {self._communicator.world_size} rank(s), {self._communicator.device.type}:"
-            f" {total:,} parameters, {sum(buffer.layout.numel for buffer in trained):,} trained",
+            f" {total:,} parameters, {sum(map(_whole_numel, trained)):,} trained",
             f"units: {sum(1 for unit in self._units if unit.buffers)}, the largest `{largest.name}`"
             f" with {largest.numel:,} parameters; prefetch {self._prefetch}" + self._places_of_units(),
             f"dtypes: compute {', '.join(dtypes)}; gradients {', '.join(reduce) or 'none'}"
@@ -200,6 +198,29 @@ class Statistics:
                     storage = value.untyped_storage()
                     storages[is_offloaded][storage._cdata] = storage.nbytes()
         return sum(storages[False].values()), sum(storages[True].values())
+
+
+def _whole_numel(buffer: FlatBuffer) -> int:
+    """Return the elements of the whole parameters of which a buffer has parts."""
+    boxes = {index: buffer.box(index) for index in range(len(buffer.params))}
+    slots = enumerate(buffer.layout.slots)
+    return sum(slot.numel if (box := boxes[index]) is None else prod(box.whole) for index, slot in slots)
+
+
+def _sent_gradients(buffer: FlatBuffer) -> int:
+    """Return the bytes that a rank sends to reduce a buffer's gradients once."""
+    return buffer.layout.shard_numel * buffer.kind.reduce.itemsize * (buffer.communicator.world_size - 1)
+
+
+def _sent_params(buffer: FlatBuffer) -> int:
+    """Return the bytes that a rank sends to gather a buffer's parameters in a step; gradients at stage 0."""
+    num_ranks, sharding = buffer.communicator.world_size, buffer.sharding
+    gathered = buffer.whole.flat.nbytes // num_ranks * (num_ranks - 1)
+    if sharding.params:
+        return 2 * gathered
+    if not buffer.kind.trained:
+        return 0
+    return gathered if sharding.optim else _sent_gradients(buffer)
 
 
 def _gradient_bytes(buffer: FlatBuffer) -> int:
