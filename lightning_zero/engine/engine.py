@@ -257,6 +257,20 @@ class ZeroEngine:
         with self._internals.steps.scope(name):
             yield
 
+    def meet(self) -> None:
+        """Start the engine's collectives that come before one of the model's own.
+
+        A module that communicates, such as experts that exchange tokens, calls it before each of its collectives, in
+        its forward and in its backward: a rank whose experts have no tokens brings no gradients, and others would wait
+        for these in the engine while it waits for them in the exchange. Such a module must run on every rank.
+        Collective: all ranks.
+
+        Raises:
+            RuntimeError: This rank has passed a collective of the model by.
+        """
+        if self.module is not None:
+            self._state.sharded.hooks.backward.meet()
+
     @contextmanager
     def backward_scope(self) -> Iterator[None]:
         """Run a backward in which every rank reduces, also one whose loss uses no parameter. Collective: all ranks."""

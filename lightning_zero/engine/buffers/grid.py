@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 
 import torch.distributed as dist
 
@@ -121,11 +120,6 @@ class Grid:
                 )
             if axes.box is not None:
                 axes.box.check(name, shapes[name])
-
-    def numel(self, shapes: Mapping[str, Sequence[int]]) -> int:
-        """Return the elements of all whole parameters."""
-        boxes = {name: axes.box for name, axes in self.params.items()}
-        return sum(prod(box.whole if (box := boxes.get(name)) else shape) for name, shape in shapes.items())
 
 
 @dataclass(frozen=True, eq=False)

@@ -134,6 +134,15 @@ class Backward:
         if not running.is_explicit:
             self._await_end(running)
 
+    def meet(self) -> None:
+        """Start the collectives before one of the model's own; see the note in ``order``. Collective: all ranks.
+
+        In a backward this may be the first call of a rank, where no gradient has come yet.
+        """
+        if in_backward():
+            self.arm()
+        self._order.meet()
+
     def begin_computing(self) -> None:
         """Show parameters as in the forwards whose graphs run; the end of the backward ends it."""
         if not self._passes.in_scope:

@@ -18,6 +18,14 @@ Note [One order of collectives]
     finishes it at its first call in a later pass: it takes part in the remaining entries, for ranks that came further
     before the same error, and waits for the started ones.
 
+Note [Collectives of the model]
+    Experts exchange tokens inside of the forward and of the backward. An expert without tokens brings no gradient, so
+    one rank may wait in the engine for a reduction, and another one in the exchange behind it, for ever. So a module
+    that communicates *meets* the other ranks first: the meeting is an entry of the list, before which a rank starts
+    every reduction that stands before it, with zeros where it has nothing. Nothing is read ahead beyond a meeting. A
+    rank that passes a meeting by would leave the others waiting: that is an error. Once the list is known, a meeting
+    sends nothing.
+
 Note [Reading ahead]
     A list is recorded without reading ahead, so each unit's reduction stands before the next unit's gather. To let
     gathers run while the unit before computes, every reduction is moved behind as many gathers as are read ahead.
@@ -56,7 +64,8 @@ class _Pass:
 class PassOrder:
     """Starts gathers and reductions in the same order on every rank.
 
-    An entry is the unit's index for its reduction, and the index plus the number of units for its gather.
+    An entry is the unit's index for its reduction, the index plus the number of units for its gather, and twice the
+    number of units for a meeting.
 
     Args:
         units: All units, indexed by ``unit.index``.
@@ -122,6 +131,29 @@ class PassOrder:
             return
         unit.wait()
         self._look_ahead(current)
+
+    @property
+    def _meeting(self) -> int:
+        return 2 * len(self._units)
+
+    def meet(self) -> None:
+        """Start the collectives before one of the model's own. Collective: all ranks, with the same meetings.
+
+        Call it before every collective that a module makes, in its forward and in its backward. Outside of passes, and
+        where all units are held whole, nothing of the engine's can be in the way.
+        """
+        self._settle()
+        current = self._running
+        if current is None:
+            return
+        if current.entries is not None and self._meeting in current.entries[current.position :]:
+            while current.entries[current.position] != self._meeting:
+                self._join(current.entries[current.position], current)
+                current.position += 1
+            current.position += 1
+            self._look_ahead(current)
+        else:
+            self._agree_until(self._meeting, current)
 
     def completed(self, unit: Unit) -> None:
         """Note that a unit's gradients have arrived; start the reductions whose turn it is. Collective, in order."""
@@ -217,6 +249,13 @@ class PassOrder:
 
     def _join(self, entry: int, current: _Pass) -> None:
         """Start an entry that this rank does not need, or is not ready for."""
+        if entry == self._meeting:
+            if current.is_abandoned:
+                return
+            raise RuntimeError(
+                "Other ranks are at a collective of the model (an exchange between experts), which this rank has passed"
+                " by. Blocks that communicate must run on every rank, also without tokens."
+            )
         if entry >= len(self._units):
             self._units[entry - len(self._units)].serve(in_original=current.in_original)
         elif current.is_abandoned:
@@ -240,6 +279,8 @@ class PassOrder:
         self._advance(current)
         while len(current.ahead) < self._prefetch and current.position < len(current.entries):
             entry = current.entries[current.position]
+            if entry == self._meeting:
+                return
             unit = self._units[entry % len(self._units)]
             if entry < len(self._units) or not unit.needs_gather:
                 return  # a reduction that is not ready, or a unit whose present use must end first
@@ -255,6 +296,8 @@ class PassOrder:
     def _agree(self, wanted: int, has_news: bool, current: _Pass) -> tuple[int, bool]:
         if wanted == _DONE:
             own = f"the pass {current.kind} has ended"
+        elif wanted == self._meeting:
+            own = "a collective of the model comes"
         else:
             verb = "reduced" if wanted < len(self._units) else "needed"
             own = f"unit `{self._units[wanted % len(self._units)].name}` is {verb}"
@@ -278,6 +321,10 @@ class PassOrder:
         for entry in record:
             if entry < len(self._units):
                 waiting.append((entry, self._prefetch))
+                continue
+            if entry == self._meeting:
+                entries += [*(reduction for reduction, _ in waiting), entry]
+                waiting = []
                 continue
             entries += [reduction for reduction, left in waiting if left == 0]
             waiting = [(reduction, left - 1) for reduction, left in waiting if left > 0]
