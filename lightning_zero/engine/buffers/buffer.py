@@ -24,12 +24,12 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 import torch
 from torch import nn
 
-from lightning_zero.comm.communicator import Pending
+from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.config import Sharding
 from lightning_zero.engine.buffers.aliases import Aliases
 from lightning_zero.engine.buffers.deferred import Update
 from lightning_zero.engine.buffers.gradients import BufferGradients
-from lightning_zero.engine.buffers.grid import BufferGroup, ParamAxes
+from lightning_zero.engine.buffers.grid import Box, BufferGroup, ParamAxes
 from lightning_zero.engine.buffers.home import HomeMaker
 from lightning_zero.engine.buffers.labels import label
 from lightning_zero.engine.buffers.original import Original, RoundedWrites
@@ -88,8 +88,7 @@ class FlatBuffer:
         self.params = spec.params
         self.kind = kind
         self.sharding = sharding
-        self.communicator = group.communicator
-        self.box = spec.box  # of a slot: the part of the parameter that this rank has; None: all of it
+        self._spec = spec
         self.store = store
         self.layout = spec.layout
         self.own_range = spec.own_range
@@ -110,6 +109,15 @@ class FlatBuffer:
         self.gradients = BufferGradients(spec, self.values)
         self.window = BufferWindow(spec, self.values, self.gradients, leave_stepped=self.leave_stepped)
         self.bind()
+
+    @property
+    def communicator(self) -> Communicator:
+        """Moves shards: of the ranks over which the buffer is cut."""
+        return self._spec.communicator
+
+    def box(self, index: int) -> Box | None:
+        """Return the part of a slot's parameter that this rank has; None: all of it."""
+        return self._spec.box(index)
 
     @property
     def entered(self) -> Set[int]:
