@@ -47,7 +47,8 @@ class Escapes:
     def note(self, result: Any, arguments: Any) -> None:
         """Note the results of an operation that have memory of their own."""
         given = {one.untyped_storage()._cdata for one in _strided(arguments)}
-        self._fakes += filter(is_fake, tree_leaves(result))
+        known = set(map(id, tree_leaves(arguments)))  # a parameter that is written, to which recurrent layers refer
+        self._fakes += [one for one in tree_leaves(result) if is_fake(one) and id(one) not in known]
         for one in _strided(result):
             storage = one.untyped_storage()
             if storage._cdata not in given:

@@ -543,6 +543,11 @@ class Fakes:
 
 def _cause(error: Exception) -> str:
     """Return the text of an error, with a remedy where a value was read."""
+    if "NestedTensor" in str(error):
+        return (
+            "it makes a nested tensor, whose shape no other stage can be told. `nn.TransformerEncoder` does so for a"
+            " padding mask where no gradients are computed: build it with `enable_nested_tensor=False`"
+        )
     if not isinstance(error, DataDependentOutputException):
         return str(error)
     return (

@@ -40,7 +40,7 @@ from lightning_zero.parallel.pipeline.tracing.fakes import Fakes
 from lightning_zero.parallel.pipeline.tracing.gradient_hooks import GradientHooks
 from lightning_zero.parallel.pipeline.tracing.loss_normalization import unwatched
 from lightning_zero.parallel.pipeline.tracing.outcomes import Attributes, Outcome
-from lightning_zero.parallel.pipeline.tracing.own_gradients import OwnGradients, users_of_parameters
+from lightning_zero.parallel.pipeline.tracing.own_gradients import OwnGradients, enclosing_function, users_of_parameters
 from lightning_zero.parallel.pipeline.tracing.recomputation import Again, Checkpoints, NotedCall, NotedOutput, uncounted
 from lightning_zero.parallel.writable import writable
 from lightning_zero.trees import tree_flatten, tree_leaves, tree_unflatten
@@ -349,6 +349,13 @@ class Gates:
         place = self._places[id(module)]
         if visit.checkpoints is not None:
             visit.checkpoints.require_plain(place.name)
+        if place.block is not None and (function := enclosing_function()):
+            raise PipelineError(
+                f"`{place.name}` is called inside of the forward of `{function}`, a `torch.autograd.Function`, whose"
+                " backward cannot reach modules of other pipeline stages. Call the blocks outside of it; to compute"
+                " forwards again in the backward use `torch.utils.checkpoint` or"
+                " `ZeroStrategy(activation_checkpointing=...)`."
+            )
         if torch._C._functorch.maybe_current_level() is not None and place.block is not None:
             raise PipelineError(
                 f"`{place.name}` is called inside of a transform (`torch.func`: `vmap`, `jvp`, `grad`), whose tensors a"

@@ -10,13 +10,16 @@ Note [Parts of a graph]
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_zero.errors import PipelineError
@@ -24,7 +27,7 @@ from lightning_zero.parallel.pipeline.stages.sources import is_fake
 from lightning_zero.parallel.pipeline.stages.split import Split
 from lightning_zero.trees import tree_leaves
 
-__all__ = ["OwnGradients", "Users", "leaf_of", "users_of_parameters"]
+__all__ = ["OwnGradients", "Users", "enclosing_function", "leaf_of", "users_of_parameters"]
 
 _Inputs = Sequence[Tensor | GradientEdge]
 
@@ -154,15 +157,35 @@ class OwnGradients:
         return f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else "a tensor"
 
 
+def enclosing_function() -> str:
+    """Return the class of the program's ``torch.autograd.Function`` whose forward is running; empty if none is."""
+    frame: FrameType | None = None if torch.is_grad_enabled() else sys._getframe(1)
+    while frame is not None:
+        is_forward = frame.f_code.co_name == "forward" and not frame.f_globals["__name__"].startswith("torch.")
+        for value in frame.f_locals.values() if is_forward else ():
+            if isinstance(value, BackwardCFunction):
+                return type(value).__name__.removesuffix("Backward")
+        frame = frame.f_back
+    return ""
+
+
 def _nodes_of(values: Iterable[Any]) -> set[Any]:
     """Return the nodes of the graph that compute tensors, or sum the gradients of leaves."""
     with torch._C.DisableTorchFunctionSubclass():
         edges = [
-            get_gradient_edge(one) if isinstance(one, Tensor) else one
+            _edge_of(one)
             for one in values
             if isinstance(one, GradientEdge) or (isinstance(one, Tensor) and one.requires_grad)
         ]
-    return {edge.node for edge in edges}
+    return {edge.node for edge in edges if edge is not None}
+
+
+def _edge_of(one: Tensor | GradientEdge) -> GradientEdge | None:
+    """Return the edge of the graph to a tensor; None for one that no graph computes."""
+    try:
+        return get_gradient_edge(one) if isinstance(one, Tensor) else one
+    except AssertionError:  # a view that the forward of a function of the program has made
+        return None
 
 
 def _ancestors(nodes: Iterable[Any]) -> set[Any]:
