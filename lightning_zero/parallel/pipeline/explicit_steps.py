@@ -138,6 +138,7 @@ class HandedSteps:
         self,
         step: HandedStep,
         index: int,
+        *,
         chunk: int,
         expected: Sequence[Message],
         receive: Callable[[], Sequence[Tensor]],

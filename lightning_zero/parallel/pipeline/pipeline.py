@@ -137,6 +137,7 @@ class Route(Protocol[Step]):
         self,
         step: Step,
         index: int,
+        *,
         chunk: int,
         expected: Sequence[Message],
         receive: Callable[[], Sequence[torch.Tensor]],
@@ -397,7 +398,9 @@ class PipelineRunner(Generic[Step]):
             state, draws = self._state_of(chunk), self._stage.draws.watched(chunk, index)
             around, scope = self.around.watched(chunk, index), self._engine.scope(name)
             with state, draws, around, scope, self._splitting(is_training):
-                finished, result = self._route.run(step, index, chunk, expected, receive, send)
+                finished, result = self._route.run(
+                    step, index, chunk=chunk, expected=expected, receive=receive, send=send
+                )
             self._streams.leave()
         if is_training:
             self._inputs[chunk, index] = received

@@ -67,6 +67,7 @@ class CapturedSteps:
         self,
         step: CapturedStep,
         index: int,
+        *,
         chunk: int,
         expected: Sequence[Message],
         receive: Callable[[], Sequence[Tensor]],

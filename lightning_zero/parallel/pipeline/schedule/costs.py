@@ -40,7 +40,7 @@ def measure_time(module: nn.Module, names: Sequence[str], run: Callable[[], Any]
         finish_stream(device)
         return time.perf_counter_ns()
 
-    with _as_it_was(module, device), _watched(module, names, spent, now, device):
+    with _as_it_was(module, device), _watched(module, names, spent=spent, now=now, device=device):
         run()
         spent.clear()
         run()
@@ -55,7 +55,11 @@ def count_flops(module: nn.Module, names: Sequence[str], run: Callable[[], Any],
     _require_values(module)
     spent: Counter[str] = Counter()
     counter = FlopCounterMode(display=False)
-    with _as_it_was(module, device), counter, _watched(module, names, spent, counter.get_total_flops, device):
+    with (
+        _as_it_was(module, device),
+        counter,
+        _watched(module, names, spent=spent, now=counter.get_total_flops, device=device),
+    ):
         run()
     return _listed(spent, names)
 
@@ -93,7 +97,7 @@ def _as_it_was(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _watched(
-    module: nn.Module, names: Sequence[str], spent: Counter[str], now: Callable[[], int], device: torch.device
+    module: nn.Module, names: Sequence[str], *, spent: Counter[str], now: Callable[[], int], device: torch.device
 ) -> Iterator[None]:
     """Add up the time or operations of some layers' calls, each on the device while it runs."""
     layers = [(name, module.get_submodule(name)) for name in names]
@@ -103,7 +107,7 @@ def _watched(
             if id(tensor) not in inside:
                 stack.enter_context(_moved([tensor], device))
         for name, layer in layers:
-            call = _TimedCall(name, layer, spent, now, device)
+            call = _TimedCall(name, layer, spent=spent, now=now, device=device)
             stack.callback(layer.register_forward_pre_hook(call.begin, prepend=True).remove)
             stack.callback(layer.register_forward_hook(call.end).remove)
         yield
@@ -113,7 +117,7 @@ class _TimedCall:
     """The call of a layer."""
 
     def __init__(
-        self, name: str, layer: nn.Module, spent: Counter[str], now: Callable[[], int], device: torch.device
+        self, name: str, layer: nn.Module, *, spent: Counter[str], now: Callable[[], int], device: torch.device
     ) -> None:
         self._name = name
         self._layer = layer

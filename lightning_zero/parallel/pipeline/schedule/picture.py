@@ -24,6 +24,7 @@ _HEIGHT, _MARGIN, _LABEL = 36, 8, 64
 def pipeline(
     stages: int = 4,
     microbatches: int = 8,
+    *,
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1"] = "1f1b",
     chunks: int | None = None,
     forward: float = 1.0,
