@@ -321,7 +321,7 @@ class Pipeline:
         shared: Parameters that code of several stages uses by name, for example an embedding's weight as the head's;
             a parameter under two names is found.
         reduce: When the copies of a stage reduce gradients at ZeRO stage 3. ``"microbatch"``: after every backward.
-            ``"step"``: once per batch, and hold the stage's whole gradients until then; what the other ZeRO stages,
+            ``"step"``: once per batch, and hold the stage's whole gradients until then, as the other ZeRO stages,
             several chunks a stage and ``"zb_h1"`` do anyway. ``"auto"``: once if they take at most a tenth of the
             device's memory.
     """

@@ -118,7 +118,7 @@ FOREIGN_OPTIONS: dict[str, str] = {
     "reduce_dtype": "Use `communication=Communication(reduce_dtype=...)`.",
     "timeout_s": "Use `timeout`, in seconds.",
 }
-"""For ``ZeroStrategy``, by option: the sentence that says what to use."""
+"""For ``ZeroStrategy``, by option: the sentence that names the option to use."""
 
 _ENGINE_PRECISION = "Use `precision=MixedPrecision(compute_dtype=torch.bfloat16)` beside `torch.autocast`."
 _ENGINE_CLIPPING = "Call `engine.clip_grad_norm(optimizer, max_norm)` before the step."

@@ -8,7 +8,7 @@ Note [Int8 moments]
     crosses a shard or a parameter. A block has a scale ``s``, a power of two such that its largest magnitude is in
     ``(s, 2 s]``, and a code per element: a floating point number below ``2 s`` of 4 bits of exponent and, for the first
     moment, a sign and 3 bits of mantissa; for the second, whose root is kept, 4. So the 14 octaves from ``2 s`` down to
-    ``2^-13 s`` have 8 or 16 codes each, and what is below has as many, evenly. A linear code would store every root
+    ``2^-13 s`` have 8 or 16 codes each, and the values below have as many, evenly. A linear code would store every root
     below a 127th of the largest one as that: elements with small gradients would hardly move (ADR 0024). Products with
     powers of two are exact: moments that are decoded, saved, loaded and encoded are the same. Blocks: arXiv:2110.02861.
     A block with a value that is not finite has an infinite scale and decodes to NaN.

@@ -17,7 +17,7 @@ Note [Patches]
 
 Note [Decided per call]
     A model is edited after it was patched: its embeddings are resized, its head is replaced or wrapped, hooks are
-    added, a loss is set, a method is replaced. So every call asks whether the module is still what was matched; where
+    added, a loss is set, a method is replaced. So every call asks whether the module still matches; where
     it is not, and under forward-mode differentiation and transforms of ``torch.func``, the forward of the class runs.
     Hooks that are not the engine's would see a loss in the place of logits, so with them it runs too. A compiler asks
     while it traces, and guards what it read of classes and functions.

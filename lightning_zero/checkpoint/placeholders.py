@@ -3,7 +3,7 @@
 Note [Stand-ins]
     A module's own ``state_dict`` and ``load_state_dict`` run, with their hooks and overrides, but see a stand-in in
     place of every parameter: it has the shape and no values. ``state_dict`` hands it through; when ``load_state_dict``
-    copies something into it, it records what. So renaming, dropping and adding of keys works as in any module at every
+    copies something into it, it notes which. So renaming, dropping and adding of keys works as in any module at every
     stage. Code that computes with parameter values in these methods is refused.
 """
 

@@ -1,7 +1,7 @@
 """The engine's model and optimizers as dictionaries under parameter names, and back.
 
-Saving yields ``Segment`` stand-ins over live storage; nothing is copied or gathered. Loading takes what any checkpoint
-holds under a name: a tensor in a directory that is not read yet, a whole tensor, or this rank's segment.
+Saving yields ``Segment`` stand-ins over live storage; nothing is copied or gathered. Loading takes each form in
+which a checkpoint holds a tensor: a tensor in a directory that is not read yet, a whole tensor, or this rank's segment.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ Note [A device waits by itself]
 
     So the wait of a stream lies between two events, which are read once the device has passed them: the host never
     waits for them. The watchdog sets an error state in the group before it ends the process. That state is read at
-    every call, and by the thread of ``Peers`` while the host is in a call that does not return. What is named is the
+    every call, and by the thread of ``Peers`` while the host is in a call that does not return. The error names the
     call that was started first among those of the group whose wait the device has not passed: a call before the one
-    that is stuck is named if its result has come and nobody has waited for it. No communicator is aborted here: what is
+    that is stuck is named if its result has come and nobody has waited for it. No communicator is aborted here: work
     behind the call in its stream does not run. (``torchrun`` has PyTorch abort them before it ends the process.)
 """
 

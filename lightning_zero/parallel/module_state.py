@@ -200,7 +200,7 @@ class AttributeState:
                 " as a tensor (`torch.from_numpy(...)`), or write into it in `on_train_batch_end`."
             ) from error
         finally:
-            for _, array in sorted(locked, key=lambda one: one[1].base is not None):  # views behind what they show
+            for _, array in sorted(locked, key=lambda one: one[1].base is not None):  # views behind their base arrays
                 array.flags.writeable = True
 
 

@@ -93,7 +93,7 @@ class BufferGradients:
             target.copy_(dense if factor == 1.0 else dense * factor)
             self.sums.slots.add(index)
         self.used.add(index)
-        if not grad.is_inference() and grad._version:  # autograd has added to what somebody had assigned, and may keep
+        if not grad.is_inference() and grad._version:  # autograd has added to an assigned gradient, and may keep
             self.assigned.brought[index] = weakref.ref(grad), grad._version
 
     def with_sum(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:

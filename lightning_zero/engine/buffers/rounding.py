@@ -29,7 +29,7 @@ class Rounding:
 
     def __init__(self, target: torch.Tensor, copies: Copies, slot: StagingSlot | None) -> None:
         self.out = target if slot is None else slot.view(target.numel(), target.dtype)
-        self._behind = Landing() if slot is None else copies.mark()  # whatever still reads the old values
+        self._behind = Landing() if slot is None else copies.mark()  # operations that still read the old values
         self._target = target
         self._copies = copies
         self._slot = slot

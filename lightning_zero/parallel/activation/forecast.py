@@ -1,7 +1,7 @@
 """Choice of the checkpointing policy that fits into memory: ``ActivationCheckpointing(policy="auto")``.
 
 The first two steps run as with ``"offload"``, which keeps the least, but for one call of each class of modules: it
-keeps everything, and what it keeps is counted. Then all that a step needs besides activations has been alive, and what
+keeps everything, and its bytes are counted. Then all that a step needs besides activations has been alive, and what
 is left of the device's memory is known. With the largest counted call, and the most calls that waited for their
 backward at once, a policy needs::
 

@@ -1,7 +1,7 @@
 """The inputs of a checkpointed call, as its first run found them.
 
 A recomputation is given the tensors of the first run, in containers of its own: the program may have added to its lists
-meanwhile, and must not find what a recomputation adds. PyTorch compares the versions of tensors that are positional
+meanwhile, and must not find a recomputation's additions. PyTorch compares the versions of tensors that are positional
 arguments, and of no others. One that was changed in place is given as a copy, which the recomputation may add to, as
 routers add their losses to a sum, and may not read: its values are not those of the first run.
 """

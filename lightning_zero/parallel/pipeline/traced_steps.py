@@ -104,8 +104,8 @@ class CapturedSteps:
         """Find out which leaves go into every chunk.
 
         Every chunk runs the step on fakes and finds the sources that it needs (see ``sources.py``). Then both ends run
-        it as the receiving chunk does, and compare: what is computed from sources that it does not have is sent, and so
-        is what differs between them, for example a mask that is drawn inside the model.
+        it as the receiving chunk does, and compare. Leaves computed from sources that it does not have are sent, and so
+        are leaves that differ between them, for example a mask that is drawn inside the model.
         Collective: all ranks.
         """
         run = partial(step, index)

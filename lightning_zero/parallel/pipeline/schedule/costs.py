@@ -21,7 +21,7 @@ __all__ = ["count_flops", "measure_time"]
 def measure_time(module: nn.Module, names: Sequence[str], run: Callable[[], Any], device: torch.device) -> list[int]:
     """Return how long the forwards of some layers take, by name: ns. The step runs twice; the second time counts.
 
-    Nothing is differentiated: what a backward takes is taken to be a multiple of it. Buffers and random numbers are
+    Nothing is differentiated: the cost of a backward is assumed to be a multiple of it. Buffers and random numbers are
     afterwards as they were. A layer that waits on another device is on ``device`` while it runs.
 
     Args:

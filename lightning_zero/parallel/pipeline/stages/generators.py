@@ -2,7 +2,7 @@
 
 Note [One sequence]
     Every stage runs the code up to its own blocks and draws there from generators of the program, so a stage in front
-    draws less than the last one, which runs all of a step. What is drawn in front of the blocks must be the same
+    draws less than the last one, which runs all of a step. Numbers drawn in front of the blocks must be the same
     everywhere: stages compare the states behind each such draw with those of the last stage. Behind a batch they take
     over its states. Where code behind the blocks draws as well, that is too late for the next micro-batch, whose front
     has run before: refused. A program that seeds its generator in front of every draw is not.

@@ -27,7 +27,7 @@ class PlacedAttributes:
 
     Args:
         module: The root.
-        split: What lies where.
+        split: The chunk of every module.
     """
 
     def __init__(self, module: nn.Module, split: Split) -> None:
