@@ -116,7 +116,11 @@ class _LastStage:
         with torch.no_grad():
             count_elements(lambda: self._gates.survey(lambda: self._step(number)))
         _, loss = self._gates.run(
-            lambda: self._step(number), self._chunk, self._messages, lambda: arrived, lambda found: None
+            lambda: self._step(number),
+            self._chunk,
+            expected=self._messages,
+            receive=lambda: arrived,
+            send=lambda found: None,
         )
         host_s = time.process_time() - started - self._computing_s
         gc.enable()

@@ -79,7 +79,15 @@ class CapturedSteps:
         ]
         wanted = [source for source in later if self._stage.split.chunk_of(source.module) == chunk]
         outcomes = self._outcomes[self._kinds[index]][chunk]
-        return self._gates.run(lambda: step(index), chunk, expected, receive, send, wanted=wanted, outcomes=outcomes)
+        return self._gates.run(
+            lambda: step(index),
+            chunk,
+            expected=expected,
+            receive=receive,
+            send=send,
+            wanted=wanted,
+            outcomes=outcomes,
+        )
 
     def survey(self, step: CapturedStep, index: int) -> None:
         """Run the step as it would go on if no module of the split computed."""

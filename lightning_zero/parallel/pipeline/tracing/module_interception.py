@@ -159,10 +159,10 @@ class Gates:
         self,
         step: Callable[[], Any],
         chunk: int,
+        *,
         expected: Sequence[Message],
         receive: Callable[[], Sequence[Tensor]],
         send: Callable[[Mapping[int | Source, Any]], None],
-        *,
         wanted: Collection[Source] = (),
         outcomes: Mapping[tuple[str, int], Outcome] | None = None,
     ) -> tuple[bool, Any]:
@@ -363,14 +363,14 @@ class Gates:
                 " without `pipeline`."
             )
         if visit.again is not None:
-            return self._call_again(module, cls, visit, args, kwargs)
+            return self._call_again(module, cls, visit=visit, args=args, kwargs=kwargs)
         with unwatched(), uncounted() if visit.notes_calls else nullcontext():
             self._on_call()
             behind = self._random_state() if visit.notes_calls else None
             if not self._computes(visit, place, args, kwargs):
-                return self._pass_over(module, visit, place, args, kwargs, behind=behind)
+                return self._pass_over(module, visit, place=place, args=args, kwargs=kwargs, behind=behind)
             if visit.origins is not None:
-                return self._stand_in(module, visit, place, args, kwargs)
+                return self._stand_in(module, visit, place=place, args=args, kwargs=kwargs)
             given = args, kwargs
             args, kwargs = self._with_received(visit, place, args, kwargs)
             visit.hidden = visit.hidden or _hidden(place.name, (args, kwargs))
@@ -378,9 +378,11 @@ class Gates:
         try:
             with self._inside(), nullcontext() if place.block is None else unwatched():
                 if behind is not None:
-                    random = self._random_state(), behind
-                    visit.note(NotedCall.computed(place.name, given, (args, kwargs), *random))
-                output = self._compared(module, cls, visit, args, kwargs)
+                    random = self._random_state()
+                    visit.note(
+                        NotedCall.computed(place.name, given, arguments=(args, kwargs), random=random, behind=behind)
+                    )
+                output = self._compared(module, cls, visit=visit, args=args, kwargs=kwargs)
         except RuntimeError:
             visit.has_failed_inside = True
             raise
@@ -392,7 +394,7 @@ class Gates:
         return output
 
     def _call_again(
-        self, module: nn.Module, cls: type[nn.Module], visit: _Visit, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, cls: type[nn.Module], *, visit: _Visit, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Repeat a call in a recomputation."""
         assert visit.again is not None
@@ -412,21 +414,21 @@ class Gates:
             noted.behind.restore()
 
     def _compared(
-        self, module: nn.Module, cls: type[nn.Module], visit: _Visit, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, cls: type[nn.Module], *, visit: _Visit, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a module, and compare with its description if later chunks pass over it; see ``outcomes.py``."""
         name = self._places[id(module)].name
         outcome = visit.outcomes.get((name, visit.calls[name]))
         if outcome is None or visit.chunk == self._split.num_chunks - 1:
-            return self._compute(module, cls, visit, args, kwargs)
+            return self._compute(module, cls, visit=visit, args=args, kwargs=kwargs)
         attributes = Attributes(module)
-        output = self._compute(module, cls, visit, args, kwargs)
+        output = self._compute(module, cls, visit=visit, args=args, kwargs=kwargs)
         outcome.require_same(name, output, attributes)
         visit.calls[name] += 1
         return output
 
     def _compute(
-        self, module: nn.Module, cls: type[nn.Module], visit: _Visit, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, cls: type[nn.Module], *, visit: _Visit, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a module, and keep the sources that later chunks want of it."""
         name = self._places[id(module)].name
@@ -465,7 +467,7 @@ class Gates:
                 handle.remove()
 
     def _stand_in(
-        self, module: nn.Module, visit: _Visit, place: PlacedModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, visit: _Visit, *, place: PlacedModule, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Return fakes for the outputs of a module of this chunk, and note the sources that it needs."""
         assert visit.origins is not None
@@ -507,16 +509,16 @@ class Gates:
             return False
         if place.block is None:
             return self._computes_outside(visit, place)
-        return self._computes_block(visit, place, place.block, args, kwargs)
+        return self._computes_block(visit, place, block=place.block, args=args, kwargs=kwargs)
 
     def _pass_over(
         self,
         module: nn.Module,
         visit: _Visit,
+        *,
         place: PlacedModule,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        *,
         behind: RandomState | None,
     ) -> Any:
         visit.is_inside = True
@@ -555,7 +557,7 @@ class Gates:
         return True
 
     def _computes_block(
-        self, visit: _Visit, place: PlacedModule, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, visit: _Visit, place: PlacedModule, *, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         if block == visit.stop:
             end = _BrokenOff(args, kwargs)

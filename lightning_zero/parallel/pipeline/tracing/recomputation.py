@@ -113,7 +113,7 @@ class NotedCall:
     received: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
 
     @staticmethod
-    def computed(name: str, given: Any, arguments: Any, random: RandomState, behind: RandomState) -> NotedCall:
+    def computed(name: str, given: Any, *, arguments: Any, random: RandomState, behind: RandomState) -> NotedCall:
         """Return the call of a module that computes with ``arguments``, where the program gave it ``given``."""
         pairs = zip(tree_leaves(given), tree_leaves(arguments), strict=True)
         received = {leaf: (one, version_of(one)) for leaf, (was, one) in enumerate(pairs) if one is not was}
