@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -12,16 +13,25 @@ from jsonargparse import auto_cli
 from lightning_zero.checkpoint.consolidate import consolidate
 from lightning_zero.checkpoint.convert import convert
 from lightning_zero.parallel.pipeline.schedule.picture import pipeline
+from lightning_zero.parallel.tensor.command import tensor_plan
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS: dict[str, Any] = {"consolidate": consolidate, "convert": convert, "pipeline": pipeline}
+COMMANDS: dict[str, Any] = {
+    "consolidate": consolidate,
+    "convert": convert,
+    "pipeline": pipeline,
+    "tensor-plan": tensor_plan,
+}
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status: 0, 1 after an error, 2 (by ``SystemExit``) for arguments not known."""
+    given = list(sys.argv[1:] if args is None else args)
+    if given[:1] == ["tensor-plan"]:  # `auto_cli` has a `--config` of its own, and gives none to a command
+        given = [re.sub(r"^--config(?==|$)", "--run", one) for one in given]
     try:
-        auto_cli(COMMANDS, args=None if args is None else list(args), prog="python -m lightning_zero")
+        auto_cli(COMMANDS, args=given, prog="python -m lightning_zero")
     except (OSError, ValueError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
         print("\n".join([f"error: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
         return 1

@@ -1,0 +1,231 @@
+"""The distinct blocks of a model, with the arguments that the model calls them with.
+
+Note [A run without weights]
+    The model runs once as a copy whose parameters have no values. Modules with parameters return random tensors of the
+    right shapes; all code between them (masks, rotary tables, ALiBi) runs as it is, so arguments that are computed have
+    their true values. Where that fails and the model has values, a full copy of it runs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_zero.parallel.module_state import without_caches
+from lightning_zero.parallel.tensor.examples import Arguments, keep
+from lightning_zero.trees import tree_map_only
+
+__all__ = ["Block", "Call", "Capture", "blocks_of", "capture", "copy_with", "distinct_blocks"]
+
+Call = Callable[[nn.Module], Any]
+
+# Scalars that number the blocks of a list.
+_NUMBERS = frozenset({"layer_idx", "layer_id", "layer_number", "layer_index", "idx", "index", "training"})
+_READS_NO_VALUES = frozenset(
+    getattr(Tensor, name).__get__ for name in ("dtype", "device", "shape", "requires_grad", "is_leaf", "grad", "data")
+) | {Tensor.size, Tensor.dim, Tensor.is_floating_point, Tensor.numel}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A kind of block.
+
+    Attributes:
+        names: Of all blocks of this kind, in the model.
+        module: The first of them.
+    """
+
+    names: tuple[str, ...]
+    module: nn.Module
+
+    @property
+    def name(self) -> str:
+        """Name of the first block of this kind."""
+        return self.names[0]
+
+
+def blocks_of(module: nn.Module) -> list[str]:
+    """Return the names of the children of the outermost lists of blocks; ``[""]`` if the module has no such list."""
+    found: list[str] = []
+    for name, child in module.named_modules():
+        if any(name.startswith(f"{block}.") or name == block for block in found):
+            continue
+        if isinstance(child, nn.ModuleList):
+            found += [f"{name}.{key}".lstrip(".") for key, one in child.named_children() if _is_block(one)]
+        elif isinstance(child, (nn.Sequential, nn.ModuleDict)):
+            blocks = {key: one for key, one in child.named_children() if _is_block(one)}
+            classes = [type(one) for one in blocks.values()]
+            found += [f"{name}.{key}".lstrip(".") for key, one in blocks.items() if classes.count(type(one)) > 1]
+    return found or [""]
+
+
+def _is_block(module: nn.Module) -> bool:
+    return any(True for _ in module.children()) and any(param.dim() > 1 for param in module.parameters())
+
+
+def distinct_blocks(module: nn.Module, names: Collection[str]) -> list[Block]:
+    """Group blocks by list, classes, shapes and plain attributes."""
+    groups: dict[Any, list[str]] = {}
+    for name in names:
+        signature = name.rpartition(".")[0], _signature(module.get_submodule(name))
+        groups.setdefault(signature, []).append(name)
+    return [Block(tuple(alike), module.get_submodule(alike[0])) for alike in groups.values()]
+
+
+def _signature(module: nn.Module) -> Any:
+    return tuple(
+        (
+            name,
+            type(child),
+            tuple(sorted((key, repr(value)) for key, value in vars(child).items() if _is_telling(key, value))),
+            tuple((key, tuple(param.shape)) for key, param in child.named_parameters(recurse=False)),
+        )
+        for name, child in module.named_modules()
+    )
+
+
+def _is_telling(key: str, value: Any) -> bool:
+    return key not in _NUMBERS and isinstance(value, (bool, int, float, str, type(None)))
+
+
+def copy_with(module: nn.Module, replacement: Callable[[str, nn.Parameter], nn.Parameter]) -> nn.Module:
+    """Return a copy of a module with other parameters; those of the module are not copied."""
+    memo: dict[int, Any] = {id(param): replacement(name, param) for name, param in module.named_parameters()}
+    return copy.deepcopy(module, memo)
+
+
+@dataclass(frozen=True)
+class Capture:
+    """The outcome of a run of a model.
+
+    Attributes:
+        arguments: By name of a module, those of its first call; modules that are not called are missing.
+        read_outside: Names of watched modules whose parameters other code reads, for example an embedding's weight
+            that the model multiplies with as its head.
+    """
+
+    arguments: dict[str, Arguments]
+    read_outside: frozenset[str]
+
+
+def capture(module: nn.Module, call: Call, names: Collection[str], watched: Collection[str] = ()) -> Capture:
+    """Run a copy of a model, and return the arguments with which ``call`` calls modules of it.
+
+    Args:
+        module: The model. It is not changed; copies run.
+        call: Runs a model that is given, for example on a batch.
+        names: Of the modules in question.
+        watched: Names of modules whose parameters may be read by the modules alone.
+
+    Raises:
+        ValueError: The model does not run.
+    """
+    try:
+        return _run(_hollow(module), call, names, watched)
+    except Exception as error:
+        if any(param.device.type == "meta" for param in module.parameters()):
+            raise ValueError(
+                f"The model cannot be run without values of its parameters ({type(error).__name__}: {error}), so its"
+                " plan of tensor parallelism cannot be verified. Build it with values, on the CPU."
+            ) from error
+        return _run(copy.deepcopy(module).cpu(), call, names, watched)
+
+
+def _run(module: nn.Module, call: Call, names: Collection[str], watched: Collection[str]) -> Capture:
+    found: dict[str, Arguments] = {}
+
+    def note(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name not in found:
+            found[name] = keep(args, kwargs)
+
+    for name in names:
+        module.get_submodule(name).register_forward_pre_hook(
+            lambda _, args, kwargs, name=name: note(name, args, kwargs), with_kwargs=True
+        )
+    reads = _Reads(module, watched)
+    state = torch.get_rng_state()
+    try:
+        with without_caches(module), torch.enable_grad(), reads:
+            call(module)
+    finally:
+        torch.set_rng_state(state)
+    return Capture(found, frozenset(reads.outside))
+
+
+class _Reads(TorchFunctionMode):
+    """Notes reads of parameters by functions that run outside of the modules that have them."""
+
+    def __init__(self, module: nn.Module, watched: Collection[str]) -> None:
+        super().__init__()
+        self.outside: set[str] = set()
+        self._names: dict[int, str] = {}
+        self._running = 0
+        for name in watched:
+            child = module.get_submodule(name)
+            self._names.update({id(param): name for param in child.parameters(recurse=False)})
+            child.register_forward_pre_hook(lambda *_: self._count(1))
+            child.register_forward_hook(lambda *_: self._count(-1))
+
+    def _count(self, change: int) -> None:
+        self._running += change
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._running and function not in _READS_NO_VALUES:
+            self.outside.update(self._names[id(one)] for one in args if id(one) in self._names)
+        return function(*args, **(kwargs or {}))
+
+
+def _hollow(module: nn.Module) -> nn.Module:
+    """Return a copy without values, whose modules with parameters return random tensors."""
+    hollow = copy_with(module, lambda _, param: nn.Parameter(param.detach().to("meta"), param.requires_grad))
+    for child in _outermost_with_params(hollow, set(blocks_of(module)) - {""}):
+        for inner in child.modules():
+            for key, buffer in inner._buffers.items():
+                inner._buffers[key] = None if buffer is None else buffer.to("meta")
+        _Hollow(child)
+    return hollow
+
+
+def _outermost_with_params(module: nn.Module, blocks: Collection[str]) -> Iterator[nn.Module]:
+    inside: set[nn.Module] = set()
+    for name, child in module.named_modules():
+        if child in inside or not name:
+            continue
+        if name in blocks or any(True for _ in child.parameters(recurse=False)):
+            inside.update(child.modules())
+            yield child
+
+
+class _Hollow:
+    """Stands in for the forward of a module without values: it runs on shapes, and random tensors are the results."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._forward = module.forward
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(Tensor, lambda one: one.to("meta"), (args, kwargs))
+        with _on_meta():
+            result = self._forward(*args, **kwargs)
+        return tree_map_only(Tensor, _random_like, result)
+
+
+@contextmanager
+def _on_meta() -> Iterator[None]:
+    with torch.device("meta"):
+        yield
+
+
+def _random_like(tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    result = torch.randn(tensor.shape).to(tensor.dtype)
+    return result.requires_grad_().clone() if tensor.requires_grad else result  # may be changed in place

@@ -1,0 +1,152 @@
+"""Collectives inside a forward: autograd functions whose backward is the mirrored collective.
+
+============================  ============================  ============================
+function                      forward                       backward
+============================  ============================  ============================
+``copy_to_ranks``             the tensor itself             sum over the ranks
+``reduce_from_ranks``         sum over the ranks            the gradient itself
+``gather_from_ranks``         concatenation of the shards   this rank's shard
+``scatter_to_ranks``          this rank's shard             concatenation of the shards
+``gather_sequence``           concatenation of the shards   this rank's shard of the sum
+``reduce_scatter_sequence``   this rank's shard of the sum  concatenation of the shards
+============================  ============================  ============================
+
+The first four are f, g and their relatives of Megatron-LM (arXiv:1909.08053, section 3), the last two those of sequence
+parallelism (arXiv:2205.05198, section 4.2.2).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = [
+    "ProcessGroupRanks",
+    "Ranks",
+    "copy_to_ranks",
+    "gather_from_ranks",
+    "gather_sequence",
+    "reduce_from_ranks",
+    "reduce_scatter_sequence",
+    "scatter_to_ranks",
+]
+
+_Operation = Literal["none", "sum", "gather", "shard", "sum_shard"]
+
+
+class Ranks(Protocol):
+    """The ranks of a tensor group, as one of them sees them. All of its methods are collective."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> Tensor:
+        """Return the sum, or the maximum, over the ranks in a new tensor; the same bits on every rank."""
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks, in rank order."""
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return this rank's shard, along ``dim``, of the sum over the ranks."""
+
+
+class ProcessGroupRanks:
+    """Ranks of a process group. Copies of a module share it."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def __deepcopy__(self, memo: Any) -> ProcessGroupRanks:
+        return self
+
+    def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> Tensor:
+        """Return the sum, or the maximum, over the ranks in a new tensor."""
+        result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(result, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self.group)
+        return result
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks, in rank order."""
+        tensor = tensor.detach().contiguous()
+        results = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(results, tensor, group=self.group)
+        return results
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return this rank's shard, along ``dim``, of the sum over the ranks."""
+        shards = [shard.contiguous() for shard in tensor.detach().chunk(self.size, dim)]
+        result = torch.empty_like(shards[self.rank])
+        dist.reduce_scatter(result, shards, group=self.group)
+        return result
+
+
+def copy_to_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
+    """Enter a region in which every rank computes its part: the gradient is the sum of the parts' gradients."""
+    return _apply(tensor, ranks, "none", "sum")
+
+
+def reduce_from_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
+    """Leave a region: sum the partial results of the ranks."""
+    return _apply(tensor, ranks, "sum", "none")
+
+
+def gather_from_ranks(tensor: Tensor, ranks: Ranks, dim: int = -1) -> Tensor:
+    """Concatenate the shards of the ranks along ``dim``; all ranks go on with the same values."""
+    return _apply(tensor, ranks, "gather", "shard", dim)
+
+
+def scatter_to_ranks(tensor: Tensor, ranks: Ranks, dim: int = -1) -> Tensor:
+    """Return this rank's shard, along ``dim``, of a tensor that all ranks have."""
+    _require_divisible(tensor, ranks, dim)
+    return _apply(tensor, ranks, "shard", "gather", dim)
+
+
+def gather_sequence(tensor: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """Enter a region from shards of a sequence: concatenate them; the gradient is this rank's shard of the sum."""
+    return _apply(tensor, ranks, "gather", "sum_shard", dim)
+
+
+def reduce_scatter_sequence(tensor: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """Leave a region to shards of a sequence: return this rank's shard of the sum of partial results."""
+    _require_divisible(tensor, ranks, dim)
+    return _apply(tensor, ranks, "sum_shard", "gather", dim)
+
+
+def _require_divisible(tensor: Tensor, ranks: Ranks, dim: int) -> None:
+    if tensor.shape[dim] % ranks.size:
+        raise ValueError(
+            f"Dimension {dim} of a tensor of shape {tuple(tensor.shape)} cannot be divided over {ranks.size} ranks of"
+            " tensor parallelism. Pad it to a multiple of their number."
+        )
+
+
+def _apply(tensor: Tensor, ranks: Ranks, forward: _Operation, backward: _Operation, dim: int = -1) -> Tensor:
+    result: Tensor = _Mirrored.apply(tensor, ranks, forward, backward, dim)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _run(operation: _Operation, tensor: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    if operation == "sum":
+        return ranks.all_reduce(tensor)
+    if operation == "gather":
+        return torch.cat(ranks.all_gather(tensor), dim)
+    if operation == "shard":
+        return tensor.chunk(ranks.size, dim)[ranks.rank].clone(memory_format=torch.contiguous_format)
+    return ranks.reduce_scatter(tensor, dim)
+
+
+class _Mirrored(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: Ranks, forward: _Operation, backward: _Operation, dim: int) -> Tensor:
+        ctx.ranks, ctx.operation, ctx.dim = ranks, backward, dim
+        return tensor.view_as(tensor) if forward == "none" else _run(forward, tensor, ranks, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        grad = grads[0] if ctx.operation == "none" else _run(ctx.operation, grads[0], ctx.ranks, ctx.dim)
+        return grad, None, None, None, None

@@ -1,0 +1,167 @@
+"""The command ``tensor-plan``: the plan of a model, its cut fraction and its check, without a GPU and without ranks."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml  # type: ignore[import-untyped]
+from torch import Tensor, nn
+
+from lightning_zero.parallel.tensor.blocks import Call
+from lightning_zero.parallel.tensor.plan import TensorParallel
+from lightning_zero.parallel.tensor.planning import plan_model
+from lightning_zero.trees import tree_leaves
+
+__all__ = ["tensor_plan"]
+
+
+def tensor_plan(
+    run: Path | None = None,
+    module: str | None = None,
+    size: int | None = None,
+    plan: Literal["auto", "model"] | None = None,
+) -> None:
+    """Show the plan of tensor parallelism of a model, the fraction of it that is cut, and the check of every block.
+
+    The model runs once, without values, on the first batch of the configuration's ``data``, on its own
+    ``example_input_array``, or on inputs in the form that a Hugging Face model describes.
+
+    Args:
+        run: Configuration of a run, also ``--config``, as ``LightningCLI`` reads it: ``model`` (and ``data``) with
+            ``class_path`` and ``init_args``, and ``tensor_parallel`` among the options of the strategy.
+        module: In place of a configuration, a class or function without arguments: ``package.module:name``.
+        size: Number of ranks; overrides the configuration.
+        plan: Where the plan comes from; overrides the configuration.
+    """
+    if (run is None) == (module is None):
+        raise ValueError("`tensor-plan` needs a model: give `--config=run.yaml` or `--module=package.module:name`.")
+    content: Any = {} if run is None else yaml.safe_load(run.read_text())
+    options = _options(content, size, plan)
+    model = _model(run, module, content)
+    print("\n".join(plan_model(model, options, _call(model, content)).lines()))
+
+
+def _options(content: Any, size: int | None, plan: Literal["auto", "model"] | None) -> TensorParallel:
+    """Return the options of the configuration with those of the command line."""
+    strategy = content.get("trainer", {}).get("strategy", {}) if isinstance(content, dict) else {}
+    given = strategy.get("init_args", {}).get("tensor_parallel") if isinstance(strategy, dict) else None
+    options = TensorParallel.of(given) or TensorParallel()
+    changes: dict[str, Any] = {"size": size, "plan": plan}
+    return replace(options, **{name: value for name, value in changes.items() if value is not None})
+
+
+# -- The model ---------------------------------------------------------------------------------------------------------
+
+
+def _model(config: Path | None, module: str | None, content: Any) -> nn.Module:
+    """Build the model without values of its parameters, or with them if it asks for values while it is built."""
+    entry = {"class_path": module} if module is not None else _entry(config, content, "model")
+    try:
+        with _without_values():
+            model = _built(entry)
+    except (RuntimeError, NotImplementedError):
+        model = _built(entry)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`{module or 'model'}` gives a `{type(model).__name__}`. Name one that gives an `nn.Module`.")
+    return model.train()
+
+
+def _entry(config: Path | None, content: Any, key: str) -> dict[str, Any]:
+    entry = content.get(key) if isinstance(content, dict) else None
+    if not isinstance(entry, dict) or "class_path" not in entry:
+        raise ValueError(
+            f"`{config}` has no `{key}` with a `class_path`. Add one, or name a function that builds the model:"
+            " `--module=package.module:name`."
+        )
+    return entry
+
+
+def _built(value: Any) -> Any:
+    """Build the object of a ``class_path`` and its ``init_args``, which may have others inside."""
+    if isinstance(value, dict) and "class_path" in value:
+        arguments = {name: _built(one) for name, one in (value.get("init_args") or {}).items()}
+        return _named(value["class_path"])(**arguments)
+    if isinstance(value, dict):
+        return {key: _built(one) for key, one in value.items()}
+    return [_built(one) for one in value] if isinstance(value, list) else value
+
+
+def _named(path: str | None) -> Any:
+    """Return a class or function by ``package.module:name`` or ``package.module.name``."""
+    package, _, name = (path or "").replace(":", ".").rpartition(".")
+    try:
+        return getattr(importlib.import_module(package), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"`{path}` cannot be imported ({error}). Use `package.module:name`.") from error
+
+
+@contextmanager
+def _without_values() -> Iterator[None]:
+    """Let modules register parameters on the meta device; module buffers have their values."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+# -- A call of the model -----------------------------------------------------------------------------------------------
+
+
+def _call(model: nn.Module, content: Any) -> Call:
+    """Return a function that runs the model, or a copy of it."""
+    if isinstance(content, dict) and "data" in content:
+        batch = _first_batch(_built(_entry(None, content, "data")))
+        return lambda one: one.training_step(batch, 0)  # type: ignore[operator]
+    example = getattr(model, "example_input_array", None)
+    if example is not None:
+        return lambda one: _run_example(one, example)
+    for name, child in model.named_modules():
+        inputs = _described_inputs(child)
+        if inputs:
+            return lambda one: one.get_submodule(name)(**inputs)
+    raise ValueError(
+        f"`tensor-plan` does not know how `{type(model).__name__}` is called. Set its `example_input_array`, or add"
+        " `data` to the configuration."
+    )
+
+
+def _run_example(model: nn.Module, example: Any) -> Any:
+    if isinstance(example, dict):
+        return model(**example)
+    return model(*example) if isinstance(example, tuple) else model(example)
+
+
+def _first_batch(data: Any) -> Any:
+    """Return the first batch of a data module."""
+    data.prepare_data()
+    data.setup("fit")
+    loader = data.train_dataloader()
+    batch = next(iter(loader))
+    if any(isinstance(one, Tensor) and one.dim() and one.shape[0] == 1 for one in tree_leaves(batch)):
+        raise ValueError("A plan is verified with two samples or more. Use a `batch_size` of at least 2 in `data`.")
+    return batch
+
+
+def _described_inputs(module: nn.Module) -> dict[str, Tensor]:
+    """Return inputs of a Hugging Face model, from its own description."""
+    config = getattr(module, "config", None)
+    if getattr(module, "main_input_name", None) == "pixel_values" and hasattr(config, "image_size"):
+        edge = config.image_size  # type: ignore[union-attr]
+        height, width = edge if isinstance(edge, (list, tuple)) else (edge, edge)
+        return {"pixel_values": torch.randn(2, getattr(config, "num_channels", 3), height, width)}
+    inputs = getattr(module, "dummy_inputs", None)
+    return inputs if isinstance(inputs, dict) else {}

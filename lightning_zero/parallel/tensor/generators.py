@@ -1,0 +1,78 @@
+"""Random numbers in regions that are computed in parts: every rank draws its own there, and the same ones outside.
+
+Note [Seeds from the agreed state]
+    Between a column layer and its row layer a rank has its own features, and needs dropout masks of its own; outside of
+    such regions the masks must be the same on all ranks, or their results drift apart. On entering a region the
+    generator is seeded from its state, which all ranks share, and the rank. On leaving the state comes back, one draw
+    further. So there is no second stream to keep: activation checkpointing restores the state in front of a block, and
+    the recomputation finds the same seeds; a checkpoint of the generators resumes them. Whether a region is entered is
+    read from the generator's seed, because a recomputation may stop in the middle of a region.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Region", "dropout_rates"]
+
+
+class Region:
+    """Switches the random generator of a device between the agreed stream and this rank's own.
+
+    Args:
+        module: The cut module; without dropout in it nothing is switched.
+        rank: This rank in the tensor group.
+    """
+
+    def __init__(self, module: nn.Module, rank: int) -> None:
+        self._rank = rank
+        self._is_random = any(rate > 0 for _, _, rate in dropout_rates(module))
+        self._seed: int | None = None  # of the region that was entered last
+        self._agreed: Tensor | None = None  # state of the generator in front of it
+
+    def enter(self, tensor: Tensor, training: bool) -> None:
+        """Draw this rank's own numbers from here on. ``tensor`` is on the device in question."""
+        if not (self._is_random and training):
+            return
+        generator = _generator_of(tensor.device)
+        if generator.initial_seed() != self._seed:
+            self._agreed = generator.get_state()
+            self._seed = _seed(self._agreed, self._rank)
+            generator.manual_seed(self._seed)
+
+    def leave(self, tensor: Tensor, training: bool) -> None:
+        """Go on with the numbers that all ranks draw."""
+        if not (self._is_random and training):
+            return
+        generator = _generator_of(tensor.device)
+        if generator.initial_seed() == self._seed and self._agreed is not None:
+            generator.set_state(self._agreed)
+            torch.rand((), device=tensor.device)  # the next region gets another seed
+            self._agreed = None
+
+
+def dropout_rates(module: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
+    """Yield the dropout rates of a module: owner, name of the attribute, and rate."""
+    for child in module.modules():
+        for name, value in vars(child).items():
+            is_rate = "drop" in name.lower() or (name == "p" and isinstance(child, nn.modules.dropout._DropoutNd))
+            if is_rate and isinstance(value, float):
+                yield child, name, value
+
+
+def _seed(state: Tensor, rank: int) -> int:
+    digest = hashlib.blake2b(state.numpy().tobytes() + rank.to_bytes(4, "little"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _generator_of(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    index = device.index if device.index is not None else module.current_device()
+    generator: torch.Generator = module.default_generators[index]
+    return generator

@@ -1,0 +1,327 @@
+"""The plan of a whole model: read, given or found for every kind of block, and verified."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_zero.parallel.tensor.blocks import Block, Call, Capture, blocks_of, capture, distinct_blocks
+from lightning_zero.parallel.tensor.check import LIMIT, BlockCheck, check_block
+from lightning_zero.parallel.tensor.model_plan import model_plan
+from lightning_zero.parallel.tensor.plan import TensorParallel, TensorPlan, matches
+from lightning_zero.parallel.tensor.resolution import resolve
+from lightning_zero.parallel.tensor.search import find_plan, integers_of
+from lightning_zero.parallel.tensor.vocabulary import is_vocabulary_rule, vocabulary_plan
+
+__all__ = ["ModelPlan", "PlannedBlock", "plan_model"]
+
+
+@dataclass(frozen=True)
+class PlannedBlock:
+    """The plan of one kind of block, or of a module outside of the blocks.
+
+    Attributes:
+        names: Of all blocks of this kind.
+        plan: With names relative to the block.
+        check: None where the model does not call the block, so that it stays whole.
+        numel: Elements of the parameters of one of them.
+        cut_numel: Those that are cut.
+    """
+
+    names: tuple[str, ...]
+    plan: TensorPlan
+    check: BlockCheck | None
+    numel: int
+    cut_numel: int
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """A verified plan of a model.
+
+    Attributes:
+        plan: With the model's names.
+        size: Number of ranks.
+        blocks: Its parts.
+        numel: Elements of all parameters.
+        cut_numel: Those that are cut.
+        notes: Sentences on parts that stay whole.
+    """
+
+    plan: TensorPlan
+    size: int
+    blocks: tuple[PlannedBlock, ...]
+    numel: int
+    cut_numel: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def cut_fraction(self) -> float:
+        """The part of the parameters, by elements, of which a rank has its share alone."""
+        return self.cut_numel / max(self.numel, 1)
+
+    def lines(self) -> list[str]:
+        """Return the plan, the cut fraction and the checks in words."""
+        rows = []
+        for planned in self.blocks:
+            alike = f" and {len(planned.names) - 1} more" if len(planned.names) > 1 else ""
+            share = planned.cut_numel / max(planned.numel, 1)
+            state = "is not called" if planned.check is None else f"largest error {planned.check.error:.1e}"
+            if planned.check is not None and not planned.check.is_right:
+                state = "WRONG, " + state
+            rows.append(f"  {planned.names[0]}{alike}: {share:.1%} cut, {state}")
+        return [
+            f"tensor parallelism over {self.size} ranks: {self.cut_fraction:.1%} of {self.numel} elements cut",
+            *_plan_lines(self.plan),
+            "checks (limit 1e-4):",
+            *rows,
+            *(f"note: {note}" for note in self.notes),
+        ]
+
+
+def plan_model(module: nn.Module, options: TensorParallel, call: Call) -> ModelPlan:
+    """Return the plan of a model for the options, verified block by block, without a process group.
+
+    Args:
+        module: The model. It is not changed. It may be without values, on the meta device.
+        options: ``options.plan`` is the plan, or the way to find it.
+        call: Runs a copy of the model that it is given, for example on a batch of two samples.
+
+    Raises:
+        ValueError: The plan does not fit the model, or a block computes something else with it.
+    """
+    return _Planner(module, options, call).plan()
+
+
+class _Planner:
+    """One call of ``plan_model``."""
+
+    def __init__(self, module: nn.Module, options: TensorParallel, call: Call) -> None:
+        self._module = module
+        self._options = options
+        self._size = options.size
+        self._block_names = blocks_of(module)
+        self._blocks = distinct_blocks(module, self._block_names)
+        self._notes: list[str] = []
+        self._given = self._read()
+        vocabulary = self._vocabulary()
+        self._outside = self._given_outside().merged(vocabulary)
+        self._pieces = _pieces(self._module, self._outside, self._block_names)
+        names = [*(block.name for block in self._blocks), *self._pieces]
+        watched = [name for name in vocabulary.rules if name in dict(module.named_modules(remove_duplicate=False))]
+        self._captured: Capture = capture(module, call, names, watched)
+
+    def plan(self) -> ModelPlan:
+        """Plan the blocks, then the modules outside of them."""
+        blocks = [self._planned_block(block) for block in self._blocks]
+        plan = TensorPlan({})
+        for block in blocks:
+            plan = plan.merged(_spread(block, self._block_names))
+        outside = self._planned_pieces()
+        for piece in outside:
+            plan = plan.merged(piece.plan.under(piece.names[0]))
+        sections = resolve(self._module, plan, self._size).sections
+        params = dict(self._module.named_parameters())
+        return ModelPlan(
+            plan=plan,
+            size=self._size,
+            blocks=(*blocks, *outside),
+            numel=sum(param.numel() for param in params.values()),
+            cut_numel=sum(param.numel() for name, param in params.items() if name in sections),
+            notes=tuple(self._notes),
+        )
+
+    # -- The plan before its check -------------------------------------------------------------------------------------
+
+    def _read(self) -> TensorPlan | None:
+        """Return the plan that the user or the model brings."""
+        options = self._options
+        if isinstance(options.plan, TensorPlan):
+            resolve(self._module, options.plan, self._size)  # for errors in the whole model's names
+            return options.plan
+        found = model_plan(self._module, skip_unknown=options.plan == "auto")
+        if found is None and options.plan == "model":
+            raise ValueError(
+                f"`TensorParallel(plan='model')` needs a model that brings a plan, and `{type(self._module).__name__}`"
+                " has none. Use plan='auto' or a `TensorPlan`."
+            )
+        return found
+
+    def _vocabulary(self) -> TensorPlan:
+        if isinstance(self._options.plan, TensorPlan) or not self._options.vocabulary:
+            return TensorPlan({})
+        plan, note = vocabulary_plan(self._module, self._size, self._block_names)
+        if note:
+            self._notes.append(note)
+        return plan
+
+    def _given_outside(self) -> TensorPlan:
+        """Return the part of the given plan that is about modules outside of the blocks."""
+        if self._given is None or self._block_names == [""]:
+            return TensorPlan({})
+        names = [name for name, _ in [*self._module.named_modules(), *self._module.named_parameters()]]
+        inside = [name for name in names if _is_inside(name, self._block_names)]
+        rest = {
+            pattern: rule
+            for pattern, rule in self._given.rules.items()
+            if not any(matches(pattern, name) for name in inside)
+        }
+        if self._options.plan == "auto":
+            return TensorPlan({})
+        if self._options.plan == "model":
+            rest = {pattern: rule for pattern, rule in rest.items() if not is_vocabulary_rule(rule)}
+        return TensorPlan(rest)
+
+    # -- Blocks --------------------------------------------------------------------------------------------------------
+
+    def _planned_block(self, block: Block) -> PlannedBlock:
+        arguments = self._captured.arguments.get(block.name)
+        given = None if self._given is None else _naming(block.module, self._given.within(block.name))
+        if arguments is None:
+            self._notes.append(f"`{block.name}` is not called, and stays whole")
+            return self._planned(block.names, block.module, TensorPlan({}), None)
+        if self._options.plan == "auto":
+            found = find_plan(block.module, arguments, self._size, given)
+            return self._planned(block.names, block.module, found.plan, found.check)
+        plan = given or TensorPlan({})
+        check = check_block(block.module, arguments, plan, self._size)
+        if not check.is_right:
+            hint = self._hint(block.module, block.name, check)
+            self._refuse(_message(block.name, plan, check, self._size, hint))
+        return self._planned(block.names, block.module, plan, check)
+
+    def _planned(
+        self, names: tuple[str, ...], module: nn.Module, plan: TensorPlan, check: BlockCheck | None
+    ) -> PlannedBlock:
+        sections = resolve(module, plan, self._size).sections
+        params = dict(module.named_parameters())
+        return PlannedBlock(
+            names=names,
+            plan=plan,
+            check=check,
+            numel=sum(param.numel() for param in params.values()),
+            cut_numel=sum(param.numel() for name, param in params.items() if name in sections),
+        )
+
+    def _hint(self, module: nn.Module, name: str, check: BlockCheck) -> str:
+        """Return a sentence on sizes that cannot be divided, or on integers that should be."""
+        for child in module.modules():
+            heads = getattr(getattr(child, "config", child), "num_key_value_heads", None)
+            if type(heads) is int and heads % self._size:
+                return f" It has {heads} key-value heads, which {self._size} ranks do not divide: use a smaller size."
+        if check.failure is None:
+            return ""
+        found = integers_of(module, self._captured.arguments[name], self._size)
+        shown = ", ".join(f"`{'.'.join(part for part in place if part)}`" for place in found[:8])
+        return (
+            f" Its forward reads the integers {shown}: those that count heads belong into `divided`." if shown else ""
+        )
+
+    def _refuse(self, message: str) -> None:
+        if self._options.check == "refuse":
+            raise ValueError(message)
+        warnings.warn(message, stacklevel=4)
+
+    # -- Outside of the blocks -----------------------------------------------------------------------------------------
+
+    def _planned_pieces(self) -> list[PlannedBlock]:
+        """Check the modules outside of the blocks. The vocabulary stays whole where it cannot be cut in all of them."""
+        planned = []
+        is_given = isinstance(self._options.plan, TensorPlan)
+        for name in self._pieces:
+            module, plan = self._module.get_submodule(name), self._outside.within(name)
+            problem = ""
+            check = None
+            if self._captured.read_outside & {f"{name}.{inner}".strip(".") for inner in plan.rules}:
+                problem = f"the weights of `{name}` are read by other modules"
+            elif name in self._captured.arguments:  # else it is another name of a tied parameter
+                check = check_block(module, self._captured.arguments[name], plan, self._size)
+                if not check.is_right:
+                    problem = _message(name, plan, check, self._size, "")
+            if problem and is_given:
+                self._refuse(problem)
+            elif problem:
+                self._notes.append(f"the vocabulary stays whole: {problem}")
+                return []
+            planned.append(self._planned((name,), module, plan, check))
+        return planned
+
+
+def _is_inside(name: str, blocks: Collection[str]) -> bool:
+    return any(name == block or name.startswith(f"{block}.") for block in blocks)
+
+
+def _naming(module: nn.Module, plan: TensorPlan) -> TensorPlan:
+    """Return the part of a plan that names something in one block; blocks of a list may differ."""
+    names = [name for name, _ in module.named_modules(remove_duplicate=False)]
+    names += [name for name, _ in module.named_parameters(remove_duplicate=False)]
+
+    def known(pattern: str) -> bool:
+        return any(matches(pattern, name) for name in names)
+
+    return TensorPlan(
+        {pattern: rule for pattern, rule in plan.rules.items() if known(pattern)},
+        divided={pattern: one for pattern, one in plan.divided.items() if known(pattern)},
+        arguments={pattern: one for pattern, one in plan.arguments.items() if known(pattern)},
+    )
+
+
+def _pieces(module: nn.Module, plan: TensorPlan, blocks: Sequence[str]) -> list[str]:
+    """Return the largest modules around the rules of a plan that have no block inside."""
+    modules = dict(module.named_modules(remove_duplicate=False))
+    found: dict[str, None] = {}
+    for pattern in plan.patterns:
+        for name in modules:
+            params = [f"{name}.{key}".lstrip(".") for key, _ in modules[name].named_parameters(recurse=False)]
+            if not any(matches(pattern, one) for one in (name, *params)) or _is_inside(name, blocks):
+                continue
+            parts = name.split(".")
+            ancestors = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+            without = [one for one in ancestors if not any(block.startswith(f"{one}.") for block in blocks)]
+            found[without[0] if without else name] = None
+    return list(found)
+
+
+def _spread(block: PlannedBlock, blocks: Sequence[str]) -> TensorPlan:
+    """Return a block's plan for all blocks of its kind: with ``*`` if the list has no others."""
+    prefix = block.names[0].rpartition(".")[0]
+    siblings = [name for name in blocks if name.rpartition(".")[0] == prefix]
+    if len(siblings) == len(block.names) and prefix:
+        return block.plan.under(f"{prefix}.*")
+    result = TensorPlan({})
+    for name in block.names:
+        result = result.merged(block.plan.under(name))
+    return result
+
+
+def _message(name: str, plan: TensorPlan, check: BlockCheck, size: int, hint: str) -> str:
+    """Return the error of a plan that is wrong: block, module, tensor and remedy."""
+    if check.failure is not None:
+        what = f"fails ({type(check.failure).__name__}: {str(check.failure)[:300]})"
+        remedy = ""
+    else:
+        worst = next((one for one in check.wrong if one.remedy), check.wrong[0])
+        what = f"computes something else: the {worst.tensor} is off by {worst.error:.2g} of its size (limit {LIMIT:g})"
+        remedy = f" Remedy: {worst.remedy}." if worst.remedy else ""
+    where = ""
+    if check.suspect is not None:
+        module = ".".join(part for part in (name, check.suspect.module) if part)
+        where = f" The first module that differs is `{module}`: {check.suspect.finding}."
+    return (
+        f"With this plan of tensor parallelism over {size} ranks, block `{name}` {what}.{where}{remedy}{hint} Correct"
+        " the `TensorPlan`, or use plan='auto'; check='warn' trains all the same."
+    )
+
+
+def _plan_lines(plan: TensorPlan) -> list[str]:
+    width = max((len(pattern) for pattern in plan.patterns), default=0)
+    rows = [f"  {pattern:{width}}  {rule}" for pattern, rule in plan.rules.items()]
+    rows += [f"  {pattern:{width}}  divides {', '.join(names)}" for pattern, names in plan.divided.items()]
+    rows += [
+        f"  {pattern:{width}}  cuts {', '.join(f'{key}: {rule}' for key, rule in given.items())}"
+        for pattern, given in plan.arguments.items()
+    ]
+    return rows or ["  nothing is cut"]

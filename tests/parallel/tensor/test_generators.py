@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import copy
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_zero.parallel.tensor.collectives import ProcessGroupRanks
+from lightning_zero.parallel.tensor.generators import Region, dropout_rates
+from lightning_zero.parallel.tensor.plan import TensorPlan
+from lightning_zero.parallel.tensor.transform import cut_module
+from tests.worlds import run
+
+
+class Layer(nn.Module):
+    """Dropout inside of a region and outside of it."""
+
+    def __init__(self, rate: float = 0.5) -> None:
+        super().__init__()
+        self.up, self.inner = nn.Linear(8, 16), nn.Dropout(rate)
+        self.down, self.outer = nn.Linear(16, 8), nn.Dropout(rate)
+        self.masks: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(torch.ones_like(self.up(x)) + 0 * self.up(x))
+        self.masks.append((y == 0).detach())
+        result: Tensor = x + self.outer(self.down(y))
+        return result
+
+
+PLAN = TensorPlan({"*.up": "column", "*.down": "row"})
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(Layer(), Layer())
+
+
+def _run_dropout(rank: int, world: int) -> tuple[Tensor, list[Tensor], Tensor]:
+    model = _model()
+    cut_module(model, PLAN, ProcessGroupRanks())
+    torch.manual_seed(5)
+    result = model(torch.ones(4, 8))
+    return result.detach(), [mask for layer in model for mask in layer.masks], torch.rand(3)
+
+
+def test_masks_differ_inside_of_regions_and_agree_outside() -> None:
+    (result, masks, draw), (other_result, other_masks, other_draw) = run(_run_dropout, 2)
+    assert torch.equal(result, other_result)
+    assert torch.equal(draw, other_draw)
+    assert not any(torch.equal(one, other) for one, other in zip(masks, other_masks, strict=True))
+    assert not torch.equal(masks[0], masks[1])
+    assert all(0.2 < mask.float().mean() < 0.8 for mask in (*masks, *other_masks))
+
+
+def _run_recomputed(rank: int, world: int, recomputed: bool) -> tuple[Tensor, Tensor, Tensor]:
+    model = _model()
+    cut_module(model, PLAN, ProcessGroupRanks())
+    torch.manual_seed(5)
+    x = torch.ones(4, 8, requires_grad=True)
+    y = x
+    for layer in model:
+        y = checkpoint(layer, y, use_reentrant=False) if recomputed else layer(y)
+    y.square().sum().backward()
+    assert x.grad is not None
+    second = model(x)  # the step after: the recomputation has left the generator as it was
+    return y.detach(), x.grad, second.detach()
+
+
+def test_recomputation_draws_the_masks_of_the_forward() -> None:
+    expected = run(_run_recomputed, 2, False)
+    for found, wanted in zip(run(_run_recomputed, 2, True), expected, strict=True):
+        for one, other in zip(found, wanted, strict=True):
+            assert torch.equal(one, other)
+
+
+@cache
+def _state() -> Tensor:
+    torch.manual_seed(3)
+    return torch.get_rng_state()
+
+
+def test_nothing_is_drawn_without_dropout_and_in_evaluation() -> None:
+    for region, training in ((Region(Layer(0.0), 0), True), (Region(Layer(), 0), False)):
+        torch.set_rng_state(_state())
+        region.enter(torch.ones(1), training)
+        region.leave(torch.ones(1), training)
+        assert torch.equal(torch.get_rng_state(), _state())
+
+
+def test_the_same_state_gives_the_same_seeds() -> None:
+    draws = []
+    for _ in range(2):
+        region = Region(Layer(), 1)
+        torch.set_rng_state(_state())
+        region.enter(torch.ones(1), True)
+        inside = torch.rand(2)
+        region.leave(torch.ones(1), True)
+        draws.append((inside, torch.rand(2)))
+    assert torch.equal(draws[0][0], draws[1][0])
+    assert torch.equal(draws[0][1], draws[1][1])
+
+
+def test_rates_are_found_in_modules_and_in_attributes() -> None:
+    layer = copy.deepcopy(Layer(0.25))
+    layer.attention_dropout = 0.125
+    assert sorted(rate for _, _, rate in dropout_rates(layer)) == [0.125, 0.25, 0.25]

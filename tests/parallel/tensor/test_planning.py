@@ -1,0 +1,177 @@
+"""Plans of whole models: how much is found, what is reported, what is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.parallel.tensor.plan import CutArgument, TensorParallel, TensorPlan
+from lightning_zero.parallel.tensor.planning import ModelPlan, plan_model
+from lightning_zero.parallel.tensor.threads import ThreadRanks, run_threads
+from lightning_zero.parallel.tensor.transform import cut_module
+from tests.parallel.tensor.families import FAMILIES, VOCAB, make
+
+# Of the matrices in its blocks, the part that is cut; those that are not listed are cut whole.
+IN_PART = {"gpt-bigcode": 0.75, "falcon-mqa": 0.6, "deepseek-v3": 0.5, "gpt-oss": 0.1, "mamba": 0.0}
+QUICK = ("llama", "gpt2", "t5", "hand-fixed", "torch-transformer")
+CASES = [
+    pytest.param(family, size, marks=() if family in QUICK and size == 2 else pytest.mark.slow)
+    for family in FAMILIES
+    for size in (2, 4)
+]
+
+
+def _plan(family: str, size: int = 2, **options: Any) -> ModelPlan:
+    model, call = make(family)
+    return plan_model(model, TensorParallel(size=size, **options), call)
+
+
+def _share_of_blocks(planned: ModelPlan) -> float:
+    blocks = [one for one in planned.blocks if one.names[0].rpartition(".")[2].isdigit() or not one.names[0]]
+    return sum(one.cut_numel for one in blocks) / sum(one.numel for one in blocks)
+
+
+@pytest.mark.parametrize(("family", "size"), CASES)
+def test_plans_are_found_for_unmodified_models(family: str, size: int) -> None:
+    planned = _plan(family, size)
+    assert all(one.check is None or one.check.is_right for one in planned.blocks)
+    assert _share_of_blocks(planned) >= IN_PART.get(family, 0.98)
+    if family in IN_PART:
+        assert _share_of_blocks(planned) < 0.98  # else it belongs to the others
+
+
+def test_at_least_34_of_40_families_are_cut() -> None:
+    assert len(FAMILIES) >= 40
+    assert len(set(FAMILIES) - set(IN_PART)) >= 34
+
+
+def _outputs(result: Any) -> Tensor:
+    return result.logits if "logits" in result else result.last_hidden_state  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("family", ["bloom", "t5", "gpt2", "mixtral"])
+def test_a_whole_model_in_parts_computes_the_same(family: str) -> None:
+    """Blocks are verified one by one; here they follow each other, with arguments that earlier ones have cut."""
+    model, call = make(family)
+    model.eval()
+    planned = plan_model(model, TensorParallel(size=4), call)
+
+    def work(ranks: ThreadRanks) -> Tensor:
+        part = copy.deepcopy(model)
+        cut_module(part, planned.plan, ranks)
+        return _outputs(call(part))
+
+    with torch.no_grad():
+        expected = _outputs(call(model))
+        for found in run_threads(ThreadRanks.group(4), work):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_cut_fraction_is_that_of_all_elements() -> None:
+    planned = _plan("mamba")
+    assert planned.cut_numel == VOCAB * 64  # the tied embedding alone
+    assert planned.cut_fraction == planned.cut_numel / planned.numel < 0.2
+    assert f"{planned.cut_fraction:.1%} of {planned.numel} elements cut" in planned.lines()[0]
+
+
+def test_a_plan_in_words_has_patterns_and_checks() -> None:
+    text = "\n".join(_plan("opt").lines())
+    assert "model.decoder.layers.*.self_attn.q_proj    column" in text
+    assert "divides num_heads" in text
+    assert "model.decoder.layers.0 and 1 more: 98.7% cut, largest error" in text
+
+
+def test_a_model_without_values_is_planned() -> None:
+    model, call = make("llama")
+    for module in model.modules():
+        for name, param in list(module._parameters.items()):
+            if param is not None:
+                module._parameters[name] = nn.Parameter(param.detach().to("meta"))
+    assert plan_model(model, TensorParallel(), call).cut_fraction > 0.99
+
+
+# -- The vocabulary ----------------------------------------------------------------------------------------------------
+
+
+def test_a_vocabulary_stays_whole_where_code_reads_the_weight() -> None:
+    planned = _plan("hand-tied")
+    assert planned.notes == ("the vocabulary stays whole: the weights of `emb` are read by other modules",)
+    assert "emb" not in planned.plan.rules
+
+
+def test_a_vocabulary_that_cannot_be_divided_stays_whole() -> None:
+    model, call = make("gpt2", vocab_size=127 + 2)
+    planned = plan_model(model, TensorParallel(), call)
+    assert planned.notes == ("the vocabulary of 129 tokens stays whole, because 2 ranks do not divide it",)
+
+
+def test_a_vocabulary_stays_whole_if_asked() -> None:
+    assert "lm_head" not in _plan("llama", vocabulary=False).plan.rules
+    assert "lm_head" not in _plan("llama", vocabulary=False, plan="model").plan.rules
+
+
+def test_a_bias_under_two_names_is_cut_under_both() -> None:
+    assert set(_plan("bert").plan.rules) >= {"cls.predictions.decoder", "cls.predictions.bias"}
+
+
+# -- Refusals ----------------------------------------------------------------------------------------------------------
+
+PACKED = {"blocks.*.attn.qkv": "column", "blocks.*.attn.proj": "row"}
+
+
+def test_a_wrong_plan_is_refused_by_block_module_and_remedy() -> None:
+    plan = TensorPlan({"model.layers.*.self_attn.o_proj": "row"})
+    with pytest.raises(
+        ValueError, match=r"over 2 ranks, block `model.layers.0` fails .*Correct the `TensorPlan`, or use"
+    ):
+        _plan("llama", plan=plan)
+
+
+def test_a_missing_head_count_is_refused_with_the_integers_in_question() -> None:
+    with pytest.raises(ValueError, match=r"`blocks.0`.*(`attn.n_heads`|`blocks.0.attn)"):
+        _plan("hand-packed", plan=TensorPlan(PACKED))  # type: ignore[arg-type]
+
+
+def test_a_partial_gradient_is_refused_with_its_remedy() -> None:
+    rules = {name.replace("model.layers.*.", ""): rule for name, rule in _plan("qwen3").plan.rules.items()}
+    rules = {f"model.layers.*.{name}": rule for name, rule in rules.items() if "norm" not in name and "." in name}
+    rules.pop("model.layers.*.model.embed_tokens", None)
+    with pytest.raises(
+        ValueError, match=r"Remedy: the sum over the ranks is right: mark `self_attn.._norm.weight` 'part"
+    ):
+        _plan("qwen3", plan=TensorPlan(rules))
+
+
+def test_a_warning_lets_a_wrong_plan_pass() -> None:
+    plan = TensorPlan({"model.layers.*.input_layernorm": "partial"})
+    with pytest.warns(UserWarning, match="do not mark it 'partial'"):
+        planned = _plan("llama", plan=plan, check="warn")
+    assert any("WRONG" in line for line in planned.lines())
+
+
+def test_fewer_key_value_heads_than_ranks_are_named() -> None:
+    with pytest.raises(ValueError, match="It has 4 key-value heads, which 8 ranks do not divide: use a smaller size"):
+        _plan("llama", 8, plan="model")
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("hand-packed", {"plan": "model"}, "needs a model that brings a plan, and `HandWritten` has none"),
+        ("hand-packed", {"plan": TensorPlan({"layers.*": "row"})}, "`TensorPlan` names `layers..`, but no module"),
+        ("hand-packed", {"plan": TensorPlan({"blocks.*.ln1": "row"})}, "`blocks.0.ln1` is a `LayerNorm`"),
+        ("hand-packed", {"plan": TensorPlan({"head": "row"})}, "block `head` .*"),
+        (
+            "t5",
+            {"plan": TensorPlan({}, arguments={"encoder.block.*": {0: CutArgument(1, 7)}})},
+            "names 7 heads, which 2 ranks do not divide",
+        ),
+    ],
+)
+def test_plans_that_do_not_fit_are_refused(family: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        _plan(family, **options)
