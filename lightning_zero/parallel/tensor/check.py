@@ -241,8 +241,10 @@ def _run_in_parts(
     """Return the results of every rank; outputs that are shards get shards of the gradients."""
     dtype = next(whole.parameters()).dtype
     ranks = ThreadRanks.group(size)
-    blocks = [copy.deepcopy(whole) for _ in ranks]
-    records = [cut(block, one) for block, one in zip(blocks, ranks, strict=True)]
+    blocks, records = [], []
+    for one in ranks:  # one whole copy at a time
+        blocks.append(copy.deepcopy(whole))
+        records.append(cut(blocks[-1], one))
 
     def work(one: ThreadRanks) -> _Result:
         return _run(blocks[one.rank], replay(arguments, dtype), grads, records[one.rank], one)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from lightning_zero.errors import nearest
 from lightning_zero.option_checks import checked_fields, from_fields
 
-__all__ = ["Cut", "CutArgument", "Packed", "Rule", "TensorParallel", "TensorPlan", "Word", "matches"]
+__all__ = ["Cut", "CutArgument", "Packed", "Rule", "SequenceWord", "TensorParallel", "TensorPlan", "Word", "matches"]
 
 Word = Literal["column", "row", "vocab", "partial", "column_gather", "row_split", "attention", "experts"]
+SequenceWord = Literal["scatter", "gather", "copy"]
 WORDS = get_args(Word)
 _RULE_USE = f"Use {', '.join(repr(word) for word in WORDS)}, `Packed(...)` or `Cut(...)`."
 
@@ -79,11 +80,15 @@ class TensorPlan:
             ``["num_heads"]`` or ``["config.num_attention_heads"]``, for which the module gets a configuration of its
             own.
         arguments: By pattern of a module: its arguments, by name or position, of which every rank takes a part.
+        sequence: For sequence parallelism, by pattern of a module and name or position of an argument: ``"scatter"``
+            (hidden states that enter a list of blocks; its last block gathers them), ``"gather"`` (hidden states that
+            enter a region), ``"copy"`` (another argument that column layers of the region read).
     """
 
     rules: Mapping[str, Rule]
     divided: Mapping[str, Sequence[str]] = field(default_factory=dict, kw_only=True)
     arguments: Mapping[str, Mapping[str | int, CutArgument]] = field(default_factory=dict, kw_only=True)
+    sequence: Mapping[str, Mapping[str | int, SequenceWord]] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.rules, Mapping):
@@ -94,6 +99,11 @@ class TensorPlan:
             pattern: {_position(key): _checked_argument(pattern, key, rule) for key, rule in given.items()}
             for pattern, given in self.arguments.items()
         }
+        sequence = {
+            pattern: {_position(key): _checked_word(pattern, key, word) for key, word in given.items()}
+            for pattern, given in self.sequence.items()
+        }
+        object.__setattr__(self, "sequence", sequence)
         object.__setattr__(self, "rules", rules)
         object.__setattr__(self, "divided", divided)
         object.__setattr__(self, "arguments", arguments)
@@ -101,7 +111,7 @@ class TensorPlan:
     @property
     def patterns(self) -> list[str]:
         """All name patterns."""
-        return [*self.rules, *self.divided, *self.arguments]
+        return [*self.rules, *self.divided, *self.arguments, *self.sequence]
 
     def within(self, prefix: str) -> TensorPlan:
         """Return the part of the plan that is about a module, with names relative to it.
@@ -114,7 +124,7 @@ class TensorPlan:
             cut = ((_behind(pattern, prefix), value) for pattern, value in items.items())
             return {pattern: value for pattern, value in cut if pattern is not None}
 
-        return TensorPlan(inner(self.rules), divided=inner(self.divided), arguments=inner(self.arguments))
+        return self._with_names(inner)
 
     def under(self, prefix: str) -> TensorPlan:
         """Return the plan with ``prefix`` in front of all names."""
@@ -122,7 +132,20 @@ class TensorPlan:
         def outer(items: Mapping[str, Any]) -> dict[str, Any]:
             return {".".join(part for part in (prefix, pattern) if part): value for pattern, value in items.items()}
 
-        return TensorPlan(outer(self.rules), divided=outer(self.divided), arguments=outer(self.arguments))
+        return self._with_names(outer)
+
+    def _with_names(self, change: Callable[[Mapping[str, Any]], dict[str, Any]]) -> TensorPlan:
+        """Return the plan with a function of each of its tables."""
+        return TensorPlan(
+            change(self.rules),
+            divided=change(self.divided),
+            arguments=change(self.arguments),
+            sequence=change(self.sequence),
+        )
+
+    def only(self, is_kept: Callable[[str], bool]) -> TensorPlan:
+        """Return the entries whose pattern is kept."""
+        return self._with_names(lambda items: {name: one for name, one in items.items() if is_kept(name)})
 
     def merged(self, other: TensorPlan) -> TensorPlan:
         """Return a plan with the entries of both; those of ``other`` win."""
@@ -130,6 +153,7 @@ class TensorPlan:
             {**self.rules, **other.rules},
             divided={**self.divided, **other.divided},
             arguments={**self.arguments, **other.arguments},
+            sequence={**self.sequence, **other.sequence},
         )
 
     def require_names(self, names: Iterable[str]) -> None:
@@ -246,6 +270,15 @@ def _checked_argument(pattern: str, key: str | int, rule: Any) -> CutArgument:
             " `CutArgument(dim=1, heads=8)`."
         )
     return rule
+
+
+def _checked_word(pattern: str, key: str | int, word: Any) -> SequenceWord:
+    if word not in get_args(SequenceWord):
+        raise ValueError(
+            f"`TensorPlan(sequence={{{pattern!r}: {{{key!r}: {word!r}}}}})` is not known. Use 'scatter', 'gather' or"
+            " 'copy'."
+        )
+    return word  # type: ignore[no-any-return]
 
 
 def _position(key: str | int) -> str | int:

@@ -14,6 +14,7 @@ from lightning_zero.parallel.tensor.model_plan import model_plan
 from lightning_zero.parallel.tensor.plan import TensorParallel, TensorPlan, matches
 from lightning_zero.parallel.tensor.resolution import resolve
 from lightning_zero.parallel.tensor.search import find_plan, integers_of
+from lightning_zero.parallel.tensor.streams import with_sequence
 from lightning_zero.parallel.tensor.vocabulary import is_vocabulary_rule, vocabulary_plan
 
 __all__ = ["ModelPlan", "PlannedBlock", "plan_model"]
@@ -93,6 +94,9 @@ def plan_model(module: nn.Module, options: TensorParallel, call: Call) -> ModelP
     Raises:
         ValueError: The plan does not fit the model, or a block computes something else with it.
     """
+    if options.size == 1:
+        numel = sum(param.numel() for param in module.parameters())
+        return ModelPlan(TensorPlan({}), 1, (), numel, 0, ("one rank computes everything",))
     return _Planner(module, options, call).plan()
 
 
@@ -185,8 +189,12 @@ class _Planner:
             return self._planned(block.names, block.module, TensorPlan({}), None)
         if self._options.plan == "auto":
             found = find_plan(block.module, arguments, self._size, given)
-            return self._planned(block.names, block.module, found.plan, found.check)
+            if not self._options.sequence:
+                return self._planned(block.names, block.module, found.plan, found.check)
+            given = found.plan
         plan = given or TensorPlan({})
+        if self._options.sequence and not plan.sequence:
+            plan = with_sequence(block.module, arguments, plan, self._size)
         check = check_block(block.module, arguments, plan, self._size)
         if not check.is_right:
             hint = self._hint(block.module, block.name, check)
@@ -212,7 +220,7 @@ class _Planner:
             heads = getattr(getattr(child, "config", child), "num_key_value_heads", None)
             if type(heads) is int and heads % self._size:
                 return f" It has {heads} key-value heads, which {self._size} ranks do not divide: use a smaller size."
-        if check.failure is None:
+        if not isinstance(check.failure, RuntimeError):
             return ""
         found = integers_of(module, self._captured.arguments[name], self._size)
         shown = ", ".join(f"`{'.'.join(part for part in place if part)}`" for place in found[:8])
@@ -262,11 +270,7 @@ def _naming(module: nn.Module, plan: TensorPlan) -> TensorPlan:
     def known(pattern: str) -> bool:
         return any(matches(pattern, name) for name in names)
 
-    return TensorPlan(
-        {pattern: rule for pattern, rule in plan.rules.items() if known(pattern)},
-        divided={pattern: one for pattern, one in plan.divided.items() if known(pattern)},
-        arguments={pattern: one for pattern, one in plan.arguments.items() if known(pattern)},
-    )
+    return plan.only(known)
 
 
 def _pieces(module: nn.Module, plan: TensorPlan, blocks: Sequence[str]) -> list[str]:
@@ -323,5 +327,9 @@ def _plan_lines(plan: TensorPlan) -> list[str]:
     rows += [
         f"  {pattern:{width}}  cuts {', '.join(f'{key}: {rule}' for key, rule in given.items())}"
         for pattern, given in plan.arguments.items()
+    ]
+    rows += [
+        f"  {pattern:{width}}  sequence: {', '.join(f'{word} {key}' for key, word in given.items())}"
+        for pattern, given in plan.sequence.items()
     ]
     return rows or ["  nothing is cut"]

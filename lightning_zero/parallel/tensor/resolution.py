@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_zero.parallel.tensor.cuts import Sections
 from lightning_zero.parallel.tensor.forwards import is_transposed
-from lightning_zero.parallel.tensor.plan import Cut, CutArgument, Packed, Rule, TensorPlan, matches
+from lightning_zero.parallel.tensor.plan import Cut, CutArgument, Packed, Rule, SequenceWord, TensorPlan, matches
 
 __all__ = ["Resolution", "is_linear", "resolve"]
 
@@ -27,6 +27,7 @@ class Resolution:
         forwards: By module name, the rule that replaces its forward.
         divided: By module name, its integers that are divided.
         arguments: By module name, its arguments that are cut.
+        sequence: By module name, its arguments of sequence parallelism.
     """
 
     sections: dict[str, Sections] = field(default_factory=dict)
@@ -34,6 +35,23 @@ class Resolution:
     forwards: dict[str, Rule] = field(default_factory=dict)
     divided: dict[str, tuple[str, ...]] = field(default_factory=dict)
     arguments: dict[str, Mapping[str | int, CutArgument]] = field(default_factory=dict)
+    sequence: dict[str, Mapping[str | int, SequenceWord]] = field(default_factory=dict)
+
+    def is_gathered(self, name: str) -> bool:
+        """Say whether a module lies in a region that gathers its sequence."""
+        return any(
+            "gather" in given.values() and (not outer or name == outer or name.startswith(f"{outer}."))
+            for outer, given in self.sequence.items()
+        )
+
+    @property
+    def streams(self) -> list[str]:
+        """Names of the blocks between which every rank has a part of the sequence."""
+        return [name for name, given in self.sequence.items() if "scatter" in given.values()]
+
+    def is_in_stream(self, name: str) -> bool:
+        """Say whether a module lies in such a block."""
+        return any(not block or name == block or name.startswith(f"{block}.") for block in self.streams)
 
 
 def resolve(module: nn.Module, plan: TensorPlan, size: int) -> Resolution:
@@ -58,6 +76,10 @@ def resolve(module: nn.Module, plan: TensorPlan, size: int) -> Resolution:
         found.divided.update({name: tuple(names) for name in modules if matches(pattern, name)})
     for pattern, arguments in plan.arguments.items():
         found.arguments.update({name: arguments for name in modules if matches(pattern, name)})
+    for pattern, given in plan.sequence.items():
+        found.sequence.update({name: given for name in modules if matches(pattern, name)})
+    found.partial.update(name for name in params if name not in found.sections and found.is_in_stream(name))
+    _require_sequence_rules(found)
     _require_divisible(found, params, size)
     _require_tied_alike(found, params)
     return found
@@ -155,6 +177,15 @@ def _sections(param: Tensor, dim: int, sections: int | Sequence[int], name: str 
             f" {length} features."
         )
     return Sections(dim % param.dim(), tuple(sections))
+
+
+def _require_sequence_rules(found: Resolution) -> None:
+    for name, rule in found.forwards.items():
+        if found.is_in_stream(name) and rule in ("column_gather", "row_split", "attention", "experts"):
+            raise ValueError(
+                f"`TensorParallel(sequence=True)` does not exist for `{name}: {rule!r}`. Use sequence=False, or leave"
+                " the module out of the plan."
+            )
 
 
 def _require_divisible(found: Resolution, params: Mapping[str, Tensor], size: int) -> None:

@@ -23,6 +23,12 @@ from lightning_zero.parallel.tensor.forwards import (
 from lightning_zero.parallel.tensor.generators import Region
 from lightning_zero.parallel.tensor.plan import CutArgument, Packed, Rule, TensorPlan
 from lightning_zero.parallel.tensor.resolution import Resolution, resolve
+from lightning_zero.parallel.tensor.sequence import (
+    SequenceBlockForward,
+    SequenceEnds,
+    SequenceRegionForward,
+    SequenceRowForward,
+)
 
 __all__ = ["cut_module"]
 
@@ -59,9 +65,13 @@ def cut_module(module: nn.Module, plan: TensorPlan, ranks: Ranks) -> dict[str, P
         if child not in replaced:
             replaced.add(child)
             _fit_attributes(child, rule)
-            _stand_in(child, rule, ranks, region)
+            if resolution.is_in_stream(name):
+                _stand_in_for_sequence(child, rule, ranks, region)
+            else:
+                _stand_in(child, rule, ranks, region)
     _divide(modules, resolution.divided, ranks.size)
     _cut_arguments(modules, resolution.arguments, ranks, region)
+    _cut_sequences(modules, resolution, ranks, region)
     return records
 
 
@@ -122,6 +132,27 @@ def _stand_in(module: nn.Module, rule: Rule, ranks: Ranks, region: Region) -> No
     else:
         assert not isinstance(rule, tuple)
         _FORWARDS["column" if isinstance(rule, Packed) else str(rule)](module, ranks, region)
+
+
+def _stand_in_for_sequence(module: nn.Module, rule: Rule, ranks: Ranks, region: Region) -> None:
+    if rule == "row":
+        SequenceRowForward(module, ranks, region)
+    elif rule != "column" and not isinstance(rule, Packed):
+        _stand_in(module, rule, ranks, region)
+
+
+def _cut_sequences(modules: Mapping[str, nn.Module], resolution: Resolution, ranks: Ranks, region: Region) -> None:
+    for name, words in resolution.sequence.items():
+        if "gather" in words.values():
+            SequenceRegionForward(modules[name], ranks, region, words)
+    lists: dict[str, list[str]] = {}
+    for name in modules:  # in the order of the model
+        if name in resolution.streams:
+            lists.setdefault(name.rpartition(".")[0], []).append(name)
+    for blocks in lists.values():
+        for name in blocks:
+            ends = SequenceEnds(is_first=name == blocks[0], is_last=name == blocks[-1])
+            SequenceBlockForward(modules[name], ranks, region, resolution.sequence[name], ends)
 
 
 def _divide(modules: Mapping[str, nn.Module], divided: Mapping[str, tuple[str, ...]], size: int) -> None:

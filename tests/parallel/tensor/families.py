@@ -224,9 +224,9 @@ def _transformers_call(name: str) -> Callable[[nn.Module], Any]:
         return lambda model: model(pixel_values=pixels)
     if name == "whisper":
         features = torch.randn(2, 8, 20, generator=generator)
-        return lambda model: model(input_features=features, decoder_input_ids=ids[:, :7])
+        return lambda model: model(input_features=features, decoder_input_ids=ids[:, :8])
     if name in ("t5", "bart"):
-        return lambda model: model(input_ids=ids, decoder_input_ids=ids[:, :7])
+        return lambda model: model(input_ids=ids, decoder_input_ids=ids[:, :8])
     if name == "mamba":
         return lambda model: model(input_ids=ids)
     return lambda model: model(input_ids=ids, attention_mask=mask)

@@ -53,12 +53,15 @@ def _outputs(result: Any) -> Tensor:
     return result.logits if "logits" in result else result.last_hidden_state  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("family", ["bloom", "t5", "gpt2", "mixtral"])
-def test_a_whole_model_in_parts_computes_the_same(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "sequence"),
+    [("bloom", False), ("t5", False), ("gpt2", False), ("mixtral", False), ("llama", True), ("t5", True)],
+)
+def test_a_whole_model_in_parts_computes_the_same(family: str, sequence: bool) -> None:
     """Blocks are verified one by one; here they follow each other, with arguments that earlier ones have cut."""
     model, call = make(family)
     model.eval()
-    planned = plan_model(model, TensorParallel(size=4), call)
+    planned = plan_model(model, TensorParallel(size=4, sequence=sequence), call)
 
     def work(ranks: ThreadRanks) -> Tensor:
         part = copy.deepcopy(model)
@@ -83,6 +86,11 @@ def test_a_plan_in_words_has_patterns_and_checks() -> None:
     assert "model.decoder.layers.*.self_attn.q_proj    column" in text
     assert "divides num_heads" in text
     assert "model.decoder.layers.0 and 1 more: 98.7% cut, largest error" in text
+
+
+def test_one_rank_cuts_nothing() -> None:
+    planned = _plan("llama", 1)
+    assert (planned.cut_fraction, planned.plan) == (0.0, TensorPlan({}))
 
 
 def test_a_model_without_values_is_planned() -> None:

@@ -56,10 +56,12 @@ def _train(
     return losses, {name: param.detach() for name, param in model.named_parameters()}
 
 
-def _train_in_parts(rank: int, world: int, family: str, plan: str) -> tuple[list[float], dict[str, Tensor], float]:
+def _train_in_parts(
+    rank: int, world: int, family: str, plan: str, sequence: bool
+) -> tuple[list[float], dict[str, Tensor], float]:
     model, call = make(family, **NO_DROPOUT.get(family, {}))
     whole = copy.deepcopy(model)
-    planned = plan_model(model, TensorParallel(size=world, plan=plan), call)  # type: ignore[arg-type]
+    planned = plan_model(model, TensorParallel(size=world, plan=plan, sequence=sequence), call)  # type: ignore[arg-type]
     records = cut_module(model, planned.plan, ProcessGroupRanks())
     for name, param in model.named_parameters():  # initial values are those of the whole parameter
         assert torch.equal(param, records[name].local(whole.get_parameter(name)))
@@ -75,13 +77,18 @@ def _train_in_parts(rank: int, world: int, family: str, plan: str) -> tuple[list
     return losses, joined, planned.cut_fraction
 
 
-@pytest.mark.parametrize(
-    ("family", "plan"), [*((family, "auto") for family in TRAINED), ("llama", "model"), ("qwen3", "model")]
-)
-def test_two_ranks_train_as_one_does(family: str, plan: str) -> None:
+CASES = [
+    *((family, "auto", False) for family in TRAINED),
+    *((family, "model", False) for family in ("llama", "qwen3")),
+    *((family, "auto", True) for family in ("llama", "gpt2", "bert", "t5")),
+]
+
+
+@pytest.mark.parametrize(("family", "plan", "sequence"), CASES)
+def test_two_ranks_train_as_one_does(family: str, plan: str, sequence: bool) -> None:
     model, call = make(family, **NO_DROPOUT.get(family, {}))
     losses, weights = _train(model, call)
-    for found, joined, fraction in run(_train_in_parts, 2, family, plan, timeout_s=120.0):
+    for found, joined, fraction in run(_train_in_parts, 2, family, plan, sequence, timeout_s=120.0):
         assert fraction > 0.8
         assert found == pytest.approx(losses, rel=0, abs=1e-6)
         for name, value in weights.items():

@@ -1,0 +1,124 @@
+"""Forwards of sequence parallelism: between regions every rank has a part of the sequence (arXiv:2205.05198).
+
+The first block of a list divides the hidden states along the sequence, the last one gathers them. A region gathers its
+hidden states on entering, and its row layer returns this rank's part of the sum; so column layers copy nothing. All
+parameters outside of the cut layers see a part of the sequence, and have partial gradients. Hidden states are
+``(batch, sequence, features)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_zero.parallel.tensor.collectives import (
+    Ranks,
+    copy_to_ranks,
+    gather_from_ranks,
+    gather_sequence,
+    reduce_scatter_sequence,
+    scatter_to_ranks,
+)
+from lightning_zero.parallel.tensor.forwards import Divided, RowForward
+from lightning_zero.parallel.tensor.generators import Region
+from lightning_zero.parallel.tensor.plan import SequenceWord
+
+__all__ = ["SequenceBlockForward", "SequenceEnds", "SequenceRegionForward", "SequenceRowForward"]
+
+_SEQUENCE = 1  # the dimension of hidden states
+
+
+def _sequence_dim(tensor: Tensor) -> int:
+    """Return the dimension of tokens; layers on single tokens may be given ``(batch * sequence, features)``."""
+    return max(tensor.dim() - 2, 0)
+
+
+@dataclass(frozen=True)
+class SequenceEnds:
+    """Whether a block is the first of its list, which divides the sequence, and the last, which gathers it."""
+
+    is_first: bool
+    is_last: bool
+
+
+class SequenceRowForward(RowForward):
+    """A row layer whose result is this rank's part of the sequence."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the part of the sum of the ranks' results."""
+        (features,) = (*args, *kwargs.values())
+        result = self.product(features)
+        return self.with_bias(reduce_scatter_sequence(result, self.ranks, _sequence_dim(result)))
+
+
+class SequenceRegionForward(Divided):
+    """A module with column layers inside, or a column layer, that computes with the whole sequence.
+
+    Args:
+        words: By name or position of an argument, whether it is gathered or copied.
+    """
+
+    def __init__(
+        self, module: nn.Module, ranks: Ranks, region: Region, words: Mapping[str | int, SequenceWord]
+    ) -> None:
+        super().__init__(module, ranks, region)
+        self._words = words
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        args = tuple(self._enter(position, value) for position, value in enumerate(args))
+        return self.run(*args, **{name: self._enter(name, value) for name, value in kwargs.items()})
+
+    def _enter(self, key: str | int, value: Any) -> Any:
+        word = self._words.get(key)
+        if word is None or not isinstance(value, Tensor):
+            return value
+        if word == "copy":
+            return copy_to_ranks(value, self.ranks)
+        return gather_sequence(value, self.ranks, _sequence_dim(value))
+
+
+class SequenceBlockForward(Divided):
+    """A block between whose regions every rank has a part of the sequence.
+
+    Random numbers are this rank's own from the first block to the last.
+
+    Args:
+        words: By name or position of an argument, whether it is the hidden states.
+        ends: The block's place in its list.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        ranks: Ranks,
+        region: Region,
+        words: Mapping[str | int, SequenceWord],
+        ends: SequenceEnds,
+    ) -> None:
+        super().__init__(module, ranks, region)
+        self._keys = [key for key, word in words.items() if word == "scatter"]
+        self._ends = ends
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block."""
+        if self._ends.is_first:
+            given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+            for key in self._keys:
+                given[key] = scatter_to_ranks(given[key], self.ranks, _SEQUENCE)
+                self.region.enter(given[key], self.module.training)
+            args = tuple(given[position] for position in range(len(args)))
+            kwargs = {name: given[name] for name in kwargs}
+        result = self.run(*args, **kwargs)
+        return self._gathered(result) if self._ends.is_last else result
+
+    def _gathered(self, result: Any) -> Any:
+        """Return the block's result with its hidden states, which come first, gathered."""
+        if isinstance(result, Tensor):
+            self.region.leave(result, self.module.training)
+            return gather_from_ranks(result, self.ranks, _SEQUENCE)
+        hidden, *rest = result
+        return type(result)([self._gathered(hidden), *rest])
