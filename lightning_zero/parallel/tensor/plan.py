@@ -134,6 +134,15 @@ class TensorPlan:
 
         return self._with_names(outer)
 
+    def on_names(self, names: Iterable[str]) -> TensorPlan:
+        """Return the plan with those of ``names`` that a pattern matches in the place of the pattern."""
+        known = list(names)
+
+        def spelt_out(items: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: one for pattern, one in items.items() for name in known if matches(pattern, name)}
+
+        return self._with_names(spelt_out)
+
     def _with_names(self, change: Callable[[Mapping[str, Any]], dict[str, Any]]) -> TensorPlan:
         """Return the plan with a function of each of its tables."""
         return TensorPlan(

@@ -164,20 +164,16 @@ class _Planner:
 
     def _given_outside(self) -> TensorPlan:
         """Return the part of the given plan that is about modules outside of the blocks."""
-        if self._given is None or self._block_names == [""]:
+        if self._given is None or self._options.plan == "auto" or self._block_names == [""]:
             return TensorPlan({})
-        names = [name for name, _ in [*self._module.named_modules(), *self._module.named_parameters()]]
-        inside = [name for name in names if _is_inside(name, self._block_names)]
-        rest = {
-            pattern: rule
-            for pattern, rule in self._given.rules.items()
-            if not any(matches(pattern, name) for name in inside)
-        }
-        if self._options.plan == "auto":
-            return TensorPlan({})
+        names = [
+            *dict(self._module.named_modules(remove_duplicate=False)),
+            *dict(self._module.named_parameters(remove_duplicate=False)),
+        ]
+        outside = self._given.on_names(name for name in names if not _is_inside(name, self._block_names))
         if self._options.plan == "model":
-            rest = {pattern: rule for pattern, rule in rest.items() if not is_vocabulary_rule(rule)}
-        return TensorPlan(rest)
+            return outside.only(lambda name: not is_vocabulary_rule(outside.rules[name]))
+        return outside
 
     # -- Blocks --------------------------------------------------------------------------------------------------------
 

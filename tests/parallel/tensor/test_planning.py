@@ -126,6 +126,36 @@ def test_a_bias_under_two_names_is_cut_under_both() -> None:
     assert set(_plan("bert").plan.rules) >= {"cls.predictions.decoder", "cls.predictions.bias"}
 
 
+# -- Plans of users ----------------------------------------------------------------------------------------------------
+
+
+class Tailed(nn.Module):
+    """Has layers outside of its blocks that a pattern of the blocks matches too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self._mlp(), self._mlp()])
+        self.tail = nn.ModuleDict({"mlp": self._mlp()})
+
+    @staticmethod
+    def _mlp() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.tail["mlp"](x)
+        return result
+
+
+def test_patterns_count_inside_of_blocks_and_outside() -> None:
+    plan = TensorPlan({"*.*.0": "column", "*.*.2": "row"})
+    planned = plan_model(Tailed(), TensorParallel(plan=plan), lambda model: model(torch.ones(2, 8)))
+    assert planned.cut_fraction > 0.95
+    assert [one.names for one in planned.blocks] == [("blocks.0", "blocks.1"), ("tail",)]
+    assert planned.plan.rules["tail.mlp.2"] == "row"
+
+
 # -- Refusals ----------------------------------------------------------------------------------------------------------
 
 PACKED = {"blocks.*.attn.qkv": "column", "blocks.*.attn.proj": "row"}
