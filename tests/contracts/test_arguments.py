@@ -16,6 +16,9 @@ CALLED_BY_OTHERS = {
     "lightning_zero/lightning/strategy.py": {"__init__"},  # options of a Trainer's strategy: named in every example
     "lightning_zero/parallel/pipeline/schedule/weight_gradients.py": {"forward"},  # of `torch.autograd.Function`
     "lightning_zero/parallel/pipeline/tracing/fake_mode.py": {"_empty_product"},  # PyTorch's operator
+    "lightning_zero/parallel/tensor/attention.py": {"__call__"},  # of `nn.MultiheadAttention`
+    "lightning_zero/parallel/tensor/collectives.py": {"forward"},  # of `torch.autograd.Function`
+    "lightning_zero/parallel/tensor/loss.py": {"forward"},  # likewise
     "lightning_zero/parallel/pipeline/tracing/own_gradients.py": {"run_watched"},  # PyTorch's engine
 }
 

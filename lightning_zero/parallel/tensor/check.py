@@ -111,14 +111,16 @@ def check_block(
             f" {type(error).__name__}: {error}"
         ) from error
     try:
-        differences = _compare(whole, arguments, cut, size, expected)
+        differences = _compare(whole, arguments, cut=cut, size=size, expected=expected)
     except Exception as error:
         check = BlockCheck(failure=error)
     else:
         check = BlockCheck(tuple(differences))
     if check.is_right or not explain:
         return check
-    return BlockCheck(check.differences, check.failure, _find_suspect(whole, arguments, cut, size, expected.grads))
+    return BlockCheck(
+        check.differences, check.failure, _find_suspect(whole, arguments, cut=cut, size=size, grads=expected.grads)
+    )
 
 
 def random_copy(block: nn.Module, dtype: torch.dtype, seed: int = 0) -> nn.Module:
@@ -189,6 +191,7 @@ class _Result:
 def _run(
     block: nn.Module,
     arguments: Arguments,
+    *,
     grads: Sequence[Tensor] | None = None,
     records: dict[str, ParamRecord] | None = None,
     ranks: Ranks | None = None,
@@ -236,7 +239,7 @@ def _float_tensors(tree: object) -> list[Tensor]:
 
 
 def _run_in_parts(
-    whole: nn.Module, arguments: Arguments, cut: CutBlock, size: int, grads: Sequence[Tensor]
+    whole: nn.Module, arguments: Arguments, *, cut: CutBlock, size: int, grads: Sequence[Tensor]
 ) -> list[_Result]:
     """Return the results of every rank; outputs that are shards get shards of the gradients."""
     dtype = next(whole.parameters()).dtype
@@ -247,7 +250,7 @@ def _run_in_parts(
         records.append(cut(blocks[-1], one))
 
     def work(one: ThreadRanks) -> _Result:
-        return _run(blocks[one.rank], replay(arguments, dtype), grads, records[one.rank], one)
+        return _run(blocks[one.rank], replay(arguments, dtype), grads=grads, records=records[one.rank], ranks=one)
 
     return run_threads(ranks, work)
 
@@ -255,8 +258,10 @@ def _run_in_parts(
 # -- Comparisons -------------------------------------------------------------------------------------------------------
 
 
-def _compare(whole: nn.Module, arguments: Arguments, cut: CutBlock, size: int, expected: _Result) -> list[Difference]:
-    parts = _run_in_parts(whole, arguments, cut, size, expected.grads)
+def _compare(
+    whole: nn.Module, arguments: Arguments, *, cut: CutBlock, size: int, expected: _Result
+) -> list[Difference]:
+    parts = _run_in_parts(whole, arguments, cut=cut, size=size, grads=expected.grads)
     found = [
         *_differences("result {}", expected.outputs, [part.outputs for part in parts]),
         *_differences("result {} in evaluation", expected.evaluated, [part.evaluated for part in parts]),
@@ -341,13 +346,13 @@ def _scale_remedy(found: Sequence[Tensor], expected: Sequence[Tensor], floor: fl
 
 
 def _find_suspect(
-    whole: nn.Module, arguments: Arguments, cut: CutBlock, size: int, grads: Sequence[Tensor]
+    whole: nn.Module, arguments: Arguments, *, cut: CutBlock, size: int, grads: Sequence[Tensor]
 ) -> Suspect | None:
     """Run once more, with the results of all modules noted."""
     dtype = next(whole.parameters()).dtype
     traced = copy.deepcopy(whole)
     reference = ModuleTrace(traced)
-    _run(traced, replay(arguments, dtype), grads)
+    _run(traced, replay(arguments, dtype), grads=grads)
     ranks = ThreadRanks.group(size)
     blocks = [copy.deepcopy(whole) for _ in ranks]
     traces: list[ModuleTrace] = []
@@ -355,7 +360,7 @@ def _find_suspect(
         for block, one in zip(blocks, ranks, strict=True):
             cut(block, one)
             traces.append(ModuleTrace(block))
-        run_threads(ranks, lambda one: _run(blocks[one.rank], replay(arguments, dtype), grads, ranks=one))
+        run_threads(ranks, lambda one: _run(blocks[one.rank], replay(arguments, dtype), grads=grads, ranks=one))
     except Exception:
         if len(traces) < size:
             return None

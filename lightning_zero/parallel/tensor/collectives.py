@@ -87,34 +87,34 @@ class ProcessGroupRanks:
 
 def copy_to_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
     """Enter a region in which every rank computes its part: the gradient is the sum of the parts' gradients."""
-    return _apply(tensor, ranks, "none", "sum")
+    return _apply(tensor, ranks, forward="none", backward="sum")
 
 
 def reduce_from_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
     """Leave a region: sum the partial results of the ranks."""
-    return _apply(tensor, ranks, "sum", "none")
+    return _apply(tensor, ranks, forward="sum", backward="none")
 
 
 def gather_from_ranks(tensor: Tensor, ranks: Ranks, dim: int = -1) -> Tensor:
     """Concatenate the shards of the ranks along ``dim``; all ranks go on with the same values."""
-    return _apply(tensor, ranks, "gather", "shard", dim)
+    return _apply(tensor, ranks, forward="gather", backward="shard", dim=dim)
 
 
 def scatter_to_ranks(tensor: Tensor, ranks: Ranks, dim: int = -1) -> Tensor:
     """Return this rank's shard, along ``dim``, of a tensor that all ranks have."""
     _require_divisible(tensor, ranks, dim)
-    return _apply(tensor, ranks, "shard", "gather", dim)
+    return _apply(tensor, ranks, forward="shard", backward="gather", dim=dim)
 
 
 def gather_sequence(tensor: Tensor, ranks: Ranks, dim: int) -> Tensor:
     """Enter a region from shards of a sequence: concatenate them; the gradient is this rank's shard of the sum."""
-    return _apply(tensor, ranks, "gather", "sum_shard", dim)
+    return _apply(tensor, ranks, forward="gather", backward="sum_shard", dim=dim)
 
 
 def reduce_scatter_sequence(tensor: Tensor, ranks: Ranks, dim: int) -> Tensor:
     """Leave a region to shards of a sequence: return this rank's shard of the sum of partial results."""
     _require_divisible(tensor, ranks, dim)
-    return _apply(tensor, ranks, "sum_shard", "gather", dim)
+    return _apply(tensor, ranks, forward="sum_shard", backward="gather", dim=dim)
 
 
 def _require_divisible(tensor: Tensor, ranks: Ranks, dim: int) -> None:
@@ -125,7 +125,7 @@ def _require_divisible(tensor: Tensor, ranks: Ranks, dim: int) -> None:
         )
 
 
-def _apply(tensor: Tensor, ranks: Ranks, forward: _Operation, backward: _Operation, dim: int = -1) -> Tensor:
+def _apply(tensor: Tensor, ranks: Ranks, *, forward: _Operation, backward: _Operation, dim: int = -1) -> Tensor:
     result: Tensor = _Mirrored.apply(tensor, ranks, forward, backward, dim)  # type: ignore[no-untyped-call]
     return result
 

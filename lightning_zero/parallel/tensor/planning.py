@@ -194,7 +194,7 @@ class _Planner:
         check = check_block(block.module, arguments, plan, self._size)
         if not check.is_right:
             hint = self._hint(block.module, block.name, check)
-            self._refuse(_message(block.name, plan, check, self._size, hint))
+            self._refuse(_message(block.name, plan, check=check, size=self._size, hint=hint))
         return self._planned(block.names, block.module, plan, check)
 
     def _planned(
@@ -244,7 +244,7 @@ class _Planner:
             elif name in self._captured.arguments:  # else it is another name of a tied parameter
                 check = check_block(module, self._captured.arguments[name], plan, self._size)
                 if not check.is_right:
-                    problem = _message(name, plan, check, self._size, "")
+                    problem = _message(name, plan, check=check, size=self._size, hint="")
             if problem and is_given:
                 self._refuse(problem)
             elif problem:
@@ -297,7 +297,7 @@ def _spread(block: PlannedBlock, blocks: Sequence[str]) -> TensorPlan:
     return result
 
 
-def _message(name: str, plan: TensorPlan, check: BlockCheck, size: int, hint: str) -> str:
+def _message(name: str, plan: TensorPlan, *, check: BlockCheck, size: int, hint: str) -> str:
     """Return the error of a plan that is wrong: block, module, tensor and remedy."""
     if check.failure is not None:
         what = f"fails ({type(check.failure).__name__}: {str(check.failure)[:300]})"

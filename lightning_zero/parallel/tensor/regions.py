@@ -77,7 +77,7 @@ def find_regions(block: nn.Module, arguments: Arguments, size: int) -> list[Foun
     except (RuntimeError, NotImplementedError):  # an operator without fp64
         dtype = torch.float32
         regions = _follow(block, arguments, size, dtype)
-    _add_insides(block, arguments, size, dtype, regions)
+    _add_insides(block, arguments, size=size, dtype=dtype, regions=regions)
     attentions = [
         FoundRegion(attention=name)
         for name, child in block.named_modules()
@@ -144,7 +144,7 @@ def _follow(block: nn.Module, arguments: Arguments, size: int, dtype: torch.dtyp
             earlier = [name for name in forward.order[:position] if name not in found and _differ(forward, name, row)]
             if row in taken or row in found or not earlier or forward.inputs[row].shape[-1] % size:
                 continue
-            _reach(forward, row, earlier, size, masks)
+            _reach(forward, row, earlier=earlier, size=size, masks=masks)
             columns = {}
             for name in earlier:
                 shares = [masks.get((row, name, rank)) for rank in range(size)]
@@ -168,7 +168,7 @@ def _differ(forward: _Forward, column: str, row: str) -> bool:
 
 
 def _reach(
-    forward: _Forward, row: str, earlier: Sequence[str], size: int, masks: dict[tuple[str, str, int], Tensor]
+    forward: _Forward, row: str, *, earlier: Sequence[str], size: int, masks: dict[tuple[str, str, int], Tensor]
 ) -> None:
     """Note the output features of earlier layers on which each rank's slice of a layer's input depends."""
     features = forward.inputs[row]
@@ -208,7 +208,7 @@ def _has_dead(masks: Sequence[Tensor]) -> bool:
 
 
 def _add_insides(
-    block: nn.Module, arguments: Arguments, size: int, dtype: torch.dtype, regions: Sequence[FoundRegion]
+    block: nn.Module, arguments: Arguments, *, size: int, dtype: torch.dtype, regions: Sequence[FoundRegion]
 ) -> None:
     """Add the parameters and arguments that the inputs of row layers depend on, past the column layers."""
     if not regions:

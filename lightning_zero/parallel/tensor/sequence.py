@@ -95,6 +95,7 @@ class SequenceBlockForward(Divided):
         self,
         module: nn.Module,
         ranks: Ranks,
+        *,
         region: Region,
         words: Mapping[str | int, SequenceWord],
         ends: SequenceEnds,

@@ -152,7 +152,7 @@ def _cut_sequences(modules: Mapping[str, nn.Module], resolution: Resolution, ran
     for blocks in lists.values():
         for name in blocks:
             ends = SequenceEnds(is_first=name == blocks[0], is_last=name == blocks[-1])
-            SequenceBlockForward(modules[name], ranks, region, resolution.sequence[name], ends)
+            SequenceBlockForward(modules[name], ranks, region=region, words=resolution.sequence[name], ends=ends)
 
 
 def _divide(modules: Mapping[str, nn.Module], divided: Mapping[str, tuple[str, ...]], size: int) -> None:
