@@ -16,6 +16,7 @@ from lightning_zero.lightning.checkpoint_io import load_from_checkpoint, name_th
 from lightning_zero.lightning.precision import LossScale
 from lightning_zero.lightning.strategy import ZeroStrategy, register_strategies
 from lightning_zero.parallel.pipeline.stages.specs import LayerSpec, TiedLayerSpec
+from lightning_zero.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 __version__ = "0.1.0"
 
@@ -28,17 +29,22 @@ __all__ = [
     "ExportSafetensors",
     "FlatLayout",
     "Grid",
+    "LRRangeTest",
     "LayerSpec",
     "LossScale",
     "MixedPrecision",
     "Offload",
     "ParamAxes",
+    "OneCycle",
     "Pipeline",
     "PipelineError",
     "ReleasedParameterError",
     "Sharding",
     "ShardedGradientError",
     "TiedLayerSpec",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
     "ZeroEngine",
     "ZeroMonitor",
     "ZeroStrategy",

@@ -39,6 +39,7 @@ from lightning_zero.lightning.loader_states import note_loader_states
 from lightning_zero.lightning.pipelined_steps import PipelinedSteps
 from lightning_zero.lightning.precision import LossScale, LossScaler, ZeroPrecision, ZeroStep, adopt, engine_precision
 from lightning_zero.lightning.process_hooks import ProcessHooks
+from lightning_zero.lightning.schedules import prepare_schedules
 from lightning_zero.lightning.signals import Signals
 from lightning_zero.lightning.uneven import UnevenEvaluation, agree_on_last_step, skip_together
 from lightning_zero.option_checks import checked_arguments, from_fields
@@ -366,6 +367,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self._reset_optimizers_and_schedulers()
         self.engine.internals.fits.detach()
         super().setup_optimizers(trainer)
+        prepare_schedules(self.lr_scheduler_configs, trainer)
         for optimizer in self.optimizers:
             self.engine.internals.fits.drop_elsewhere(optimizer)
         self.engine.attach(*self.optimizers)

@@ -22,6 +22,7 @@ LEVELS: dict[str, int] = {
     "lightning_zero.layout": 1,
     "lightning_zero.microbatch": 1,
     "lightning_zero.option_checks": 1,
+    "lightning_zero.schedules": 1,
     "lightning_zero.trees": 1,
     "lightning_zero.comm": 2,
     "lightning_zero.storage": 2,

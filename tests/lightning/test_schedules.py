@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+from torch.optim.lr_scheduler import ConstantLR, SequentialLR, StepLR
+from torch.utils.data import DataLoader
+
+from lightning_zero import OneCycle, WarmupCosineLR, WarmupDecayLR, ZeroStrategy
+from tests.lightning_programs import WORLD, Net, parity
+from tests.worlds import run
+
+STEPS = 12
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+class Rates(Callback):
+    """The learning rate of every step of the optimizer."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.seen.append(float(optimizer.param_groups[0]["lr"]))
+
+
+class Module(BoringModel):
+    """A small model with a schedule that is made when the optimizer is."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+        return [optimizer], [self.make(optimizer)]
+
+
+def data() -> DataLoader[Any]:
+    return DataLoader(torch.ones(STEPS, 32), batch_size=1)
+
+
+def rates(make: Any, tmp_path: Path, *, ckpt_path: Any = None, **options: Any) -> list[float]:
+    """Fit, leave `last.ckpt`, and return the learning rates."""
+    seen = Rates()
+    options = {"max_epochs": 1, "enable_checkpointing": False, **QUIET, **options}
+    fitted = Trainer(strategy=ZeroStrategy(stage=1), callbacks=[seen], default_root_dir=tmp_path, **options)
+    fitted.fit(Module(make), data(), ckpt_path=ckpt_path)
+    fitted.save_checkpoint(tmp_path / "last.ckpt")
+    return seen.seen
+
+
+def cosine(steps: int, total: int, count: int) -> list[float]:
+    ratios = [0.0, 0.0, *(math.log(b + 1, steps) for b in range(1, steps))]
+    waves = [math.cos(math.pi * (b - steps + 1) / (total - steps)) for b in range(steps, total)]
+    ratios += [1e-4 + (1 - 1e-4) * (1 + wave) / 2 for wave in waves]
+    return [0.1 * ratio for ratio in ratios[:count]]
+
+
+def decay(steps: int, total: int, count: int) -> list[float]:
+    heights = [0.0, 0.0, *(math.log(b + 1, steps) for b in range(1, steps))]
+    heights += [(total - b) / (total - steps) for b in range(steps, total)]
+    return [0.1 * height for height in heights[:count]]
+
+
+@pytest.mark.parametrize("make", [WarmupDecayLR, WarmupCosineLR])
+@pytest.mark.parametrize(
+    ("options", "total"),
+    [({}, STEPS), ({"max_epochs": 2}, 2 * STEPS), ({"accumulate_grad_batches": 3, "max_epochs": 2}, 8)],
+    ids=["epoch", "epochs", "accumulated"],
+)
+def test_auto_is_the_number_of_steps_of_the_training(make: Any, options: Any, total: int, tmp_path: Path) -> None:
+    seen = rates(lambda o: make(o, "auto", warmup_num_steps=4), tmp_path, **options)
+    expected = (decay if make is WarmupDecayLR else cosine)(4, total, total)
+    assert seen == pytest.approx(expected)
+
+
+def test_a_resumed_fit_goes_on_as_uninterrupted(tmp_path: Path) -> None:
+    def make(optimizer: Any) -> Any:
+        return WarmupDecayLR(optimizer, 2 * STEPS, warmup_num_steps=4)
+
+    whole = rates(make, tmp_path, max_epochs=2)
+    first = rates(make, tmp_path, max_epochs=1)
+    second = rates(make, tmp_path, max_epochs=2, ckpt_path=tmp_path / "last.ckpt")
+    assert first + second == whole
+
+
+def test_auto_in_a_sequence_of_schedules_is_filled(tmp_path: Path) -> None:
+    made: list[Any] = []
+
+    def make(optimizer: Any) -> Any:
+        made[:] = [ConstantLR(optimizer, 1.0), WarmupDecayLR(optimizer, "auto", warmup_num_steps=2)]
+        return {"scheduler": SequentialLR(optimizer, made, milestones=[4]), "interval": "step"}
+
+    rates(make, tmp_path)
+    assert made[1].total_num_steps == STEPS
+
+
+def test_a_training_without_an_end_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^`total_num_steps='auto'` of `WarmupDecayLR` .* has no end"):
+        rates(lambda o: WarmupDecayLR(o, "auto"), tmp_path, max_epochs=-1)
+
+
+def test_schedules_are_stepped_at_every_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        seen = rates(lambda o: OneCycle(o, 0.1, 0.4, cycle_first_step_size=3), tmp_path, max_steps=7)
+    assert seen == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.3, 0.2, 0.1])
+    assert sum("`OneCycle` counts steps of the optimizer" in message for message in caplog.messages) == 1
+
+
+def test_schedules_of_pytorch_are_stepped_as_before(tmp_path: Path) -> None:
+    assert rates(lambda o: StepLR(o, 1, 0.5), tmp_path, max_epochs=2) == [0.1] * STEPS + [0.05] * STEPS
+
+
+class Plain(BoringModel):
+    configure_optimizers = LightningModule.configure_optimizers
+
+
+YAML = """
+optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1, momentum: 0.9}}
+lr_scheduler: {class_path: lightning_zero.%s, init_args: {%s}}
+trainer:
+  accelerator: cpu
+  devices: 1
+  max_steps: 8
+  limit_val_batches: 0
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  callbacks: [{class_path: tests.lightning.test_schedules.Rates}]
+  strategy: {class_path: lightning_zero.ZeroStrategy, init_args: {stage: 2}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("LRRangeTest", "lr_range_test_min_lr: 0.1, lr_range_test_step_size: 2", [0.1, 0.15, 0.2, 0.25]),
+        ("OneCycle", "cycle_min_lr: [0.1], cycle_max_lr: 0.3, cycle_first_step_size: 2", [0.1, 0.2, 0.3, 0.2, 0.1]),
+        ("WarmupLR", "warmup_num_steps: 2, warmup_type: linear", [0.0, 0.0, 0.05, 0.1, 0.1]),
+        ("WarmupDecayLR", "total_num_steps: auto, warmup_num_steps: 4", decay(4, 8, 8)),
+        ("WarmupCosineLR", "total_num_steps: auto, warmup_num_steps: 4", cosine(4, 8, 8)),
+    ],
+)
+def test_schedules_are_made_from_yaml(name: str, options: str, expected: list[float], tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(YAML % (name, options))
+    cli = LightningCLI(
+        Plain,
+        BoringDataModule,
+        args=["fit", f"--config={tmp_path / 'run.yaml'}"],
+        save_config_callback=None,
+    )
+    seen = next(one for one in cli.trainer.callbacks if isinstance(one, Rates)).seen
+    assert seen[: len(expected)] == pytest.approx(expected)
+
+
+def test_schedules_are_named_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.yaml").write_text(YAML % ("WarmupLR", ""))
+    args = ["fit", f"--config={tmp_path / 'run.yaml'}", "--lr_scheduler", "lightning_zero.WarmupDecayLR"]
+    cli = LightningCLI(
+        Plain, BoringDataModule, args=[*args, "--lr_scheduler.total_num_steps=auto"], save_config_callback=None
+    )
+    assert cli.trainer.lr_scheduler_configs[0].scheduler.total_num_steps == 8
+    with pytest.raises(SystemExit):
+        LightningCLI(Plain, args=[*args, "--lr_scheduler.total_num_steps=all"], save_config_callback=None)
+    assert "total_num_steps" in capsys.readouterr().err
+
+
+def test_programs_of_the_document_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
+    (program,) = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    exec(compile(program, "schedules.md", "exec"), {"__name__": "document"})
+    (config,) = re.findall(r"^```yaml\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    Path("run.yaml").write_text(config)
+    quiet = ["--trainer.accelerator=cpu", "--trainer.limit_val_batches=0", "--trainer.callbacks+=Rates"]
+    cli = LightningCLI(Plain, BoringDataModule, args=["fit", "--config=run.yaml", *quiet], save_config_callback=None)
+    seen = next(one for one in cli.trainer.callbacks if isinstance(one, Rates)).seen
+    assert seen == pytest.approx([0.0, 0.0, 0.001, *(0.001 * (8 - n) / 6 for n in range(2, 7))])
+
+
+class Cycled(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02, fused=True)
+        schedule = OneCycle(optimizer, 0.002, 0.02, cycle_first_step_size=2, decay_lr_rate=0.5, decay_step_size=1)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def fit_with_a_cycle(rank: int, world: int) -> None:
+    parity(rank, world, Cycled)
+    parity(rank, world, Cycled, stages=(2,), ours={"offload": "cpu"})
+
+
+def test_rates_and_momenta_of_a_cycle_train_as_under_ddp() -> None:
+    run(fit_with_a_cycle, WORLD)
