@@ -12,6 +12,7 @@ from jsonargparse import auto_cli
 
 from lightning_zero.checkpoint.consolidate import consolidate
 from lightning_zero.checkpoint.convert import convert
+from lightning_zero.compat.deepspeed_yaml import convert_config
 from lightning_zero.parallel.pipeline.schedule.picture import pipeline
 from lightning_zero.parallel.tensor.command import tensor_plan
 
@@ -20,6 +21,7 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS: dict[str, Any] = {
     "consolidate": consolidate,
     "convert": convert,
+    "convert-config": convert_config,
     "pipeline": pipeline,
     "tensor-plan": tensor_plan,
 }

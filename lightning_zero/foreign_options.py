@@ -83,10 +83,7 @@ FOREIGN_OPTIONS: dict[str, str] = {
     "zero_allow_untested_optimizer": f"{_ALWAYS} optimizers are tried when they are attached.",
     "logging_batch_size_per_gpu": f"{_ALWAYS} the batch size is that of the data loader.",
     "logging_level": f"{_ALWAYS} nothing is logged but the plan at the start.",
-    "config": (
-        "A configuration of DeepSpeed is not read. Use the options `stage`, `offload`, `communication` and"
-        " `loss_scale`, and those of the Trainer (`precision`, `gradient_clip_val`, `accumulate_grad_batches`)."
-    ),
+    "config": "Use `ZeroStrategy.from_deepspeed(config)`.",
     "initial_scale_power": f"Use {_LOSS_SCALE} with `init_scale=2.0**power`.",
     "loss_scale_window": f"Use {_LOSS_SCALE} with `window`.",
     "hysteresis": f"Use {_LOSS_SCALE} with `hysteresis`.",
@@ -140,6 +137,7 @@ FOREIGN_TO_ENGINE: dict[str, str] = {
     "gradient_accumulation_steps": _ENGINE_MICROBATCHES,
     "accumulate_grad_batches": _ENGINE_MICROBATCHES,
     "timeout": "Use `communication=Communication(timeout_s=...)`.",
+    "config": f"{_NOT_IN_ENGINE}`ZeroStrategy.from_deepspeed(config)`.",
     "pipeline": f"{_NOT_IN_ENGINE}an engine holds one part of a model that is cut (`parts_group`).",
     "loss_scale": f"{_NOT_IN_ENGINE}in a loop multiply the loss, and call `engine.unscale(optimizer, 1 / scale)`.",
     "activation_checkpointing": f"{_NOT_IN_ENGINE}in a loop use `torch.utils.checkpoint`.",

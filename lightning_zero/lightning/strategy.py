@@ -8,13 +8,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Optional, TypeVar, Union
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -28,12 +29,14 @@ from torchmetrics import Metric
 from lightning_zero.checkpoint.asynchronous import AsyncSaver
 from lightning_zero.comm.mesh import Mesh
 from lightning_zero.comm.peers import Peers
+from lightning_zero.compat.deepspeed_config import plan_of
 from lightning_zero.config import OFFLOAD_USE, ActivationCheckpointing, Communication, Offload, Pipeline, Sharding
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.foreign_options import FOREIGN_OPTIONS
 from lightning_zero.lightning.averaging import begin_averages, bind_averages, forget_averages
 from lightning_zero.lightning.checkpoint_hooks import CheckpointFollower, CheckpointHooks, raw
 from lightning_zero.lightning.compatibility import refuse_options
+from lightning_zero.lightning.imported_config import ImportedConfig
 from lightning_zero.lightning.layer_costs import layer_costs
 from lightning_zero.lightning.loader_states import note_loader_states
 from lightning_zero.lightning.pipelined_steps import PipelinedSteps
@@ -170,6 +173,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self.weights_only = weights_only
         self._start_method = start_method
         self._process_group_backend = process_group_backend
+        self.imported: ImportedConfig | None = None  # set by `from_deepspeed`
         # - Set by Lightning
         self.num_nodes = 1
         # - Made by `setup`
@@ -187,6 +191,34 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self._random_states: tuple[list[dict[str, Any]], int] | None = None
         self._stored: dict[int, dict[str, Hashable]] = {}
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+
+    @classmethod
+    def from_deepspeed(
+        cls,
+        config: Union[str, Path, Mapping[str, Any]],
+        *,
+        deepspeed_version: Optional[str] = None,
+        strict: bool = True,
+        **explicit: Any,
+    ) -> ZeroStrategy:
+        """Return the strategy that a configuration of DeepSpeed stands for (docs/deepspeed.md).
+
+        Precision, clipping and accumulation are set in the Trainer where it leaves them open. Optimizer and schedule
+        are made for modules that make none. Rank 0 prints what became of every key.
+
+        Args:
+            config: The configuration, or the path of its JSON file.
+            deepspeed_version: Version of DeepSpeed whose defaults hold for keys that are not there; None: the newest.
+            strict: Refuse keys that are not known, or that would change the training and do not exist here.
+            **explicit: Options of the strategy, which win.
+
+        Raises:
+            ValueError: A key or its value is refused; the error names its path.
+        """
+        plan = plan_of(config, deepspeed_version=deepspeed_version, strict=strict, explicit=explicit)
+        strategy = cls(**{**plan.options, **explicit})
+        strategy.imported = ImportedConfig(plan, strategy.loss_scale)
+        return strategy
 
     # -- The engine ------------------------------------------------------------------------------------------------
 
@@ -227,6 +259,11 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        if precision_plugin is not None and self.imported is not None:
+            precision_plugin = self.imported.precision(
+                precision_plugin, on_cpu=isinstance(self.accelerator, CPUAccelerator)
+            )
+            self.loss_scale = self.imported.loss_scale(precision_plugin)
         plugin = None if precision_plugin is None else adopt(precision_plugin)
         if plugin is not None and self.loss_scale is not None and plugin.precision in ("16-mixed", "16-true"):
             plugin.scaler = LossScaler(self.loss_scale)
@@ -235,6 +272,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
     def connect(self, model: pl.LightningModule) -> None:
         """Take the module of the next run; an engine that shards another one is left to it."""
         super().connect(model)
+        if self.imported is not None:
+            self.imported.offer_optimizer(model)
         if self._engine is not None and self._engine.module is not model:
             self._engine = None
 
@@ -253,6 +292,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         assert self.lightning_module is not None
         self._meet_peers("Setting up the model")  # after the program's own code, before there are groups
         self.accelerator.setup(trainer)
+        if self.imported is not None and trainer.state.fn == TrainerFn.FITTING:
+            self.imported.settle(trainer, ranks=self.distributed_sampler_kwargs["num_replicas"])
         refuse_options(self, trainer)
         self._shard(self.lightning_module, is_fitting=trainer.state.fn == TrainerFn.FITTING)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -367,6 +408,9 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self._reset_optimizers_and_schedulers()
         self.engine.internals.fits.detach()
         super().setup_optimizers(trainer)
+        if self.imported is not None:
+            made = self.imported.schedule_for(self._sharded_module, self.optimizers, self.lr_scheduler_configs)
+            self.lr_scheduler_configs = made
         prepare_schedules(self.lr_scheduler_configs, trainer)
         for optimizer in self.optimizers:
             self.engine.internals.fits.drop_elsewhere(optimizer)
@@ -425,6 +469,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         )
 
     def _announce(self) -> None:
+        if self.imported is not None:
+            self.imported.announce()
         if self._announced is not self._engine:
             self._announced = self._engine
             rank_zero_info("\n".join(self.engine.plan()))
@@ -448,6 +494,14 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         return {key: whole.get(key, value) for key, value in self.lightning_module_state_dict().items()}
 
     # -- Steps -----------------------------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """Set the random number generators of a resumed run; compare the loader with an imported configuration."""
+        super().on_train_start()
+        if self.imported is not None:
+            self.imported.compare_loader(
+                self._sharded_module.trainer, ranks=self.distributed_sampler_kwargs["num_replicas"]
+            )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Agree on a step of fewer micro-batches. Collective at the end of an epoch: all ranks."""
@@ -608,6 +662,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             Peers.of_world().end_run()
         if self._engine is not None:
             self._engine.internals.fits.pause()
+        if self.imported is not None:
+            self.imported.withdraw_optimizer(self.lightning_module)
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

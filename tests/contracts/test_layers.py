@@ -25,6 +25,7 @@ LEVELS: dict[str, int] = {
     "lightning_zero.schedules": 1,
     "lightning_zero.trees": 1,
     "lightning_zero.comm": 2,
+    "lightning_zero.compat": 2,
     "lightning_zero.storage": 2,
     "lightning_zero.parallel.activation": 4,
     "lightning_zero.parallel.tensor": 4,

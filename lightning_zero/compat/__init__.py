@@ -1,0 +1,1 @@
+"""Configurations of other tools as options of this package, in plain Python."""
