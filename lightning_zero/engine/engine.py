@@ -268,8 +268,8 @@ class ZeroEngine:
         Raises:
             RuntimeError: This rank has passed a collective of the model by.
         """
-        if self.module is not None:
-            self._state.sharded.hooks.backward.meet()
+        self._state.require_module()
+        self._state.sharded.hooks.backward.meet()
 
     @contextmanager
     def backward_scope(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import yaml  # type: ignore[import-untyped]
+import yaml
 from torch import Tensor, nn
 
 from lightning_zero.parallel.tensor.blocks import Call
