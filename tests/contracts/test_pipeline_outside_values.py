@@ -564,7 +564,27 @@ class OwnFunction(Program):
         return hidden
 
 
+class Twice(Program):
+    """Runs the model twice in a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + super().training_step(batch.flip(0), batch_idx)
+
+
+class NamedByValueBlock(Block):
+    """Makes a name of the value of a tensor."""
+
+    def forward(self, x: Tensor) -> Any:
+        return getattr(self, {"0": "first"}[f"{x.argmax() * 0}"])(x)
+
+
+class NamedByValue(Program):
+    block = NamedByValueBlock
+
+
 REMEDIES = [
+    (Twice, "and again behind them. If the step runs the model twice"),
+    (NamedByValue, "it reads the value of a tensor"),
     (OwnFunction, "is called inside of the forward of `_Again`, a `torch.autograd.Function`"),
     (KeptList, "Let it assign a new list to the attribute"),
     (Pointer, "Keep numbers that a forward reads in plain attributes"),
@@ -573,7 +593,7 @@ REMEDIES = [
 ]
 
 
-@pytest.mark.parametrize("case", sample(REMEDIES, *REMEDIES[:4]), ids=lambda case: case[0].__name__)
+@pytest.mark.parametrize("case", sample(REMEDIES, *REMEDIES[:6]), ids=lambda case: case[0].__name__)
 def test_programs_that_stages_cannot_pass_over_are_told_the_cause_and_a_remedy(case: Any) -> None:
     make, message = case
     with pytest.raises(BaseException, match=message):

@@ -546,9 +546,10 @@ def _cause(error: Exception) -> str:
     if "NestedTensor" in str(error):
         return (
             "it makes a nested tensor, whose shape no other stage can be told. `nn.TransformerEncoder` does so for a"
-            " padding mask where no gradients are computed: build it with `enable_nested_tensor=False`"
+            " padding mask where no gradients are computed: build it with `enable_nested_tensor=False`, or set the"
+            " attribute of that name, as in `transformer.encoder.enable_nested_tensor = False`"
         )
-    if not isinstance(error, DataDependentOutputException):
+    if not (isinstance(error, DataDependentOutputException) or "FakeTensor(" in str(error)):  # f"expert_{index}"
         return str(error)
     return (
         f"it reads the value of a tensor (`{error}`, as in `int(self.pointer)`, `x.item()`, `if x.any():`), which this"

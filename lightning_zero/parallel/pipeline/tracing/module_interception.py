@@ -86,6 +86,7 @@ class _Visit:
     times: Counter[str] = field(default_factory=Counter)  # calls of modules that compute, by name
     outcomes: dict[tuple[str, int], Outcome] = field(default_factory=dict)  # described, by name and number of the call
     calls: Counter[str] = field(default_factory=Counter)  # that have been described or compared, by name
+    seen: set[str] = field(default_factory=set)  # modules outside of the blocks that were called
     reached: int = -1  # block that was run last
     passed: int = -1  # block that was passed over last
     is_inside: bool = False  # a gated module is running
@@ -545,7 +546,10 @@ class Gates:
         is_before = visit.reached < visit.start
         if place.chunk == 0:
             if not is_before and visit.chunk > 0:
+                if place.name in visit.seen:
+                    self._refuse_second_call(place)
                 self._refuse_place(place, "behind the first block of a later stage", "first", "last")
+            visit.seen.add(place.name)
             return visit.chunk == 0 and visit.stop > 0
         if is_before and visit.passed >= 0:
             raise PipelineError(
@@ -615,6 +619,14 @@ class Gates:
                 " new tensor."
             )
         return received
+
+    def _refuse_second_call(self, place: PlacedModule) -> NoReturn:
+        raise PipelineError(
+            f"`{place.name}` is called in front of the blocks of `{self._split.blocks}`, and again behind them. If the"
+            " step runs the model twice (a second forward, `generate`): stages run one forward in a step, so join the"
+            " batches of both, and use a Trainer without `pipeline` for `generate`. If both sides use the module, give"
+            " both one of their own."
+        )
 
     def _refuse_place(self, place: PlacedModule, where: str, side: str, other: str) -> NoReturn:
         raise PipelineError(
