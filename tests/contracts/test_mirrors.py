@@ -62,7 +62,6 @@ IN_CONTRACTS = {
     "lightning_zero/parallel/pipeline/traced_steps.py": "tests/contracts/test_pipeline_programs.py",
     "lightning_zero/parallel/pipeline/tracing/escapes.py": "tests/contracts/test_pipeline_outside_values.py",
     "lightning_zero/parallel/pipeline/tracing/module_interception.py": "tests/contracts/test_pipeline_programs.py",
-    "lightning_zero/parallel/pipeline/tracing/constants.py": "tests/contracts/test_pipeline_caches.py",
     "lightning_zero/parallel/pipeline/tracing/fake_mode.py": "tests/parallel/pipeline/tracing/test_fakes.py",
     "lightning_zero/parallel/pipeline/tracing/conversions.py": "tests/contracts/test_pipeline_programs.py",
     "lightning_zero/parallel/pipeline/stages/generators.py": "tests/contracts/test_pipeline_generators.py",

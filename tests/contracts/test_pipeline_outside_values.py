@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from tests.contracts.test_pipeline_late_values import Block, Program, _fit, batches
 from tests.sampling import sample
@@ -393,10 +394,57 @@ def test_losses_that_blocks_put_outside_of_their_modules_are_refused(make: Any, 
         run(_fit, 2, make, _pipeline(schedule), batches())
 
 
-WEAK = [WeakOutputs, WeakInner, WeakAttributes, WeakHooks]
+class WeakInputsBlock(Block):
+    def forward(self, x: Tensor) -> Any:
+        WEAKLY.append(weakref.ref(x))
+        return super().forward(x)
 
 
-@pytest.mark.parametrize("make", sample(WEAK, WeakOutputs, WeakHooks), ids=lambda one: one.__name__)
+class WeakInputs(WeakOutputs):
+    """Looks at what its blocks are given, which nothing but the graph keeps."""
+
+    block = WeakInputsBlock
+
+    def body(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = block(hidden * 0.9)
+        return hidden
+
+
+class TaggedBlock(Block):
+    def forward(self, x: Tensor) -> Any:
+        hidden = super().forward(x)
+        hidden.aux = hidden.pow(2).mean()
+        return hidden
+
+
+class Tagged(Program):
+    """Reads losses from attributes of tensors."""
+
+    block = TaggedBlock
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden, aux = self.embedding(batch), torch.zeros(())
+        for block in self.blocks:
+            hidden = block(hidden)
+            aux = aux + getattr(hidden, "aux", 0.0)
+        return self.loss(hidden, batch) + aux
+
+
+class Dual(Program):
+    """Computes a derivative in forward mode around the blocks, without ``torch.func``."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with forward_ad.dual_level():
+            start = self.embedding(batch)
+            hidden, tangent = forward_ad.unpack_dual(self.body(forward_ad.make_dual(start, torch.ones_like(start))))
+            return self.loss(hidden, batch) + (tangent.pow(2).mean() if tangent is not None else 0.0)
+
+
+WEAK = [WeakInputs, WeakOutputs, WeakInner, WeakAttributes, WeakHooks]
+
+
+@pytest.mark.parametrize("make", sample(WEAK, WeakInputs, WeakHooks), ids=lambda one: one.__name__)
 @pytest.mark.parametrize("schedule", sample(("1f1b", "interleaved_1f1b"), "1f1b"))
 def test_weak_references_to_what_blocks_compute_are_refused(make: Any, schedule: str) -> None:
     """The losses were those of the last stage's blocks, in silence."""
@@ -583,6 +631,8 @@ class NamedByValue(Program):
 
 
 REMEDIES = [
+    (Tagged, "it sets the attribute `aux` on a tensor"),
+    (Dual, "is called inside of a transform"),
     (Twice, "and again behind them. If the step runs the model twice"),
     (NamedByValue, "it reads the value of a tensor"),
     (OwnFunction, "is called inside of the forward of `_Again`, a `torch.autograd.Function`"),
@@ -593,7 +643,7 @@ REMEDIES = [
 ]
 
 
-@pytest.mark.parametrize("case", sample(REMEDIES, *REMEDIES[:6]), ids=lambda case: case[0].__name__)
+@pytest.mark.parametrize("case", sample(REMEDIES, *REMEDIES[:8]), ids=lambda case: case[0].__name__)
 def test_programs_that_stages_cannot_pass_over_are_told_the_cause_and_a_remedy(case: Any) -> None:
     make, message = case
     with pytest.raises(BaseException, match=message):

@@ -31,6 +31,9 @@ from lightning_zero.trees import tree_leaves
 __all__ = ["Escapes"]
 
 
+_OF_FAKES = frozenset({"fake_mode", "fake_device", "constant", "real_tensor", "pytype", "dispatch_keys"})
+
+
 class Escapes:
     """Watches a forward on fakes.
 
@@ -43,6 +46,7 @@ class Escapes:
         self._made: dict[int, StorageWeakRef] = {}
         self._fakes: list[Tensor] = []  # results, until the forward ends
         self._before = {key: _holders(self._inputs[key]) for key in self._inputs}
+        self._weakly_held = {key: len(weakref.getweakrefs(one)) for key, one in self._inputs.items() if is_fake(one)}
 
     def note(self, result: Any, arguments: Any) -> None:
         """Note the results of an operation that have memory of their own."""
@@ -60,20 +64,31 @@ class Escapes:
         for one in _strided(values):
             key = one.untyped_storage()._cdata
             self._made.pop(key, None)
+            self._weakly_held.pop(id(one), None)
             for mine in [mine for mine in _strided(self._inputs) if mine.untyped_storage()._cdata == key]:
                 del self._inputs[id(mine)]
 
-    def end(self, own: Collection[int]) -> None:
+    def end(self, own: Collection[int], outputs: Iterable[Any]) -> None:
         """Let go of the results, when the forward has ended and its outputs and attributes are still there.
 
         Args:
             own: Weak references to fakes that are PyTorch's, by ``id``.
+            outputs: Leaves of the forward's outputs.
 
         Raises:
-            PipelineError: The program has weak references to results.
+            PipelineError: The program has weak references to results, or has set attributes on outputs.
         """
         held = any(id(one) not in own for fake in self._fakes for one in weakref.getweakrefs(fake))
+        tagged = [
+            key for fake in filter(is_fake, outputs) for key in vars(fake) if key not in _OF_FAKES and key[0] != "_"
+        ]
+        held |= any(len(weakref.getweakrefs(self._inputs[key])) > was for key, was in self._weakly_held.items())
         self._fakes.clear()
+        if tagged:
+            raise PipelineError(
+                f"it sets the attribute `{tagged[0]}` on a tensor, which code on other stages would not find. Return"
+                " the value, or keep it in an attribute of the module (`self.loss = ...`), which is sent"
+            )
         if held:
             raise PipelineError(
                 "it, or a hook on it, keeps a weak reference to a tensor that it computes (`weakref.ref`, a"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from torch._subclasses.fake_tensor import (
 
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.pipeline.stages.sources import Origins, Shape, describe_tensor, is_fake
-from lightning_zero.parallel.pipeline.tracing.constants import Constants
 from lightning_zero.parallel.pipeline.tracing.escapes import Escapes
 from lightning_zero.trees import tree_leaves, tree_map
 
@@ -37,24 +35,15 @@ class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     origins: Origins | None = None  # of a run on fakes
     escapes: Escapes | None = None  # of a forward that is imagined
-    constants: Constants | None = None  # likewise
     has_guessed = False  # a result, since this was set
     _is_imagining = False
-    _is_inside = False  # an operation is running, of which PyTorch may make others
     _is_drawn = False  # an operation is running whose random numbers have been drawn
-
-    @property
-    def memo(self) -> WeakValueDictionary[Any, Tensor]:
-        """Weak references to fakes, by the tensor that they stand for."""
-        converter: Any = self.fake_tensor_converter
-        memo: WeakValueDictionary[Any, Tensor] = converter.meta_converter.tensor_memo
-        return memo
 
     def own_references(self) -> set[int]:
         """Return the ``id`` of each weak reference to a fake that PyTorch keeps."""
         converter: Any = self.fake_tensor_converter
         constants = [one for alike in converter.constant_storage_mapping.values() for one in alike]
-        return {id(one) for one in [*self.memo.valuerefs(), *constants]}
+        return {id(one) for one in [*converter.meta_converter.tensor_memo.valuerefs(), *constants]}
 
     @contextmanager
     def imagining(self) -> Iterator[None]:
@@ -77,17 +66,7 @@ class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
             self._is_imagining = was
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.constants is None or self._is_inside:
-            return self._run(func, types, args, kwargs or {})
-        self._is_inside = True
-        try:
-            result = self._run(func, types, args, kwargs or {})
-        finally:
-            self._is_inside = False
-        self.constants.note(func, args, kwargs or {}, result, is_of_forward=self._is_imagining)
-        return result
-
-    def _run(self, func: Any, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        kwargs = kwargs or {}
         lost = self._lost_writes(func, args, kwargs)
         if lost and self.origins is None:
             raise PipelineError(
@@ -105,7 +84,7 @@ class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
             _draw(func, args, kwargs)
             self._is_drawn = True  # also where PyTorch makes it of other random operations
             try:
-                return self._run(func, types, args, kwargs)
+                return self.__torch_dispatch__(func, types, args, kwargs)
             finally:
                 self._is_drawn = False
         if func is torch.ops.aten._grouped_mm.default:

@@ -11,7 +11,7 @@ Note [Guesses]
     result but shapes, it is guessed from ones: a module that routes tokens returns as many as it is given. The stage
     that computes compares the shapes of what it sends, so a wrong guess is an error.
 
-Tensors that a forward leaves outside of its module are told in ``escapes.py`` and ``constants.py``.
+Tensors that a forward leaves outside of its module are told in ``escapes.py``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from torch.nn.utils.stateless import _reparametrize_module
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.pipeline.stages.sources import FOR_HOOKS, Origins, Shape, Source, describe_tensor, is_fake
 from lightning_zero.parallel.pipeline.tracing.attributes import Key, attribute_spaces
-from lightning_zero.parallel.pipeline.tracing.constants import Constants
 from lightning_zero.parallel.pipeline.tracing.escapes import Escapes
 from lightning_zero.parallel.pipeline.tracing.fake_mode import VALUES_NEEDED, Mode, empty_like
 from lightning_zero.parallel.pipeline.tracing.outcomes import Outcome
@@ -95,7 +94,6 @@ class Fakes:
         self._origins: Origins | None = None  # of a run on fakes
         self._fetch: Fetch | None = None  # of a run that computes
         self._escapes: Escapes | None = None  # of the forward that was imagined last
-        self._constants: Constants | None = None  # likewise
         self._outside: list[str] = []  # names of modules that have left fakes outside
         self._ever_outside = ""  # the first of these, in all runs
 
@@ -159,9 +157,9 @@ class Fakes:
             raise PipelineError(
                 f"`{self._ever_outside or name}` leaves tensors outside of its modules (in a cached function, a global,"
                 f" a class, or another object), and `{name}` uses them. Pipeline stages pass over modules of other"
-                " stages, so tensors that depend on parameters, module buffers, inputs or random numbers of those have"
-                " no values here. Compute them in every forward, or keep them in attributes or module buffers of the"
-                " module that uses them."
+                " stages, whose tensors have no values here. Compute them in every forward, keep them in attributes or"
+                " module buffers of the module that uses them, or fill a cache before the first step (in"
+                " `on_fit_start`)."
             )
 
     @property
@@ -354,19 +352,16 @@ class Fakes:
         """Run a forward, or its replacement, on fakes; describe its outputs and the attributes it sets."""
         self._fake_parameters(module)  # stay
         self._escapes = self._mode.escapes = Escapes(inputs) if forward is None else None
-        self._constants = self._mode.constants = Constants(inputs, self._mode.memo)
         try:
             return self._imagined(module, inputs, spec, forward=forward)
         finally:
-            self._mode.escapes = self._mode.constants = None
+            self._mode.escapes = None
 
     def _with_escapes(self, module: nn.Module, call: _Call) -> _Call:
         """Note whether the forward that was imagined last has left tensors outside of its module."""
         escapes, self._escapes = self._escapes, None
-        constants, self._constants = self._constants, None
-        call.has_escapes = constants is not None and constants.fill()
-        if escapes is not None and escapes.found():
-            call.has_escapes = True
+        call.has_escapes = escapes is not None and escapes.found()
+        if call.has_escapes:
             self._outside.append(self._names[id(module)])
             self._ever_outside = self._ever_outside or self._names[id(module)]
         return call
@@ -390,7 +385,7 @@ class Fakes:
                 if [leaf._version for leaf in real if not leaf.is_inference()] != versions:
                     raise PipelineError("it writes into an argument that this stage has, which other stages do not see")
                 if self._mode.escapes is not None:
-                    self._mode.escapes.end(self._mode.own_references())
+                    self._mode.escapes.end(self._mode.own_references(), tree_leaves(output))
         except Exception as error:
             raise PipelineError(
                 f"`{self._names[id(module)]}` lies on another pipeline stage, and what it returns could not be told"

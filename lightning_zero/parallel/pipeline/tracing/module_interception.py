@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.module_state import version_of, without_caches
@@ -357,12 +358,8 @@ class Gates:
                 " forwards again in the backward use `torch.utils.checkpoint` or"
                 " `ZeroStrategy(activation_checkpointing=...)`."
             )
-        if torch._C._functorch.maybe_current_level() is not None and place.block is not None:
-            raise PipelineError(
-                f"`{place.name}` is called inside of a transform (`torch.func`: `vmap`, `jvp`, `grad`), whose tensors a"
-                " pipeline stage cannot send to the next one. Apply the transform inside of the blocks, or train"
-                " without `pipeline`."
-            )
+        if place.block is not None and (_is_transforming() or _has_tangent(args, kwargs)):
+            raise self._of_transform(place)
         if visit.again is not None:
             return self._call_again(module, cls, visit=visit, args=args, kwargs=kwargs)
         with unwatched(), uncounted() if visit.notes_calls else nullcontext():
@@ -522,6 +519,8 @@ class Gates:
         kwargs: dict[str, Any],
         behind: RandomState | None,
     ) -> Any:
+        if visit.computes and (_is_transforming() or _has_tangent(args, kwargs)):
+            raise self._of_transform(place)
         visit.is_inside = True
         num_shown = len(self._fakes.shown)
         try:
@@ -620,6 +619,14 @@ class Gates:
             )
         return received
 
+    @staticmethod
+    def _of_transform(place: PlacedModule) -> PipelineError:
+        return PipelineError(
+            f"`{place.name}` is called inside of a transform (`torch.func`: `vmap`, `jvp`, `grad`; forward-mode"
+            " differentiation), whose tensors a pipeline stage cannot send to the next one. Apply the transform inside"
+            " of the blocks, or train without `pipeline`."
+        )
+
     def _refuse_second_call(self, place: PlacedModule) -> NoReturn:
         raise PipelineError(
             f"`{place.name}` is called in front of the blocks of `{self._split.blocks}`, and again behind them. If the"
@@ -637,6 +644,21 @@ class Gates:
 
     def _block_name(self, block: int) -> str:
         return next((place.name for place in self._split.places if place.block == block), f"block {block}")
+
+
+def _is_transforming() -> bool:
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def _has_tangent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Say whether an argument has a tangent of forward-mode differentiation."""
+    if forward_ad._current_level < 0:
+        return False
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    return any(
+        forward_ad.unpack_dual(one).tangent is not None  # type: ignore[no-untyped-call]
+        for one in tensors
+    )
 
 
 def _hidden(name: str, arguments: Any) -> str:
