@@ -141,6 +141,12 @@ class PretrainedValues:
                 record = records.get(id(place.tensor))
                 if record is None:
                     _load_whole(place, sources)
+                elif record.box is not None:
+                    raise ValueError(
+                        f"`{record.name}` is a part of a parameter of shape {tuple(record.shape)} on this grid of"
+                        " ranks, and `load_pretrained` reads whole parameters. Load the weights before the module is"
+                        " cut, or save a checkpoint without a grid and resume from it."
+                    )
                 else:
                     _load_range(record, sources, record.save_range if checkpoints.is_whole else record.own_range)
         checkpoints.complete_masters()

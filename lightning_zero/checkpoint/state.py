@@ -160,13 +160,17 @@ def copy_ranges(items: Sequence[tuple[str, Any, Segment]]) -> None:
                 stored.append((source, target))
             elif not isinstance(source, Segment):
                 target.local.copy_(_part_of(source.detach(), target).reshape(-1)[target.start : target.stop])
-            elif (source.start, source.stop) == (target.start, target.stop):
+            elif _range_of(source) == _range_of(target):
                 target.local.copy_(source.local)
             else:
                 raise ValueError(
                     f"`{name}` is of an engine with another stage or number of ranks. Save it, and load the file."
                 )
         fill(stored)
+
+
+def _range_of(segment: Segment) -> tuple[Any, ...]:
+    return segment.shape, segment.part, segment.start, segment.stop
 
 
 def _part_of(whole: torch.Tensor, target: Segment) -> torch.Tensor:

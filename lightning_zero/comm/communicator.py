@@ -532,7 +532,7 @@ class Communicator:
     @property
     def wait_s(self) -> float:
         """Seconds that this rank has waited for collectives: the host, and over NCCL the device."""
-        return self.waits.seconds
+        return sum(one.waits.seconds for one in (self, *self._along))
 
     def failure(self, what: str, reason: Exception | str) -> CollectiveError:
         """Return the error to raise when a collective failed; its groups are not used again.

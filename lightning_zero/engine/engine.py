@@ -190,13 +190,17 @@ class ZeroEngine:
     def unshard(self) -> nn.Module:
         """Return the module with whole parameters in their own dtype, and close the engine.
 
-        Collective: all ranks.
+        On a grid a rank's parameters are its parts again. Collective: all ranks.
         """
         module = self._state.require_module()
         self._state.let_go()
         self._state.drop_gradients()
         held = [param for param in module.parameters() if param in self._state.places]  # others were put there later
-        values = {param: self.full_param(param).to(self._original_dtype(param)) for param in held}
+        boxes = {id(record.parameter): record.box for record in self.records()}
+        values = {}
+        for param in held:
+            whole, box, shape = self.full_param(param), boxes[id(param)], tuple(param.shape)
+            values[param] = (whole if box is None else box.of(whole, shape)).to(self._original_dtype(param))
         self._close()
         aliases = [one for buffer in self._state.buffers for one in buffer.aliases.values()]
         for one in aliases:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from lightning_zero.engine.access.gathered import GatheredParams
 from lightning_zero.engine.access.offloaded_states import OffloadedStates
 from lightning_zero.engine.access.param_index import ParamIndex
 from lightning_zero.engine.access.statistics import Statistics
-from lightning_zero.engine.buffers.grid import Grid
+from lightning_zero.engine.buffers.grid import Grid, GridPlaces, check_places
 from lightning_zero.engine.buffers.original import RoundedWrites
 from lightning_zero.engine.buffers.parameter import Owner, own
 from lightning_zero.engine.optim.step_device import StepDevices
@@ -39,6 +40,10 @@ from lightning_zero.storage.store import DeviceStore
 
 __all__ = ["EngineOptions", "ShardedModule"]
 
+_SAME_BUFFERS = (
+    "On a grid all ranks get the module buffers of rank 0. Keep a value that differs, such as the first row of a part,"
+    " in a plain attribute."
+)
 _REMEDY = (
     "Build the same model, with the same options, on every rank: what depends on the rank, on its data or on a random"
     " number must not change the layers."
@@ -134,8 +139,6 @@ class ShardedModule:
         self._lowering = Lowering(module, options.precision)
         # - Ranks
         self.communicator = Communicator(options.communication, device, options.process_group)
-        if grid is not None:
-            grid.check({name: param.shape for name, param in module.named_parameters()})
         self._compare(module, holders, grid)
         self._groups = GridGroups(grid, self.communicator, options.sharding)
         self.everyone = self.communicator  # those of other parts of the model too
@@ -217,6 +220,34 @@ class ShardedModule:
             facts = {**options, **model_facts(module, holders), **buffer_facts(module)}
             facts.update({} if grid is None else grid.facts())
             require_same(self.communicator, facts, "models or options", _REMEDY)
+        if grid is not None:
+            self._compare_grids(module, grid)
+
+    def _compare_grids(self, module: nn.Module, grid: Grid) -> None:
+        """Refuse a grid that is wrong on some rank, on all of them."""
+        ranks = self._ranks()
+        shapes = {name: tuple(param.shape) for name, param in module.named_parameters()}
+        error = None
+        try:
+            grid.check(shapes, ranks)
+            places = grid.places(shapes, ranks)
+        except ValueError as found:
+            error, places = found, GridPlaces({}, {})
+        everyone = self.communicator.gather_objects((error and str(error), places), "comparison of grids")
+        if error is not None:
+            raise error
+        told = [text for text, _ in everyone if text is not None]
+        if told:
+            raise ValueError(f"`grid` is wrong on another rank. {told[0]}")
+        check_places({rank: one for rank, (_, one) in zip(ranks, everyone, strict=True)})
+        if self.communicator.world_size > 1:
+            values = {f"module buffer `{name}`": _checksum(one) for name, one in module.named_buffers()}
+            require_same(self.communicator, values, "values of module buffers", _SAME_BUFFERS)
+
+    def _ranks(self) -> list[int]:
+        if not (dist.is_available() and dist.is_initialized()):
+            return [0]
+        return dist.get_process_group_ranks(self._options.process_group or dist.group.WORLD)
 
     def _take_part(self, module: nn.Module, holders: Mapping[str, tuple[int, ...]]) -> PipelinePeers:
         """Give up the values of the parameters that other parts hold."""
@@ -295,6 +326,12 @@ class ShardedModule:
         if self.parts is not None:
             self.parts.communicator.close()
             self.everyone.close()
+
+
+def _checksum(buffer: torch.Tensor) -> str:
+    if buffer.is_meta or buffer.layout is not torch.strided:
+        return "no values"
+    return str(zlib.crc32(buffer.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()))
 
 
 def _device_of(module: nn.Module) -> torch.device:

@@ -267,8 +267,7 @@ class GatheredParams:
 def _in_whole(part: torch.Tensor, box: Box) -> torch.Tensor:
     """Return a tensor of the whole parameter's shape with a part of it, and zeros elsewhere."""
     whole = torch.zeros(box.whole, dtype=part.dtype, device=part.device)
-    ends = [offset + size for offset, size in zip(box.offsets, part.shape, strict=True)]
-    whole[tuple(map(slice, box.offsets, ends))] = part
+    box.of(whole, part.shape).copy_(part)
     return whole
 
 

@@ -240,6 +240,6 @@ def refuse_two_changes(name: str, digests: Sequence[Digest | None]) -> None:
 
 _REMEDY = (
     "What is assigned to `grad` (or left there by `backward(create_graph=True)`) is one rank's gradient. Average it on"
-    " all ranks before the step (`torch.distributed.all_reduce(grad)`, then divide it by the number of ranks), or let"
-    " `loss.backward()` do it."
+    " all ranks before the step (`torch.distributed.all_reduce(grad)`, then divide it by the number of ranks; on a grid"
+    " of ranks in the group of the parameter), or let `loss.backward()` do it."
 )

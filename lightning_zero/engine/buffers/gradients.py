@@ -86,11 +86,10 @@ class BufferGradients:
         slot = self._spec.layout.slots[index]
         target = self._local_sums()[slot.offset : slot.stop].view(slot.shape)
         dense = grad.to_dense() if grad.is_sparse else grad
-        factor = self._spec.factor(index)
         if index in self.sums.slots:
-            target.add_(dense if factor == 1.0 else dense * factor)
+            target.add_(dense)
         else:
-            target.copy_(dense if factor == 1.0 else dense * factor)
+            target.copy_(dense)
             self.sums.slots.add(index)
         self.used.add(index)
         if not grad.is_inference() and grad._version:  # autograd has added to an assigned gradient, and may keep
@@ -171,6 +170,8 @@ class BufferGradients:
             for index, slot in enumerate(spec.layout.slots):
                 if index not in self.sums.slots and not self._sum_assigned(index):
                     local[slot.offset : slot.stop].zero_()
+                elif spec.factor(index) != 1.0:  # in the dtype of reductions; local sums are those of the program
+                    local[slot.offset : slot.stop].mul_(spec.factor(index))
             if spec.sharding.grads and spec.communicator.world_size > 1:
                 self._target = spec.store.create("gradients", spec.layout.shard_numel, spec.kind.reduce)
             else:

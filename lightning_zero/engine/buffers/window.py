@@ -103,6 +103,16 @@ class BufferWindow:
             swap_class(param, ReducedParameter)
 
     @property
+    def communicator(self) -> Communicator:
+        """The communicator of the ranks over which the buffer is cut."""
+        return self._spec.communicator
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether other groups of ranks have other parts of the parameters."""
+        return any(axes.box is not None for axes in self._spec.axes.values())
+
+    @property
     def entered(self) -> Set[int]:
         """The slots whose parameters show their segment of the master."""
         return self._entered
@@ -466,11 +476,14 @@ def compare_assigned(windows: Iterable[BufferWindow], communicator: Communicator
     Raises:
         RuntimeError: They have not assigned the same.
     """
-    assigned: dict[str, Digest] = {}
+    assigned: dict[Communicator, dict[str, Digest]] = {}
     for window in windows:
-        assigned.update(window.take_assigned())
-    if assigned:
-        compare(assigned, communicator)
+        found = window.take_assigned()
+        if found:  # on a grid other groups have other parts of a parameter
+            group = window.communicator if window.has_parts else communicator
+            assigned.setdefault(group, {}).update(found)
+    for group, digests in assigned.items():
+        compare(digests, group)
 
 
 def _ordinary_memory(grad: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lightning_zero.comm.communicator import Communicator
@@ -25,17 +25,21 @@ class GridGroups:
         self._all = BufferGroup.of_all(everyone)
         self._sharding = sharding
         self._groups: dict[str, BufferGroup] = {}
-        self.axes: Mapping[str, ParamAxes] = {} if grid is None else grid.params  # by first name of the parameter
-        self._is_grid = grid is not None
+        self._grid = grid
         if grid is not None:
             self._all = replace(self._all, divisor=grid.data_ranks)
             for name, ranks in grid.groups.items():
                 communicator = everyone if ranks is None else everyone.along(ranks)
                 self._groups[name] = BufferGroup(communicator, everyone, grid.data_ranks)
 
+    def axes(self, names: Sequence[str]) -> dict[str, ParamAxes]:
+        """Return the axes of parameters on the grid, by first name; nothing without one."""
+        num_ranks = self._all.everyone.world_size
+        return {} if self._grid is None else {name: self._grid.axes(name, num_ranks) for name in names}
+
     def name_of(self, param: str) -> str | None:
         """Return the name of a parameter's group; None: all ranks."""
-        axes = self.axes.get(param)
+        axes = None if self._grid is None else self._grid.params.get(param)
         return None if axes is None else axes.group
 
     def group(self, name: str | None) -> BufferGroup:
@@ -48,4 +52,4 @@ class GridGroups:
         On a grid one rank steps an element, at every stage; see Note [Counted once] in ``grid``.
         """
         sharding = self._sharding(self.group(name).communicator.world_size)
-        return replace(sharding, optim=True) if self._is_grid else sharding
+        return replace(sharding, optim=True) if self._grid is not None else sharding

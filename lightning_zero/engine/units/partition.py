@@ -179,7 +179,7 @@ def build_unit(
             sharding=groups.sharding(kind.group),
             group=groups.group(kind.group),
             store=store,
-            axes=groups.axes,
+            axes=groups.axes(names),
             home=home,
             params_home=params_home,
         )

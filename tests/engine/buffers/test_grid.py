@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_zero.engine.buffers.grid import Box, Grid, ParamAxes
+from lightning_zero.engine.buffers.grid import Box, Grid, GridPlaces, ParamAxes, check_places
 
 SHAPES = {"weight": (4, 6), "bias": (4,)}
+RANKS = (0, 1, 2, 3)
 
 
 def _grid(**axes: ParamAxes) -> Grid:
@@ -12,24 +13,75 @@ def _grid(**axes: ParamAxes) -> Grid:
 
 
 def test_a_part_in_its_whole_is_accepted() -> None:
-    _grid(weight=ParamAxes("data", box=Box((8, 6), (4, 0)))).check(SHAPES)
+    _grid(weight=ParamAxes("data", box=Box((8, 6), (4, 0)))).check(SHAPES, RANKS)
 
 
 @pytest.mark.parametrize("box", [Box((8, 6), (5, 0)), Box((8, 6), (-1, 0)), Box((8,), (4,)), Box((8, 5), (0, 0))])
 def test_a_part_outside_of_its_whole_is_refused(box: Box) -> None:
     with pytest.raises(ValueError, match="it does not lie in it. Give the box that this rank has"):
-        _grid(weight=ParamAxes("data", box=box)).check(SHAPES)
+        _grid(weight=ParamAxes("data", box=box)).check(SHAPES, RANKS)
 
 
 def test_names_that_are_not_there_are_refused() -> None:
     with pytest.raises(ValueError, match="names the parameter `wait`, which the module does not have"):
-        _grid(wait=ParamAxes("data")).check(SHAPES)
+        _grid(wait=ParamAxes("data")).check(SHAPES, RANKS)
     with pytest.raises(ValueError, match="over the group 'date', which it does not have. Use one of 'data'"):
-        _grid(weight=ParamAxes("date")).check(SHAPES)
-    with pytest.raises(ValueError, match="`grid.data_ranks=0` must be at least 1"):
-        Grid({}, 0).check(SHAPES)
+        _grid(weight=ParamAxes("date")).check(SHAPES, RANKS)
+    with pytest.raises(ValueError, match="`grid.data_ranks=0` must divide the 4 ranks"):
+        Grid({}, 0).check(SHAPES, RANKS)
 
 
 def test_facts_are_the_same_on_ranks_with_other_parts() -> None:
     one, other = (_grid(weight=ParamAxes("data", 0.5, Box((8, 6), (row, 0)))) for row in (0, 4))
     assert one.facts() == other.facts()
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
+def test_factors_that_cannot_be_are_refused(factor: float) -> None:
+    with pytest.raises(ValueError, match="Use 1, or 1 / T where T ranks have its whole gradient"):
+        _grid(weight=ParamAxes("data", factor)).check(SHAPES, RANKS)
+
+
+def test_a_list_of_ranks_is_no_group() -> None:
+    grid = Grid({"data": [0, 1]}, 2)  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match=r"`grid.groups\['data'\]` is a `list`, not a process group"):
+        grid.check(SHAPES, RANKS)
+
+
+def test_parameters_that_are_not_named_are_whole_on_ranks_with_the_same_data() -> None:
+    assert _grid().axes("bias", 4).factor == 0.5
+
+
+PAIRS = ((0, 2), (1, 3))  # the data ranks of two tensor ranks
+
+
+def _places(*boxes: tuple[int, int], groups: tuple[tuple[int, ...], ...] = PAIRS) -> dict[int, GridPlaces]:
+    """Return the places of a parameter of 8 elements, given offset and size for each group."""
+    found = {}
+    for ranks, (offset, size) in zip(groups, boxes, strict=True):
+        for rank in ranks:
+            found[rank] = GridPlaces({"data": ranks}, {"weight": (ranks, Box((8,), (offset,)), (size,))})
+    return dict(sorted(found.items()))
+
+
+def test_parts_that_tile_a_parameter_are_accepted() -> None:
+    check_places(_places((0, 4), (4, 4)))
+    check_places(_places((0, 8), groups=((0, 1, 2, 3),)))
+
+
+@pytest.mark.parametrize("boxes", [((0, 8), (0, 8)), ((0, 4), (0, 4)), ((0, 4), (3, 4)), ((0, 4), (4, 3))])
+def test_parts_that_do_not_tile_a_parameter_are_refused(boxes: tuple[tuple[int, int], ...]) -> None:
+    """A parameter that two groups had whole was counted twice, and drifted apart, in silence."""
+    with pytest.raises(ValueError, match="are no division of a parameter of shape"):
+        check_places(_places(*boxes))
+
+
+def test_groups_that_ranks_know_differently_are_refused() -> None:
+    """They waited for one another until the timeout."""
+    places = _places((0, 4), (4, 4))
+    places[0] = GridPlaces({"data": (0, 1)}, places[0].params)
+    with pytest.raises(ValueError, match="is not the same group on its ranks"):
+        check_places(places)
+    places[0] = GridPlaces({"data": (0,)}, places[0].params)
+    with pytest.raises(ValueError, match="has other sizes on other ranks"):
+        check_places(places)

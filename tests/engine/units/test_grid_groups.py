@@ -20,6 +20,7 @@ def _groups(rank: int, world: int) -> None:
     pair, every = groups.group("pair"), groups.group(None)
     assert (pair.communicator.world_size, pair.communicator.rank, pair.divisor) == (2, rank % 2, 2)
     assert (every.communicator, every.divisor) == (everyone, 2)
+    assert groups.axes(["bias"])["bias"].factor == 0.5
     assert groups.sharding("pair").optim  # one rank steps an element, at stage 0 too
 
     full = torch.full((16,), float(rank + 1))
