@@ -83,6 +83,7 @@ class Origins:
         self._own: set[int] = set()  # storages of tensors that the chunk computes
         self._had: set[int] = set()  # storages of sources that it has, and of results of these alone
         self._alive: list[torch.UntypedStorage] = []
+        self.results: list[Tensor] = []  # of operations between modules that need nothing of the chunk
         self._shapes: dict[Source, Shape] = {}
         self.needed: dict[Source, Shape] = {}
 
@@ -114,6 +115,7 @@ class Origins:
             self.need(arguments)
             self.mark_own(result)
             return
+        self.results += filter(is_fake, tree_leaves(result))
         found = self.of(arguments)
         has_all = not any(map(self.is_missing, tree_leaves(arguments)))
         for fake in filter(is_fake, tree_leaves(result)):

@@ -17,6 +17,7 @@ Tensors that a forward leaves outside of its module are told in ``escapes.py``.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -160,6 +161,20 @@ class Fakes:
                 " stages, whose tensors have no values here. Compute them in every forward, keep them in attributes or"
                 " module buffers of the module that uses them, or fill a cache before the first step (in"
                 " `on_fit_start`)."
+            )
+
+    def require_strong(self, results: Sequence[Tensor]) -> None:
+        """Refuse weak references of the program to results of operations between modules.
+
+        Raises:
+            PipelineError: There are some.
+        """
+        own = self._mode.own_references()
+        if any(id(one) not in own for fake in results for one in weakref.getweakrefs(fake)):
+            raise PipelineError(
+                "The step keeps a weak reference (`weakref.ref`) to a tensor that it computes of an earlier pipeline"
+                " stage's values. This stage has no graph that keeps the tensor alive, and code that reads it would go"
+                " on without it. Keep the tensor itself."
             )
 
     @property

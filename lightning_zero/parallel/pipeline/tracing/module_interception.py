@@ -224,6 +224,7 @@ class Gates:
             finished, result = self._run(step, visit)
             if finished:
                 visit.origins.need(result)
+        self._fakes.require_strong(visit.origins.results)
         return visit.origins.needed, visit.outcomes
 
     def arguments(self, step: Callable[[], Any], chunk: int, available: Iterable[Source]) -> tuple[list[Any], Origins]:
