@@ -196,11 +196,7 @@ class ZeroEngine:
         self._state.let_go()
         self._state.drop_gradients()
         held = [param for param in module.parameters() if param in self._state.places]  # others were put there later
-        boxes = {id(record.parameter): record.box for record in self.records()}
-        values = {}
-        for param in held:
-            whole, box, shape = self.full_param(param), boxes[id(param)], tuple(param.shape)
-            values[param] = (whole if box is None else box.of(whole, shape)).to(self._original_dtype(param))
+        values = {param: self._part_here(param).to(self._original_dtype(param)) for param in held}
         self._close()
         aliases = [one for buffer in self._state.buffers for one in buffer.aliases.values()]
         for one in aliases:
@@ -212,6 +208,15 @@ class ZeroEngine:
         for one in aliases:
             one.show_own()
         return module
+
+    def _part_here(self, param: nn.Parameter) -> torch.Tensor:
+        """Return the whole parameter, or the part of it that this rank has on a grid. Collective: all ranks."""
+        whole, places = self.full_param(param), self._state.places
+        if places.is_elsewhere(param):
+            return whole
+        buffer, index = places.of(param)
+        box = buffer.box(index)
+        return whole if box is None else box.of(whole, tuple(param.shape)).clone(memory_format=torch.contiguous_format)
 
     def _original_dtype(self, param: nn.Parameter) -> torch.dtype:
         return param.dtype if self._state.places.is_elsewhere(param) else self._state.places.of(param)[0].kind.original
