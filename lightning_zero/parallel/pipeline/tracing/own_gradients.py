@@ -161,7 +161,7 @@ def enclosing_function() -> str:
     """Return the class of the program's ``torch.autograd.Function`` whose forward is running; empty if none is."""
     frame: FrameType | None = None if torch.is_grad_enabled() else sys._getframe(1)
     while frame is not None:
-        is_forward = frame.f_code.co_name == "forward" and not frame.f_globals["__name__"].startswith("torch.")
+        is_forward = frame.f_code.co_name == "forward" and not str(frame.f_globals.get("__name__")).startswith("torch.")
         for value in frame.f_locals.values() if is_forward else ():
             if isinstance(value, BackwardCFunction):
                 return type(value).__name__.removesuffix("Backward")
