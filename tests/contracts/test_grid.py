@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lightning_zero import ZeroEngine
+from lightning_zero import ZeroEngine, load_pretrained
 from lightning_zero.checkpoint import directory, state
 from lightning_zero.checkpoint.export import export_safetensors
 from lightning_zero.config import Communication
@@ -416,3 +416,34 @@ def _waits(rank: int, world: int) -> float:
 
 def test_waits_of_groups_are_counted() -> None:
     assert run(_waits, 4)[2] > 0.2
+
+
+def _other_parts(rank: int, world: int) -> None:
+    engines = []
+    for place in (rank % 2, 1 - rank % 2):
+        module, grid = _two_by_two(rank, {"p": ParamAxes("data", box=Box((8,), (4 * place,)))}, p=4)
+        engine = ZeroEngine(stage=1)
+        engine.shard(module, grid=grid)
+        engines.append((engine, module))
+    (one, first), (other, second) = engines
+    state.load_model_state(other, second, state.model_state(one, first))
+
+
+def test_segments_of_other_parts_are_not_taken_for_these() -> None:
+    """Equal ranges of other parts were copied, in silence."""
+    with pytest.raises(ValueError, match="is of an engine with another stage or number of ranks"):
+        run(_other_parts, 4)
+
+
+def _reads_part(rank: int, world: int, path: str) -> None:
+    module, grid = _two_by_two(rank, {"p": ParamAxes("data", box=Box((8,), (4 * (rank % 2),)))}, p=4)
+    engine = ZeroEngine(stage=1)
+    engine.shard(module, grid=grid)
+    load_pretrained(module, path)
+
+
+def test_pretrained_files_are_not_read_into_parts(tmp_path: Path) -> None:
+    """A file of the part's shape was read into every part, in silence."""
+    save_file({"p": torch.zeros(4)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"`p` is a part of a parameter of shape \(8,\) on this grid"):
+        run(_reads_part, 4, str(tmp_path / "model.safetensors"))
