@@ -169,7 +169,7 @@ def test_tables_of_all_classes_with_options_are_checked() -> None:
 
 
 def test_what_the_limits_call_missing_is_no_value_of_an_option() -> None:
-    missing = set(re.findall(r"`(\w+)`", _section(ROOT / "docs" / "limits.md", "Not there")))
+    missing = set(re.findall(r"`(\w+)`", _section(ROOT / "docs" / "limits.md", "Features that do not exist")))
     for owner in OPTIONS.values():
         hints = get_type_hints(owner if dataclasses.is_dataclass(owner) else owner.__init__)
         parts = [part for hint in hints.values() for part in (hint, *get_args(hint))]
