@@ -28,7 +28,7 @@ from lightning_zero.parallel.activation.checkpointing import checkpoint_activati
 from lightning_zero.parallel.pipeline.stages.sources import is_fake
 from lightning_zero.parallel.pipeline.stages.split import split_module
 from lightning_zero.parallel.pipeline.tracing.loss_normalization import count_elements
-from lightning_zero.parallel.pipeline.tracing.module_interception import Gates, Message
+from lightning_zero.parallel.pipeline.tracing.module_interception import Message, ModuleInterception
 
 __all__ = ["BOUND", "FAMILIES", "KINDS", "main", "measure"]
 
@@ -80,14 +80,14 @@ class _LastStage:
         for _, block in repeated_blocks(self._model) if kind == "hooked" else ():
             block.register_forward_hook(lambda module, args, output: None)
         split = split_module(self._model, Pipeline(stages=STAGES))
-        self._gates = Gates(self._model, split, lambda: None)
+        self._interception = ModuleInterception(self._model, split, lambda: None)
         self._chunk = split.num_chunks - 1
         self._is_computing, self._computing_s = False, 0.0
         modules = [self._model.get_submodule(place.name) for place in split.places if place.chunk == self._chunk]
         classes = {cls: type(cls.__name__, (cls,), {"forward": self._timed(cls.forward)}) for cls in map(type, modules)}
         for module in modules:
             module.__class__ = classes[type(module)]
-        leaves, _ = self._gates.arguments(lambda: self._step(0), self._chunk, ())
+        leaves, _ = self._interception.arguments(lambda: self._step(0), self._chunk, ())
         fakes = [(number, leaf) for number, leaf in enumerate(leaves) if is_fake(leaf)]
         self._messages = [Message(number, tuple(leaf.shape), leaf.dtype, True) for number, leaf in fakes]
 
@@ -114,8 +114,8 @@ class _LastStage:
         gc.disable()  # garbage of others would count
         started = time.process_time()
         with torch.no_grad():
-            count_elements(lambda: self._gates.survey(lambda: self._step(number)))
-        _, loss = self._gates.run(
+            count_elements(lambda: self._interception.survey(lambda: self._step(number)))
+        _, loss = self._interception.run(
             lambda: self._step(number),
             self._chunk,
             expected=self._messages,

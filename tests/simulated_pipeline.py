@@ -32,7 +32,7 @@ def _loss(logits: Tensor, batch: Any) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), ids.masked_fill(mask, -100).flatten())
 
 
-class Captured(TinyGPT):
+class Traced(TinyGPT):
     """A model whose step is cut where it calls its blocks."""
 
     def training_step(self, batch: Any, index: int) -> Tensor:
@@ -41,7 +41,7 @@ class Captured(TinyGPT):
     validation_step = training_step
 
 
-class Handed(TinyGPT):
+class Explicit(TinyGPT):
     """A model with a step in three parts."""
 
     def pipeline_step(self, batch: Any, index: int) -> Any:
@@ -66,7 +66,7 @@ class CountingBlock(Block):
         return super().forward(x) * (1 + 0.1 * before), self.calls
 
 
-class Counting(Handed):
+class Counting(Explicit):
     """A model whose blocks hand on module buffers."""
 
     def __init__(self, *, depth: int, tied: bool = False) -> None:
@@ -80,7 +80,7 @@ class Counting(Handed):
         return loss
 
 
-MODELS: dict[str, Callable[..., nn.Module]] = {"captured": Captured, "handed": Handed, "counting": Counting}
+MODELS: dict[str, Callable[..., nn.Module]] = {"traced": Traced, "explicit": Explicit, "counting": Counting}
 
 
 @contextlib.contextmanager
@@ -103,7 +103,7 @@ class PipelinedTraining:
         precision: MixedPrecision | None,
         *,
         pipeline: Pipeline,
-        model: str = "captured",
+        model: str = "traced",
         tied: bool = False,
         activations: str | None = None,
         **options: Any,

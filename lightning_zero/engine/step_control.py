@@ -37,13 +37,13 @@ class StepControl:
             yield
 
     @contextmanager
-    def asleep(self) -> Iterator[None]:
-        """Take no note of forwards: they compute nothing, with stand-ins for parameters. No collective."""
-        self._state.sharded.hooks.forwards.is_on_disk = True
+    def ignore_forwards(self) -> Iterator[None]:
+        """Ignore forwards of units: they run on fake tensors. No collective."""
+        self._state.sharded.hooks.forwards.are_ignored = True
         try:
             yield
         finally:
-            self._state.sharded.hooks.forwards.is_on_disk = False
+            self._state.sharded.hooks.forwards.are_ignored = False
 
     def around_collective(self) -> AbstractContextManager[None]:
         """Return a context in which every rank makes a collective of its own, also inside a scope at stage 3.

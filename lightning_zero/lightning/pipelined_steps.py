@@ -32,7 +32,7 @@ from lightning_zero.engine.step_control import StepControl
 from lightning_zero.errors import PipelineError
 from lightning_zero.lightning.pipeline_logging import LoggedValue, Logs, MetricStates
 from lightning_zero.parallel.module_state import unregistered_modules
-from lightning_zero.parallel.pipeline.explicit_steps import HandedStep, HandedSteps
+from lightning_zero.parallel.pipeline.explicit_steps import ExplicitStep, ExplicitSteps
 from lightning_zero.parallel.pipeline.pipeline import PipelineRunner, PipelineStage
 from lightning_zero.parallel.pipeline.schedule.microbatches import (
     batch_digest,
@@ -49,7 +49,7 @@ from lightning_zero.parallel.pipeline.stages.generators import Draws
 from lightning_zero.parallel.pipeline.stages.placed_attributes import PlacedAttributes
 from lightning_zero.parallel.pipeline.stages.split import Split, modules_around
 from lightning_zero.parallel.pipeline.stages.state_around import StateAround
-from lightning_zero.parallel.pipeline.traced_steps import CapturedSteps
+from lightning_zero.parallel.pipeline.traced_steps import TracedSteps
 from lightning_zero.parallel.pipeline.tracing.loss_normalization import Denominators, count_elements
 
 __all__ = ["PipelinedSteps", "refuse_program"]
@@ -83,8 +83,8 @@ class PipelinedSteps:
         # - How it runs
         self._streams = RandomStreams(device)
         self._pipeline = pipeline
-        self._is_handed = hasattr(module, "pipeline_step")
-        self._draws = Draws(module, modules_around(module, split), split.num_chunks, is_repeated=not self._is_handed)
+        self._is_explicit = hasattr(module, "pipeline_step")
+        self._draws = Draws(module, modules_around(module, split), split.num_chunks, is_repeated=not self._is_explicit)
         self._stage = PipelineStage(
             module,
             split,
@@ -99,9 +99,9 @@ class PipelinedSteps:
         self.runner: PipelineRunner[Any] = PipelineRunner(
             self._stage,
             pipeline,
-            route=HandedSteps(self._stage) if self._is_handed else CapturedSteps(self._stage),
-            around=StateAround(module, split, mesh.stage, device, is_repeated=not self._is_handed),
-            mail=P2P(mesh, device),
+            route=ExplicitSteps(self._stage) if self._is_explicit else TracedSteps(self._stage),
+            around=StateAround(module, split, mesh.stage, device, is_repeated=not self._is_explicit),
+            p2p=P2P(mesh, device),
             keeps_gradients=self._keeps_gradients,
         )
         # - Messages from the last stage to the others
@@ -259,7 +259,7 @@ class PipelinedSteps:
         """Return the step for the runner's route."""
         module = self._module
 
-        def captured(index: int) -> Any:
+        def traced(index: int) -> Any:
             with context(), self._running(index):
                 return getattr(module, name)(pieces[index], *rest)
 
@@ -271,7 +271,7 @@ class PipelinedSteps:
             with self._running(index):
                 return module.pipeline_loss(output, pieces[index], *rest)
 
-        return HandedStep(begin, finish, context) if self._is_handed else captured
+        return ExplicitStep(begin, finish, context) if self._is_explicit else traced
 
     @contextmanager
     def _running(self, index: int) -> Iterator[None]:

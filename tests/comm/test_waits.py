@@ -165,17 +165,17 @@ def _receive_what_nobody_sends(rank: int, world: int) -> str:
         group = dist.new_group(backend=BACKEND, timeout=timedelta(seconds=1.0))
         mesh = SimpleNamespace(message_group=group, loan=1, stage=rank, stages=world, distrust=lambda: None)
         mesh.failure = partial(Mesh.failure, cast(Mesh, mesh))
-        mail = P2P(cast(Mesh, mesh), CUDA)
+        p2p = P2P(cast(Mesh, mesh), CUDA)
         if rank == 0:
-            mail.send(1, torch.ones(4, device="cuda"), "output 0")
-            mail.flush()
+            p2p.send(1, torch.ones(4, device="cuda"), "output 0")
+            p2p.flush()
             dist.barrier()
             return ""
-        assert mail.receive(0, (4,), torch.float32, "output 0").wait().sum().item() == 4.0
+        assert p2p.receive(0, (4,), torch.float32, "output 0").wait().sum().item() == 4.0
         with pytest.raises(Stuck):
-            mail.receive(0, (4,), torch.float32, "output 1").wait().sum().item()
+            p2p.receive(0, (4,), torch.float32, "output 1").wait().sum().item()
         with pytest.raises(CollectiveError) as raised:
-            mail.receive(0, (4,), torch.float32, "output 2")
+            p2p.receive(0, (4,), torch.float32, "output 2")
         dist.barrier()
     return str(raised.value)
 

@@ -284,18 +284,18 @@ def test_groups_of_a_mesh_are_lent_again_but_not_after_an_error() -> None:
 
 def _letter_of_an_earlier_mesh(rank: int, world: int) -> float:
     """A message that nobody has taken does not reach the next mesh on the same groups."""
-    mail: Any = P2P(Mesh(2, 60.0), torch.device("cpu"))
+    p2p: Any = P2P(Mesh(2, 60.0), torch.device("cpu"))
     if rank == 0:
-        mail.send(1, torch.full((2,), 1.0), "a letter")
-    kept, group, mail = mail._outgoing, mail._group, None
-    mail = P2P(Mesh(2, 60.0), torch.device("cpu"))
-    assert mail._group is group
+        p2p.send(1, torch.full((2,), 1.0), "a letter")
+    kept, group, p2p = p2p._outgoing, p2p._group, None
+    p2p = P2P(Mesh(2, 60.0), torch.device("cpu"))
+    assert p2p._group is group
     value = 2.0
     if rank == 0:
-        mail.send(1, torch.full((2,), value), "a letter")
-        mail.flush()
+        p2p.send(1, torch.full((2,), value), "a letter")
+        p2p.flush()
     else:
-        value = float(mail.receive(0, (2,), torch.float32, "a letter").wait()[0])
+        value = float(p2p.receive(0, (2,), torch.float32, "a letter").wait()[0])
     dist.barrier()
     assert len(kept) == (rank == 0)
     return value

@@ -100,7 +100,7 @@ def _cases() -> list[str]:
 
 
 CASES = _cases()
-FOUR_RANKS = ["clipped-captured-1f1b-bf16-stage3", "validated-handed-often-fp32-stage3-tied"]
+FOUR_RANKS = ["clipped-traced-1f1b-bf16-stage3", "validated-explicit-often-fp32-stage3-tied"]
 
 
 @pytest.mark.timeout(300)
@@ -163,7 +163,7 @@ def _waits(rank: int, world: int, model: str, stage: int, microbatches: int) -> 
 
 @pytest.mark.parametrize("microbatches", sample((2, 8), 8))
 @pytest.mark.parametrize("stage", sample((1, 3), 3))
-@pytest.mark.parametrize("model", sample(("captured", "handed"), "captured"))
+@pytest.mark.parametrize("model", sample(("traced", "explicit"), "traced"))
 def test_the_host_waits_a_few_times_a_batch_and_never_for_a_microbatch(
     model: str, stage: int, microbatches: int
 ) -> None:
@@ -173,12 +173,12 @@ def test_the_host_waits_a_few_times_a_batch_and_never_for_a_microbatch(
 # -- Mutants: each order, not heard ------------------------------------------------------------------------------------
 
 OF_PIPELINES: dict[str, str] = {  # and a case that shows it
-    "wait of a collective: comm/p2p.py flush": "plain-handed-1f1b-fp32-stage1",
-    "wait of a collective: comm/p2p.py wait": "plain-handed-1f1b-fp32-stage1",
-    "wait of a collective: engine/units/pipeline_peers.py _sum": "clipped-handed-gpipe-fp32-stage1-tied",
-    "wait of a collective: engine/units/pipeline_peers.py combine_norms": "clipped-handed-gpipe-fp32-stage1-tied",
-    "wait of a collective: engine/units/pipeline_peers.py start_equal": "clipped-handed-gpipe-fp32-stage1-tied",
-    "wait of a collective: engine/access/gathered.py values_of_part": "plain-handed-1f1b-fp32-stage1",
+    "wait of a collective: comm/p2p.py flush": "plain-explicit-1f1b-fp32-stage1",
+    "wait of a collective: comm/p2p.py wait": "plain-explicit-1f1b-fp32-stage1",
+    "wait of a collective: engine/units/pipeline_peers.py _sum": "clipped-explicit-gpipe-fp32-stage1-tied",
+    "wait of a collective: engine/units/pipeline_peers.py combine_norms": "clipped-explicit-gpipe-fp32-stage1-tied",
+    "wait of a collective: engine/units/pipeline_peers.py start_equal": "clipped-explicit-gpipe-fp32-stage1-tied",
+    "wait of a collective: engine/access/gathered.py values_of_part": "plain-explicit-1f1b-fp32-stage1",
 }
 
 

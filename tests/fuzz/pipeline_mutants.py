@@ -17,7 +17,7 @@ from lightning_zero.parallel.pipeline.pipeline import PipelineRunner
 from lightning_zero.parallel.pipeline.stages.sources import Source
 from lightning_zero.parallel.pipeline.tracing.fakes import Fakes
 from lightning_zero.parallel.pipeline.tracing.gradient_hooks import GradientHooks
-from lightning_zero.parallel.pipeline.tracing.module_interception import Gates
+from lightning_zero.parallel.pipeline.tracing.module_interception import ModuleInterception
 from lightning_zero.parallel.pipeline.tracing.user_hooks import without_hooks
 
 __all__ = ["MUTANTS"]
@@ -26,14 +26,14 @@ __all__ = ["MUTANTS"]
 @contextmanager
 def gradients_of_sources_are_dropped() -> Iterator[None]:
     """What goes around the blocks has no gradient."""
-    received = Gates._received
+    received = ModuleInterception._received
 
-    def detached(self: Gates, visit: Any) -> Any:
+    def detached(self: ModuleInterception, visit: Any) -> Any:
         found = received(self, visit)
         return {key: one.detach().requires_grad_(one.requires_grad) if isinstance(key, Source) else one
                 for key, one in found.items()}  # fmt: skip
 
-    with mock.patch.object(Gates, "_received", detached):
+    with mock.patch.object(ModuleInterception, "_received", detached):
         yield
 
 
@@ -41,9 +41,9 @@ def gradients_of_sources_are_dropped() -> Iterator[None]:
 def sources_are_of_the_micro_batch_before() -> Iterator[None]:
     """What goes around the blocks is one micro-batch late."""
     before: dict[Any, torch.Tensor] = {}
-    fetched = Gates._fetched
+    fetched = ModuleInterception._fetched
 
-    def late(self: Gates, visit: Any, source: Source) -> Any:
+    def late(self: ModuleInterception, visit: Any, source: Source) -> Any:
         tensor = fetched(self, visit, source)
         if tensor is None:
             return None
@@ -53,7 +53,7 @@ def sources_are_of_the_micro_batch_before() -> Iterator[None]:
             return tensor - tensor.detach() + old
         return tensor
 
-    with mock.patch.object(Gates, "_fetched", late):
+    with mock.patch.object(ModuleInterception, "_fetched", late):
         yield
 
 

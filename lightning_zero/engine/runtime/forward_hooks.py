@@ -60,13 +60,13 @@ class ForwardHooks:
         self._backward_hooks = backward_hooks
         self._dtypes = dtypes
         self._submodule: Submodule | None = None  # the one whose forward has opened the scope
-        self.is_on_disk = False  # forwards compute nothing; set by the engine
+        self.are_ignored = False  # forwards on fake tensors are ignored; set by the engine
 
     # -- Units -----------------------------------------------------------------------------------------------------
 
     def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> None:
         """Gather a unit, and open a scope if none is open. Collective: all ranks."""
-        if self.is_on_disk:
+        if self.are_ignored:
             return
         is_recomputed = in_backward()
         if not is_recomputed:
@@ -91,7 +91,7 @@ class ForwardHooks:
 
     def post_forward(self, unit: Unit, output: Any) -> None:
         """Give a unit back, and close the scope that its forward has opened. Collective: all ranks."""
-        call = self._uses.end_call(unit) if not self.is_on_disk else None
+        call = self._uses.end_call(unit) if not self.are_ignored else None
         if call is None:
             return
         has_failed = is_raising(call.handled)
@@ -124,7 +124,7 @@ class ForwardHooks:
 
     def pre_submodule(self, submodule: Submodule) -> None:
         """Open a scope if none is open, and gather the units around the module. Collective: all ranks."""
-        if (self._scopes.is_open and self._scopes.opened_by is None) or self.is_on_disk or in_backward():
+        if (self._scopes.is_open and self._scopes.opened_by is None) or self.are_ignored or in_backward():
             return
         self._scopes.recover()
         if self._scopes.is_open:

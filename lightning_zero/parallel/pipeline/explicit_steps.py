@@ -1,4 +1,4 @@
-"""Steps in three parts, for models whose code around the blocks cannot be captured: begin, the blocks, finish.
+"""Steps in three parts, for models whose code around the blocks cannot be traced: begin, the blocks, finish.
 
 The first stage begins: its result is given to the first block. A block's output is given to the next one. The
 last stage finishes. In between goes a tensor, or a tuple of tensors, of the same shapes in all micro-batches with as
@@ -21,11 +21,11 @@ from lightning_zero.parallel.pipeline.stages.sources import Source
 from lightning_zero.parallel.pipeline.tracing.module_interception import Message
 from lightning_zero.parallel.writable import writable
 
-__all__ = ["HandedStep", "HandedSteps"]
+__all__ = ["ExplicitStep", "ExplicitSteps"]
 
 
 @dataclass(frozen=True)
-class HandedStep:
+class ExplicitStep:
     """The parts of a step.
 
     Attributes:
@@ -53,7 +53,7 @@ class _Boundary:
         return self.state([torch.zeros((), dtype=one.dtype, device=device).expand(one.shape) for one in self.messages])
 
 
-class HandedSteps:
+class ExplicitSteps:
     """Runs the blocks of a chunk, each on the output of the one before."""
 
     def __init__(self, stage: PipelineStage) -> None:
@@ -76,11 +76,11 @@ class HandedSteps:
         self._boundaries = [self._known[kind] for kind in kinds]
         return [{chunk: one.messages for chunk, one in boundaries.items()} for boundaries in self._boundaries]
 
-    def describe(self, step: HandedStep, index: int, kind: Hashable) -> None:
+    def describe(self, step: ExplicitStep, index: int, kind: Hashable) -> None:
         """Describe the messages into every chunk. Collective: all ranks."""
         self._known[kind] = self._stage.apart(lambda: self._described(step, index), self._stage.module.modules())
 
-    def _described(self, step: HandedStep, index: int) -> dict[int, _Boundary]:
+    def _described(self, step: ExplicitStep, index: int) -> dict[int, _Boundary]:
         """Run a micro-batch once, with zeros where a chunk receives."""
         self._streams.begin()
         boundaries: dict[int, _Boundary] = {}
@@ -97,7 +97,7 @@ class HandedSteps:
             boundaries[chunk + 1] = self._mesh.broadcast(found, stage, "the description of a step")
         return boundaries
 
-    def _start(self, step: HandedStep, index: int, chunk: int, boundaries: dict[int, _Boundary]) -> Any:
+    def _start(self, step: ExplicitStep, index: int, chunk: int, boundaries: dict[int, _Boundary]) -> Any:
         if chunk == 0:
             return step.begin(index)
         tensors = [
@@ -136,7 +136,7 @@ class HandedSteps:
 
     def run(
         self,
-        step: HandedStep,
+        step: ExplicitStep,
         index: int,
         *,
         chunk: int,
@@ -161,7 +161,7 @@ class HandedSteps:
         """The modules whose state a survey may change."""
         return self._stage.module.modules()
 
-    def survey(self, step: HandedStep, index: int) -> None:
+    def survey(self, step: ExplicitStep, index: int) -> None:
         """Finish a micro-batch on zeros."""
         self._streams.leave_common()
         self._streams.enter_own()

@@ -62,8 +62,8 @@ class Stepper(Protocol):
         """Say whether the program has hooks on a parameter's gradient."""
         ...
 
-    def asleep(self) -> AbstractContextManager[None]:
-        """Let forwards that compute nothing go unnoticed."""
+    def ignore_forwards(self) -> AbstractContextManager[None]:
+        """Ignore forwards of units: they run on fake tensors."""
         ...
 
 
@@ -180,7 +180,7 @@ class PipelineRunner(Generic[Step]):
         pipeline: Schedule and number of micro-batches.
         route: How steps get from chunk to chunk.
         around: The state that they leave around the blocks.
-        mail: To the other stages.
+        p2p: Sends and receives tensors between stages.
         keeps_gradients: Whether stage 3 reduces once per batch.
 
     Attributes:
@@ -194,7 +194,7 @@ class PipelineRunner(Generic[Step]):
         *,
         route: Route[Step],
         around: StateAround,
-        mail: P2P,
+        p2p: P2P,
         keeps_gradients: bool,
     ) -> None:
         # - The cut, the mesh, the plan
@@ -214,7 +214,7 @@ class PipelineRunner(Generic[Step]):
         self._route = route
         self.around = around
         self._streams = stage.streams
-        self._mail = mail
+        self._p2p = p2p
         self._weights = (
             WeightGradients(stage.device, stage.engine.has_hooks_of_program) if pipeline.splits_backward else None
         )
@@ -308,7 +308,7 @@ class PipelineRunner(Generic[Step]):
                     self._backward(action, loss_of, _position(reduces) if is_final else self._in_flight)
                 elif action.kind in ("recv_input", "recv_gradient"):
                     self._receive(action)
-            self._mail.flush()
+            self._p2p.flush()
             self._streams.end()
             self.timing.total_s += time.perf_counter() - started
             if self._is_new:
@@ -351,7 +351,7 @@ class PipelineRunner(Generic[Step]):
                     self._forward(action, step, name)
                 elif action.kind in ("recv_input", "recv_gradient"):
                     self._receive(action)
-            self._mail.flush()
+            self._p2p.flush()
             self._streams.end()
             if self._is_new:
                 self.around.compare(self._of_all_stages)
@@ -388,7 +388,7 @@ class PipelineRunner(Generic[Step]):
             for tensor in outputs:
                 # The next micro-batch may change a module buffer in place before the message has left.
                 sent = tensor if tensor.requires_grad else tensor.clone()
-                self._mail.send((chunk + 1) % self.mesh.stages, sent, _words_of("output", action))
+                self._p2p.send((chunk + 1) % self.mesh.stages, sent, _words_of("output", action))
             if is_training:
                 self._outputs[chunk, index] = outputs
 
@@ -498,14 +498,14 @@ class PipelineRunner(Generic[Step]):
         for tensor in self._inputs.pop((action.chunk, action.microbatch)):
             if tensor.requires_grad:
                 gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-                self._mail.send((action.chunk - 1) % self.mesh.stages, gradient, _words_of("gradient", action))
+                self._p2p.send((action.chunk - 1) % self.mesh.stages, gradient, _words_of("gradient", action))
 
     @contextmanager
     def _working(self) -> Iterator[None]:
         """Count the time as work, without the time spent waiting for messages."""
-        started, waited = time.perf_counter(), self._mail.wait_s
+        started, waited = time.perf_counter(), self._p2p.wait_s
         yield
-        self.timing.busy_s += time.perf_counter() - started - (self._mail.wait_s - waited)
+        self.timing.busy_s += time.perf_counter() - started - (self._p2p.wait_s - waited)
 
     def _receive(self, action: Action) -> None:
         """Start receiving an input or gradients. Sending starts where they are computed, as the plan has it."""
@@ -514,7 +514,7 @@ class PipelineRunner(Generic[Step]):
         wanted = [one for one in self._messages[action.microbatch][into] if is_input or one.requires_grad]
         what = _words_of("input" if is_input else "gradient of the output", action)
         self._letters[action] = [
-            self._mail.receive(sender % self.mesh.stages, one.shape, one.dtype, what) for one in wanted
+            self._p2p.receive(sender % self.mesh.stages, one.shape, one.dtype, what) for one in wanted
         ]
 
 

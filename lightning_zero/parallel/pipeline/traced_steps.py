@@ -17,29 +17,29 @@ from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.pipeline.pipeline import PipelineStage
 from lightning_zero.parallel.pipeline.stages.sources import Shape, Source, is_fake
 from lightning_zero.parallel.pipeline.stages.split import modules_around
-from lightning_zero.parallel.pipeline.tracing.module_interception import Gates, Message
+from lightning_zero.parallel.pipeline.tracing.module_interception import Message, ModuleInterception
 from lightning_zero.parallel.pipeline.tracing.outcomes import Outcome
 
-__all__ = ["CapturedStep", "CapturedSteps"]
+__all__ = ["TracedStep", "TracedSteps"]
 
 T = TypeVar("T")
 
-CapturedStep = Callable[[int], Any]  # runs the user's step on a micro-batch
+TracedStep = Callable[[int], Any]  # runs the user's step on a micro-batch
 
 
-class CapturedSteps:
-    """Runs steps through gates."""
+class TracedSteps:
+    """Runs steps as the user wrote them, and intercepts calls of modules."""
 
     def __init__(self, stage: PipelineStage) -> None:
         self._stage = stage
         self._own_chunks = range(stage.mesh.stage, stage.split.num_chunks, stage.mesh.stages)
         self._around = list(modules_around(stage.module, stage.split))
-        self._gates = Gates(
+        self._interception = ModuleInterception(
             stage.module,
             stage.split,
             self._on_call,
             inside=self._inside,
-            asleep=self._asleep,
+            unnoticed=self._unnoticed,
             device=stage.device,
         )
         self._messages: dict[Hashable, dict[int, tuple[Message, ...]]] = {}  # into every chunk, by kind of step
@@ -58,14 +58,14 @@ class CapturedSteps:
             yield
 
     @contextmanager
-    def _asleep(self) -> Iterator[None]:
+    def _unnoticed(self) -> Iterator[None]:
         """Run forwards that compute nothing: the engine does not notice, and numbers that they draw do not count."""
-        with self._stage.engine.asleep(), self._stage.streams.inside():
+        with self._stage.engine.ignore_forwards(), self._stage.streams.inside():
             yield
 
     def run(
         self,
-        step: CapturedStep,
+        step: TracedStep,
         index: int,
         *,
         chunk: int,
@@ -73,13 +73,13 @@ class CapturedSteps:
         receive: Callable[[], Sequence[Tensor]],
         send: Callable[[Mapping[int | Source, Any]], None],
     ) -> tuple[bool, Any]:
-        """Run the step until the next chunk's first block; see ``Gates.run``."""
+        """Run the step until the next chunk's first block; see ``ModuleInterception.run``."""
         later = [
             message.leaf for message in self._running[index].get(chunk + 1, ()) if isinstance(message.leaf, Source)
         ]
         wanted = [source for source in later if self._stage.split.chunk_of(source.module) == chunk]
         outcomes = self._outcomes[self._kinds[index]][chunk]
-        return self._gates.run(
+        return self._interception.run(
             lambda: step(index),
             chunk,
             expected=expected,
@@ -89,9 +89,9 @@ class CapturedSteps:
             outcomes=outcomes,
         )
 
-    def survey(self, step: CapturedStep, index: int) -> None:
+    def survey(self, step: TracedStep, index: int) -> None:
         """Run the step as it would go on if no module of the split computed."""
-        self._gates.survey(lambda: step(index))
+        self._interception.survey(lambda: step(index))
 
     @property
     def modules_in_survey(self) -> Iterable[nn.Module]:
@@ -108,7 +108,7 @@ class CapturedSteps:
         self._running = [self._messages[kind] for kind in kinds]
         return self._running
 
-    def describe(self, step: CapturedStep, index: int, kind: Hashable) -> None:
+    def describe(self, step: TracedStep, index: int, kind: Hashable) -> None:
         """Find out which leaves go into every chunk.
 
         Every chunk runs the step on fakes and finds the sources that it needs (see ``sources.py``). Then both ends run
@@ -117,7 +117,9 @@ class CapturedSteps:
         Collective: all ranks.
         """
         run = partial(step, index)
-        needed = {chunk: self._apart(chunk, partial(self._gates.needed, run, chunk)) for chunk in self._own_chunks}
+        needed = {
+            chunk: self._apart(chunk, partial(self._interception.needed, run, chunk)) for chunk in self._own_chunks
+        }
         self._outcomes[kind] = {chunk: outcomes for chunk, (_, outcomes) in needed.items()}
         mine = {chunk: sources for chunk, (sources, _) in needed.items()}
         self._messages[kind] = self._found(run, self._on_all_stages(mine))
@@ -183,7 +185,7 @@ class CapturedSteps:
         """Describe the arguments of a chunk's first block as ``acting`` would find them."""
 
         def look() -> _Description:
-            leaves, origins = self._gates.arguments(run, chunk, sources)
+            leaves, origins = self._interception.arguments(run, chunk, sources)
             missing = [origins.is_missing(leaf) for leaf in leaves]
             described = [_describe(leaf, is_missing=one) for leaf, one in zip(leaves, missing, strict=True)]
             return _Description(described, [origins.shapes_of(leaf) for leaf in leaves])

@@ -68,17 +68,17 @@ class Fakes:
     Args:
         names: Of the modules, by ``id``; for errors.
         free: Parameters that code outside of these modules uses.
-        asleep: Around forwards of modules.
+        unnoticed: Context of forwards on fakes, which the engine ignores.
     """
 
     def __init__(
         self,
         names: Mapping[int, str],
         free: Sequence[nn.Parameter],
-        asleep: Callable[[], AbstractContextManager[None]],
+        unnoticed: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._names = names
-        self._asleep = asleep
+        self._unnoticed = unnoticed
         self._mode = Mode(allow_non_fake_inputs=True)
         self._parameters: dict[int, dict[str, nn.Parameter]] = {}  # of a module, as fakes
         self._free = free
@@ -388,7 +388,7 @@ class Fakes:
         self._mode.has_guessed, self._has_run_hooks = False, True
         try:
             with (
-                self._asleep(),
+                self._unnoticed(),
                 self._mode.imagining(),
                 _reparametrize_module(module, dict(self._fake_parameters(module))),
                 self._apart(module) as left,

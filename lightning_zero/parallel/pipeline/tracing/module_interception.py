@@ -10,7 +10,7 @@ Note [Passing over]
     this chunk in another way, or the loss, is computed from sources, which are sent with the arguments (see
     ``sources.py``). A fake that does so all the same is an error: nothing is ever computed from it.
 
-Note [Gates]
+Note [Interception of calls]
     While a step runs the class of every module with a place in the split is a subclass that asks here first. Inside of
     such a module nothing is different.
 """
@@ -46,7 +46,7 @@ from lightning_zero.parallel.pipeline.tracing.recomputation import Again, Checkp
 from lightning_zero.parallel.writable import writable
 from lightning_zero.trees import tree_flatten, tree_leaves, tree_unflatten
 
-__all__ = ["Gates", "Message"]
+__all__ = ["Message", "ModuleInterception"]
 
 _HOST = torch.device("cpu")
 
@@ -90,7 +90,7 @@ class _Visit:
     seen: set[str] = field(default_factory=set)  # modules outside of the blocks that were called
     reached: int = -1  # block that was run last
     passed: int = -1  # block that was passed over last
-    is_inside: bool = False  # a gated module is running
+    is_inside: bool = False  # a module with a place in the split is running
     hidden: str = ""  # advice on fakes that an argument has hidden
     has_failed_inside: bool = False  # a module that computes has raised an error
     is_computing: bool = False  # one of this chunk
@@ -119,7 +119,7 @@ class _BrokenOff(Exception):
         self.leaves = tree_flatten((args, kwargs))[0]
 
 
-class Gates:
+class ModuleInterception:
     """Runs steps of a module chunk by chunk.
 
     Args:
@@ -127,7 +127,7 @@ class Gates:
         split: The cut of the module.
         on_call: Called when a step calls a module of the split.
         inside: Around a module of the split that computes.
-        asleep: Around forwards that compute nothing.
+        unnoticed: Context of forwards on fakes, which the engine ignores.
         device: Whose random numbers modules draw.
     """
 
@@ -138,7 +138,7 @@ class Gates:
         on_call: Callable[[], None],
         *,
         inside: Callable[[], AbstractContextManager[None]] = nullcontext,
-        asleep: Callable[[], AbstractContextManager[None]] = nullcontext,
+        unnoticed: Callable[[], AbstractContextManager[None]] = nullcontext,
         device: torch.device = _HOST,
     ) -> None:
         self._root = module
@@ -152,7 +152,7 @@ class Gates:
         self._classes: dict[type[nn.Module], type[nn.Module]] = {}
         self._users = users_of_parameters(module, split)
         names = {key: place.name for key, place in self._places.items()}
-        self._fakes = Fakes(names, _ungated_parameters(module, split), asleep)
+        self._fakes = Fakes(names, _free_parameters(module, split), unnoticed)
         self._visit: _Visit | None = None
 
     # -- Running a step ------------------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ class Gates:
         before = [type(module) for module in self._modules]
         try:
             for module in self._modules:
-                module.__class__ = self._gated(type(module))
+                module.__class__ = self._intercepting(type(module))
             with without_caches(self._root), conversions_watched():
                 yield
         finally:
@@ -334,7 +334,7 @@ class Gates:
                         " behind it do not have the value. Make it a buffer of a block, or a plain attribute."
                     )
 
-    def _gated(self, cls: type[nn.Module]) -> type[nn.Module]:
+    def _intercepting(self, cls: type[nn.Module]) -> type[nn.Module]:
         if cls not in self._classes:
 
             def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -682,7 +682,7 @@ def _keep(visit: _Visit, source: Source, leaves: Sequence[Any]) -> None:
         visit.computed[source] = leaves[source.leaf].clone()
 
 
-def _ungated_parameters(module: nn.Module, split: Split) -> list[nn.Parameter]:
+def _free_parameters(module: nn.Module, split: Split) -> list[nn.Parameter]:
     """Return the parameters that lie in no module of the split."""
     inside = {id(param) for place in split.places for param in module.get_submodule(place.name).parameters()}
     return [param for param in module.parameters() if id(param) not in inside]
