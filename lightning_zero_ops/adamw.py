@@ -143,8 +143,8 @@ def adamw_step_(
 
     Args:
         param: (n,) fp32, the master.
-        exp_avg: (n,) fp32, bf16 or int8, first moment, written. Int8: zeros before the first step, or what
-            ``encode_exp_avg`` of ``lightning_zero_ops/adamw_int8.py`` returns.
+        exp_avg: (n,) fp32, bf16 or int8, first moment, written. Int8: zeros before the first step, or the
+            result of ``encode_exp_avg`` of ``lightning_zero_ops/adamw_int8.py``.
         exp_avg_sq: (n,) second moment in the same dtype, written. In bf16 it stops moving where a step changes it by
             less than 0.2 %, which with ``betas[1]`` of 0.999 is often. In int8 it does not: see Note [Rounded by
             chance] there.
@@ -157,8 +157,8 @@ def adamw_step_(
         l2: Added to the gradient, times the parameters (Adam).
         factor: () fp32 on the same device; the gradient is multiplied by it (unscaling, clipping).
         out: (n,) fp32, bf16 or fp16; takes the rounded parameters.
-        tails: Start and stop, one after the other, of what PyTorch's CPU kernel would not compute in whole vectors if
-            it stepped each parameter by itself; no effect on other devices. See Note [Whose bits] of
+        tails: Start and stop, one after the other, of the elements that PyTorch's CPU kernel would not compute in
+            whole vectors if it stepped each parameter by itself; no effect on other devices. See Note [Whose bits] of
             ``lightning_zero_ops/chunks.py``.
         exp_avg_scales: (ceil(n / 256),) fp32, written; with int8 moments only.
         exp_avg_sq_scales: As ``exp_avg_scales``, of the second moment.

@@ -20,7 +20,7 @@ Note [Decided per call]
     added, a loss is set, a method is replaced. So every call asks whether the module still matches; where
     it is not, and under forward-mode differentiation and transforms of ``torch.func``, the forward of the class runs.
     Hooks that are not the engine's would see a loss in the place of logits, so with them it runs too. A compiler asks
-    while it traces, and guards what it read of classes and functions.
+    while it traces, and guards the attributes of classes and functions that it read.
 """
 
 from __future__ import annotations

@@ -156,8 +156,8 @@ def refuse_transforms(op: str, *tensors: Tensor | None) -> None:
     """
     if is_transformed() and any(tensor is not None and _is_tracked(tensor) for tensor in tensors):
         raise NotImplementedError(
-            f"`{op}` does not run under `torch.func.grad` and what is built on it (`vjp`, `jacrev`, `hessian`). Use"
-            " plain PyTorch there, or `backward` and `torch.autograd.grad`, which may have a batch of gradients"
+            f"`{op}` does not run under `torch.func.grad` and the transforms built on it (`vjp`, `jacrev`, `hessian`)."
+            " Use plain PyTorch there, or `backward` and `torch.autograd.grad`, which may have a batch of gradients"
             " (`is_grads_batched=True`)."
         )
     if forward_ad._current_level < 0:

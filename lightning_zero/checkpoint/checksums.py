@@ -94,7 +94,7 @@ class BlockReader:
             size = os.fstat(file.fileno()).st_size
             stop = size if nbytes is None else offset + nbytes
             if stop > size or (expected is not None and expected["nbytes"] != size):
-                raise ValueError(f"`{path}` is damaged: it has {size} bytes, which is not what was written. {EARLIER}")
+                raise ValueError(f"`{path}` is damaged: it has {size} bytes, other than were written. {EARLIER}")
             if expected is None:
                 file.seek(offset)
                 return bytearray(file.read(stop - offset))

@@ -64,7 +64,7 @@ def _read_lightning(path: Path) -> dict[str, Any]:
     try:
         content = directory.load(None, path)
     except pickle.UnpicklingError as error:
-        error.__notes__ = [f"`convert` runs no code of `{path}`. Save it again without what is named."]
+        error.__notes__ = [f"`convert` runs no code of `{path}`. Save it again without the objects that are named."]
         raise
     if not content["state_dict"]:
         raise ValueError(

@@ -54,8 +54,8 @@ def read_deepspeed(folder: Path) -> dict[str, Any]:
     """Read a folder of DeepSpeed's ZeRO as a strategy's checkpoint.
 
     ``state_dict`` has the fp32 masters, and buffers and frozen parameters as they are. ``optimizer_states`` are by
-    parameter name. Tensors are ``StoredTensor``s: files are mapped into memory and read tensor by tensor. What the user
-    or Lightning put into the client state is beside them; DeepSpeed's own progress is under ``deepspeed``.
+    parameter name. Tensors are ``StoredTensor``s: files are mapped into memory and read tensor by tensor. Entries that
+    the user or Lightning put into the client state are beside them; DeepSpeed's own progress is under ``deepspeed``.
 
     Raises:
         ValueError: A file is missing, damaged, or of a program with model or expert parallelism.

@@ -51,8 +51,8 @@ def own_entries(optimizer: Optimizer) -> dict[str, Any]:
         raise ValueError(
             f"`{type(optimizer).__name__}.state_dict()` has {names}, which a resumed run would lose: checkpoints keep"
             " `optimizer.state` by parameter, `param_groups`, and numbers, strings and containers of them besides. Keep"
-            " tensors in `optimizer.state[param]`, under names of their own, or leave what may start anew out of"
-            " `state_dict`."
+            " tensors in `optimizer.state[param]`, under names of their own, or leave entries that a resumed run"
+            " need not have out of `state_dict`."
         )
     return {**entries, **({OTHER_STATES: others} if others else {})}
 

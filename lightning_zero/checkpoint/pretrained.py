@@ -5,7 +5,7 @@ Note [When values arrive]
     module: rounded to the dtype in which the user made the parameter.
 
     * After ``shard``: at once, into the masters.
-    * Before, on the meta device: when the module is sharded. Modules that would initialise nothing but what is in the
+    * Before, on the meta device: when the module is sharded. Modules whose tensors are all in the
       file are not initialised, so they need no ``reset_parameters``.
     * Before, on a real device: at once, whole, on the rank that calls. A module that is made on the meta device reads
       less.
@@ -276,12 +276,12 @@ def _tied(module: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _misfit(module: nn.Module, path: str, missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    lines = [f"`{path}` does not fit to `{type(module).__name__}`."]
+    lines = [f"`{path}` does not fit `{type(module).__name__}`."]
     if missing:
         lines.append(f"Not in the file: {_listed(missing, unexpected)}.")
     if unexpected:
         lines.append(f"Not in the module: {_listed(unexpected, missing)}.")
-    return " ".join([*lines, "Map names with `rename=`, or pass `strict=False` to load what fits."])
+    return " ".join([*lines, "Map names with `rename=`, or pass `strict=False` to load the rest."])
 
 
 def _listed(names: Sequence[str], others: Sequence[str]) -> str:

@@ -278,7 +278,7 @@ def _load_optimizers(
     if len(optimizers) != len(states):
         raise ValueError(
             f"The checkpoint has the states of {len(states)} optimizers, and there are {len(optimizers)} now."
-            " `configure_optimizers` must return what it returned when the checkpoint was saved."
+            " `configure_optimizers` must return the same optimizers as when the checkpoint was saved."
         )
     permuted = []
     places = _places(engine, optimizers)

@@ -341,7 +341,7 @@ class Lent:
 class StoredTensor(torch.Tensor):
     """A tensor in a file that is read when its values are used.
 
-    Any operation works on it and reads the whole tensor each time; shape and dtype are known without reading. What
+    Any operation works on it and reads the whole tensor each time; shape and dtype are known without reading. Code that
     loads a part of it calls ``fill``. An operation that writes into it, or returns a view of it, makes it plain.
     """
 

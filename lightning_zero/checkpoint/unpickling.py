@@ -49,7 +49,7 @@ def read_index(content: bytes | bytearray, path: Path, weights_only: bool | None
     except (AttributeError, TypeError):
         is_sound = False
     if not is_sound:
-        raise ValueError(f"`{path}` is damaged: a part of the index is not what it must be. {EARLIER}")
+        raise ValueError(f"`{path}` is damaged: a part of the index has the wrong type. {EARLIER}")
     return index
 
 

@@ -16,9 +16,9 @@ Note [Own groups]
 Note [Agreements name their topic]
     Ranks that run different code meet in agreements on different things, and gloo ends the process where one rank sends
     more than another one receives. So on the control group there is one message for everything: two int64, whose upper
-    halves say what the agreement is on, and whose lower halves are a number each. In the largest of all ranks the upper
-    half of the first is another rank's for the ranks with a smaller one, and that of the second for those with a larger
-    one: all see that they differ, and tell one another their topics. The flags of a backward, one per parameter,
+    halves name the topic of the agreement, and whose lower halves are a number each. In the largest of all ranks the
+    upper half of the first is another rank's for the ranks with a smaller one, and that of the second for those with a
+    larger one: all see that they differ, and tell one another their topics. The flags of a backward, one per parameter,
     have a group to themselves. An exchange of tensors has a tag made of its name, its size and its number, so different
     ones never meet: they wait for the timeout.
 """

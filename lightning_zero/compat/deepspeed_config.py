@@ -65,7 +65,7 @@ class PrecisionRule:
 
     Args:
         fills: The value for a Trainer that has its default, ``"32-true"``; None: any.
-        accepts: Values that do what the configuration says.
+        accepts: Values with which the configuration agrees.
         key: The key that says so, as it is named in an error.
         loss_scale: Fields of ``LossScale``, for fp16.
     """
@@ -223,7 +223,7 @@ def report(plan: DeepSpeedPlan, settled: Mapping[str, str] | None = None) -> str
 
     Args:
         plan: The plan.
-        settled: By key, what the Trainer made of it.
+        settled: By key, its value in the Trainer.
     """
     rows = [replace(row, becomes=(settled or {}).get(row.key, row.becomes)) for row in plan.rows]
     cells = [(row.key, _shown(row.value), row.status, row.becomes) for row in rows]

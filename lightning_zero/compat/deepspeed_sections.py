@@ -28,7 +28,7 @@ _HINTS = {
 }
 
 Note = tuple[str, str]
-"""The status of a parameter, and what became of it."""
+"""The status of a parameter, and its translation."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class MadeOf:
         cls: The class; None: it does not exist here.
         args: Arguments beside the parameters or the optimizer; ``"auto"`` for values that the module gives.
         missing: Why there is none.
-        notes: By parameter, what became of it.
+        notes: By parameter, its status and translation.
     """
 
     section: str

@@ -45,8 +45,8 @@ _SAME_BUFFERS = (
     " in a plain attribute."
 )
 _REMEDY = (
-    "Build the same model, with the same options, on every rank: what depends on the rank, on its data or on a random"
-    " number must not change the layers."
+    "Build the same model, with the same options, on every rank: the rank, its data and random numbers must not"
+    " change the layers."
 )
 
 

@@ -106,10 +106,10 @@ def _refuse_with_early_steps(strategy: _Options, trainer: pl.Trainer) -> None:
         f"precision={strategy.precision_plugin.precision!r}": strategy.precision_plugin.scaler is not None,
         f"an overridden `{', '.join(overridden)}`": bool(overridden),
     }
-    for what, is_there in found.items():
+    for option, is_there in found.items():
         if is_there:
             raise ValueError(
-                f"`step='backward'` does not work with {what}: a unit's gradients are stepped and given up in the"
+                f"`step='backward'` does not work with {option}: a unit's gradients are stepped and freed in the"
                 " backward. Leave one of the two out."
             )
 
@@ -120,8 +120,8 @@ def _refuse_activations(strategy: _Options) -> None:
         return
     if strategy.root_device.type != "cuda":
         raise ValueError(
-            f"`policy='auto'` of `activation_checkpointing` needs `budget_bytes` on `{strategy.root_device}`: what is"
-            " free there is not this rank's alone. Say how many bytes the checkpointed modules may keep."
+            f"`policy='auto'` of `activation_checkpointing` needs `budget_bytes` on `{strategy.root_device}`: free"
+            " memory there is shared by all ranks. Say how many bytes the checkpointed modules may keep."
         )
 
 

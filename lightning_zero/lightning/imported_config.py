@@ -39,7 +39,7 @@ class ImportedConfig:
     def __init__(self, plan: DeepSpeedPlan, loss_scale: LossScale | None) -> None:
         self.plan = plan
         self._loss_scale = loss_scale
-        self._settled: dict[str, str] = {}  # by key, what the Trainer has made of it
+        self._settled: dict[str, str] = {}  # by key, its value in the Trainer
         self._was_announced = False
 
     # -- Precision -------------------------------------------------------------------------------------------------

@@ -441,7 +441,7 @@ def refuse_program(module: Any, microbatches: int) -> None:
         one, other = ("step", "loss") if hasattr(module, "pipeline_step") else ("loss", "step")
         raise ValueError(
             f"`{type(module).__name__}` has `pipeline_{one}` and no `pipeline_{other}`. A step in three parts needs"
-            " both: what the first block is called with, and what is done with the output of the last one."
+            " both: the input of the first block, and the loss of the output of the last one."
         )
     if not module.automatic_optimization:
         raise ValueError(

@@ -204,7 +204,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         """Return the strategy that a configuration of DeepSpeed stands for (docs/deepspeed.md).
 
         Precision, clipping and accumulation are set in the Trainer where it leaves them open. Optimizer and schedule
-        are made for modules that make none. Rank 0 prints what became of every key.
+        are made for modules that make none. Rank 0 prints how every key is handled.
 
         Args:
             config: The configuration, or the path of its JSON file.

@@ -185,7 +185,7 @@ class UnevenEvaluation:
         return [metric.meta.name for _, metric in results.valid_items() if _is_reduced(metric)] if results else []
 
     def _refuse(self, loader: int, logged: list[str]) -> None:
-        names = self._everyone.gather_objects(logged, f"names of what is logged for loader {loader}")
+        names = self._everyone.gather_objects(logged, f"names of values that are logged for loader {loader}")
         missing = [rank for rank, of_rank in enumerate(names) if not of_rank]
         some = ", ".join(f"`{name}`" for name in sorted({name for of_rank in names for name in of_rank}))
         raise ValueError(

@@ -196,7 +196,7 @@ class AttributeState:
             found = ", ".join(f"`{name}` ({array.nbytes} bytes)" for name, array in locked)
             raise PipelineError(
                 f"The step writes into a NumPy array of more than {_MOST_OF_ARRAY} bytes, of {found}. Pipeline stages"
-                " run a step in advance to describe it, and put back what it changes in smaller arrays only. Keep it"
+                " run a step in advance to describe it, and undo changes in smaller arrays only. Keep it"
                 " as a tensor (`torch.from_numpy(...)`), or write into it in `on_train_batch_end`."
             ) from error
         finally:

@@ -42,7 +42,7 @@ def test_a_flipped_byte_is_noticed_in_the_blocks_that_are_read(content: bytes, t
 
 def test_a_truncated_file_is_noticed(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "data").write_bytes(content[:80])
-    with pytest.raises(ValueError, match="it has 80 bytes, which is not what was written"):
+    with pytest.raises(ValueError, match="it has 80 bytes, other than were written"):
         BlockReader(tmp_path).read("data", 0, 10)
 
 

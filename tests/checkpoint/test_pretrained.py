@@ -342,7 +342,7 @@ def _bad_names(values: dict[str, Tensor]) -> dict[str, Tensor]:
         (
             _bad_names,
             None,
-            r"does not fit to `Language`. Not in the file: `embed.weight` \(there is `embedding.weight`\)."
+            r"does not fit `Language`. Not in the file: `embed.weight` \(there is `embedding.weight`\)."
             r" Not in the module: `embedding.weight` \(there is `embed.weight`\). Map names with"
             " `rename=`",
         ),

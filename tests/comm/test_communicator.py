@@ -168,7 +168,7 @@ CALLS: dict[str, Callable[[Communicator], object]] = {
     "overflow": lambda one: one.any_is(True, "agreement on overflow"),
     "used": lambda one: one.agree_on_flags(torch.ones(100, dtype=torch.uint8), "agreement on used parameters"),
     "objects": lambda one: one.gather_objects("a" * 1000, "exchange about a checkpoint"),
-    "names": lambda one: one.gather_objects({"a": 1}, "names of what is logged"),
+    "names": lambda one: one.gather_objects({"a": 1}, "names of values that are logged"),
     "reading": lambda one: one.meet(3, "reading of a parameter"),
     "promise": lambda one: one.agree_later(torch.ones(1, dtype=torch.uint8), "agreement on gradients").wait(),
 }

@@ -963,7 +963,7 @@ def test_ranks_that_assign_different_gradients_are_told(stage: int, how: str) ->
 @pytest.mark.slow
 def test_a_rank_that_assigns_gradients_alone_is_told() -> None:
     texts = worlds.run(_assign_differently, 2, 3, "one-rank")
-    assert "`embedding.weight` first, were assigned by hand on this rank, and not all ranks came" in texts[0]
+    assert "`embedding.weight` first, were assigned by hand on this rank, and not all ranks compared" in texts[0]
     worlds.close()
 
 

@@ -66,11 +66,11 @@ REFUSED = {
             (((1, f"kept = 2 * hidden\nkept.register_hook({CLAMPS})\nhidden = hidden + kept"),
               (6, "loss = loss + kept.square().mean()")),),
         ),
-        "computed from, what `blocks.0`",
+        "computed from, the output of `blocks.0`",
     ),
     "gradient-that-is-kept-of-a-value-that-goes-around": (
         PipelineProgram(LINEAR, (((1, "kept = hidden\nkept.retain_grad()"), (6, "loss = loss + kept.mean()")),)),
-        "computed from, what `blocks.0`",
+        "computed from, the output of `blocks.0`",
     ),
 }  # fmt: skip
 OF_REFUSALS = ("steps_come_before_refusals", "refusals_change_weights", "refusals_have_no_cause_elsewhere")

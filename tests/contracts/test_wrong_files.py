@@ -46,7 +46,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "list": (lambda path: torch.save([1, 2], path), "holds a `list`"),
     "tensor": (lambda path: torch.save(torch.ones(2), path), "holds a `Tensor`"),
     "dictionary": (lambda path: torch.save({"foo": 1}, path), "no `state_dict`|no `pytorch-l|no state dictionary"),
-    "safetensors": (lambda path: save_file({"a": torch.ones(2)}, path), "safetensors file|does not fit to `Net`"),
+    "safetensors": (lambda path: save_file({"a": torch.ones(2)}, path), "safetensors file|does not fit `Net`"),
     "old": (lambda path: path.write_bytes(b"\x80\x02garbage"), "is damaged, or no file of `torch.save`|Weights only"),
 }
 

@@ -198,7 +198,7 @@ def compare(assigned: Mapping[str, Digest], communicator: Communicator) -> None:
     except RuntimeError as error:
         raise RuntimeError(
             f"rank {communicator.rank} of {communicator.world_size}: the gradients of {len(assigned)} parameter(s),"
-            f" `{first}` first, were assigned by hand on this rank, and not all ranks came to say what they have"
+            f" `{first}` first, were assigned by hand on this rank, and not all ranks compared the gradients that they"
             f" assigned ({str(error).splitlines()[0]}). {_REMEDY}"
         ) from error
     names = list(dict.fromkeys(name for digests in found for name in digests))
@@ -239,7 +239,7 @@ def refuse_two_changes(name: str, digests: Sequence[Digest | None]) -> None:
 
 
 _REMEDY = (
-    "What is assigned to `grad` (or left there by `backward(create_graph=True)`) is one rank's gradient. Average it on"
-    " all ranks before the step (`torch.distributed.all_reduce(grad)`, then divide it by the number of ranks; on a grid"
-    " of ranks in the group of the parameter), or let `loss.backward()` do it."
+    "A tensor that is assigned to `grad` (or left there by `backward(create_graph=True)`) is one rank's gradient."
+    " Average it on all ranks before the step (`torch.distributed.all_reduce(grad)`, then divide it by the number of"
+    " ranks; on a grid of ranks in the group of the parameter), or let `loss.backward()` do it."
 )

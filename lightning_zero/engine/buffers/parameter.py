@@ -16,7 +16,7 @@ Swapping class and data costs a few microseconds per parameter and nothing per o
 Note [Subclasses of nn.Parameter]
     A user's class, such as the quantised weights of bitsandbytes, has subclasses made from it and the classes above, so
     that ``isinstance`` and the attributes of the object hold in every state, and its memory layout (``__slots__``)
-    allows the swap. Whatever the class overrides, the engine reads and sets ``data`` underneath it.
+    allows the swap. The engine reads and sets ``data`` underneath the methods that the class overrides.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A parameter in the step window: its values are this rank's segment, which never passes for the whole.
 
-What its ``data``, ``detach`` and element-wise operations return says so too: it is cut, refuses and finishes norms as
-the gradient beside it does (``sharded_gradient.py``). So a program that logs the norms of its weights behind
-``p.grad.norm()``, or writes one of their rows, is right without knowing, and one that adds them up is told.
+The tensors that its ``data``, ``detach`` and element-wise operations return are segments too: they are cut, refuse
+operations and finish norms as the gradient does (``sharded_gradient.py``). So a program that logs the norms of its
+weights after ``p.grad.norm()``, or writes one of their rows, is right, and a program that sums them gets an error.
 """
 
 from __future__ import annotations

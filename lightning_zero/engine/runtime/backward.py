@@ -8,13 +8,13 @@ Note [Backwards that reduce]
     ``loss.backward()`` ends the pass before it, and its own pass may reduce from its beginning: a rank that comes to a
     reduction of the list without a gradient takes part with zeros. So nothing of the kind may stand in the list of
     ``torch.autograd.grad`` (a penalty, a slope of an input). It belongs to the pass in which it is called, which
-    gathers only; ranks may differ in whether they call it. PyTorch tells the two apart by what allows reentrant
-    checkpointing: a backward that runs the whole graph. ``backward(inputs=...)`` does not and may bring gradients
-    nevertheless; they are reduced at its end.
+    gathers only; ranks may differ in whether they call it. PyTorch tells the two apart, because reentrant
+    checkpointing needs a backward that runs the whole graph. ``backward(inputs=...)`` does not run it and may bring
+    gradients nevertheless; they are reduced at its end.
 
-    What cannot be known at the beginning is whether ``backward(create_graph=True)`` builds a graph, or a rank's loss
-    without parameters goes with one that does. If so, reductions that were started because the list says so were of
-    zeros on all ranks, for a rank that takes a gradient knows better. They are finished and dropped.
+    At the beginning it cannot be known whether ``backward(create_graph=True)`` builds a graph, or whether the loss of a
+    rank without parameters belongs to such a backward. If so, reductions that were started because the list says so
+    were of zeros on all ranks, for a rank that takes a gradient knows better. They are finished and dropped.
 
 Note [Backwards inside a backward]
     Reentrant checkpointing, and functions of users that do the same, run a backward in the backward, whose end is not

@@ -4,9 +4,9 @@ Note [Two dtypes of a parameter]
     A parameter that computes in 16 bits does so for the time of a step, of a forward under autocast, and of the
     backward behind it. A forward without autocast outside a step, such as one in a Trainer's hook, uses the master's
     values in their own dtype, as all other code does (ADR 0041). All ranks begin a scope alike, so whoever takes part
-    in a gather knows its dtype. A graph in the own dtype keeps the weights that it needs, and its backward may run
-    whatever parameters show then. One under autocast does so at stage 3 only: elsewhere autograd keeps the parameter
-    itself, so parameters compute again when a backward begins.
+    in a gather knows its dtype. A graph in the own dtype keeps the weights that it needs, so its backward may run in
+    any state of the parameters. A graph under autocast keeps them at stage 3 only: at other stages autograd keeps the
+    parameter itself, so parameters are in the compute dtype again when a backward begins.
 """
 
 from __future__ import annotations

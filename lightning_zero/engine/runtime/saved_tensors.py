@@ -2,7 +2,7 @@
 
 Note [Backward that builds a graph outside of a scope]
     No hooks for saved tensors are on when such a backward begins. ``_unpack`` puts them on for the node that asked for
-    a weight: whatever the node saves of it is gathered again, too.
+    a weight: each tensor that the node saves of it is gathered again, too.
 """
 
 from __future__ import annotations

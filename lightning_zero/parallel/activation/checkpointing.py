@@ -1,7 +1,7 @@
 """Activation checkpointing: which activations of a model are kept for the backward pass, and which are computed again.
 
 A chosen module's ``forward`` runs inside ``torch.utils.checkpoint`` (non-reentrant); the module, its names, hooks and
-parameters stay what they are. A recomputation changes no module buffer: ``lightning_zero/parallel/module_state.py``.
+parameters stay the same. A recomputation changes no module buffer: ``lightning_zero/parallel/module_state.py``.
 Tensors of a call that are kept, besides its result:
 
 =============  =====================================================================================================
@@ -139,7 +139,7 @@ def _tell_of_caches() -> None:
     """Say once that a cache of keys and values stays empty."""
     warnings.warn(
         "`activation_checkpointing` leaves the cache of keys and values empty that the model makes in training"
-        " (`use_cache=True`): it would keep what is to be computed again. Set `use_cache=False`, or do not use the"
+        " (`use_cache=True`): it would keep tensors that are to be recomputed. Set `use_cache=False`, or do not use the"
         " `past_key_values` that a checkpointed forward returns.",
         stacklevel=2,
     )

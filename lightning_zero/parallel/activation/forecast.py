@@ -1,8 +1,8 @@
 """Choice of the checkpointing policy that fits into memory: ``ActivationCheckpointing(policy="auto")``.
 
 The first two steps run as with ``"offload"``, which keeps the least, but for one call of each class of modules: it
-keeps everything, and its bytes are counted. Then all that a step needs besides activations has been alive, and what
-is left of the device's memory is known. With the largest counted call, and the most calls that waited for their
+keeps everything, and its bytes are counted. Then all other tensors of a step have been alive, so the memory
+that is left on the device is known. With the largest counted call, and the most calls that waited for their
 backward at once, a policy needs::
 
     none       calls x bytes alive after the call

@@ -446,8 +446,8 @@ class PipelineRunner(Generic[Step]):
                 raise PipelineError(
                     f"Pipeline chunk {chunk} expects a tensor of shape {message.shape}, {message.dtype}, requires_grad="
                     f"{message.requires_grad}, and chunk {chunk - 1} has {_words(tensor)}. Micro-batches with as"
-                    " many samples must have the same shapes, and modules must return what the shapes of their"
-                    " arguments tell."
+                    " many samples must have the same shapes, and the shapes that modules return must follow"
+                    " from those of their arguments."
                 )
             assert tensor is not None
             outputs.append(tensor)

@@ -4,7 +4,7 @@ Note [Following gradients]
     For every linear layer as a row layer, one backward per rank starts from the rank's slice of the layer's input.
     Output features of an earlier linear layer that reach this slice alone are that rank's: the earlier layer is a
     column layer, whatever its layout (packed, interleaved, grouped queries). A second forward, with the results of
-    column layers detached, tells what else is in the region: parameters and arguments that only one slice depends on
+    column layers detached, tells the rest of the region: parameters and arguments that only one slice depends on
     are cut, parameters that several depend on have partial gradients. A feature that a ReLU has switched off reaches
     nobody, so several draws of the parameters are followed.
 """

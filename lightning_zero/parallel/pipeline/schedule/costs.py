@@ -76,7 +76,7 @@ def _require_values(module: nn.Module) -> None:
 def _listed(spent: Counter[str], names: Sequence[str]) -> list[int]:
     for name in names:
         if name not in spent:
-            raise ValueError(f"`{name}` is not called in a step, so what it costs cannot be measured.")
+            raise ValueError(f"`{name}` is not called in a step, so its cost cannot be measured.")
     return [spent[name] for name in names]
 
 

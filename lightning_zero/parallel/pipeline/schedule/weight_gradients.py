@@ -3,11 +3,11 @@
 Note [Two halves of a backward]
     ``y = x @ w`` takes two products in the backward: ``g @ w.T``, which the stage before waits for, and ``x.T @ g``,
     which only the optimizer's step needs (arXiv:2401.10241). While a forward runs, a mode lets products with a
-    parameter run as a node that, in the first half, returns the one and keeps what the other is made of; ``bring``
-    multiplies it later and gives it to autograd at the parameter, whose hooks fire as ever. The node stands where
-    ``addmm`` or ``mm`` of PyTorch would stand in the graph and makes the same calls, so bits are the same. It saves
-    what they save, in their order, which is found out by a trial: activation checkpointing pairs saved and recomputed
-    tensors by order, and a recomputation runs without the mode.
+    parameter run as a node that, in the first half, returns the former and keeps the factors of the latter; ``bring``
+    multiplies them later and gives the product to autograd at the parameter, whose hooks fire as ever. The node stands
+    where ``addmm`` or ``mm`` of PyTorch would stand in the graph and makes the same calls, so bits are the same. It
+    saves the same tensors in the same order, which a trial finds out: activation checkpointing pairs saved and
+    recomputed tensors by order, and a recomputation runs without the mode.
 
     Everything else is done in the first half, by autograd: biases, norms, embeddings, functions of users, compiled
     code, and products that the mode does not know. The first half is one backward of the whole graph, so each node
@@ -17,9 +17,9 @@ Note [Products that are not split]
     A parameter with hooks of the program, which have its gradient once per micro-batch. A gradient asked for by
     ``torch.autograd.grad``, and a backward that builds a graph: they return it at once. A weight that autocast would
     cast, because autocast sums the gradients of several uses in the dtype that it casts to; an input that is such a
-    leaf. What reentrant checkpointing computes again, and other backwards inside of the first half. Forwards with a
-    ``nn.MultiheadAttention`` or a layer of ``nn.TransformerEncoder`` in eval mode: any mode turns their fast path off,
-    whose results differ.
+    leaf. Products that reentrant checkpointing recomputes, and other backwards inside of the first half. Forwards with
+    a ``nn.MultiheadAttention`` or a layer of ``nn.TransformerEncoder`` in eval mode: any mode turns their fast path
+    off, whose results differ.
 """
 
 from __future__ import annotations

@@ -162,9 +162,9 @@ class Draws:
             if not self._is_repeated or any(last.get(place) != mine[place] for place in places):
                 raise PipelineError(
                     f"The step draws random numbers from the generator `{name}` both in front of the blocks and behind"
-                    " them, and pipeline stages in front do not run what is behind: they would draw others than the"
-                    " last stage in the next micro-batch. Use two generators, one for each side, seed it"
-                    " (`generator.manual_seed`) in front of every use, or use PyTorch's own generator."
+                    " them, and earlier pipeline stages do not run the code behind them: they would draw other"
+                    " numbers than the last stage in the next micro-batch. Use two generators, one for each side, seed"
+                    " it (`generator.manual_seed`) in front of every use, or use PyTorch's own generator."
                 )
 
     def _now(self) -> dict[str, int]:

@@ -37,7 +37,7 @@ class LayerSpec(nn.Module):
         super().__init__()
         if not callable(cls):
             raise TypeError(
-                f"`{type(self).__name__}` takes a class, or a function that returns a layer, and what to call it with;"
+                f"`{type(self).__name__}` takes a class, or a function that returns a layer, and its arguments;"
                 f" got a `{type(cls).__name__}`. For example `LayerSpec(nn.Linear, 4, 2)`."
             )
         self._cls = cls

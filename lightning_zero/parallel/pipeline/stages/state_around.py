@@ -2,14 +2,14 @@
 
 Note [Prefixes]
     A chunk runs the step up to the first block of the next one, so it has the module buffers and attributes as code up
-    to there leaves them. The last chunk runs all of the step: behind a batch the other stages are given what is
-    different there. Within a batch that would be too late: the front of the next micro-batch has run before. Code that
-    reads there what code behind its chunk changes is refused.
+    to there leaves them. The last chunk runs all of the step: after a batch the other stages are given the
+    values that differ there. Within a batch that would be too late: the front of the next micro-batch has run before.
+    Code that reads there a value that code after its chunk changes is refused.
 
 Note [Who reads]
-    In the first batch of a kind of step all reads of attributes are noted, and chunks compare what they have at its
-    end. From then on only what is known to change behind a chunk is watched. What begins to change there in a later
-    batch is refused at the end of that batch if the first one has read it.
+    In the first batch of a kind of step all reads of attributes are noted, and chunks compare their values at its end.
+    From then on only values that are known to change after a chunk are watched. A value that begins to change there in
+    a later batch is refused at the end of that batch if the first batch has read it.
 
 Note [State that is not sent]
     Of a value that is not sent (a graph, an object, or a large tensor) the others are told a fingerprint. Who has not
@@ -17,8 +17,8 @@ Note [State that is not sent]
     the last stage has run on tensors without values.
 
 Note [Parts]
-    With ``pipeline_step`` and ``pipeline_loss`` each part runs on one stage. What the one changes and the other reads
-    in the same micro-batch is refused in the first batch.
+    With ``pipeline_step`` and ``pipeline_loss`` each part runs on one stage. A value that the one changes and the other
+    reads in the same micro-batch is refused in the first batch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tensors that a forward on fakes leaves outside: in globals, closures, class attributes, and objects of the program.
 
 Note [Escapes]
-    Stages that pass a module over run its forward once on fakes, and then remember what it returns and sets. A loss
+    Stages that pass a module over run its forward once on fakes, and then remember its outputs and attributes. A loss
     that it appends to a global list is in neither. A fake that lives on when the forward, its outputs and their graph
     are gone is kept somewhere else, wherever that is. Such a call is not remembered: its forward runs on fakes in
     every step, so that code that reads the list finds fakes there, and is refused. Where nobody reads it, nothing is.

@@ -72,7 +72,7 @@ class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
             raise PipelineError(
                 f"`{func}` writes a value of an earlier pipeline stage into a tensor of shape {tuple(lost[0].shape)}"
                 " that is not of that stage, as in `loss += block.aux_loss`, and it could not be told before the step"
-                " that it is needed. Add it to what goes from block to block, or write `pipeline_step` and"
+                " that it is needed. Add it to the values that go from block to block, or write `pipeline_step` and"
                 " `pipeline_loss`."
             )
         if lost and self.origins is not None:

@@ -2,14 +2,14 @@
 
 Note [State of a passed module]
     A forward may leave tensors in its module (``self.aux_loss = ...``, statistics in a module buffer), which code
-    behind it reads. A module that is passed over must not be left with fakes, and that code must not read old values in
-    silence. So its forward finds fakes in place of the module's tensors; what it has changed is put back, and is shown
+    after it reads. A module that is passed over must not be left with fakes, and that code must not read old values in
+    silence. So its forward finds fakes in place of the module's tensors; changed tensors are put back, and are shown
     as fakes until the step is run to its end. Modules with hooks of the program run on fakes in every call.
 
 Note [Guesses]
     An operation's result may depend on values (which tokens an expert is given). Where nothing is computed from the
     result but shapes, it is guessed from ones: a module that routes tokens returns as many as it is given. The stage
-    that computes compares the shapes of what it sends, so a wrong guess is an error.
+    that computes compares the shapes of the tensors that it sends, so a wrong guess is an error.
 
 Tensors that a forward leaves outside of its module are told in ``escapes.py``.
 """
@@ -403,7 +403,7 @@ class Fakes:
                     self._mode.escapes.end(self._mode.own_references(), tree_leaves(output))
         except Exception as error:
             raise PipelineError(
-                f"`{self._names[id(module)]}` lies on another pipeline stage, and what it returns could not be told"
+                f"`{self._names[id(module)]}` lies on another pipeline stage, and its output could not be told"
                 f" from the shapes of its arguments: {_cause(error)}"
             ) from error
         positions = {

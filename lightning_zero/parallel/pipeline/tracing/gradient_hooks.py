@@ -67,10 +67,10 @@ class GradientHooks:
         if may_be_sent and sent is tensor and tensor._version == 0:
             return True
         raise PipelineError(
-            "The step asks for the gradient of a value between the modules that is, or is computed from, what"
-            f" `{source.module}` of an earlier pipeline stage returns. Several stages have it, each with a part of its"
-            " gradient. Register a hook (`tensor.register_hook`) on what the module returns, before anything is done to"
-            " it, or ask for the gradient in a block."
+            "The step asks for the gradient of a value between the modules that is, or is computed from, the output of"
+            f" `{source.module}` of an earlier pipeline stage. Several stages have it, each with a part of its"
+            " gradient. Register a hook (`tensor.register_hook`) on the module's output, before anything is done"
+            " to it, or ask for the gradient in a block."
         )
 
     def _source_of(self, tensor: Tensor) -> tuple[Source, Tensor] | None:

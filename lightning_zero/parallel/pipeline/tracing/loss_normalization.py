@@ -68,7 +68,7 @@ class Denominators:
         """Raise where a loss of the batch is not exact.
 
         Raises:
-            PipelineError: Its number of elements differs from one micro-batch to the next, or is not what it should be.
+            PipelineError: Its number of elements differs between micro-batches, or is not the counted number.
         """
         sizes = torch.tensor(self._sizes, dtype=torch.float64)
         for losses in zip(*self._seen, strict=False):

@@ -2,13 +2,13 @@
 
 Note [Passing over]
     Every stage runs the user's own code from its first line. A module of another stage in front of this chunk does not
-    compute: it returns *fake* tensors (PyTorch's ``FakeTensor``), which have a shape and a dtype and no values. What
-    the code derives from them is fake as well; masks, positions and rotary tables that it derives from the batch are
-    real. At the first block of the chunk fake arguments are replaced by the tensors of the stage before. At the
-    first block of the next chunk the run is broken off, and the arguments of that call are sent on. So the code
-    between blocks, keyword arguments and values that all blocks share need no rules. A value that reaches a module of
-    this chunk in another way, or the loss, is computed from sources, which are sent with the arguments (see
-    ``sources.py``). A fake that does so all the same is an error: nothing is ever computed from it.
+    compute: it returns *fake* tensors (PyTorch's ``FakeTensor``), which have a shape and a dtype and no values. Tensors
+    that the code derives from them are fake as well; masks, positions and rotary tables that it derives from the batch
+    are real. At the first block of the chunk fake arguments are replaced by the tensors of the stage before. At the
+    first block of the next chunk the run is broken off, and the arguments of that call are sent on. So the code between
+    blocks, keyword arguments and values that all blocks share need no rules. A value that reaches a module of this
+    chunk in another way, or the loss, is computed from sources, which are sent with the arguments (see ``sources.py``).
+    A fake that does so all the same is an error: nothing is ever computed from it.
 
 Note [Interception of calls]
     While a step runs the class of every module with a place in the split is a subclass that asks here first. Inside of
@@ -175,7 +175,7 @@ class ModuleInterception:
             chunk: The chunk that computes.
             expected: The messages from the chunk before.
             receive: Waits for it and returns it. Called at the chunk's first block, or at the first module that has
-                returned a source, so that what is in front of it does not wait.
+                returned a source, so that code before it does not wait.
             send: Called with the leaves of the arguments of the next chunk's first block, when it is called, and with
                 sources.
             wanted: Sources that this chunk computes and later ones need.
@@ -204,7 +204,7 @@ class ModuleInterception:
         if finished and any(is_fake(leaf) for leaf in tree_leaves(result)):
             raise PipelineError(
                 visit.hidden
-                or "What the step returns depends on a value of an earlier pipeline stage that did not come through"
+                or "The result of the step depends on a value of an earlier pipeline stage that did not come through"
                 f" the blocks of `{self._split.blocks}`, and it could not be told before the step that it is needed."
                 f"{self._fakes.advice}"
             )

@@ -1,9 +1,9 @@
 """Outputs and attributes that calls of modules set, compared with their description on other pipeline stages.
 
 Note [Late values]
-    Other stages know from the first batch of a kind what a module returns, and which attributes it leaves tensors in.
-    An auxiliary loss that a flag switches on later is in neither: they would go on without it, with smaller gradients
-    and no error. So the stage that computes compares every call with its description.
+    Other stages know from the first batch of a kind the outputs of a module, and the attributes in which it leaves
+    tensors. An auxiliary loss that a flag switches on later is in neither: they would continue without it, with smaller
+    gradients and no error. So the stage that computes compares every call with its description.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def _attribute(key: Key) -> str:
 
 def _error(name: str, difference: str) -> PipelineError:
     return PipelineError(
-        f"`{name}` {difference} in the first batch of this kind. Other pipeline stages know from that batch what it"
-        " returns and sets, so they would compute without what has come later, such as an auxiliary loss behind a"
+        f"`{name}` {difference} in the first batch of this kind. Other pipeline stages know from that batch the"
+        " tensors that it returns and sets, so they would compute without later ones, such as an auxiliary loss after a"
         " warm-up. Let it return and set the same in every batch: switch the value on from the first batch, and"
         " multiply it by zero until it is to count."
     )

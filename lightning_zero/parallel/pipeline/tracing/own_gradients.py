@@ -3,9 +3,9 @@
 Note [Parts of a graph]
     The graph of a stage goes back to the tensors that it was sent. A gradient by a value that went into modules of
     earlier chunks lacks the paths through them: it is a part, or None, or PyTorch's error that the value was not used.
-    So the stage notes what modules of earlier chunks were given and what has come from them. A gradient is whole unless
-    its outputs come from the latter, and the former from its input. One by what a module of this chunk returns, or by
-    a parameter that this chunk alone uses, is whole.
+    So the stage notes the arguments and the outputs of modules of earlier chunks. A gradient is whole unless its
+    outputs are computed from such an output, and such an argument from its input. A gradient with respect to an output
+    of a module of this chunk, or to a parameter that this chunk alone uses, is whole.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class OwnGradients:
     def __init__(self, chunk: int, users: Mapping[int, Users]) -> None:
         self._chunk = chunk
         self._users = users
-        self._given: set[Any] = set()  # nodes of what modules of earlier chunks are given
-        self._received: set[Any] = set()  # nodes of what they return
-        self._own: set[Any] = set()  # nodes of what modules of this chunk return
+        self._given: set[Any] = set()  # nodes of arguments of modules of earlier chunks
+        self._received: set[Any] = set()  # nodes of their outputs
+        self._own: set[Any] = set()  # nodes of outputs of modules of this chunk
 
     def note_given(self, values: Any) -> None:
         """Note the arguments of a module of an earlier chunk."""

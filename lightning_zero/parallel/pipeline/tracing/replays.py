@@ -1,6 +1,6 @@
 """Forwards on fakes of modules with hooks of the program: recorded once, after which the hooks run alone.
 
-A hook may do anything with what it is given, so it is called in every step, also where its module is passed over. The
+A hook may do anything with its arguments, so it is called in every step, also where its module is passed over. The
 forward around it returns the same shapes again, and is not run again: hooks get new fakes, or tensors that have come
 from their stage, in the places of those of the recorded forward.
 """
