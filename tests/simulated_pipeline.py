@@ -132,7 +132,7 @@ class PipelinedTraining:
             self.module, self.engine, split=split, pipeline=pipeline, mesh=self.mesh, device=self.device
         )
         optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.01)
-        self.engine.internals.fits.drop_elsewhere(optimizer)
+        self.engine.internals.fits.drop_remote(optimizer)
         self.optimizer = self.engine.attach(optimizer)
         self.seen: list[Tensor] = []
 

@@ -53,7 +53,7 @@ class CheckpointAccess:
         }
         for buffer in state.buffers:
             buffer.refresh_master()
-        return records_of(module, state.places, trained, parts=state.parts, moments=state.options.moments)
+        return records_of(module, state.param_index, trained, parts=state.parts, moments=state.options.moments)
 
     @property
     def progress(self) -> dict[str, str]:
@@ -65,8 +65,8 @@ class CheckpointAccess:
 
     def whole_groups(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Put the parameters of other parts back into an optimizer's groups for a while: checkpoints name them all."""
-        elsewhere = self._state.places.elsewhere
-        return nullcontext() if elsewhere is None else elsewhere.whole_groups(optimizer)
+        remote_params = self._state.param_index.remote_params
+        return nullcontext() if remote_params is None else remote_params.whole_groups(optimizer)
 
     # -- Loading ---------------------------------------------------------------------------------------------------
 

@@ -195,7 +195,7 @@ class ZeroEngine:
         module = self._state.require_module()
         self._state.let_go()
         self._state.drop_gradients()
-        held = [param for param in module.parameters() if param in self._state.places]  # others were put there later
+        held = [param for param in module.parameters() if param in self._state.param_index]  # others came later
         values = {param: self._part_here(param).to(self._original_dtype(param)) for param in held}
         self._close()
         aliases = [one for buffer in self._state.buffers for one in buffer.aliases.values()]
@@ -211,15 +211,19 @@ class ZeroEngine:
 
     def _part_here(self, param: nn.Parameter) -> torch.Tensor:
         """Return the whole parameter, or the part of it that this rank has on a grid. Collective: all ranks."""
-        whole, places = self.full_param(param), self._state.places
-        if places.is_elsewhere(param):
+        whole, places = self.full_param(param), self._state.param_index
+        if places.is_remote(param):
             return whole
         buffer, index = places.of(param)
         box = buffer.box(index)
         return whole if box is None else box.of(whole, tuple(param.shape)).clone(memory_format=torch.contiguous_format)
 
     def _original_dtype(self, param: nn.Parameter) -> torch.dtype:
-        return param.dtype if self._state.places.is_elsewhere(param) else self._state.places.of(param)[0].kind.original
+        return (
+            param.dtype
+            if self._state.param_index.is_remote(param)
+            else self._state.param_index.of(param)[0].kind.original
+        )
 
     def close(self) -> None:
         """Take the hooks out and let other engines use the process groups. No collective.
@@ -307,7 +311,9 @@ class ZeroEngine:
         self._state.require_module()
         self._state.refuse_with_early_steps("The norm of all gradients")
         self._state.recover()
-        places = self._state.places.by_id.values() if optimizer is None else self._state.attached.of(optimizer).places
+        places = (
+            self._state.param_index.by_id.values() if optimizer is None else self._state.attached.of(optimizer).places
+        )
         return WholeGradients(self._state.communicator, self._state.parts).norm(places, norm_type)
 
     def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> torch.Tensor:
@@ -340,15 +346,15 @@ class ZeroEngine:
         they are; the next step or backward brings everything back by itself, as ``reload_states`` does. The bits of
         training do not change. Does nothing to tensors that are always offloaded.
         """
-        if not self._state.sharded.aside.is_empty:
+        if not self._state.sharded.offloaded_states.is_empty:
             return
         self._state.attached.close()
         self.flush()
-        self._state.sharded.aside.put(self._state.buffers, list(self._state.attached))
+        self._state.sharded.offloaded_states.put(self._state.buffers, list(self._state.attached))
 
     def reload_states(self) -> None:
         """Bring back the states that ``offload_states`` has moved; does nothing if none were. No collective."""
-        self._state.sharded.aside.take_back()
+        self._state.sharded.offloaded_states.take_back()
 
     # -- Reading and writing ---------------------------------------------------------------------------------------
 
@@ -381,11 +387,11 @@ class ZeroEngine:
         param = parameter(param)
         self._state.require_module()
         self._state.attached.close()
-        elsewhere = self._state.places.elsewhere
-        is_here = not self._state.places.is_elsewhere(param)
-        here = self._state.sharded.whole.values(*self._state.places.of(param)) if is_here else None
-        if elsewhere is not None:
-            return self._state.sharded.whole.values_of_part(param, here, elsewhere)
+        remote_params = self._state.param_index.remote_params
+        is_here = not self._state.param_index.is_remote(param)
+        here = self._state.sharded.whole.values(*self._state.param_index.of(param)) if is_here else None
+        if remote_params is not None:
+            return self._state.sharded.whole.values_of_part(param, here, remote_params)
         assert here is not None
         return here
 
@@ -397,9 +403,9 @@ class ZeroEngine:
         param = parameter(param)
         self._state.require_module()
         self._state.refuse_with_early_steps("Reading gradients")
-        if self._state.places.is_elsewhere(param):
+        if self._state.param_index.is_remote(param):
             return None
-        buffer, index = self._state.places.of(param)
+        buffer, index = self._state.param_index.of(param)
         self._state.recover()
         buffer.window.take_gradient(index)
         compare_assigned([buffer.window], self._state.communicator)
@@ -423,7 +429,7 @@ class ZeroEngine:
 
     def param_name(self, param: nn.Parameter) -> str:
         """Return the first fully qualified name of a parameter."""
-        return self._state.places.name(param)
+        return self._state.param_index.name(param)
 
     def stats(self) -> EngineStats:
         """Return bytes held, bytes sent and seconds waited on this rank. No collective."""
@@ -438,11 +444,11 @@ class ZeroEngine:
     def _units_of(self, params_or_module: Gatherable) -> list[Unit]:
         if params_or_module is self.module:
             return self._state.units
-        return self._state.places.units_of(params_of(params_or_module))
+        return self._state.param_index.units_of(params_of(params_or_module))
 
     def _knows(self, params_or_module: Gatherable) -> bool:
         """Say whether parameters are of this engine's module; those of other parts of a pipeline are too."""
-        known = any(param in self._state.places for param in params_of(params_or_module))
+        known = any(param in self._state.param_index for param in params_of(params_or_module))
         return known or params_or_module is self.module
 
 

@@ -47,7 +47,7 @@ class EngineState:
         # - Set by `shard`
         self.module: nn.Module | None = None  # None again when the engine is closed
         self.engine: object | None = None  # hooks of the module keep it alive: it is found by its parameters
-        self.places = ParamIndex()
+        self.param_index = ParamIndex()
         self._made: ShardedModule | None = None
         # - Set by `attach`
         self.attached = Attached(self._mark_stale)
@@ -87,7 +87,7 @@ class EngineState:
             holders,
             grid=grid,
             awaited=deferred_params(module),
-            places=self.places,
+            param_index=self.param_index,
             close_windows=self.attached.close,
             owner=owner,
         )
@@ -106,8 +106,8 @@ class EngineState:
                 "Make the same optimizers, with the same parameters in the same order, on every rank.",
             )
         self.let_go()
-        early = self.sharded.early
-        if early is not None and len(optimizers) > 1:
+        step_in_backward = self.sharded.step_in_backward
+        if step_in_backward is not None and len(optimizers) > 1:
             raise ValueError(
                 f"`step='backward'` is for one optimizer, got {len(optimizers)}: a backward does not say which of"
                 " them is going to step. Use `step='auto'`."
@@ -117,15 +117,15 @@ class EngineState:
             self.attached.add(sharded)
             if self.options.offload is not None and self.options.offload.step_device == "cuda":
                 sharded.checks.require_runs("Offload(step_device='cuda')")
-            if early is not None:
+            if step_in_backward is not None:
                 sharded.allow_early_steps()
-                early.optimizer = sharded
+                step_in_backward.optimizer = sharded
         self.attached.replace_former()
 
     def _sharded_optimizer(self, optimizer: Optimizer) -> ShardedOptimizer:
         return ShardedOptimizer(
             optimizer,
-            self.places.by_id,
+            self.param_index.by_id,
             communicator=self.communicator,
             before_open=self._before_open,
             parts=self.parts,
@@ -138,17 +138,17 @@ class EngineState:
         )
 
     def _name_of(self, param: torch.Tensor) -> str:
-        names = self.places.names.get(id(param))
+        names = self.param_index.names.get(id(param))
         return names[0] if names else f"a tensor of shape {tuple(param.shape)} that the module does not have"
 
     def let_go(self) -> None:
         """Let go of the optimizers."""
         self.attached.close()
         if self.module is not None:
-            self.sharded.aside.take_back()
+            self.sharded.offloaded_states.take_back()
         self.attached.detach()
-        if self._made is not None and self._made.early is not None:
-            self._made.early.optimizer = None
+        if self._made is not None and self._made.step_in_backward is not None:
+            self._made.step_in_backward.optimizer = None
 
     def drop_gradients(self) -> None:
         """Drop the gradients of all parameters."""
@@ -202,12 +202,12 @@ class EngineState:
     @property
     def buffers(self) -> list[FlatBuffer]:
         """The flat buffers of all units."""
-        return self.places.buffers
+        return self.param_index.buffers
 
     @property
     def units(self) -> list[Unit]:
         """The units, the root's first."""
-        return self.places.units
+        return self.param_index.units
 
     @property
     def parts(self) -> PipelinePeers | None:
@@ -272,16 +272,16 @@ class EngineState:
             )
 
     def _mark_stale(self, buffer: FlatBuffer) -> None:
-        self.places.unit_of(buffer).mark_stale()
+        self.param_index.unit_of(buffer).mark_stale()
 
     def _before_open(self, opening: ShardedOptimizer) -> None:
         self.sharded.hooks.scopes.recover()
         self.sharded.membership.require()
-        self.sharded.aside.take_back()
+        self.sharded.offloaded_states.take_back()
         self.sharded.whole.end_rest()
         self.sharded.whole.hide_originals()
         self.attached.close_others(opening)
 
     def _end_step(self, buffers: Sequence[FlatBuffer]) -> None:
-        units = {unit.index: unit for unit in map(self.places.unit_of, buffers)}
+        units = {unit.index: unit for unit in map(self.param_index.unit_of, buffers)}
         self.sharded.hooks.scopes.end_step(list(units.values()))

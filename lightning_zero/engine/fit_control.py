@@ -37,10 +37,10 @@ class FitControl:
 
     # -- Optimizers ------------------------------------------------------------------------------------------------
 
-    def drop_elsewhere(self, optimizer: Optimizer) -> None:
+    def drop_remote(self, optimizer: Optimizer) -> None:
         """Take the parameters that other parts of the model hold out of an optimizer's groups; ``attach`` it then."""
-        if self._state.places.elsewhere is not None:
-            self._state.places.elsewhere.drop(optimizer)
+        if self._state.param_index.remote_params is not None:
+            self._state.param_index.remote_params.drop(optimizer)
 
     def detach(self) -> None:
         """Let go of the optimizers and of all gradients."""

@@ -115,7 +115,7 @@ class ShardedModule:
         holders: Which parts of the model hold a parameter, by name; None if it is whole.
         grid: The ranks as a grid; None: one axis.
         awaited: Parameters and buffers that need no initial values; see ``build_unit``.
-        places: Is filled.
+        param_index: The index to fill.
         close_windows: Called when a forward or backward begins.
         owner: Makes who answers for the parameters of a unit.
     """
@@ -128,13 +128,13 @@ class ShardedModule:
         *,
         grid: Grid | None,
         awaited: set[tuple[int, str]],
-        places: ParamIndex,
+        param_index: ParamIndex,
         close_windows: Callable[[], None],
         owner: Callable[[Unit], Owner],
     ) -> None:
         serve_transforms()
         self._options = options
-        self._places = places
+        self._param_index = param_index
         device = options.device or _device_of(module)
         self._lowering = Lowering(module, options.precision)
         # - Ranks
@@ -148,7 +148,7 @@ class ShardedModule:
             self.everyone = Communicator(options.communication, device)
         self._sharding = options.sharding(self.communicator.world_size)
         # - Memory
-        absent = [] if places.elsewhere is None else places.elsewhere.params
+        absent = [] if param_index.remote_params is None else param_index.remote_params.params
         territories = choose_territories(module, options.units, {id(param) for param in absent})
         require_same(self.communicator, unit_facts(territories), "units", _REMEDY)
         # Blocks of freed memory are not used again for slightly larger tensors, and pile up.
@@ -162,21 +162,21 @@ class ShardedModule:
             itemsize=itemsize,
             copies=self.store.copies,
         )
-        self.aside = OffloadedStates(self.store, self.placement.host)
+        self.offloaded_states = OffloadedStates(self.store, self.placement.host)
         # - Units
         self._owners: list[Owner] = []  # parameters do not hold theirs
         self._build_units(module, territories, awaited, owner)
         self.module_buffers = ModuleBuffers(module, device, self.communicator)
-        self.membership = Membership(module, lambda param: param in places)
+        self.membership = Membership(module, lambda param: param in param_index)
         # - Hooks, order, reductions
-        ahead = options.communication.prefetch
-        self.early = self._early_steps() if options.steps_in_backward else None
-        in_flight = 0 if self.early is not None and self.communicator.world_size == 1 else min(ahead, 1)
-        reducer = Reducer(places.units, self.communicator, in_flight, self.early)
-        order = PassOrder(places.units, self.communicator, reducer, ahead)
+        prefetch = options.communication.prefetch
+        self.step_in_backward = self._make_step_in_backward() if options.steps_in_backward else None
+        in_flight = 0 if self.step_in_backward is not None and self.communicator.world_size == 1 else min(prefetch, 1)
+        reducer = Reducer(param_index.units, self.communicator, in_flight, self.step_in_backward)
+        order = PassOrder(param_index.units, self.communicator, reducer, prefetch)
         self.hooks = Hooks(
             module,
-            places.units,
+            param_index.units,
             order=order,
             reducer=reducer,
             close_windows=close_windows,
@@ -185,30 +185,30 @@ class ShardedModule:
             show_original=lambda unit: self.whole.show_original(unit),
             reduces_each_backward=self._sharding.grads,
         )
-        self.step_devices = StepDevices(places.units, device, options.moments)
+        self.step_devices = StepDevices(param_index.units, device, options.moments)
         fixed = options.offload.step_device if options.offload else None
         if self.parts is not None and options.offload and options.offload.optimizer and fixed is None:
             fixed = "cpu"  # parts would choose by themselves, and a parameter of several would differ in its last bits
         self.step_devices.choose(fixed, self.communicator)
         # - Reading
         self.whole = GatheredParams(
-            places.units,
+            param_index.units,
             self.communicator,
             scopes=self.hooks.scopes,
             saved=self.hooks.saved,
             order=order,
-            elsewhere=places.elsewhere,
+            remote_params=param_index.remote_params,
         )
         self.rounded_writes = RoundedWrites(self.communicator.rank)
         self.statistics = Statistics(
             options.stage,
-            places.units,
-            places.by_id,
+            param_index.units,
+            param_index.by_id,
             communicator=self.communicator,
             store=self.store,
             host=self.placement.host,
             disk=self.placement.disk,
-            prefetch=ahead,
+            prefetch=prefetch,
             moments=options.moments,
             lowering=self._lowering,
         )
@@ -254,10 +254,10 @@ class ShardedModule:
         options, device = self._options, self.communicator.device
         communicator = Communicator(options.communication, device, options.parts_group)
         parts = PipelinePeers(communicator, dict(module.named_parameters()), holders)
-        self._places.elsewhere = RemoteParams(
+        self._param_index.remote_params = RemoteParams(
             module,
             parts,
-            names=self._places.names,
+            names=self._param_index.names,
             precision=options.precision,
             lowering=self._lowering,
             communication=options.communication,
@@ -288,16 +288,16 @@ class ShardedModule:
                 params_home=self.placement.params_home(index),
                 is_shared=self.parts.is_shared if self.parts is not None else lambda param: False,
             )
-            self._places.add(unit, territory)
+            self._param_index.add(unit, territory)
             self._owners.append(owner(unit))
             for buffer in unit.buffers:
                 for param in buffer.params:
                     own(param, self._owners[-1])
             unit.reshard()
         if self.parts is not None:
-            self.parts.start_equal(self._places.buffers)
+            self.parts.start_equal(self._param_index.buffers)
 
-    def _early_steps(self) -> StepInBackward:
+    def _make_step_in_backward(self) -> StepInBackward:
         if self.parts is not None or (self._options.stage == 0 and self.communicator.world_size > 1):
             what = "a pipeline" if self.parts is not None else "`stage=0`"
             raise ValueError(

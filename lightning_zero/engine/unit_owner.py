@@ -25,11 +25,11 @@ class UnitOwner:
 
     def param_name(self, param: nn.Parameter) -> str:
         """Return the fully qualified name."""
-        return self._state.places.name(param)
+        return self._state.param_index.name(param)
 
     def own_dtype(self, param: nn.Parameter) -> torch.dtype:
         """Return the dtype that the parameter has for its user."""
-        return self._state.places.of(param)[0].kind.original
+        return self._state.param_index.of(param)[0].kind.original
 
     # -- Values ----------------------------------------------------------------------------------------------------
 
@@ -58,7 +58,7 @@ class UnitOwner:
 
     def show_gradient(self, param: nn.Parameter) -> torch.Tensor | None:
         """Bring a gradient into ``grad``, or return this rank's local sum that waits for the last micro-batch."""
-        buffer, index = self._state.places.of(param)
+        buffer, index = self._state.param_index.of(param)
         attached, gradients = self._state.attached, buffer.gradients
         self._state.recover()
         has_any = index in gradients.waiting or index in gradients.has_grad
@@ -88,7 +88,7 @@ class UnitOwner:
 
     def write_gradient(self, param: nn.Parameter, grad: torch.Tensor | None) -> None:
         """Let ``grad`` take the place of the gradient of ``param``; None drops it."""
-        buffer, index = self._state.places.of(param)
+        buffer, index = self._state.param_index.of(param)
         self._state.recover()
         _refuse_in_backward(buffer, index)
         if buffer.gradients.is_ahead:
@@ -107,7 +107,7 @@ class UnitOwner:
     def refuse_step(self, param: nn.Parameter, optimizer: Optimizer) -> None:
         """Refuse that an unattached optimizer steps the gradient of ``param``."""
         if self._state.module is not None:  # else the engine is closed
-            self._state.attached.refuse_step(param, self._state.places.of(param), optimizer)
+            self._state.attached.refuse_step(param, self._state.param_index.of(param), optimizer)
 
 
 def _refuse_in_backward(buffer: FlatBuffer, index: int) -> None:

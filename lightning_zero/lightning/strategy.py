@@ -413,7 +413,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             self.lr_scheduler_configs = made
         prepare_schedules(self.lr_scheduler_configs, trainer)
         for optimizer in self.optimizers:
-            self.engine.internals.fits.drop_elsewhere(optimizer)
+            self.engine.internals.fits.drop_remote(optimizer)
         self.engine.attach(*self.optimizers)
         self.optimizers = self.optimizers  # Lightning's wrappers take over the classes that `attach` has set
 

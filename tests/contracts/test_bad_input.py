@@ -361,12 +361,12 @@ _ARGUMENTS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], tuple[Any, ..
     "broadcast_module_buffers": lambda module, optimizer: ("scopes",),
     "use_step_devices": lambda module, optimizer: ({},),
     **dict.fromkeys(
-        ("attach", "open_window", "close_window", "drop_elsewhere", "whole_groups"),
+        ("attach", "open_window", "close_window", "drop_remote", "whole_groups"),
         lambda module, optimizer: (optimizer,),
     ),
 }  # fmt: skip
 _NEED_NO_MODULE = {  # do nothing, or look up
-    "close", "drop_elsewhere", "whole_groups", "param_name", "around_collective", "has_hooks_of_program",
+    "close", "drop_remote", "whole_groups", "param_name", "around_collective", "has_hooks_of_program",
 }  # fmt: skip
 
 

@@ -39,7 +39,7 @@ class GatheredParams:
         scopes: The engine's scopes.
         saved: Keeps the values that graphs need.
         order: The engine's order of gathers.
-        elsewhere: The parameters of other parts of the model; None if it is whole.
+        remote_params: The parameters of other parts of the model; None if it is whole.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class GatheredParams:
         scopes: Scopes,
         saved: SavedTensors,
         order: PassOrder,
-        elsewhere: RemoteParams | None,
+        remote_params: RemoteParams | None,
     ) -> None:
         self._units = units
         self._communicator = communicator
         self._scopes = scopes
         self._saved = saved
         self._order = order
-        self._elsewhere = elsewhere
+        self._remote_params = remote_params
         self._is_resting = False
 
     @contextmanager
@@ -70,7 +70,7 @@ class GatheredParams:
                 "`write='rank0'` needs whole parameters on rank 0, and on a grid it has parts of some. Make the same"
                 " change on every rank, each in its part, and use `write='all'`."
             )
-        if write == "rank0" and self._elsewhere is not None:
+        if write == "rank0" and self._remote_params is not None:
             raise ValueError(
                 "`write='rank0'` needs all parameters on rank 0, and a pipeline stage has its own. Make the same change"
                 " on every rank and use `write='all'`."
@@ -97,7 +97,7 @@ class GatheredParams:
                 unit.is_sharded_between_uses or buffer.original is not None for unit in units for buffer in unit.buffers
             )
             graphs = self._saved.keeping_graphs() if changes else nullcontext()
-            with self._elsewhere.borrowed(params) if self._elsewhere is not None else nullcontext(), graphs:
+            with self._remote_params.borrowed(params) if self._remote_params is not None else nullcontext(), graphs:
                 error = None
                 try:
                     yield
@@ -230,14 +230,16 @@ class GatheredParams:
         whole = self._whole(buffer, index, buffer.values.segment(index))
         return whole.to(buffer.kind.shown) if buffer.values.master is None else whole
 
-    def values_of_part(self, param: nn.Parameter, here: torch.Tensor | None, elsewhere: RemoteParams) -> torch.Tensor:
+    def values_of_part(
+        self, param: nn.Parameter, here: torch.Tensor | None, remote_params: RemoteParams
+    ) -> torch.Tensor:
         """Return a parameter's values, given those of the part that holds it. Collective: all parts."""
-        parts, what = elsewhere.parts, f"parameter `{elsewhere.param_name(param)}`"
+        parts, what = remote_params.parts, f"parameter `{remote_params.param_name(param)}`"
         # A frozen parameter has a master where an optimizer of its part holds it, which other parts cannot know.
         code = 0 if here is None else 1 + _DTYPES.index(here.dtype)
         dtype = _DTYPES[parts.communicator.agree_on([code], f"agreement on the dtype of {what}")[0] - 1]
         if here is None:
-            here = torch.empty(param.shape, dtype=dtype, device=elsewhere.master(param).device)
+            here = torch.empty(param.shape, dtype=dtype, device=remote_params.master(param).device)
         parts.communicator.broadcast(here, what, parts.first_holder(param))
         return here
 

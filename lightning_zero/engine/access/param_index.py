@@ -23,14 +23,14 @@ class ParamIndex:
         by_id: Where each parameter that lies here does, by ``id``, in the order of the units.
         names: All fully qualified names of every parameter, the first one first, by ``id``.
         units: The units, the root's first.
-        elsewhere: The parameters of other parts of the model; None if it is whole.
+        remote_params: The parameters of other parts of the model; None if it is whole.
     """
 
     def __init__(self) -> None:
         self.by_id: dict[int, BufferSlot] = {}
         self.names: dict[int, tuple[str, ...]] = {}
         self.units: list[Unit] = []
-        self.elsewhere: RemoteParams | None = None
+        self.remote_params: RemoteParams | None = None
         self._unit_of: dict[int, Unit] = {}  # by buffer
 
     def add(self, unit: Unit, territory: Territory) -> None:
@@ -63,12 +63,12 @@ class ParamIndex:
         """Return the first fully qualified name of a parameter."""
         return self.names[id(param)][0]
 
-    def is_elsewhere(self, param: torch.Tensor) -> bool:
+    def is_remote(self, param: torch.Tensor) -> bool:
         """Say whether another part of the model holds a parameter."""
-        return self.elsewhere is not None and param in self.elsewhere
+        return self.remote_params is not None and param in self.remote_params
 
     def __contains__(self, param: torch.Tensor) -> bool:
-        return id(param) in self.by_id or self.is_elsewhere(param)
+        return id(param) in self.by_id or self.is_remote(param)
 
     def unit_of(self, buffer: FlatBuffer) -> Unit:
         """Return the unit of a buffer."""

@@ -49,7 +49,7 @@ class ParameterRecord:
     dtype: torch.dtype
     save_range: tuple[int, int]
     own_range: tuple[int, int]
-    _buffer: FlatBuffer | torch.Tensor = field(repr=False)  # elsewhere: an empty master
+    _buffer: FlatBuffer | torch.Tensor = field(repr=False)  # of a remote parameter: an empty master
     _index: int = field(repr=False)
     _moments: Moments = field(default="fp32", repr=False)
     box: Box | None = None
@@ -94,7 +94,7 @@ def _plain(value: Any) -> Any:
 
 def records_of(
     module: nn.Module,
-    places: ParamIndex,
+    param_index: ParamIndex,
     trained: Collection[int],
     *,
     parts: PipelinePeers | None,
@@ -104,18 +104,18 @@ def records_of(
 
     Args:
         module: The sharded module.
-        places: Where its parameters lie.
+        param_index: Where its parameters lie.
         trained: The parameters that an optimizer steps, by ``id``.
         parts: The other parts of the model, if it is cut; a parameter that several of them hold is saved by one.
         moments: How the moments of AdamW and Adam are kept.
     """
     records = []
     for param in module.parameters():
-        if places.elsewhere is not None and param in places.elsewhere:
-            records.append(_record_elsewhere(param, places.names[id(param)], places.elsewhere.master(param)))
+        if param_index.remote_params is not None and param in param_index.remote_params:
+            records.append(_remote_record(param, param_index.names[id(param)], param_index.remote_params.master(param)))
             continue
         is_saved = parts is None or parts.is_counted_here(param)
-        names, place = places.names[id(param)], places.of(param)
+        names, place = param_index.names[id(param)], param_index.of(param)
         records.append(_record_here(place, names, trained=id(param) in trained, is_saved=is_saved, moments=moments))
     return records
 
@@ -143,7 +143,7 @@ def _record_here(
     )
 
 
-def _record_elsewhere(param: nn.Parameter, names: tuple[str, ...], master: torch.Tensor) -> ParameterRecord:
+def _remote_record(param: nn.Parameter, names: tuple[str, ...], master: torch.Tensor) -> ParameterRecord:
     """Return the record of a parameter that another part of the model holds, with an empty master."""
     return ParameterRecord(
         name=names[0],

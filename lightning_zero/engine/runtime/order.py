@@ -56,7 +56,7 @@ class _Pass:
     in_original: bool  # gathers are of parameters in their own dtype
     entries: Sequence[int] | None  # the list; None while it is being learned
     position: int = 0  # first entry that was not started yet
-    ahead: deque[Unit] = field(default_factory=deque)  # gathers started, not needed yet
+    prefetched: deque[Unit] = field(default_factory=deque)  # gathers started, not needed yet
     record: list[int] = field(default_factory=list)  # entries started beyond the list
     is_abandoned: bool = False  # its reductions are for nothing
 
@@ -112,10 +112,10 @@ class PassOrder:
         """Return with ``unit`` whole. Collective, in the order of the note, unless it is whole already."""
         self._settle()
         current = self._running or _Pass(None, gathers=True, in_original=False, entries=())
-        if unit in current.ahead:
-            while current.ahead[0] is not unit:
-                current.ahead.popleft().give_back()
-            current.ahead.popleft()
+        if unit in current.prefetched:
+            while current.prefetched[0] is not unit:
+                current.prefetched.popleft().give_back()
+            current.prefetched.popleft()
         elif unit.needs_gather:
             entry = unit.index + len(self._units)
             if current.entries is not None and entry in current.entries[current.position :]:
@@ -220,9 +220,9 @@ class PassOrder:
             self._end(self._abandoned[0])
             del self._abandoned[0]
         self._reducer.settle()
-        ahead = self._running.ahead if self._running is not None else ()
+        prefetched = self._running.prefetched if self._running is not None else ()
         for unit in self._units:
-            if unit.state is UnitState.UNSHARDING and unit not in ahead:
+            if unit.state is UnitState.UNSHARDING and unit not in prefetched:
                 unit.reshard()
         self._communicator.settle()
         self._is_settled = True
@@ -277,7 +277,7 @@ class PassOrder:
         if current.entries is None:
             return
         self._advance(current)
-        while len(current.ahead) < self._prefetch and current.position < len(current.entries):
+        while len(current.prefetched) < self._prefetch and current.position < len(current.entries):
             entry = current.entries[current.position]
             if entry == self._meeting:
                 return
@@ -285,13 +285,13 @@ class PassOrder:
             if entry < len(self._units) or not unit.needs_gather:
                 return  # a reduction that is not ready, or a unit whose present use must end first
             unit.unshard(in_original=current.in_original)
-            current.ahead.append(unit)
+            current.prefetched.append(unit)
             current.position += 1
             self._advance(current)
 
     def _drop_ahead(self, current: _Pass) -> None:
-        while current.ahead:
-            current.ahead.popleft().give_back()
+        while current.prefetched:
+            current.prefetched.popleft().give_back()
 
     def _agree(self, wanted: int, has_news: bool, current: _Pass) -> tuple[int, bool]:
         if wanted == _DONE:

@@ -32,24 +32,28 @@ class Reducer:
         units: All units.
         communicator: Over which ranks agree.
         in_flight: How many buffers may be reducing while backward goes on.
-        early: Steps reduced units while backward goes on; None: nothing is stepped in the backward.
+        step_in_backward: Steps reduced units while backward goes on; None: nothing is stepped in the backward.
     """
 
     def __init__(
-        self, units: Sequence[Unit], communicator: Communicator, in_flight: int, early: StepInBackward | None = None
+        self,
+        units: Sequence[Unit],
+        communicator: Communicator,
+        in_flight: int,
+        step_in_backward: StepInBackward | None = None,
     ) -> None:
         self._units = list(units)
         self._communicator = communicator
         self._max_in_flight = in_flight
-        self._early = early
+        self._step_in_backward = step_in_backward
         self._in_flight: list[tuple[Unit, FlatBuffer, Pending]] = []
         self._late: set[Unit] = set()  # got a gradient after their reduction had started
         self._last: dict[Hashable, tuple[bytes, bytes]] = {}  # flags of this rank, and of any, by kind of pass
 
     def begin(self) -> None:
         """Begin a backward."""
-        if self._early is not None:
-            self._early.begin(self._units)
+        if self._step_in_backward is not None:
+            self._step_in_backward.begin(self._units)
         for unit in self._units:
             unit.begin_backward()
 
@@ -64,8 +68,8 @@ class Reducer:
         if unit.is_reduced:
             return
         unit.begin_reduce()
-        if self._early is not None:
-            self._early.promise(unit)
+        if self._step_in_backward is not None:
+            self._step_in_backward.promise(unit)
         for buffer in unit.reducing_buffers:
             self._drain(max(self._max_in_flight - 1, 0))
             with label("reduce", unit.name):
@@ -111,15 +115,15 @@ class Reducer:
 
     def serve(self, unit: Unit) -> None:
         """Take part in a reduction of an abandoned backward. Collective: all ranks."""
-        if self._early is not None:
-            self._early.promise(unit)
+        if self._step_in_backward is not None:
+            self._step_in_backward.promise(unit)
         for buffer in unit.reducing_buffers:
             buffer.gradients.serve().wait()
 
     def settle(self) -> None:
         """Wait for the agreements of abandoned backwards. Collective: all ranks have come behind them."""
-        if self._early is not None:
-            self._early.settle()
+        if self._step_in_backward is not None:
+            self._step_in_backward.settle()
 
     def _drain(self, keep: int) -> None:
         while len(self._in_flight) > keep:
@@ -128,8 +132,8 @@ class Reducer:
                 pending.wait()
                 del self._in_flight[0]
                 buffer.gradients.finish_reduce()
-            if self._early is not None:
-                self._early.reduced(unit, buffer)
+            if self._step_in_backward is not None:
+                self._step_in_backward.reduced(unit, buffer)
 
     @property
     def _buffers(self) -> list[FlatBuffer]:
@@ -154,8 +158,8 @@ class Reducer:
         buffers = self._buffers
         agreed = self._last[kind][1] if is_as_before else self._agree_on_flags(kind)
         late = [unit for unit, flag in zip(self._units, agreed[: len(self._units)], strict=True) if flag]
-        if self._early is not None:
-            self._early.refuse_late(late)
+        if self._step_in_backward is not None:
+            self._step_in_backward.refuse_late(late)
         position = len(self._units)
         for buffer in buffers:
             used = agreed[position : position + len(buffer.params)]

@@ -31,7 +31,7 @@ class Territory:
 
     ``names`` holds every name of a parameter, the first one first; ``owners`` the module of the first name. ``modules``
     are those that are initialised when the territory is made real: the outermost that one of their parameters is in.
-    Parameters whose ``id`` is in ``elsewhere`` are those of other parts of the model.
+    Parameters whose ``id`` is in ``remote`` are those of other parts of the model.
     """
 
     name: str
@@ -40,17 +40,17 @@ class Territory:
     names: list[list[str]] = field(default_factory=list)
     owners: list[nn.Module] = field(default_factory=list)
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
-    elsewhere: Collection[int] = ()
+    remote: Collection[int] = ()
 
 
 def choose_territories(
-    module: nn.Module, units: Sequence[str | type[nn.Module]] | None, elsewhere: Collection[int] = ()
+    module: nn.Module, units: Sequence[str | type[nn.Module]] | None, remote: Collection[int] = ()
 ) -> list[Territory]:
     """Cut a module into units; the first one is the root, which takes the parameters that no other unit has.
 
     Without ``units``: the repeated blocks of every container (several children of one class), and large leaf modules
     outside of them, such as embeddings and output heads. A parameter that several units use belongs to the innermost
-    unit around all of them. Parameters whose ``id`` is in ``elsewhere`` are left out.
+    unit around all of them. Parameters whose ``id`` is in ``remote`` are left out.
 
     Raises:
         ValueError: A name in ``units`` matches no module.
@@ -67,7 +67,7 @@ def choose_territories(
         around = [*around, roots[id(current)]] if id(current) in roots else around
         visits.append((prefix, current, around))
         for key, param in current._parameters.items():
-            if param is not None and id(param) not in elsewhere:
+            if param is not None and id(param) not in remote:
                 params.setdefault(id(param), (param, current))
                 names.setdefault(id(param), []).append(f"{prefix}{key}")
                 chains.setdefault(id(param), []).append(around)
@@ -92,7 +92,7 @@ def choose_territories(
             place.modules.append((prefix, current))
     depths = {id(around[-1]): len(around) for _, _, around in visits}
     for territory in roots.values():
-        territory.elsewhere = elsewhere
+        territory.remote = remote
     outer_first = sorted(roots.values(), key=lambda territory: depths[id(territory)])
     return [outer_first[0], *(territory for territory in outer_first[1:] if territory.params)]
 
@@ -223,7 +223,7 @@ def _materialize(territory: Territory, root: nn.Module, device: torch.device, aw
             fresh.add(id(territory.params[position]))
     for prefix, module in territory.modules:
         for other in module._parameters.values():  # those of an inner unit too: modules are initialised in one go
-            if other is not None and other.is_meta and id(other) not in territory.elsewhere:
+            if other is not None and other.is_meta and id(other) not in territory.remote:
                 fresh.add(id(_with_memory(other, root, device)))
         meta_buffers = [key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
         for key in meta_buffers:

@@ -18,7 +18,7 @@ def _model() -> nn.Module:
 def test_a_parameter_has_one_place_and_all_of_its_names() -> None:
     engine = ZeroEngine(2, units=["Linear"])
     model = engine.shard(_model())
-    places = engine._state.places
+    places = engine._state.param_index
     for name, param in model.named_parameters():
         buffer, index = places.of(param)
         assert buffer.params[index] is param
@@ -33,7 +33,7 @@ def test_a_parameter_has_one_place_and_all_of_its_names() -> None:
 def test_units_are_those_of_the_parameters_in_their_order() -> None:
     engine = ZeroEngine(2, units=["Linear"])
     model = engine.shard(_model())
-    places = engine._state.places
+    places = engine._state.param_index
     units = [places.unit_of(places.of(layer.weight)[0]) for layer in (model[0], model[1])]
     assert places.units_of([model[1].weight, model[0].bias, torch.ones(1)]) == units
     assert places.units_of([model[1].bias]) == units[1:]
@@ -44,7 +44,7 @@ def test_a_tensor_of_nobody_is_refused_by_its_shape() -> None:
     engine = ZeroEngine(2)
     engine.shard(_model())
     stranger = torch.ones(2, 7)
-    assert stranger not in engine._state.places
+    assert stranger not in engine._state.param_index
     with pytest.raises(ValueError, match=r"A tensor of shape \(2, 7\) is not a parameter of the sharded module"):
-        engine._state.places.of(stranger)
+        engine._state.param_index.of(stranger)
     engine.close()
