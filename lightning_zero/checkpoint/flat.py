@@ -39,7 +39,7 @@ class FlatCheckpoint:
         self.values: dict[str, Any] = {}
         self.aliases: dict[str, str] = {}
         self.paths: dict[str, KeyPath] = {}
-        self._rank = 0 if engine is None else engine.internals.everyone.rank
+        self._rank = 0 if engine is None else engine.internals.world_communicator.rank
         self._names: dict[Any, str] = {}  # of segments and tensors of another checkpoint, by identity
         # Ranks that hold the first element write unsharded optimizer states: only they surely have them.
         self._writes = None if engine is None else _written_first(engine, self._rank)  # None: all names

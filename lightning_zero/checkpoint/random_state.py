@@ -39,13 +39,13 @@ def restore_random_state(engine: ZeroEngine, states: Sequence[dict[str, Any]], c
         copies: Copies of the model that there were.
     """
     saved = len(states), copies
-    here = engine.internals.everyone.world_size, engine.world_size
+    here = engine.internals.world_communicator.world_size, engine.world_size
     if saved != here:
         return (
             f"{describe_layouts(saved, here)}: the state of the random number generators (dropout, shuffling), which is"
             " that of a rank, is not restored."
         )
-    state = states[engine.internals.everyone.rank]
+    state = states[engine.internals.world_communicator.rank]
     device = engine.internals.communicator.device
     RandomState.of(state, device).restore()
     if device.type not in state["device"]:

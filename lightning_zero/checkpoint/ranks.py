@@ -31,7 +31,7 @@ class Ranks:
     """
 
     def __init__(self, engine: ZeroEngine | None) -> None:
-        communicator = None if engine is None else engine.internals.everyone
+        communicator = None if engine is None else engine.internals.world_communicator
         self.rank = 0 if communicator is None else communicator.rank
         self.world_size = 1 if communicator is None else communicator.world_size
         self.group = None if communicator is None else communicator.object_group
@@ -42,7 +42,7 @@ class Ranks:
     def in_background(cls, engine: ZeroEngine) -> Ranks:
         """Make one for another thread, whose messages never meet those of the main thread. Collective."""
         ranks = cls(engine)
-        ranks.group = engine.internals.everyone.background_group
+        ranks.group = engine.internals.world_communicator.background_group
         return ranks
 
     def meet(self, what: str, timeout_s: float | None = None) -> None:

@@ -195,7 +195,7 @@ def _identity(value: Any) -> Hashable:
     return value.data_ptr() if has_memory else f"at {id(value)}"
 
 
-Place = tuple[int, int, int]  # of a parameter: optimizer, group, index in the group
+GroupPosition = tuple[int, int, int]  # of a parameter: optimizer, group, index in the group
 
 # 0-dim states that count steps, also of a 0-dim parameter
 COUNTERS = frozenset({"step", "mu_product", "mu", "eta"})
@@ -281,11 +281,11 @@ def _load_optimizers(
             " `configure_optimizers` must return the same optimizers as when the checkpoint was saved."
         )
     permuted = []
-    places = _places(engine, optimizers)
+    positions = _positions(engine, optimizers)
     for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
         saved_names = names[number] if len(names) == len(states) else []
-        state = _named(state, saved_names, places=places, number=number, stored=stored)
-        _refuse_of_others(state, places, number)
+        state = _named(state, saved_names, positions=positions, number=number, stored=stored)
+        _refuse_of_others(state, positions, number)
         kept = Lent()
         if not _load_optimizer(engine, optimizer, kept.lend(state), f"optimizer {number}"):
             permuted.append(optimizer)
@@ -331,29 +331,29 @@ def _names_of(groups: Sequence[Sequence[ParameterRecord]]) -> dict[str, str]:
     return {alias: record.name for group in groups for record in group for alias in (record.name, *record.aliases)}
 
 
-def _places(engine: ZeroEngine, optimizers: Sequence[Optimizer]) -> dict[str, Place | None]:
+def _positions(engine: ZeroEngine, optimizers: Sequence[Optimizer]) -> dict[str, GroupPosition | None]:
     """Return where every parameter is stepped, by all of its names; None where no optimizer steps it."""
-    places = {
+    positions = {
         id(param): (number, group_number, index)
         for number, optimizer in enumerate(optimizers)
         for group_number, group in enumerate(optimizer.param_groups)
         for index, param in enumerate(group["params"])
     }
     records = engine.records()
-    return {name: places.get(id(record.parameter)) for record in records for name in (record.name, *record.aliases)}
+    return {name: positions.get(id(record.parameter)) for record in records for name in (record.name, *record.aliases)}
 
 
 def _named(
     state: Mapping[str, Any],
     saved_names: Sequence[Sequence[str]],
     *,
-    places: Mapping[str, Place | None],
+    positions: Mapping[str, GroupPosition | None],
     number: int,
     stored: Mapping[str, Hashable],
 ) -> Mapping[str, Any]:
     """Return a state by name, where names were saved beside.
 
-    It stays by position if no name speaks against that: parameters that have other names now are known by their place.
+    It keeps its order if no name contradicts it: parameters that have other names now are known by their position.
     """
     if [len(group["params"]) for group in state["param_groups"]] != [len(group) for group in saved_names]:
         return state
@@ -362,22 +362,22 @@ def _named(
         for group_number, group in enumerate(saved_names)
         for index, name in enumerate(group)
     }
-    return state if _are_in_place(saved, places, stored) else by_name(state, saved_names)
+    return state if _are_at_positions(saved, positions, stored) else by_name(state, saved_names)
 
 
-def _are_in_place(
-    saved: Mapping[str, Place], places: Mapping[str, Place | None], stored: Mapping[str, Hashable]
+def _are_at_positions(
+    saved: Mapping[str, GroupPosition], positions: Mapping[str, GroupPosition | None], stored: Mapping[str, Hashable]
 ) -> bool:
-    """Say whether saved parameters may be those that are at their places now.
+    """Say whether saved parameters may be those that are at their positions now.
 
-    They are not if one of them is at another place or frozen now, or another one in the checkpoint is at its place now.
+    They are not if one of them is at another position or frozen now, or if another one of the checkpoint is there.
     """
-    here: dict[Place | None, set[str]] = {}
-    for name, place in places.items():
-        here.setdefault(place, set()).add(name)
+    here: dict[GroupPosition | None, set[str]] = {}
+    for name, position in positions.items():
+        here.setdefault(position, set()).add(name)
     return all(
-        places[name] == place if name in places else _may_be(name, here.get(place, ()), stored)
-        for name, place in saved.items()
+        positions[name] == position if name in positions else _may_be(name, here.get(position, ()), stored)
+        for name, position in saved.items()
     )
 
 
@@ -390,17 +390,17 @@ def _may_be(name: str, others: Collection[str], stored: Mapping[str, Hashable]) 
     return not known or stored.get(name) in known
 
 
-def _refuse_of_others(state: Mapping[str, Any], places: Mapping[str, Place | None], number: int) -> None:
+def _refuse_of_others(state: Mapping[str, Any], positions: Mapping[str, GroupPosition | None], number: int) -> None:
     """Refuse the state of a parameter that another optimizer steps now.
 
     Raises:
         ValueError: There is one.
     """
     for name in (name for group in state["param_groups"] for name in group["params"]):
-        place = places.get(name)
-        if place is not None and place[0] != number:
+        position = positions.get(name)
+        if position is not None and position[0] != number:
             raise ValueError(
-                f"The checkpoint has the state of `{name}` in optimizer {number}, and optimizer {place[0]} steps it"
+                f"The checkpoint has the state of `{name}` in optimizer {number}, and optimizer {position[0]} steps it"
                 " now. `configure_optimizers` must return the optimizers in the order of the checkpoint."
             )
 

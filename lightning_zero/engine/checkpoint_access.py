@@ -28,9 +28,9 @@ class CheckpointAccess:
         self._state = state
 
     @property
-    def everyone(self) -> Communicator:
-        """All ranks, those of other parts of the model too: who writes a checkpoint together."""
-        return self._state.everyone
+    def world_communicator(self) -> Communicator:
+        """The communicator over all ranks of the model, which write a checkpoint together, other parts included."""
+        return self._state.world_communicator
 
     @property
     def is_whole(self) -> bool:

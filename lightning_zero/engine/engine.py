@@ -350,11 +350,11 @@ class ZeroEngine:
             return
         self._state.attached.close()
         self.flush()
-        self._state.sharded.offloaded_states.put(self._state.buffers, list(self._state.attached))
+        self._state.sharded.offloaded_states.offload(self._state.buffers, list(self._state.attached))
 
     def reload_states(self) -> None:
         """Bring back the states that ``offload_states`` has moved; does nothing if none were. No collective."""
-        self._state.sharded.offloaded_states.take_back()
+        self._state.sharded.offloaded_states.reload()
 
     # -- Reading and writing ---------------------------------------------------------------------------------------
 

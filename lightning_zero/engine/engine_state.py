@@ -145,7 +145,7 @@ class EngineState:
         """Let go of the optimizers."""
         self.attached.close()
         if self.module is not None:
-            self.sharded.offloaded_states.take_back()
+            self.sharded.offloaded_states.reload()
         self.attached.detach()
         if self._made is not None and self._made.step_in_backward is not None:
             self._made.step_in_backward.optimizer = None
@@ -229,13 +229,13 @@ class EngineState:
         return self._last_made.communicator
 
     @property
-    def everyone(self) -> Communicator:
-        """All ranks, those of other parts of the model too: who writes a checkpoint together.
+    def world_communicator(self) -> Communicator:
+        """The communicator over all ranks of the model, which write a checkpoint together, other parts included.
 
         Raises:
             RuntimeError: There is no module yet.
         """
-        return self._last_made.everyone
+        return self._last_made.world_communicator
 
     # -- Steps -----------------------------------------------------------------------------------------------------
 
@@ -277,7 +277,7 @@ class EngineState:
     def _before_open(self, opening: ShardedOptimizer) -> None:
         self.sharded.hooks.scopes.recover()
         self.sharded.membership.require()
-        self.sharded.offloaded_states.take_back()
+        self.sharded.offloaded_states.reload()
         self.sharded.whole.end_rest()
         self.sharded.whole.hide_originals()
         self.attached.close_others(opening)

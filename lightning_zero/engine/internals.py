@@ -38,6 +38,6 @@ class Internals:
         return self.steps.communicator
 
     @property
-    def everyone(self) -> Communicator:
-        """All ranks, those of other parts of the model too."""
-        return self.checkpoints.everyone
+    def world_communicator(self) -> Communicator:
+        """The communicator over all ranks of the model, other parts included."""
+        return self.checkpoints.world_communicator

@@ -141,11 +141,11 @@ class ShardedModule:
         self.communicator = Communicator(options.communication, device, options.process_group)
         self._compare(module, holders, grid)
         self._groups = GridGroups(grid, self.communicator, options.sharding)
-        self.everyone = self.communicator  # those of other parts of the model too
+        self.world_communicator = self.communicator  # all ranks of the model, other parts included
         self.parts: PipelinePeers | None = None  # of a model that is cut; None if it is whole
         if holders is not None:
             self.parts = self._take_part(module, holders)
-            self.everyone = Communicator(options.communication, device)
+            self.world_communicator = Communicator(options.communication, device)
         self._sharding = options.sharding(self.communicator.world_size)
         # - Memory
         absent = [] if param_index.remote_params is None else param_index.remote_params.params
@@ -325,7 +325,7 @@ class ShardedModule:
         self.communicator.close()
         if self.parts is not None:
             self.parts.communicator.close()
-            self.everyone.close()
+            self.world_communicator.close()
 
 
 def _checksum(buffer: torch.Tensor) -> str:

@@ -243,7 +243,7 @@ class CheckpointHooks(ParallelStrategy):
         return True
 
     def _meet(self, peers: Peers, place: Mapping[str, str], is_interrupted: bool) -> None:
-        timeout_s = self.engine.internals.everyone.timeout_s
+        timeout_s = self.engine.internals.world_communicator.timeout_s
         try:
             why_not = peers.meet(
                 "Saving a checkpoint",
@@ -296,7 +296,7 @@ class CheckpointHooks(ParallelStrategy):
         saved = checkpoint.pop(RANK_STATES, [])
         if self._engine is None or not saved:
             return
-        everyone, copies = self._engine.internals.everyone, self._engine.world_size
+        everyone, copies = self._engine.internals.world_communicator, self._engine.world_size
         then, now = (len(saved), checkpoint.get(COPIES, len(saved))), (everyone.world_size, copies)
         message = ""
         if then == now:
@@ -362,7 +362,7 @@ class CheckpointHooks(ParallelStrategy):
         if message is None:
             _begin_epoch_as_uninterrupted(self._sharded_module.trainer)
             if self._steps is not None:
-                message = self._steps.take_random_states(states[0][self.engine.internals.everyone.rank])
+                message = self._steps.take_random_states(states[0][self.engine.internals.world_communicator.rank])
         if message is not None:
             rank_zero_warn(message)
 

@@ -305,7 +305,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             forget_averages(trainer)
         self.setup_precision_plugin()
         self.model_to_device()
-        Signals(trainer, self.engine.internals.everyone.agree_on, self._saves_wait).bind()
+        Signals(trainer, self.engine.internals.world_communicator.agree_on, self._saves_wait).bind()
         if self._steps is None and self.world_size > 1:
             skip_together(self.engine, trainer)
         self._begin_saving(trainer)

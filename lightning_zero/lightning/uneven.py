@@ -53,7 +53,7 @@ def agree_on_last_step(engine: ZeroEngine, trainer: pl.Trainer) -> None:
     batches = trainer.fit_loop.epoch_loop
     if not batches._accumulated_batches_reached() and batches._num_ready_batches_reached():
         number = batches.batch_progress.current.ready
-        engine.internals.everyone.any_is(
+        engine.internals.world_communicator.any_is(
             False, f"agreement on a step of fewer micro-batches (batch {number} is the last)"
         )
 
@@ -91,7 +91,7 @@ def skip_together(engine: ZeroEngine, trainer: pl.Trainer) -> None:
 def _set_up_data(loop: Any, engine: ZeroEngine) -> None:
     """Set up the loaders of a loop and ask whether some rank has a batch. Collective: all ranks."""
     type(loop).setup_data(loop)
-    loop.is_skipped_everywhere = not engine.internals.everyone.any_is(
+    loop.is_skipped_everywhere = not engine.internals.world_communicator.any_is(
         sum(loop.max_batches) > 0, "agreement on empty loaders"
     )
 
@@ -111,7 +111,7 @@ class UnevenEvaluation:
 
     def __init__(self, engine: ZeroEngine, trainer: pl.Trainer, step: str) -> None:
         self._engine = engine
-        self._everyone = engine.internals.everyone
+        self._everyone = engine.internals.world_communicator
         self._step = step
         self._loop = _loop_of(trainer)
         self._may_differ = False

@@ -84,7 +84,7 @@ def test_every_parameter_gets_an_owner_that_lives_as_long_as_the_module_is_shard
         owner = owner_of(param)
         assert owner is not None
         assert name.startswith(owner.param_name(param))
-    assert sharded.everyone is sharded.communicator
+    assert sharded.world_communicator is sharded.communicator
     assert sharded.parts is None
     sharded.close()
     assert module(torch.ones(2, 3)).shape == (2, 5)  # without hooks

@@ -28,8 +28,8 @@ def gradients_of_sources_are_dropped() -> Iterator[None]:
     """What goes around the blocks has no gradient."""
     received = ModuleInterception._received
 
-    def detached(self: ModuleInterception, visit: Any) -> Any:
-        found = received(self, visit)
+    def detached(self: ModuleInterception, trace: Any) -> Any:
+        found = received(self, trace)
         return {key: one.detach().requires_grad_(one.requires_grad) if isinstance(key, Source) else one
                 for key, one in found.items()}  # fmt: skip
 
@@ -43,12 +43,12 @@ def sources_are_of_the_micro_batch_before() -> Iterator[None]:
     before: dict[Any, torch.Tensor] = {}
     fetched = ModuleInterception._fetched
 
-    def late(self: ModuleInterception, visit: Any, source: Source) -> Any:
-        tensor = fetched(self, visit, source)
+    def late(self: ModuleInterception, trace: Any, source: Source) -> Any:
+        tensor = fetched(self, trace, source)
         if tensor is None:
             return None
-        old = before.get((visit.chunk, source))
-        before[visit.chunk, source] = tensor.detach()
+        old = before.get((trace.chunk, source))
+        before[trace.chunk, source] = tensor.detach()
         if old is not None and old.shape == tensor.shape:
             return tensor - tensor.detach() + old
         return tensor
@@ -88,9 +88,9 @@ def gradient_hooks_run_everywhere() -> Iterator[None]:
 def sources_are_kept_as_they_become() -> Iterator[None]:
     """What a module has returned is sent as it is when it leaves."""
 
-    def keep(visit: Any, source: Source, leaves: Any) -> None:
+    def keep(trace: Any, source: Source, leaves: Any) -> None:
         if source.leaf < len(leaves) and isinstance(leaves[source.leaf], torch.Tensor):
-            visit.computed[source] = leaves[source.leaf]
+            trace.computed[source] = leaves[source.leaf]
 
     with mock.patch("lightning_zero.parallel.pipeline.tracing.module_interception._keep", keep):
         yield

@@ -2,7 +2,7 @@
 
 Note [Read there, stepped here]
     The offloaded states may be read and saved where they are: buffers and optimizers refer to the tensors in host
-    memory. Whoever steps, adds to gradients or shows them calls ``take_back`` first, so that every number is computed
+    memory. Whoever steps, adds to gradients or shows them calls ``reload`` first, so that every number is computed
     on the processor that computes it always.
 """
 
@@ -38,15 +38,15 @@ class OffloadedStates:
         """Whether everything is where it is stepped."""
         return not self._buffers
 
-    def put(self, buffers: Sequence[FlatBuffer], optimizers: Sequence[ShardedOptimizer]) -> None:
+    def offload(self, buffers: Sequence[FlatBuffer], optimizers: Sequence[ShardedOptimizer]) -> None:
         """Move shards, masters and optimizer states from the device to host memory. No step is due, no window open."""
         self._buffers = [buffer for buffer in buffers if buffer.values.is_on_device]
         self._optimizers = list(optimizers)
         self._move(self._host)
         for buffer in self._buffers:
-            buffer.values.wake = self.take_back
+            buffer.values.wake = self.reload
 
-    def take_back(self) -> None:
+    def reload(self) -> None:
         """Move the states back to the device; does nothing if none were moved."""
         if self.is_empty:
             return

@@ -30,7 +30,7 @@ __all__ = ["Draws", "GeneratorState", "Told", "generators_of"]
 
 _MOST_ITEMS = 64  # of a list that is searched
 _OF_MODULES = frozenset(vars(nn.Module()))
-_Place = tuple[int, int, str]  # micro-batch, number of the call of a module that follows, and name of the generator
+_DrawKey = tuple[int, int, str]  # micro-batch, number of the call of a module that follows, and name of the generator
 
 
 class GeneratorState:
@@ -61,7 +61,7 @@ class Told:
         states: At the end, of the generators that this code has drawn from.
     """
 
-    digests: dict[_Place, int]
+    digests: dict[_DrawKey, int]
     states: dict[str, Any]
 
 
@@ -72,7 +72,7 @@ class _Run:
     microbatch: int
     found: dict[str, int]  # digests of the states behind the last call of a module
     number: int = 0  # of that call
-    digests: dict[_Place, int] = field(default_factory=dict)
+    digests: dict[_DrawKey, int] = field(default_factory=dict)
 
 
 class Draws:
@@ -97,7 +97,7 @@ class Draws:
         self._is_repeated = is_repeated
         # - The batch that is running
         self._generators: dict[str, Any] = {}
-        self._digests: dict[int, dict[_Place, int]] = {}  # by chunk
+        self._digests: dict[int, dict[_DrawKey, int]] = {}  # by chunk
         self._run: _Run | None = None
 
     def begin(self) -> None:
@@ -156,10 +156,10 @@ class Draws:
                 if name in self._generators:
                     _go_on(self._generators[name], state)
 
-    def _compare(self, mine: Mapping[_Place, int], last: Mapping[_Place, int]) -> None:
+    def _compare(self, mine: Mapping[_DrawKey, int], last: Mapping[_DrawKey, int]) -> None:
         for name in sorted(_names_in(mine) & _names_in(last)):
-            places = [place for place in mine if place[2] == name]
-            if not self._is_repeated or any(last.get(place) != mine[place] for place in places):
+            keys = [key for key in mine if key[2] == name]
+            if not self._is_repeated or any(last.get(key) != mine[key] for key in keys):
                 raise PipelineError(
                     f"The step draws random numbers from the generator `{name}` both in front of the blocks and behind"
                     " them, and earlier pipeline stages do not run the code behind them: they would draw other"
@@ -171,8 +171,8 @@ class Draws:
         return {name: _digest(_state_of(one)) for name, one in self._generators.items()}
 
 
-def _names_in(places: Iterable[_Place]) -> set[str]:
-    return {name for _, _, name in places}
+def _names_in(keys: Iterable[_DrawKey]) -> set[str]:
+    return {name for _, _, name in keys}
 
 
 # -- Where generators are ----------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ class Message:
 
 
 @dataclass
-class _Visit:
+class _Trace:
     """A run of the step for one chunk."""
 
     chunk: int
@@ -153,7 +153,7 @@ class ModuleInterception:
         self._users = users_of_parameters(module, split)
         names = {key: place.name for key, place in self._places.items()}
         self._fakes = Fakes(names, _free_parameters(module, split), unnoticed)
-        self._visit: _Visit | None = None
+        self._trace: _Trace | None = None
 
     # -- Running a step ------------------------------------------------------------------------------------------------
 
@@ -188,14 +188,14 @@ class ModuleInterception:
             PipelineError: The step cannot be run in chunks.
         """
         bounds = self._split.bounds
-        visit = _Visit(
+        trace = _Trace(
             chunk, bounds[chunk], bounds[chunk + 1], expected=expected, receive=receive, send=send, wanted=wanted
         )
-        visit.outcomes.update(outcomes or {})
-        finished, result = self._run(step, visit)
+        trace.outcomes.update(outcomes or {})
+        finished, result = self._run(step, trace)
         self._fakes.require_unwritten()
-        if finished and (chunk < self._split.num_chunks - 1 or visit.reached < visit.start):
-            missed = visit.start if visit.reached < visit.start else visit.stop
+        if finished and (chunk < self._split.num_chunks - 1 or trace.reached < trace.start):
+            missed = trace.start if trace.reached < trace.start else trace.stop
             raise PipelineError(
                 f"The step ended before it called `{self._block_name(missed)}`, the first block of a pipeline stage."
                 " Every block of the list must be called in every step: a step that has nothing to train on"
@@ -203,7 +203,7 @@ class ModuleInterception:
             )
         if finished and any(is_fake(leaf) for leaf in tree_leaves(result)):
             raise PipelineError(
-                visit.hidden
+                trace.hidden
                 or "The result of the step depends on a value of an earlier pipeline stage that did not come through"
                 f" the blocks of `{self._split.blocks}`, and it could not be told before the step that it is needed."
                 f"{self._fakes.advice}"
@@ -218,14 +218,14 @@ class ModuleInterception:
             name of the module and number of the call.
         """
         bounds = self._split.bounds
-        visit = _Visit(chunk, bounds[chunk], bounds[chunk + 1], origins=Origins())
-        assert visit.origins is not None
+        trace = _Trace(chunk, bounds[chunk], bounds[chunk + 1], origins=Origins())
+        assert trace.origins is not None
         with suppress(Exception):  # a guess may lead to errors; the step itself shows those of the program
-            finished, result = self._run(step, visit)
+            finished, result = self._run(step, trace)
             if finished:
-                visit.origins.need(result)
-        self._fakes.require_strong(visit.origins.results)
-        return visit.origins.needed, visit.outcomes
+                trace.origins.need(result)
+        self._fakes.require_strong(trace.origins.results)
+        return trace.origins.needed, trace.outcomes
 
     def arguments(self, step: Callable[[], Any], chunk: int, available: Iterable[Source]) -> tuple[list[Any], Origins]:
         """Return the leaves of the arguments of a chunk's first block, fake where other chunks compute them.
@@ -240,7 +240,7 @@ class ModuleInterception:
         """
         start = self._split.bounds[chunk]
         origins = Origins(available)
-        finished, leaves = self._run(step, _Visit(chunk, start, start, origins=origins))
+        finished, leaves = self._run(step, _Trace(chunk, start, start, origins=origins))
         if finished:
             raise PipelineError(
                 f"The step did not call `{self._block_name(start)}`, the first block of pipeline chunk {chunk}."
@@ -250,20 +250,20 @@ class ModuleInterception:
 
     def survey(self, step: Callable[[], Any]) -> Any:
         """Run a step in which no module of the split computes: they return zeros without memory."""
-        return self._run(step, _Visit(-1, 0, 0, computes=False))
+        return self._run(step, _Trace(-1, 0, 0, computes=False))
 
-    def _run(self, step: Callable[[], Any], visit: _Visit) -> tuple[bool, Any]:
-        assert self._visit is None
-        self._visit = visit
-        visit.own = OwnGradients(visit.chunk, self._users)
-        stand_in = None if visit.computes and visit.origins is None else self._fakes.gradients
+    def _run(self, step: Callable[[], Any], trace: _Trace) -> tuple[bool, Any]:
+        assert self._trace is None
+        self._trace = trace
+        trace.own = OwnGradients(trace.chunk, self._users)
+        stand_in = None if trace.computes and trace.origins is None else self._fakes.gradients
         try:
-            self._fakes.begin(origins=visit.origins, fetch=partial(self._fetched, visit))
+            self._fakes.begin(origins=trace.origins, fetch=partial(self._fetched, trace))
             with (
                 self._keeping_buffers(),
-                visit.gradients.watched(lambda: not visit.is_computing),
-                visit.own.watched(lambda: not visit.is_inside, stand_in),
-                self._checkpoints(visit),
+                trace.gradients.watched(lambda: not trace.is_computing),
+                trace.own.watched(lambda: not trace.is_inside, stand_in),
+                self._checkpoints(trace),
             ):
                 return self._run_installed(step)
         except VALUES_NEEDED as error:
@@ -273,7 +273,7 @@ class ModuleInterception:
                 f" `pipeline_step` and `pipeline_loss`.{self._fakes.advice}"
             ) from error
         except RuntimeError as error:
-            if "NestedTensor" not in str(error) or isinstance(error, PipelineError) or visit.has_failed_inside:
+            if "NestedTensor" not in str(error) or isinstance(error, PipelineError) or trace.has_failed_inside:
                 raise
             raise PipelineError(
                 f"The step makes a nested tensor for the blocks of `{self._split.blocks}`, which has no shape that"
@@ -281,7 +281,7 @@ class ModuleInterception:
                 " gradients are computed: build it with `enable_nested_tensor=False`."
             ) from error
         finally:
-            self._visit = None
+            self._trace = None
             self._fakes.end()
 
     def _run_installed(self, step: Callable[[], Any]) -> tuple[bool, Any]:
@@ -292,20 +292,20 @@ class ModuleInterception:
             return False, end.leaves
 
     @contextmanager
-    def _checkpoints(self, visit: _Visit) -> Iterator[None]:
-        visit.checkpoints = Checkpoints(self._run_again)
-        with visit.checkpoints.watched(lambda: not visit.is_inside):
+    def _checkpoints(self, trace: _Trace) -> Iterator[None]:
+        trace.checkpoints = Checkpoints(self._run_again)
+        with trace.checkpoints.watched(lambda: not trace.is_inside):
             yield
 
     def _run_again(self, again: Again, function: Callable[[], Any]) -> Any:
         """Run a checkpointed function of the program in a backward."""
-        before, self._visit = self._visit, _Visit(-1, 0, 0, again=again)
+        before, self._trace = self._trace, _Trace(-1, 0, 0, again=again)
         random = self._random_state()
         try:
-            with self._checkpoints(self._visit), self._installed() if before is None else nullcontext():
+            with self._checkpoints(self._trace), self._installed() if before is None else nullcontext():
                 return function()
         finally:
-            self._visit = before
+            self._trace = before
             random.restore()
 
     @contextmanager
@@ -346,12 +346,12 @@ class ModuleInterception:
     # -- A call of a module that has a place ---------------------------------------------------------------------------
 
     def _call(self, module: nn.Module, cls: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        visit = self._visit
-        if visit is None or visit.is_inside:
+        trace = self._trace
+        if trace is None or trace.is_inside:
             return cls.__call__(module, *args, **kwargs)
         place = self._places[id(module)]
-        if visit.checkpoints is not None:
-            visit.checkpoints.require_plain(place.name)
+        if trace.checkpoints is not None:
+            trace.checkpoints.require_plain(place.name)
         if place.block is not None and (function := enclosing_function()):
             raise PipelineError(
                 f"`{place.name}` is called inside of the forward of `{function}`, a `torch.autograd.Function`, whose"
@@ -361,100 +361,100 @@ class ModuleInterception:
             )
         if place.block is not None and (_is_transforming() or _has_tangent(args, kwargs)):
             raise self._of_transform(place)
-        if visit.again is not None:
-            return self._call_again(module, cls, visit=visit, args=args, kwargs=kwargs)
-        with unwatched(), uncounted() if visit.notes_calls else nullcontext():
+        if trace.again is not None:
+            return self._call_again(module, cls, trace=trace, args=args, kwargs=kwargs)
+        with unwatched(), uncounted() if trace.notes_calls else nullcontext():
             self._on_call()
-            behind = self._random_state() if visit.notes_calls else None
-            if not self._computes(visit, place, args, kwargs):
-                return self._pass_over(module, visit, place=place, args=args, kwargs=kwargs, behind=behind)
-            if visit.origins is not None:
-                return self._stand_in(module, visit, place=place, args=args, kwargs=kwargs)
+            behind = self._random_state() if trace.notes_calls else None
+            if not self._computes(trace, place, args, kwargs):
+                return self._pass_over(module, trace, place=place, args=args, kwargs=kwargs, behind=behind)
+            if trace.origins is not None:
+                return self._stand_in(module, trace, place=place, args=args, kwargs=kwargs)
             given = args, kwargs
-            args, kwargs = self._with_received(visit, place, args, kwargs)
-            visit.hidden = visit.hidden or _hidden(place.name, (args, kwargs))
-        visit.is_inside = visit.is_computing = True
+            args, kwargs = self._with_received(trace, place, args, kwargs)
+            trace.hidden = trace.hidden or _hidden(place.name, (args, kwargs))
+        trace.is_inside = trace.is_computing = True
         try:
             with self._inside(), nullcontext() if place.block is None else unwatched():
                 if behind is not None:
                     random = self._random_state()
-                    visit.note(
+                    trace.note(
                         NotedCall.computed(place.name, given, arguments=(args, kwargs), random=random, behind=behind)
                     )
-                output = self._compared(module, cls, visit=visit, args=args, kwargs=kwargs)
+                output = self._compared(module, cls, trace=trace, args=args, kwargs=kwargs)
         except RuntimeError:
-            visit.has_failed_inside = True
+            trace.has_failed_inside = True
             raise
         finally:
-            visit.is_inside = visit.is_computing = False
+            trace.is_inside = trace.is_computing = False
         self._fakes.require_values(place.name, output)
-        visit.gradients.mark_own(output)
-        visit.own.note_own(output)
+        trace.gradients.mark_own(output)
+        trace.own.note_own(output)
         return output
 
     def _call_again(
-        self, module: nn.Module, cls: type[nn.Module], *, visit: _Visit, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, cls: type[nn.Module], *, trace: _Trace, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Repeat a call in a recomputation."""
-        assert visit.again is not None
-        noted = visit.again.next()
-        visit.note(noted)
+        assert trace.again is not None
+        noted = trace.again.next()
+        trace.note(noted)
         if noted.output is not None:
             noted.behind.restore()
             return noted.output.again((args, kwargs))
         assert noted.random is not None
         args, kwargs = noted.with_received((args, kwargs))
         noted.random.restore()
-        visit.is_inside = True
+        trace.is_inside = True
         try:
             return cls.__call__(module, *args, **kwargs)
         finally:
-            visit.is_inside = False
+            trace.is_inside = False
             noted.behind.restore()
 
     def _compared(
-        self, module: nn.Module, cls: type[nn.Module], *, visit: _Visit, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, cls: type[nn.Module], *, trace: _Trace, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a module, and compare with its description if later chunks pass over it; see ``outcomes.py``."""
         name = self._places[id(module)].name
-        outcome = visit.outcomes.get((name, visit.calls[name]))
-        if outcome is None or visit.chunk == self._split.num_chunks - 1:
-            return self._compute(module, cls, visit=visit, args=args, kwargs=kwargs)
+        outcome = trace.outcomes.get((name, trace.calls[name]))
+        if outcome is None or trace.chunk == self._split.num_chunks - 1:
+            return self._compute(module, cls, trace=trace, args=args, kwargs=kwargs)
         attributes = Attributes(module)
-        output = self._compute(module, cls, visit=visit, args=args, kwargs=kwargs)
+        output = self._compute(module, cls, trace=trace, args=args, kwargs=kwargs)
         outcome.require_same(name, output, attributes)
-        visit.calls[name] += 1
+        trace.calls[name] += 1
         return output
 
     def _compute(
-        self, module: nn.Module, cls: type[nn.Module], *, visit: _Visit, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, cls: type[nn.Module], *, trace: _Trace, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a module, and keep the sources that later chunks want of it."""
         name = self._places[id(module)].name
-        mine = [one for one in visit.wanted if one.module == name or one.module.startswith(f"{name}.")]
+        mine = [one for one in trace.wanted if one.module == name or one.module.startswith(f"{name}.")]
         if not mine:
             return cls.__call__(module, *args, **kwargs)
         seen = [one for one in mine if one.module != name or one.left == FOR_HOOKS]
-        with self._watching(visit, seen, name):
+        with self._watching(trace, seen, name):
             output = cls.__call__(module, *args, **kwargs)
         for source in mine:
-            if source not in seen and source.call == visit.times[name]:
+            if source not in seen and source.call == trace.times[name]:
                 left = source.left
                 space = output if left is None else attribute_spaces(module).get(left[:2], {}).get(left[2])
-                _keep(visit, source, tree_leaves(space))
-        visit.times[name] += 1
+                _keep(trace, source, tree_leaves(space))
+        trace.times[name] += 1
         return output
 
     @contextmanager
-    def _watching(self, visit: _Visit, sources: Sequence[Source], outermost: str) -> Iterator[None]:
+    def _watching(self, trace: _Trace, sources: Sequence[Source], outermost: str) -> Iterator[None]:
         """Keep the tensors that a module, and modules inside of it, give to their hooks."""
         names = {one.module for one in sources}
 
         def watch(name: str, child: nn.Module, args: Any, output: Any) -> None:
             for source in sources:
-                if source.module == name and source.call == visit.times[name]:
-                    _keep(visit, source, tree_leaves(output))
-            visit.times[name] += name != outermost
+                if source.module == name and source.call == trace.times[name]:
+                    _keep(trace, source, tree_leaves(output))
+            trace.times[name] += name != outermost
 
         handles = [
             self._root.get_submodule(name).register_forward_hook(partial(watch, name), prepend=True) for name in names
@@ -466,70 +466,70 @@ class ModuleInterception:
                 handle.remove()
 
     def _stand_in(
-        self, module: nn.Module, visit: _Visit, *, place: PlacedModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, trace: _Trace, *, place: PlacedModule, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Return fakes for the outputs of a module of this chunk, and note the sources that it needs."""
-        assert visit.origins is not None
+        assert trace.origins is not None
         leaves = tree_leaves((args, kwargs))
-        if place.block == visit.start and not visit.swaps:
-            visit.swaps = {id(leaf): (leaf, version_of(leaf), leaf) for leaf in leaves if is_fake(leaf)}
-        visit.origins.need([leaf for leaf in leaves if id(leaf) not in visit.swaps])
+        if place.block == trace.start and not trace.swaps:
+            trace.swaps = {id(leaf): (leaf, version_of(leaf), leaf) for leaf in leaves if is_fake(leaf)}
+        trace.origins.need([leaf for leaf in leaves if id(leaf) not in trace.swaps])
         num_shown = len(self._fakes.shown)
-        visit.is_inside = True
+        trace.is_inside = True
         try:
             output, outcome = self._fakes.described(module, args, kwargs)
         finally:
-            visit.is_inside = False
+            trace.is_inside = False
         if outcome is not None:
-            visit.outcomes[place.name, visit.calls[place.name]] = outcome
-        visit.calls[place.name] += 1
-        visit.origins.mark_own((output, self._fakes.shown[num_shown:]))
+            trace.outcomes[place.name, trace.calls[place.name]] = outcome
+        trace.calls[place.name] += 1
+        trace.origins.mark_own((output, self._fakes.shown[num_shown:]))
         return output
 
-    def _fetched(self, visit: _Visit, source: Source) -> Tensor | None:
+    def _fetched(self, trace: _Trace, source: Source) -> Tensor | None:
         """Return a source that this chunk has been sent, else None."""
-        if not any(message.leaf == source for message in visit.expected):
+        if not any(message.leaf == source for message in trace.expected):
             return None
-        received = self._received(visit)[source]
+        received = self._received(trace)[source]
         tensor = received.clone()  # the program may write into it
-        if visit.notes_calls:
-            visit.copies[id(tensor)] = tensor, received
-        visit.gradients.mark(tensor, source)
+        if trace.notes_calls:
+            trace.copies[id(tensor)] = tensor, received
+        trace.gradients.mark(tensor, source)
         return tensor
 
-    def _received(self, visit: _Visit) -> dict[int | Source, Tensor]:
-        if visit.received is None:
-            tensors = visit.receive()
-            visit.received = {message.leaf: one for message, one in zip(visit.expected, tensors, strict=True)}
-        return visit.received
+    def _received(self, trace: _Trace) -> dict[int | Source, Tensor]:
+        if trace.received is None:
+            tensors = trace.receive()
+            trace.received = {message.leaf: one for message, one in zip(trace.expected, tensors, strict=True)}
+        return trace.received
 
-    def _computes(self, visit: _Visit, place: PlacedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if not visit.computes:
+    def _computes(self, trace: _Trace, place: PlacedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if not trace.computes:
             return False
         if place.block is None:
-            return self._computes_outside(visit, place)
-        return self._computes_block(visit, place, block=place.block, args=args, kwargs=kwargs)
+            return self._computes_outside(trace, place)
+        return self._computes_block(trace, place, block=place.block, args=args, kwargs=kwargs)
 
     def _pass_over(
         self,
         module: nn.Module,
-        visit: _Visit,
+        trace: _Trace,
         *,
         place: PlacedModule,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         behind: RandomState | None,
     ) -> Any:
-        if visit.computes and (_is_transforming() or _has_tangent(args, kwargs)):
+        if trace.computes and (_is_transforming() or _has_tangent(args, kwargs)):
             raise self._of_transform(place)
-        visit.is_inside = True
+        trace.is_inside = True
         num_shown = len(self._fakes.shown)
         try:
-            output = (self._fakes.outputs if visit.computes else self._fakes.zeros)(module, args, kwargs)
+            output = (self._fakes.outputs if trace.computes else self._fakes.zeros)(module, args, kwargs)
         finally:
-            visit.is_inside = False
-        visit.own.note_given((args, kwargs))
-        visit.own.note_received((output, self._fakes.shown[num_shown:]))
+            trace.is_inside = False
+        trace.own.note_given((args, kwargs))
+        trace.own.note_received((output, self._fakes.shown[num_shown:]))
         if behind is not None:
             if len(self._fakes.shown) > num_shown:
                 raise PipelineError(
@@ -537,23 +537,23 @@ class ModuleInterception:
                     " of `torch.utils.checkpoint`: the backward, which runs the code again, does not have them. Return"
                     " them, or use `ZeroStrategy(activation_checkpointing=...)`."
                 )
-            received = {key: tensor for key, (_, tensor) in visit.copies.items()}
-            visit.note(NotedCall(place.name, behind, output=NotedOutput.of(output, (args, kwargs), received)))
-            visit.copies.clear()
+            received = {key: tensor for key, (_, tensor) in trace.copies.items()}
+            trace.note(NotedCall(place.name, behind, output=NotedOutput.of(output, (args, kwargs), received)))
+            trace.copies.clear()
         return output
 
-    def _computes_outside(self, visit: _Visit, place: PlacedModule) -> bool:
-        is_before = visit.reached < visit.start
+    def _computes_outside(self, trace: _Trace, place: PlacedModule) -> bool:
+        is_before = trace.reached < trace.start
         if place.chunk == 0:
-            if not is_before and visit.chunk > 0:
-                if place.name in visit.seen:
+            if not is_before and trace.chunk > 0:
+                if place.name in trace.seen:
                     self._refuse_second_call(place)
                 self._refuse_place(place, "behind the first block of a later stage", "first", "last")
-            visit.seen.add(place.name)
-            return visit.chunk == 0 and visit.stop > 0
-        if is_before and visit.passed >= 0:
+            trace.seen.add(place.name)
+            return trace.chunk == 0 and trace.stop > 0
+        if is_before and trace.passed >= 0:
             raise PipelineError(
-                f"`{place.name}` is called before `{self._block_name(visit.start)}`, the first block of a pipeline"
+                f"`{place.name}` is called before `{self._block_name(trace.start)}`, the first block of a pipeline"
                 f" stage. A pipeline needs every block of `{self._split.blocks}` to be called in every step, in order."
             )
         if is_before:
@@ -561,60 +561,60 @@ class ModuleInterception:
         return True
 
     def _computes_block(
-        self, visit: _Visit, place: PlacedModule, *, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, trace: _Trace, place: PlacedModule, *, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        if block == visit.stop:
+        if block == trace.stop:
             end = _BrokenOff(args, kwargs)
-            if visit.send is not None:
-                found: dict[int | Source, Any] = dict(visit.received or {})
-                found.update(visit.computed.items())
+            if trace.send is not None:
+                found: dict[int | Source, Any] = dict(trace.received or {})
+                found.update(trace.computed.items())
                 found.update(enumerate(end.leaves))
                 self._fakes.require_unwritten()
-                visit.send(found)
+                trace.send(found)
             raise end
-        if block < visit.start and visit.reached < 0:
-            visit.passed = block
+        if block < trace.start and trace.reached < 0:
+            trace.passed = block
             return False
-        if block <= visit.reached or block > visit.stop or (visit.reached < visit.start < block):
+        if block <= trace.reached or block > trace.stop or (trace.reached < trace.start < block):
             raise PipelineError(
-                f"`{place.name}` is called out of turn (the last block was {visit.reached}). A pipeline needs the"
+                f"`{place.name}` is called out of turn (the last block was {trace.reached}). A pipeline needs the"
                 f" blocks of `{self._split.blocks}` to be called once and in order."
             )
-        visit.reached = block
+        trace.reached = block
         return True
 
     def _with_received(
-        self, visit: _Visit, place: PlacedModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, trace: _Trace, place: PlacedModule, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         leaves, spec = tree_flatten((args, kwargs))
-        if visit.expected and place.block == visit.start and not visit.swaps:
-            for position, tensor in self._received(visit).items():
+        if trace.expected and place.block == trace.start and not trace.swaps:
+            for position, tensor in self._received(trace).items():
                 if isinstance(position, int):
                     arrived = writable(tensor)
                     fake = leaves[position]
-                    visit.own.note_given(fake)
-                    visit.own.note_received(arrived)
-                    visit.swaps[id(fake)] = (fake, version_of(fake), arrived)
-        leaves = [self._swapped(visit, place, leaf) for leaf in leaves]
+                    trace.own.note_given(fake)
+                    trace.own.note_received(arrived)
+                    trace.swaps[id(fake)] = (fake, version_of(fake), arrived)
+        leaves = [self._swapped(trace, place, leaf) for leaf in leaves]
         if any(is_fake(leaf) for leaf in leaves):
             raise PipelineError(
-                visit.hidden
+                trace.hidden
                 or f"`{place.name}` is given a value that an earlier pipeline stage computes, but not as an argument of"
-                f" `{self._block_name(visit.start)}`, and it could not be told before the step that it is needed. Pass"
+                f" `{self._block_name(trace.start)}`, and it could not be told before the step that it is needed. Pass"
                 " the value to every block, cut the list elsewhere (`Pipeline(partition=[...])`), or write"
                 f" `pipeline_step` and `pipeline_loss`.{self._fakes.advice}"
             )
         args, kwargs = tree_unflatten(leaves, spec)
         return args, kwargs
 
-    def _swapped(self, visit: _Visit, place: PlacedModule, leaf: Any) -> Any:
+    def _swapped(self, trace: _Trace, place: PlacedModule, leaf: Any) -> Any:
         """Return the received tensor for a fake argument, and other arguments as they are."""
-        if id(leaf) not in visit.swaps:
+        if id(leaf) not in trace.swaps:
             return leaf
-        fake, version, received = visit.swaps[id(leaf)]
+        fake, version, received = trace.swaps[id(leaf)]
         if version_of(fake) != version:
             raise PipelineError(
-                f"The step writes into an argument of `{self._block_name(visit.start)}`, which an earlier pipeline"
+                f"The step writes into an argument of `{self._block_name(trace.start)}`, which an earlier pipeline"
                 f" stage computes, and gives it to `{place.name}` as well, which would not see the write. Compute a"
                 " new tensor."
             )
@@ -676,10 +676,10 @@ def _hidden(name: str, arguments: Any) -> str:
     return ""
 
 
-def _keep(visit: _Visit, source: Source, leaves: Sequence[Any]) -> None:
+def _keep(trace: _Trace, source: Source, leaves: Sequence[Any]) -> None:
     """Keep a copy of a source: the program may write into a module's outputs."""
     if source.leaf < len(leaves) and isinstance(leaves[source.leaf], Tensor):
-        visit.computed[source] = leaves[source.leaf].clone()
+        trace.computed[source] = leaves[source.leaf].clone()
 
 
 def _free_parameters(module: nn.Module, split: Split) -> list[nn.Parameter]:
