@@ -132,7 +132,7 @@ def record_owner_of(tensor: torch.Tensor) -> Any:
     if found is None:
         raise RuntimeError(
             f"The values of a tensor of shape {_shape(tensor)} were on a disk and are gone: its engine was closed,"
-            " or other optimizers were attached in the place of its own. Save a checkpoint, or copy what is needed"
+            " or other optimizers were attached in the place of its own. Save a checkpoint, or copy the values"
             " (`tensor.clone()`), before."
         )
     return found

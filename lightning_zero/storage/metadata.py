@@ -1,7 +1,7 @@
 """Functions that read a tensor's metadata: they need none of its values.
 
-Tensors whose values are not there (offloaded to a disk, sharded over ranks, before their step) answer all of them. What
-else each of their classes answers is its own: views, attributes, new tensors of the same shape.
+Tensors whose values are not there (offloaded to a disk, sharded over ranks, before their step) answer all of them.
+Beyond these, each of their classes has its own answers: views, attributes, new tensors of the same shape.
 """
 
 from __future__ import annotations

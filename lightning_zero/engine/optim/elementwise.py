@@ -1,8 +1,8 @@
 """Find out, by a trial, whether an optimizer gives the same numbers on segments as on whole parameters (ADR 0035).
 
 Note [The trial]
-    An optimizer of an unknown class is tried. A copy steps sample parameters whole; three more copies step what three
-    ranks would have of them: the pieces of every sample in front of and behind a cut, and nothing. The copies have all
+    An optimizer of an unknown class is tried. A copy steps whole sample parameters; three more copies step the pieces
+    that three ranks would have of them: the pieces of every sample before and after a cut, and none. The copies have all
     distinct groups at once, so that sums over parameters are seen, and a fixed learning rate, so that a warm-up hides
     nothing. Samples have the shapes of the parameters, cut down to ``_MOST_NUMEL`` elements.
 """
