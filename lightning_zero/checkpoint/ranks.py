@@ -65,7 +65,7 @@ class Ranks:
             reason = str(error).splitlines()[0]
             raise CheckpointError(
                 f"{what} needs all ranks, and not all came to rank {self.rank} within {wait:g} s: {reason} Call"
-                " `trainer.save_checkpoint` and the like on every rank, not behind `if trainer.is_global_zero`."
+                " `trainer.save_checkpoint` and the like on every rank, not under `if trainer.is_global_zero`."
             ) from error
 
     def check_group(self) -> None:

@@ -550,7 +550,7 @@ class Communicator:
             " other code, or was slower than `timeout`: the first error of the other ranks says which. Every rank must"
             " make the same calls; code that only some ranks run belongs inside `lightning_zero.gathered(module)`. A"
             " collective of your own (`dist.all_reduce`) inside a step needs ranks that have used the same modules"
-            " before it; call it behind the step, or that of the strategy (`strategy.reduce`, `self.all_gather`)."
+            " before it; call it after the step, or that of the strategy (`strategy.reduce`, `self.all_gather`)."
         )
 
     @property

@@ -115,5 +115,5 @@ def _refuse_in_backward(buffer: FlatBuffer, index: int) -> None:
         raise RuntimeError(
             f"`grad` of `{buffer.layout.slots[index].name}` is used in a backward (by a hook of"
             " `register_post_accumulate_grad_hook`?) that adds to the average of an earlier one. The sum is not"
-            " there before the backward ends. Use it behind the backward, or call `zero_grad` before."
+            " there before the backward ends. Use it after the backward, or call `zero_grad` before."
         )

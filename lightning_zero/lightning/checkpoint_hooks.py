@@ -254,7 +254,7 @@ class CheckpointHooks(ParallelStrategy):
             )
         except PeersError as error:
             raise CheckpointError(
-                f"{error} Call `trainer.save_checkpoint` and the like on every rank, not behind `if"
+                f"{error} Call `trainer.save_checkpoint` and the like on every rank, not under `if"
                 " trainer.is_global_zero`."
             ) from error
         if why_not:

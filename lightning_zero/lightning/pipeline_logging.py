@@ -249,7 +249,7 @@ class MetricStates:
             if name in self._wrappers and vars(metric).get("_forward_cache") is not self._caches[name]:
                 raise PipelineError(
                     f"`{name}(...)` of a `{type(metric).__name__}` resets the metrics inside of it, and a pipeline"
-                    f" cannot merge them. Call `{name}.update(...)` in a step, and `{name}.compute()` behind it."
+                    f" cannot merge them. Call `{name}.update(...)` in a step, and `{name}.compute()` after it."
                 )
 
     def _changed(self, name: str) -> dict[str, Any]:

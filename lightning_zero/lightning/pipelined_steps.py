@@ -355,9 +355,9 @@ class PipelinedSteps:
             one.value = next((found[one.key] for found in everyone if found[one.key] is not None), None)
             if one.value is None:
                 raise PipelineError(
-                    f"`self.log({one.name!r}, ...)` logs a value of an earlier pipeline stage behind the blocks of"
+                    f"`self.log({one.name!r}, ...)` logs a value of an earlier pipeline stage after the blocks of"
                     f" `{self._split.blocks}`, where no stage has it. Log it where it is computed, or call"
-                    " `self.log` in front of the blocks."
+                    " `self.log` before the blocks."
                 )
 
     def _require_same(self, batch: Any, num_new: int) -> int:

@@ -27,7 +27,7 @@ __all__ = ["Signals"]
 
 log = logging.getLogger(__name__)
 
-_FRONT = "in front of a training batch"
+_FRONT = "before a training batch"
 
 Agree = Callable[[Sequence[int], str], list[int]]
 
@@ -81,7 +81,7 @@ class Signals:
         type(batches).advance(batches, data_fetcher)
 
     def _end_fit(self, fit: Any) -> None:
-        self._act("behind the last training batch")
+        self._act("after the last training batch")
         type(fit).on_run_end(fit)
         self._act("at the end of the fit")
 

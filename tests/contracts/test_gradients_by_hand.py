@@ -1211,7 +1211,7 @@ def _refusal(call: Callable[[], Any]) -> str:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_was_assigned_and_does_not_show_a_later_backward_may_not_be_changed(stage: int) -> None:
     for refusal in worlds.run(_assigned_and_outdated, 2, stage):
-        assert "was changed behind a backward that has added to the gradient" in refusal
+        assert "was changed after a backward that has added to the gradient" in refusal
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -52,7 +52,7 @@ def test_a_generator_that_both_sides_of_the_blocks_draw_from_is_refused(name: st
     program = PipelineProgram(LINEAR, (((INIT, init), *_front(draw), *_behind(draw)),), options=options)
     outcome = check(program)
     assert outcome.kind == "refused", report(program, outcome)
-    assert "both in front of the blocks and behind them" in outcome.text
+    assert "both before the blocks and after them" in outcome.text
 
 
 @pytest.mark.parametrize("name", sample(KEPT, "global"))
@@ -104,5 +104,5 @@ class DrawsInBothParts(PaddedInParts):
 
 
 def test_a_generator_that_both_parts_of_a_step_draw_from_is_refused() -> None:
-    with pytest.raises(PipelineError, match="generator `DrawsInBothParts.generator` both in front of the blocks"):
+    with pytest.raises(PipelineError, match="generator `DrawsInBothParts.generator` both before the blocks"):
         run(_fit, 2, DrawsInBothParts, _pipeline(), {}, True)

@@ -647,7 +647,7 @@ REMEDIES = [
     (WeakBetween, "The step keeps a weak reference"),
     (Tagged, "it sets the attribute `aux` on a tensor"),
     (Dual, "is called inside of a transform"),
-    (Twice, "and again behind them. If the step runs the model twice"),
+    (Twice, "and again after them. If the step runs the model twice"),
     (NamedByValue, "it reads the value of a tensor"),
     (OwnFunction, "is called inside of the forward of `_Again`, a `torch.autograd.Function`"),
     (KeptList, "Let it assign a new list to the attribute"),

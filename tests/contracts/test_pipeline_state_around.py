@@ -102,7 +102,7 @@ def test_reading_what_a_micro_batch_before_has_left_behind_the_blocks_is_refused
     program = PipelineProgram(LINEAR, (FEATURES[name],), options={**ONE, "microbatches": 2})
     outcome = check(program)
     assert outcome.kind == "refused", report(program, outcome)
-    assert "of `Program` is changed by code behind the blocks of `blocks` and read in front of them" in outcome.text
+    assert "of `Program` is changed by code after the blocks of `blocks` and read before them" in outcome.text
 
 
 @pytest.mark.parametrize("name", sample([*PLACED], "blocks"))
@@ -210,7 +210,7 @@ def test_an_old_value_of_what_begins_to_change_in_a_later_batch_is_refused(case:
     program = _late(name, int(microbatches))
     outcome = check(program)
     assert outcome.kind == "refused", report(program, outcome)
-    assert "`late` of `Program` is changed by code behind the blocks" in outcome.text
+    assert "`late` of `Program` is changed by code after the blocks" in outcome.text
 
 
 BOTH = {
@@ -256,7 +256,7 @@ def test_an_attribute_of_a_stage_in_the_middle_is_refused_in_front_of_the_blocks
     program = PipelineProgram(LINEAR * 2, (feature,), options=options)
     outcome = check(program)
     assert outcome.kind == "refused", report(program, outcome)
-    assert "`seen` of `Program` is changed by code behind the blocks" in outcome.text
+    assert "`seen` of `Program` is changed by code after the blocks" in outcome.text
 
 
 def test_an_attribute_of_a_stage_in_the_middle_that_nobody_reads_trains() -> None:

@@ -149,7 +149,7 @@ class BufferGradients:
         if self._retained is not None and index in self.has_grad:
             raise RuntimeError(
                 f"The gradient of `{self._spec.layout.slots[index].name}` is an average to which micro-batches of"
-                " this rank are still to be added, and cannot be read before the last of them. Read it behind"
+                " this rank are still to be added, and cannot be read before the last of them. Read it after"
                 " `microbatch(last=True)`, or call `zero_grad` before the first."
             )
         local = self.sums.of(index)

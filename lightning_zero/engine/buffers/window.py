@@ -345,7 +345,7 @@ class BufferWindow:
         if outdated is not None and outdated.is_changed:
             raise RuntimeError(
                 f"The tensor that was assigned to `grad` of `{self._spec.layout.slots[index].name}` was changed"
-                " behind a backward that has added to the gradient, which the tensor does not show. Change `p.grad`."
+                " after a backward that has added to the gradient, which the tensor does not show. Change `p.grad`."
             )
         if outdated is not None and not outdated.is_held:
             del self._gradients.assigned.outdated[index]

@@ -2,9 +2,9 @@
 
 Note [The trial]
     An optimizer of an unknown class is tried. A copy steps whole sample parameters; three more copies step the pieces
-    that three ranks would have of them: the pieces of every sample before and after a cut, and none. The copies have all
-    distinct groups at once, so that sums over parameters are seen, and a fixed learning rate, so that a warm-up hides
-    nothing. Samples have the shapes of the parameters, cut down to ``_MOST_NUMEL`` elements.
+    that three ranks would have of them: the pieces of every sample before and after a cut, and none. The copies have
+    all distinct groups at once, so that sums over parameters are seen, and a fixed learning rate, so that a warm-up
+    hides nothing. Samples have the shapes of the parameters, cut down to ``_MOST_NUMEL`` elements.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class ShownSums(dict[nn.Parameter, _Before]):
             set_raw_grad(param, None)
             raise RuntimeError(
                 f"A hook of `register_post_accumulate_grad_hook` has written `{buffer.layout.slots[index].name}` in the"
-                " backward (an optimizer in the backward?), where its gradient is that of this rank alone. Step behind"
+                " backward (an optimizer in the backward?), where its gradient is that of this rank alone. Step after"
                 " the backward, or use `step='backward'`, which steps each unit when its gradients are averaged."
             )
         if before.shown is None:

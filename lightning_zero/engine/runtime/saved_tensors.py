@@ -135,7 +135,7 @@ class SavedTensors:
                 "one of the variables needed for gradient computation has been modified by an inplace operation:"
                 f" [{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version"
                 f" {kept.version} instead. Change a copy of it, or write to it before anything uses it; step an"
-                " optimizer behind the backward of every loss that its parameters are in. With"
+                " optimizer after the backward of every loss that its parameters are in. With"
                 " `Trainer(detect_anomaly=True)` the error shows the operation that needed it."
             )
         return tensor

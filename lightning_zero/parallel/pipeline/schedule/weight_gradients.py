@@ -156,7 +156,7 @@ class _Product:
         if not self.parameter.requires_grad:
             raise RuntimeError(
                 f"A weight of shape {tuple(self.shape)} was frozen (`requires_grad_(False)`) between the two halves of"
-                " a backward, and its gradient would be lost. Freeze it behind the training step, or use"
+                " a backward, and its gradient would be lost. Freeze it after the training step, or use"
                 " `Pipeline(schedule='1f1b')`."
             )
 

@@ -161,10 +161,10 @@ class Draws:
             keys = [key for key in mine if key[2] == name]
             if not self._is_repeated or any(last.get(key) != mine[key] for key in keys):
                 raise PipelineError(
-                    f"The step draws random numbers from the generator `{name}` both in front of the blocks and behind"
-                    " them, and earlier pipeline stages do not run the code behind them: they would draw other"
+                    f"The step draws random numbers from the generator `{name}` both before the blocks and after"
+                    " them, and earlier pipeline stages do not run the code after them: they would draw other"
                     " numbers than the last stage in the next micro-batch. Use two generators, one for each side, seed"
-                    " it (`generator.manual_seed`) in front of every use, or use PyTorch's own generator."
+                    " it (`generator.manual_seed`) before every use, or use PyTorch's own generator."
                 )
 
     def _now(self) -> dict[str, int]:

@@ -295,9 +295,9 @@ class StateAround:
     def _require_one_microbatch(self, key: Key) -> None:
         if self._num_run > 1:
             raise PipelineError(
-                f"`{'.'.join(filter(None, key))}` of `{self._root}` is changed by code behind the blocks of"
+                f"`{'.'.join(filter(None, key))}` of `{self._root}` is changed by code after the blocks of"
                 f" `{self._split.blocks}`, in a module of another pipeline stage, which runs the next micro-batch"
-                " before that. Change it in a hook behind the step (`on_train_batch_end`), which runs on all stages, or"
+                " before that. Change it in a hook after the step (`on_train_batch_end`), which runs on all stages, or"
                 " use `Pipeline(microbatches=1, schedule='gpipe')`."
             )
 
@@ -507,19 +507,19 @@ class StateAround:
         watch.seen.add(key)
 
     def _error(self, key: Key, chunk: int | None) -> PipelineError:
-        where = "in front of them" if chunk in (None, 0) else f"in front of the end of pipeline chunk {chunk}"
+        where = "before them" if chunk in (None, 0) else f"before the end of pipeline chunk {chunk}"
         name = ".".join(filter(None, key))
         if key in self._stale:
             return PipelineError(
-                f"`{name}` of `{self._root}` is changed by code behind the blocks of `{self._split.blocks}` and read"
+                f"`{name}` of `{self._root}` is changed by code after the blocks of `{self._split.blocks}` and read"
                 f" {where}, on a pipeline stage that does not have the new value: numbers, strings, tensors of up to"
                 f" {_MOST_BYTES} bytes without a graph, and lists and dictionaries of them are sent. Keep it as one of"
-                " these (`.detach()`), or read it behind the blocks."
+                " these (`.detach()`), or read it after the blocks."
             )
         return PipelineError(
-            f"`{name}` of `{self._root}` is changed by code behind the blocks of `{self._split.blocks}` and read"
+            f"`{name}` of `{self._root}` is changed by code after the blocks of `{self._split.blocks}` and read"
             f" {where} in the next micro-batch, which a pipeline begins before the end of the one before. Read it"
-            " behind the blocks, assign it in front of them before it is read, or use `Pipeline(microbatches=1,"
+            " after the blocks, assign it in code before them, or use `Pipeline(microbatches=1,"
             " schedule='gpipe')`."
         )
 

@@ -118,7 +118,7 @@ class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if lost and self._is_imagining:
             raise PipelineError(
                 f"it writes into a tensor of shape {tuple(lost[0].shape)} (`{func}`) that is not its own and that"
-                " code behind it may need. Let it compute a new tensor, or write into a copy (`tensor.clone()`)"
+                " code after it may need. Let it compute a new tensor, or write into a copy (`tensor.clone()`)"
             )
         return lost if any(map(is_fake, tree_leaves(given))) else []
 

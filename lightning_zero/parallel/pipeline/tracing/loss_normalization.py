@@ -87,7 +87,7 @@ class Denominators:
         raise PipelineError(
             f"`{name}` is a mean over {how}, and it could not be told before the model ran. The mean over the"
             " micro-batches is then not that of the batch. Use `reduction='sum'` and divide by a number that is the"
-            " same for all, make it the first loss of the step and draw its mask in front of the model,"
+            " same for all, make it the first loss of the step and draw its mask before the model,"
             f"{divides} or use `Pipeline(microbatches=1)`."
         )
 

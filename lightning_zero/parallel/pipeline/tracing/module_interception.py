@@ -199,7 +199,7 @@ class ModuleInterception:
             raise PipelineError(
                 f"The step ended before it called `{self._block_name(missed)}`, the first block of a pipeline stage."
                 " Every block of the list must be called in every step: a step that has nothing to train on"
-                " returns its loss times zero, not None in front of the model."
+                " returns its loss times zero, not None before it runs the model."
             )
         if finished and any(is_fake(leaf) for leaf in tree_leaves(result)):
             raise PipelineError(
@@ -331,7 +331,7 @@ class ModuleInterception:
                     raise PipelineError(
                         f"The step assigns a value of an earlier pipeline stage to the module buffer `{name}` of"
                         f" `{type(module).__name__}`, which lies around the blocks of `{self._split.blocks}`: stages"
-                        " behind it do not have the value. Make it a buffer of a block, or a plain attribute."
+                        " after it do not have the value. Make it a buffer of a block, or a plain attribute."
                     )
 
     def _intercepting(self, cls: type[nn.Module]) -> type[nn.Module]:
@@ -548,7 +548,7 @@ class ModuleInterception:
             if not is_before and trace.chunk > 0:
                 if place.name in trace.seen:
                     self._refuse_second_call(place)
-                self._refuse_place(place, "behind the first block of a later stage", "first", "last")
+                self._refuse_place(place, "after the first block of a later stage", "first", "last")
             trace.seen.add(place.name)
             return trace.chunk == 0 and trace.stop > 0
         if is_before and trace.passed >= 0:
@@ -557,7 +557,7 @@ class ModuleInterception:
                 f" stage. A pipeline needs every block of `{self._split.blocks}` to be called in every step, in order."
             )
         if is_before:
-            self._refuse_place(place, "in front of the blocks", "last", "first")
+            self._refuse_place(place, "before the blocks", "last", "first")
         return True
 
     def _computes_block(
@@ -630,7 +630,7 @@ class ModuleInterception:
 
     def _refuse_second_call(self, place: PlacedModule) -> NoReturn:
         raise PipelineError(
-            f"`{place.name}` is called in front of the blocks of `{self._split.blocks}`, and again behind them. If the"
+            f"`{place.name}` is called before the blocks of `{self._split.blocks}`, and again after them. If the"
             " step runs the model twice (a second forward, `generate`): stages run one forward in a step, so join the"
             " batches of both, and use a Trainer without `pipeline` for `generate`. If both sides use the module, give"
             " both one of their own."
@@ -638,7 +638,7 @@ class ModuleInterception:
 
     def _refuse_place(self, place: PlacedModule, where: str, side: str, other: str) -> NoReturn:
         raise PipelineError(
-            f"`{place.name}` is called {where}, but lies {'in front of' if side == 'first' else 'behind'} the blocks"
+            f"`{place.name}` is called {where}, but lies {'before' if side == 'first' else 'after'} the blocks"
             f" of `{self._split.blocks}` by the source of `forward` or in the order of registration. Name it:"
             f" `Pipeline({other}=[{place.name!r}])`, or, if both sides use it, give both a module of their own."
         )

@@ -146,7 +146,7 @@ class OwnGradients:
         if adds or reached & self._received or (not inputs and reached & self._own):
             raise PipelineError(
                 "The step calls `backward` by itself, between the modules. A pipeline runs the backwards of a step"
-                " behind it, and Lightning drops gradients that a step leaves. Return the loss (add the term to it), or"
+                " after it, and Lightning drops gradients that a step leaves. Return the loss (add the term to it), or"
                 " use `torch.autograd.grad` for gradients that the step needs."
             )
 

@@ -129,7 +129,7 @@ class NotedCall:
         for leaf, (tensor, version) in self.received.items():
             if version_of(tensor) != version:
                 raise PipelineError(
-                    f"`{self.name}`, or code behind it, writes into an argument that another pipeline stage has"
+                    f"`{self.name}`, or code after it, writes into an argument that another pipeline stage has"
                     " computed, and is called inside of `torch.utils.checkpoint`, which runs it again in the backward."
                     " Compute a new tensor (`x = x + y`)."
                 )
