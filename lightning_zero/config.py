@@ -84,7 +84,7 @@ class Communication:
     Args:
         reduce_dtype: Dtype in which gradients are accumulated, reduced and kept until the step. The default is fp32,
             and fp64 for fp64 parameters. ``"bf16"`` halves the bytes and the memory of gradients and rounds them.
-        prefetch: How many units are gathered ahead of their use at stage 3. 0 gathers a unit when it is needed.
+        prefetch: How many units are gathered before their use at stage 3. 0 gathers a unit when it is needed.
         timeout_s: Seconds after which a collective that its peers do not join fails with an error. For ``ZeroEngine``;
             the strategy has ``timeout``.
         backend: Backend of the engine's process groups; the default is the backend of the default group. For

@@ -66,7 +66,7 @@ class Statistics:
         store: The store on the device.
         host: The store in host memory.
         disk: The store on disks; None if nothing is offloaded to disks.
-        prefetch: Units that are gathered ahead.
+        prefetch: Units that are prefetched at a time.
         moments: How the moments of AdamW and Adam are kept.
         lowering: Which matrices compute in 16 bits.
     """

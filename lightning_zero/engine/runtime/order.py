@@ -1,4 +1,4 @@
-"""The order of collectives: recorded once, followed by every rank, read ahead.
+"""The order of collectives: recorded once, followed by every rank, prefetched.
 
 Note [One order of collectives]
     Ranks may run different code (a branch that only some take), yet every gather and every reduction needs all of them.
@@ -22,13 +22,13 @@ Note [Collectives of the model]
     Experts exchange tokens inside of the forward and of the backward. An expert without tokens brings no gradient, so
     one rank may wait in the engine for a reduction, and another one in the exchange behind it, for ever. So a module
     that communicates *meets* the other ranks first: the meeting is an entry of the list, before which a rank starts
-    every reduction that stands before it, with zeros where it has nothing. Nothing is read ahead beyond a meeting. A
+    every reduction that stands before it, with zeros where it has nothing. Nothing is prefetched beyond a meeting. A
     rank that passes a meeting by would leave the others waiting: that is an error. Once the list is known, a meeting
     sends nothing.
 
-Note [Reading ahead]
-    A list is recorded without reading ahead, so each unit's reduction stands before the next unit's gather. To let
-    gathers run while the unit before computes, every reduction is moved behind as many gathers as are read ahead.
+Note [Prefetching]
+    A list is recorded without prefetching, so each unit's reduction stands before the next unit's gather. To let
+    gathers run while the unit before computes, every reduction is moved behind as many gathers as are prefetched.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class PassOrder:
         units: All units, indexed by ``unit.index``.
         communicator: Over which ranks agree.
         reducer: Starts reductions.
-        prefetch: How many gathers are read ahead.
+        prefetch: How many gathers are prefetched.
     """
 
     def __init__(self, units: Sequence[Unit], communicator: Communicator, reducer: Reducer, prefetch: int) -> None:
@@ -315,7 +315,7 @@ class PassOrder:
             del self._lists[kind]
 
     def _with_room_ahead(self, record: list[int]) -> list[int]:
-        """Move every reduction behind the next gathers; see the note on reading ahead."""
+        """Move every reduction behind the next gathers; see Note [Prefetching]."""
         entries: list[int] = []
         waiting: list[tuple[int, int]] = []  # (reduction, gathers that still come before it)
         for entry in record:

@@ -179,7 +179,7 @@ class Scopes:
         return self.boundary()
 
     def begin_step(self) -> None:
-        """Begin a step of an optimizer: nothing that is gathered ahead may outlive it. Collective inside a scope."""
+        """Begin a step of an optimizer: no prefetched unit may outlive it. Collective inside a scope."""
         self.recover()
         if self._order.gathers and self.is_open and not self._order.is_suspended:
             with self.boundary():

@@ -217,7 +217,7 @@ class Unit:
             self.reshard()
 
     def give_back_idle(self) -> None:
-        """Reshard unless somebody needs it, or gathers it ahead."""
+        """Reshard unless somebody needs it, or prefetches it."""
         if self.is_whole:
             self.give_back()
 

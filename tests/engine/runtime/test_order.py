@@ -270,7 +270,7 @@ def test_finishing_without_a_pass_does_nothing() -> None:
     assert not world.ranks.agreements
 
 
-# -- Reading ahead -----------------------------------------------------------------------------------------------------
+# -- Prefetching -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 9])
