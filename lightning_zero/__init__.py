@@ -3,13 +3,14 @@
 Importing the package registers the strategy names ``zero_0`` to ``zero_3`` with Lightning.
 """
 
+from lightning_zero.boxes import Box, Part
 from lightning_zero.checkpoint.export import export_safetensors
 from lightning_zero.checkpoint.pretrained import load_pretrained
 from lightning_zero.config import ActivationCheckpointing, Communication, MixedPrecision, Offload, Pipeline, Sharding
 from lightning_zero.engine.access.statistics import EngineStats
-from lightning_zero.engine.buffers.grid import Box, Grid, ParamAxes
 from lightning_zero.engine.engine import ZeroEngine, gathered
 from lightning_zero.errors import CollectiveError, PipelineError, ReleasedParameterError, ShardedGradientError
+from lightning_zero.grid import Grid, ParamAxes
 from lightning_zero.layout import FlatLayout
 from lightning_zero.lightning.callbacks import ExportSafetensors, ZeroMonitor
 from lightning_zero.lightning.checkpoint_io import load_from_checkpoint, name_the_reader_of_directories
@@ -34,8 +35,9 @@ __all__ = [
     "LossScale",
     "MixedPrecision",
     "Offload",
-    "ParamAxes",
     "OneCycle",
+    "ParamAxes",
+    "Part",
     "Pipeline",
     "PipelineError",
     "ReleasedParameterError",

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
+from lightning_zero.boxes import Part, boxes_in, covers
 from lightning_zero.checkpoint import torchfile
 from lightning_zero.checkpoint.checksums import CHECKSUMS, EARLIER, BlockReader, block_sums, check_archive, write_sums
 from lightning_zero.checkpoint.flat import FlatCheckpoint, number_parameters, rebuild
@@ -47,13 +48,10 @@ from lightning_zero.checkpoint.paths import (
 from lightning_zero.checkpoint.planner import (
     METADATA,
     SAME_ENTRIES,
-    Box,
     Deferred,
     Segment,
     SegmentSavePlanner,
     SegmentWriter,
-    boxes_in,
-    covers,
 )
 from lightning_zero.checkpoint.ranks import CheckpointError, Ranks, describe
 from lightning_zero.checkpoint.stored import StoredTensor, StoredTensors
@@ -303,7 +301,7 @@ class _Piece:
     dtype: torch.dtype | None = None
     shape: torch.Size | None = None
     saved: tuple[int, int] = (0, 0)
-    part: Box | None = None
+    part: Part | None = None
     is_all: bool = False
     value: Any = None
 

@@ -131,7 +131,7 @@ def _written_first(engine: ZeroEngine, rank: int) -> set[str]:
     spans = {
         record.name: (record.save_range, prod(record.shape))
         for record in engine.records()
-        if record.box is None or not any(record.box.offsets)
+        if record.part is None or record.part.has_first
     }
     return {
         name

@@ -8,8 +8,8 @@ and every reader of the format can cut it anew: another world size, another stag
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise, product, zip_longest
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product, zip_longest
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -28,74 +28,20 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from lightning_zero.boxes import Box, Part, boxes_of_range, covers
 from lightning_zero.storage.disk_tensor import is_on_disk
 
 __all__ = [
-    "Box",
     "Deferred",
     "Segment",
     "SegmentSavePlanner",
     "SegmentWriter",
-    "boxes",
-    "boxes_in",
-    "covers",
 ]
 
 METADATA = ".metadata"
 SAME_ENTRIES = "Hooks that change a checkpoint before it is saved must do so on every rank."
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
 KeyPath = tuple[str | int, ...]
-
-
-def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Cut the flat range ``[start, stop)`` of a row-major ``shape`` into boxes ``(offsets, sizes)``, in flat order."""
-    if start >= stop:
-        return
-    if len(shape) <= 1:
-        yield ((start,), (stop - start,)) if shape else ((), ())
-        return
-    row = prod(shape[1:])
-    first, last = -(-start // row), stop // row
-    if first > last:
-        yield from _boxes_in_row(shape, last, start - last * row, stop - last * row)
-        return
-    yield from _boxes_in_row(shape, first - 1, start - (first - 1) * row, row)
-    if first < last:
-        yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
-    yield from _boxes_in_row(shape, last, 0, stop - last * row)
-
-
-def _boxes_in_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator[Box]:
-    for offsets, sizes in boxes(shape[1:], start, stop):
-        yield (index, *offsets), (1, *sizes)
-
-
-def boxes_in(shape: Sequence[int], part: Box | None, start: int, stop: int) -> Iterator[Box]:
-    """Cut the flat range ``[start, stop)`` of a part of a tensor into boxes of the tensor; None: of all of it."""
-    base, inner = part or ((0,) * len(shape), tuple(shape))
-    for offsets, sizes in boxes(inner, start, stop):
-        yield tuple(offset + first for offset, first in zip(offsets, base, strict=True)), sizes
-
-
-def covers(parts: Iterable[tuple[Sequence[int], Sequence[int]]], shape: Sequence[int]) -> bool:
-    """Whether boxes ``(offsets, sizes)`` have every element of a tensor among them."""
-    if not shape:
-        return any(True for _ in parts)
-    begins: dict[int, set[int]] = {0: set(), shape[0]: set()}
-    ends: dict[int, set[int]] = {}
-    known = list(parts)
-    for number, (offsets, sizes) in enumerate(known):
-        begins.setdefault(offsets[0], set()).add(number)
-        ends.setdefault(offsets[0] + sizes[0], set()).add(number)
-    active: set[int] = set()
-    cuts = sorted(cut for cut in begins.keys() | ends.keys() if 0 <= cut <= shape[0])
-    for start, _ in pairwise(cuts):
-        active |= begins.get(start, set())
-        active -= ends.get(start, set())
-        if not covers([(known[number][0][1:], known[number][1][1:]) for number in active], shape[1:]):
-            return False
-    return True
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,8 +58,8 @@ class Segment:
         saved: Range of the flattened tensor that this rank writes. Over all ranks these ranges tile the tensor once.
             The default is the range that the rank holds.
         saved_dtype: Dtype in which it is written, that of ``local`` by default.
-        part: Offsets and shape of the part of the tensor whose flattened elements ``start`` and ``saved`` count, where
-            ranks have parts of it; by default the whole tensor.
+        part: The part of the tensor whose flattened elements ``start`` and ``saved`` count, where ranks have parts of
+            it; by default the whole tensor.
     """
 
     local: torch.Tensor
@@ -121,7 +67,7 @@ class Segment:
     shape: torch.Size
     saved: tuple[int, int] | None = None
     saved_dtype: torch.dtype | None = None
-    part: Box | None = None
+    part: Part | None = None
 
     @property
     def stop(self) -> int:
@@ -162,10 +108,15 @@ class Segment:
     def views(self) -> Iterator[tuple[Box, torch.Tensor]]:
         """Yield the boxes of the held range, each with the view of ``local`` that is its content."""
         position = 0
-        for offsets, sizes in boxes_in(self.shape, self.part, self.start, self.stop):
-            numel = prod(sizes)
-            yield (offsets, sizes), self.local[position : position + numel].view(sizes)
+        for inner in boxes_of_range(self.shape if self.part is None else self.part.shape, self.start, self.stop):
+            numel = prod(inner.sizes)
+            view = self.local[position : position + numel].view(inner.sizes)
             position += numel
+            if self.part is None:
+                yield inner, view
+                continue
+            for place, box in self.part.places(inner):
+                yield box, view.narrow(self.part.dim, place.start, place.stop - place.start)
 
     def runs(self) -> Iterator[Segment]:
         """Yield the ranges of the flattened whole tensor that the held range is, with views of ``local``."""
@@ -174,10 +125,9 @@ class Segment:
             return
         for (offsets, sizes), view in self.views():
             first = _first_of_run(sizes, self.shape)
-            rows = view.reshape(-1, prod(sizes[first:]))
-            for row, index in zip(rows, product(*map(range, sizes[:first])), strict=True):
+            for index in product(*map(range, sizes[:first])):
                 place = [offset + extra for offset, extra in zip_longest(offsets, index, fillvalue=0)]
-                yield Segment(row, _flat_index(place, self.shape), self.shape)
+                yield Segment(view[index].view(-1), _flat_index(place, self.shape), self.shape)
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -141,7 +141,7 @@ class PretrainedValues:
                 record = records.get(id(place.tensor))
                 if record is None:
                     _load_whole(place, sources)
-                elif record.box is not None:
+                elif record.part is not None:
                     raise ValueError(
                         f"`{record.name}` is a part of a parameter of shape {tuple(record.shape)} on this grid of"
                         " ranks, and `load_pretrained` reads whole parameters. Load the weights before the module is"

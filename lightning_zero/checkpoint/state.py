@@ -135,8 +135,7 @@ def _master_segment(record: ParameterRecord, local: torch.Tensor | None = None) 
 
 def _segment_of(record: ParameterRecord, local: torch.Tensor) -> Segment:
     """Return the segment of a tensor over a record's own range."""
-    part = None if record.box is None else (record.box.offsets, record.shape_here)
-    return Segment(local, record.own_range[0], torch.Size(record.shape), record.save_range, part=part)
+    return Segment(local, record.own_range[0], torch.Size(record.shape), record.save_range, part=record.part)
 
 
 def _saved_segment(record: ParameterRecord, local: torch.Tensor | None) -> Segment:
@@ -159,7 +158,7 @@ def copy_ranges(items: Sequence[tuple[str, Any, Segment]]) -> None:
             if isinstance(source, StoredTensor):
                 stored.append((source, target))
             elif not isinstance(source, Segment):
-                target.local.copy_(_part_of(source.detach(), target).reshape(-1)[target.start : target.stop])
+                _copy_whole(source.detach(), target)
             elif _range_of(source) == _range_of(target):
                 target.local.copy_(source.local)
             else:
@@ -173,11 +172,13 @@ def _range_of(segment: Segment) -> tuple[Any, ...]:
     return segment.shape, segment.part, segment.start, segment.stop
 
 
-def _part_of(whole: torch.Tensor, target: Segment) -> torch.Tensor:
-    """Return the part of a tensor in which a segment counts."""
-    for dim, (offset, size) in enumerate(() if target.part is None else zip(*target.part, strict=True)):
-        whole = whole.narrow(dim, offset, size)
-    return whole
+def _copy_whole(whole: torch.Tensor, target: Segment) -> None:
+    """Copy a segment's range of a whole tensor."""
+    if target.part is None:
+        target.local.copy_(whole.reshape(-1)[target.start : target.stop])
+        return
+    for box, view in target.views():
+        view.copy_(whole[box.slices])
 
 
 # -- Optimizers --------------------------------------------------------------------------------------------------------

@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
+from lightning_zero.boxes import Box, covers
 from lightning_zero.checkpoint.checksums import EARLIER, BlockReader
-from lightning_zero.checkpoint.planner import METADATA, Box, KeyPath, Segment, covers
+from lightning_zero.checkpoint.planner import METADATA, KeyPath, Segment
 from lightning_zero.checkpoint.unpickling import read_index
 from lightning_zero.trees import tree_leaves, tree_map_only
 
@@ -123,7 +124,7 @@ class StoredTensors:
                 )
         found: dict[Sequence[int], list[Box]] = {torch.Size(offsets): [] for (offsets, _), _ in parts}
         for item in items:
-            found[item.dest_index.offset or torch.Size()].append((tuple(item.dest_offsets), tuple(item.lengths)))
+            found[item.dest_index.offset or torch.Size()].append(Box(tuple(item.dest_offsets), tuple(item.lengths)))
         if not all(covers(found[torch.Size(offsets)], sizes) for (offsets, sizes), _ in parts):
             raise ValueError(
                 f"`{self.directory}` is not whole: its chunks do not cover `{key}`, which has the shape"

@@ -18,7 +18,6 @@ from lightning_zero.engine.access.arguments import Gatherable, described, parame
 from lightning_zero.engine.access.gathered import Write
 from lightning_zero.engine.access.records import ParameterRecord
 from lightning_zero.engine.access.statistics import EngineStats
-from lightning_zero.engine.buffers.grid import Grid
 from lightning_zero.engine.buffers.parameter import restore_class
 from lightning_zero.engine.buffers.window import compare_assigned
 from lightning_zero.engine.engine_state import EngineState
@@ -29,6 +28,7 @@ from lightning_zero.engine.unit_owner import UnitOwner
 from lightning_zero.engine.units.deferred_init import deferred_values, forget_deferred
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.foreign_options import FOREIGN_TO_ENGINE
+from lightning_zero.grid import Grid
 from lightning_zero.microbatch import Microbatch
 from lightning_zero.option_checks import checked_arguments
 
@@ -215,8 +215,8 @@ class ZeroEngine:
         if places.is_remote(param):
             return whole
         buffer, index = places.of(param)
-        box = buffer.box(index)
-        return whole if box is None else box.of(whole, tuple(param.shape)).clone(memory_format=torch.contiguous_format)
+        part = buffer.part(index)
+        return whole if part is None else part.read(whole).clone(memory_format=torch.contiguous_format)
 
     def _original_dtype(self, param: nn.Parameter) -> torch.dtype:
         return (

@@ -14,7 +14,6 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.access.param_index import ParamIndex
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.deferred import Deferral
-from lightning_zero.engine.buffers.grid import Grid
 from lightning_zero.engine.buffers.parameter import Owner
 from lightning_zero.engine.optim.attached import Attached
 from lightning_zero.engine.optim.optimizer import ShardedOptimizer
@@ -25,6 +24,7 @@ from lightning_zero.engine.units.facts import optimizer_facts
 from lightning_zero.engine.units.pipeline_peers import PipelinePeers
 from lightning_zero.engine.units.shardable import check_shardable
 from lightning_zero.engine.units.unit import Unit, UnitState
+from lightning_zero.grid import Grid
 
 __all__ = ["EngineState"]
 

@@ -17,7 +17,6 @@ from lightning_zero.engine.access.gathered import GatheredParams
 from lightning_zero.engine.access.offloaded_states import OffloadedStates
 from lightning_zero.engine.access.param_index import ParamIndex
 from lightning_zero.engine.access.statistics import Statistics
-from lightning_zero.engine.buffers.grid import Grid, GridPlaces, check_places
 from lightning_zero.engine.buffers.original import RoundedWrites
 from lightning_zero.engine.buffers.parameter import Owner, own
 from lightning_zero.engine.optim.step_device import StepDevices
@@ -36,6 +35,7 @@ from lightning_zero.engine.units.pipeline_peers import PipelinePeers
 from lightning_zero.engine.units.placement import Placement
 from lightning_zero.engine.units.remote_params import RemoteParams
 from lightning_zero.engine.units.unit import Unit
+from lightning_zero.grid import Grid, GridPlaces, check_places
 from lightning_zero.storage.store import DeviceStore
 
 __all__ = ["EngineOptions", "ShardedModule"]

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import itertools
-import random
-from math import prod
 from pathlib import Path
 
 import pytest
@@ -12,34 +9,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import Shard, init_device_mesh, zeros
 
-from lightning_zero.checkpoint.planner import Segment, SegmentSavePlanner, SegmentWriter, boxes, covers
+from lightning_zero.checkpoint.planner import Segment, SegmentSavePlanner, SegmentWriter
 from lightning_zero.checkpoint.stored import StoredTensors
 from tests import worlds
 from tests.checkpoint.segments import SHAPES, expected, save, segments
-
-
-@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4), (1, 1, 5), (3, 1, 2), (4, 1, 2, 3), (0, 3)], ids=str)
-def test_boxes_tile_every_range_in_flat_order(shape: tuple[int, ...]) -> None:
-    whole = torch.arange(prod(shape)).view(shape)
-    for start in range(whole.numel() + 1):
-        for stop in range(start, whole.numel() + 1):
-            cut = list(boxes(shape, start, stop))
-            assert len(cut) <= max(1, 2 * len(shape) - 1)
-            parts = [whole[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))].reshape(-1) for box in cut]
-            assert torch.equal(torch.cat(parts) if parts else whole.view(-1)[:0], whole.view(-1)[start:stop])
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_boxes_cover_a_shape_if_every_element_is_in_one(seed: int) -> None:
-    generator = random.Random(seed)
-    shape = tuple(generator.randint(1, 4) for _ in range(generator.randint(0, 3)))
-    cut = sorted({0, prod(shape), *(generator.randint(0, prod(shape)) for _ in range(3))})
-    parts = [box for start, stop in itertools.pairwise(cut) for box in boxes(shape, start, stop)]
-    assert covers(parts, shape)
-    if parts:
-        lost = parts.pop(generator.randrange(len(parts)))
-        assert not covers([*parts, *parts], shape)
-        assert covers([*parts, lost, lost], shape)
 
 
 @pytest.fixture

@@ -22,10 +22,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lightning_zero import ZeroEngine, load_pretrained
+from lightning_zero.boxes import Part
 from lightning_zero.checkpoint import directory, state
 from lightning_zero.checkpoint.export import export_safetensors
 from lightning_zero.config import Communication
-from lightning_zero.engine.buffers.grid import Box, Grid, ParamAxes
+from lightning_zero.grid import Grid, ParamAxes
 from tests.sampling import sample
 from tests.worlds import run
 
@@ -134,9 +135,7 @@ def build(seed: int, rank: int, world: int, shape: Shape, *, wrong: str = "") ->
         dim, index, parts = box_of(param, position, shape)
         box = None
         if parts > 1:
-            offsets = [0] * len(param.shape)
-            offsets[dim] = index * param.shape[dim] // parts
-            box = Box(param.shape, tuple(offsets))
+            box = Part.along(param.shape, dim, (index * param.shape[dim] // parts, param.shape[dim] // parts))
         unit, name = param.name.split(".")
         if not hasattr(module, unit):
             setattr(module, unit, Holder())
@@ -380,7 +379,7 @@ def test_module_buffers_that_differ_on_a_grid_are_refused() -> None:
 
 
 def _apart(rank: int, world: int) -> tuple[tuple[int, ...], float]:
-    module, grid = _two_by_two(rank, {"p": ParamAxes("data", box=Box((8,), (4 * (rank % 2),)))}, p=4)
+    module, grid = _two_by_two(rank, {"p": ParamAxes("data", part=Part.along((8,), 0, (4 * (rank % 2), 4)))}, p=4)
     engine = ZeroEngine(stage=3)
     engine.shard(module, grid=grid)
     optimizer = engine.attach(torch.optim.SGD(module.parameters(), lr=1.0))
@@ -399,7 +398,7 @@ def test_parts_are_parts_again_behind_unshard_and_take_assigned_gradients() -> N
 
 
 def _waits(rank: int, world: int) -> float:
-    module, grid = _two_by_two(rank, {"p": ParamAxes("data", box=Box((8,), (4 * (rank % 2),)))}, p=4)
+    module, grid = _two_by_two(rank, {"p": ParamAxes("data", part=Part.along((8,), 0, (4 * (rank % 2), 4)))}, p=4)
     engine = ZeroEngine(stage=1)
     engine.shard(module, grid=grid)
     optimizer = engine.attach(torch.optim.SGD(module.parameters(), lr=1.0))
@@ -421,7 +420,7 @@ def test_waits_of_groups_are_counted() -> None:
 def _other_parts(rank: int, world: int) -> None:
     engines = []
     for place in (rank % 2, 1 - rank % 2):
-        module, grid = _two_by_two(rank, {"p": ParamAxes("data", box=Box((8,), (4 * place,)))}, p=4)
+        module, grid = _two_by_two(rank, {"p": ParamAxes("data", part=Part.along((8,), 0, (4 * place, 4)))}, p=4)
         engine = ZeroEngine(stage=1)
         engine.shard(module, grid=grid)
         engines.append((engine, module))
@@ -436,7 +435,7 @@ def test_segments_of_other_parts_are_not_taken_for_these() -> None:
 
 
 def _reads_part(rank: int, world: int, path: str) -> None:
-    module, grid = _two_by_two(rank, {"p": ParamAxes("data", box=Box((8,), (4 * (rank % 2),)))}, p=4)
+    module, grid = _two_by_two(rank, {"p": ParamAxes("data", part=Part.along((8,), 0, (4 * (rank % 2), 4)))}, p=4)
     engine = ZeroEngine(stage=1)
     engine.shard(module, grid=grid)
     load_pretrained(module, path)

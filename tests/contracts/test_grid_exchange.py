@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_zero import Box, Grid, ParamAxes, ZeroEngine
+from lightning_zero import Grid, ParamAxes, Part, ZeroEngine
 from lightning_zero.config import Communication
 from tests.sampling import sample
 from tests.worlds import RankError, run
@@ -165,8 +165,8 @@ def _train(
         for name, param in model.named_parameters():
             values = whole[name]
             if "experts" in name:
-                box = Box(tuple(values.shape), (place * EXPERTS // shared, 0, 0))
-                axes[name], values = ParamAxes("experts", box=box), values.chunk(shared)[place]
+                part = Part.along(values.shape, 0, (place * EXPERTS // shared, EXPERTS // shared))
+                axes[name], values = ParamAxes("experts", part=part), part.read(values)
             param.copy_(values)
     engine = ZeroEngine(stage=stage, units=["Mixture"], communication=Communication(timeout_s=timeout_s))
     engine.shard(model, grid=Grid({"experts": mine["shard"]}, world, axes))

@@ -16,9 +16,11 @@ PACKAGES = ("lightning_zero", "lightning_zero_ops")
 LEVELS: dict[str, int] = {
     "lightning_zero_ops": 0,
     "lightning_zero.blocks": 1,
+    "lightning_zero.boxes": 1,
     "lightning_zero.config": 1,
     "lightning_zero.errors": 1,
     "lightning_zero.foreign_options": 1,
+    "lightning_zero.grid": 1,
     "lightning_zero.layout": 1,
     "lightning_zero.microbatch": 1,
     "lightning_zero.option_checks": 1,

@@ -21,6 +21,7 @@ IN_CONTRACTS = {
     "lightning_zero/engine/buffers/aliases.py": "tests/contracts/test_quantised_weights.py",
     "lightning_zero/engine/buffers/deferred.py": "tests/contracts/test_offload.py",
     "lightning_zero/engine/buffers/disk_home.py": "tests/contracts/test_nvme.py",
+    "lightning_zero/engine/buffers/group.py": "tests/engine/units/test_grid_groups.py",
     "lightning_zero/engine/buffers/local_sums.py": "tests/engine/buffers/test_gradients.py",
     "lightning_zero/engine/buffers/spec.py": "tests/engine/buffers/test_buffer.py",
     "lightning_zero/engine/buffers/stepped.py": "tests/engine/buffers/test_buffer.py",

@@ -10,9 +10,9 @@ from typing import Literal
 import torch
 from torch import nn
 
+from lightning_zero.boxes import Part
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.buffers.buffer import FlatBuffer
-from lightning_zero.engine.buffers.grid import Box
 from lightning_zero.engine.runtime.order import PassOrder
 from lightning_zero.engine.runtime.saved_tensors import SavedTensors
 from lightning_zero.engine.runtime.scopes import Scopes
@@ -251,14 +251,14 @@ class GatheredParams:
         return self._whole(buffer, index, buffer.own_range.segment(index, values).to(buffer.values.stepped.dtype))
 
     def _whole(self, buffer: FlatBuffer, index: int, piece: torch.Tensor) -> torch.Tensor:
-        slot, box = buffer.layout.slots[index], buffer.box(index)
+        slot, part = buffer.layout.slots[index], buffer.part(index)
         if not buffer.own_range.is_shard:
             return piece.detach().clone()
         start, stop = buffer.own_range.elements(index)
         with torch.inference_mode(False), torch.no_grad():
             here = torch.zeros(slot.numel, dtype=piece.dtype, device=self._communicator.device)  # not the host's
             here[start:stop] = piece
-            whole = here.view(slot.shape) if box is None else _in_whole(here.view(slot.shape), box)
+            whole = here.view(slot.shape) if part is None else _in_whole(here.view(slot.shape), part)
             # One rank has each byte, the others zero: their sum is exact, and few transports add every dtype.
             summed = whole if piece.dtype in _SUMMED else whole.view(-1).view(torch.uint8)
             self._communicator.any_is(False, f"reading of parameter `{slot.name}`")  # all ranks have come for the same
@@ -266,10 +266,10 @@ class GatheredParams:
             return whole
 
 
-def _in_whole(part: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return a tensor of the whole parameter's shape with a part of it, and zeros elsewhere."""
-    whole = torch.zeros(box.whole, dtype=part.dtype, device=part.device)
-    box.of(whole, part.shape).copy_(part)
+def _in_whole(values: torch.Tensor, part: Part) -> torch.Tensor:
+    """Return a tensor of the whole parameter's shape with the values of a part, and zeros elsewhere."""
+    whole = torch.zeros(part.whole, dtype=values.dtype, device=values.device)
+    part.write(whole, values)
     return whole
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_zero.boxes import Part
 from lightning_zero.config import Moments
 from lightning_zero.engine.access.param_index import ParamIndex
 from lightning_zero.engine.buffers.buffer import FlatBuffer
-from lightning_zero.engine.buffers.grid import Box
 from lightning_zero.engine.buffers.sharded_gradient import ShardedGradient
 from lightning_zero.engine.optim.flat_step import BufferSlot
 from lightning_zero.engine.optim.moments import widened
@@ -30,7 +30,7 @@ class ParameterRecord:
         name: First fully qualified name.
         aliases: All names of a tied parameter, ``name`` first.
         shape: Shape of the whole parameter.
-        box: The part of it that this rank and others of its group have, on a grid; None: all of it. The ranges count
+        part: The part of it that this rank and others of its group have, on a grid; None: all of it. The ranges count
             elements of the flattened part.
         parameter: The user's object.
         trained: Whether an optimizer steps it.
@@ -52,12 +52,12 @@ class ParameterRecord:
     _buffer: FlatBuffer | torch.Tensor = field(repr=False)  # of a remote parameter: an empty master
     _index: int = field(repr=False)
     _moments: Moments = field(default="fp32", repr=False)
-    box: Box | None = None
+    part: Part | None = None
 
     @property
     def shape_here(self) -> tuple[int, ...]:
         """Shape of the part that this rank has."""
-        return self.shape if self.box is None else tuple(self.parameter.shape)
+        return self.shape if self.part is None else tuple(self.parameter.shape)
 
     @property
     def is_sharded(self) -> bool:
@@ -126,11 +126,11 @@ def _record_here(
     """Return the record of a parameter that lies here; without ``is_saved`` another part saves it."""
     buffer, index = place
     segment = buffer.layout.segment(index, buffer.communicator.rank) if is_saved else None
-    shape, box = buffer.layout.slots[index].shape, buffer.box(index)
+    shape, part = buffer.layout.slots[index].shape, buffer.part(index)
     return ParameterRecord(
         name=names[0],
         aliases=names,
-        shape=shape if box is None else box.whole,
+        shape=shape if part is None else part.whole,
         parameter=buffer.params[index],
         trained=trained,
         dtype=buffer.kind.original,
@@ -139,7 +139,7 @@ def _record_here(
         _buffer=buffer,
         _index=index,
         _moments=moments,
-        box=box,
+        part=part,
     )
 
 

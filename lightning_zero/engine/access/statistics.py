@@ -202,9 +202,9 @@ class Statistics:
 
 def _whole_numel(buffer: FlatBuffer) -> int:
     """Return the elements of the whole parameters of which a buffer has parts."""
-    boxes = {index: buffer.box(index) for index in range(len(buffer.params))}
+    parts = {index: buffer.part(index) for index in range(len(buffer.params))}
     slots = enumerate(buffer.layout.slots)
-    return sum(slot.numel if (box := boxes[index]) is None else prod(box.whole) for index, slot in slots)
+    return sum(slot.numel if (part := parts[index]) is None else prod(part.whole) for index, slot in slots)
 
 
 def _sent_gradients(buffer: FlatBuffer) -> int:

@@ -24,12 +24,13 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 import torch
 from torch import nn
 
+from lightning_zero.boxes import Part
 from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.config import Sharding
 from lightning_zero.engine.buffers.aliases import Aliases
 from lightning_zero.engine.buffers.deferred import Update
 from lightning_zero.engine.buffers.gradients import BufferGradients
-from lightning_zero.engine.buffers.grid import Box, BufferGroup, ParamAxes
+from lightning_zero.engine.buffers.group import BufferGroup
 from lightning_zero.engine.buffers.home import HomeMaker
 from lightning_zero.engine.buffers.labels import label
 from lightning_zero.engine.buffers.original import Original, RoundedWrites
@@ -46,6 +47,7 @@ from lightning_zero.engine.buffers.spec import BufferKind, BufferSpec
 from lightning_zero.engine.buffers.stepped import SteppedValues
 from lightning_zero.engine.buffers.whole import WholeBuffer
 from lightning_zero.engine.buffers.window import BufferWindow
+from lightning_zero.grid import ParamAxes
 from lightning_zero.storage.disk_tensor import ordinary
 from lightning_zero.storage.references import num_tensors_in
 from lightning_zero.storage.store import DeviceStore, ShardStore
@@ -115,9 +117,9 @@ class FlatBuffer:
         """Moves shards: of the ranks over which the buffer is cut."""
         return self._spec.communicator
 
-    def box(self, index: int) -> Box | None:
+    def part(self, index: int) -> Part | None:
         """Return the part of a slot's parameter that this rank has; None: all of it."""
-        return self._spec.box(index)
+        return self._spec.part(index)
 
     @property
     def entered(self) -> Set[int]:

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from lightning_zero.boxes import Part
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Sharding
-from lightning_zero.engine.buffers.grid import Box, BufferGroup, ParamAxes
+from lightning_zero.engine.buffers.group import BufferGroup
 from lightning_zero.engine.buffers.own_range import OwnRange
+from lightning_zero.grid import ParamAxes
 from lightning_zero.layout import FlatLayout
 from lightning_zero.storage.store import DeviceStore
 
@@ -55,7 +57,7 @@ class BufferSpec:
         kind: The dtypes.
         sharding: The tensors that are kept sharded.
         group: The ranks over which it is cut.
-        axes: The parameters on the grid, by slot; those that are not named have the factor 1 and no box.
+        axes: The parameters on the grid, by slot; those that are not named have the factor 1 and are whole.
         store: Memory of the device.
         layout: Slots, shards and segments.
         own_range: The range that this rank steps.
@@ -82,9 +84,9 @@ class BufferSpec:
         """Return the factor of a parameter's gradients."""
         return self.axes[index].factor if index in self.axes else 1.0
 
-    def box(self, index: int) -> Box | None:
+    def part(self, index: int) -> Part | None:
         """Return the part of a parameter that this rank has; None: all of it."""
-        return self.axes[index].box if index in self.axes else None
+        return self.axes[index].part if index in self.axes else None
 
     @staticmethod
     def of(

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Sharding
-from lightning_zero.engine.buffers.grid import BufferGroup, Grid, ParamAxes
+from lightning_zero.engine.buffers.group import BufferGroup
+from lightning_zero.grid import Grid, ParamAxes
 
 __all__ = ["GridGroups"]
 

@@ -1,4 +1,4 @@
-"""The part of a parameter that a tensor rank has: boxes of the whole tensor. Pure integers, but for two functions."""
+"""The part of a parameter that a tensor rank has. Pure integers, but for two functions."""
 
 from __future__ import annotations
 
@@ -10,17 +10,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["Box", "Kind", "ParamRecord", "Sections", "sections_of"]
+from lightning_zero.boxes import Part
+
+__all__ = ["Kind", "ParamRecord", "Sections", "sections_of"]
 
 Kind = Literal["cut", "whole", "partial"]
-
-
-@dataclass(frozen=True)
-class Box:
-    """A rectangular part of a tensor: ``offsets`` of its first element and ``sizes``, one per dimension."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -73,43 +67,28 @@ class ParamRecord:
         return self.names[0]
 
     @property
-    def boxes(self) -> tuple[Box, ...]:
-        """The boxes of the whole parameter that, concatenated along the cut dimension, are this rank's."""
+    def part(self) -> Part | None:
+        """The part of the whole parameter that this rank has; None: all of it."""
         if self.sections is None:
-            return (Box((0,) * len(self.shape), self.shape),)
-        dim = self.sections.dim
-        return tuple(
-            Box(
-                tuple(start if axis == dim else 0 for axis in range(len(self.shape))),
-                tuple(length if axis == dim else whole for axis, whole in enumerate(self.shape)),
-            )
-            for start, length in self.sections.ranges(self.rank, self.size)
-        )
+            return None
+        return Part.along(self.shape, self.sections.dim, *self.sections.ranges(self.rank, self.size))
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of this rank's part."""
-        if self.sections is None:
-            return self.shape
-        dim = self.sections.dim
-        return (*self.shape[:dim], self.shape[dim] // self.size, *self.shape[dim + 1 :])
+        return self.shape if self.part is None else self.part.shape
 
     def local(self, whole: Tensor) -> Tensor:
         """Return a copy of this rank's part of the whole tensor."""
-        if self.sections is None:
-            return whole.detach().clone()
-        ranges = self.sections.ranges(self.rank, self.size)
-        return torch.cat([whole.detach().narrow(self.sections.dim, *one) for one in ranges], self.sections.dim)
+        part = whole.detach() if self.part is None else self.part.read(whole.detach())
+        return part.clone(memory_format=torch.contiguous_format)
 
     def write_into(self, whole: Tensor, local: Tensor) -> None:
         """Copy this rank's part into its place in the whole tensor."""
-        if self.sections is None:
+        if self.part is None:
             whole.copy_(local)
-            return
-        start = 0
-        for offset, length in self.sections.ranges(self.rank, self.size):
-            whole.narrow(self.sections.dim, offset, length).copy_(local.narrow(self.sections.dim, start, length))
-            start += length
+        else:
+            self.part.write(whole, local)
 
 
 def sections_of(owners: Sequence[int], size: int) -> tuple[int, ...] | None:

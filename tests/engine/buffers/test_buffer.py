@@ -11,7 +11,7 @@ from torch import nn
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication, Sharding
 from lightning_zero.engine.buffers.buffer import FlatBuffer
-from lightning_zero.engine.buffers.grid import BufferGroup
+from lightning_zero.engine.buffers.group import BufferGroup
 from lightning_zero.engine.buffers.parameter import ReleasedParameter
 from lightning_zero.engine.buffers.spec import BufferKind
 from lightning_zero.storage.store import DeviceStore

@@ -12,7 +12,7 @@ import torch
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication, Sharding
 from lightning_zero.engine.buffers.disk_home import DiskHome
-from lightning_zero.engine.buffers.grid import BufferGroup
+from lightning_zero.engine.buffers.group import BufferGroup
 from lightning_zero.engine.buffers.home import DeviceHome, Home, HostHome
 from lightning_zero.engine.buffers.spec import BufferKind, BufferSpec
 from lightning_zero.storage.disk import DiskStore

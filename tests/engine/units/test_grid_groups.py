@@ -5,8 +5,8 @@ import torch.distributed as dist
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication, Sharding
-from lightning_zero.engine.buffers.grid import Grid, ParamAxes
 from lightning_zero.engine.units.grid_groups import GridGroups
+from lightning_zero.grid import Grid, ParamAxes
 from tests import worlds
 
 

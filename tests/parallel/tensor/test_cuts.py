@@ -24,21 +24,21 @@ def test_boxes_of_all_ranks_tile_the_parameter(
         record = _record(rank, size, dim, sections, shape)
         local = record.local(whole)
         assert tuple(local.shape) == record.local_shape
+        assert record.part is not None
         pieces = []
-        for box in record.boxes:
-            place = tuple(slice(start, start + length) for start, length in zip(box.offsets, box.sizes, strict=True))
-            count[place] += 1
-            pieces.append(whole[place])
+        for box in record.part.boxes:
+            count[box.slices] += 1
+            pieces.append(whole[box.slices])
         assert torch.equal(torch.cat(pieces, dim), local)
         record.write_into(rebuilt, local)
     assert torch.equal(count, torch.ones(shape))
     assert torch.equal(rebuilt, whole)
 
 
-def test_a_whole_parameter_is_one_box() -> None:
+def test_a_whole_parameter_is_no_part() -> None:
     record = ParamRecord(names=("b",), shape=(4,), kind="partial", sections=None, rank=1, size=2)
-    (box,) = record.boxes
-    assert (box.offsets, box.sizes, record.local_shape) == ((0,), (4,), (4,))
+    assert record.part is None
+    assert record.local_shape == (4,)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_zero.engine.buffers.grid import Box, Grid, GridPlaces, ParamAxes, check_places
+from lightning_zero.boxes import Box, Part
+from lightning_zero.grid import Grid, GridPlaces, ParamAxes, check_places
 
 SHAPES = {"weight": (4, 6), "bias": (4,)}
 RANKS = (0, 1, 2, 3)
@@ -13,13 +14,27 @@ def _grid(**axes: ParamAxes) -> Grid:
 
 
 def test_a_part_in_its_whole_is_accepted() -> None:
-    _grid(weight=ParamAxes("data", box=Box((8, 6), (4, 0)))).check(SHAPES, RANKS)
+    _grid(weight=ParamAxes("data", part=Part.along((8, 6), 0, (4, 4)))).check(SHAPES, RANKS)
 
 
-@pytest.mark.parametrize("box", [Box((8, 6), (5, 0)), Box((8, 6), (-1, 0)), Box((8,), (4,)), Box((8, 5), (0, 0))])
-def test_a_part_outside_of_its_whole_is_refused(box: Box) -> None:
-    with pytest.raises(ValueError, match="it does not lie in it. Give the box that this rank has"):
-        _grid(weight=ParamAxes("data", box=box)).check(SHAPES, RANKS)
+@pytest.mark.parametrize(
+    "part", [Part.along((8, 6), 0, (5, 4)), Part.along((8, 6), 0, (-1, 4)), Part((8, 6), (Box((4, 0), (4, 7)),))]
+)
+def test_a_part_outside_of_its_whole_is_refused(part: Part) -> None:
+    with pytest.raises(ValueError, match="they do not lie in it, or do not fit together. Give the boxes that this"):
+        _grid(weight=ParamAxes("data", part=part)).check(SHAPES, RANKS)
+
+
+@pytest.mark.parametrize(
+    "part", [Part.along((8,), 0, (4, 4)), Part.along((8, 5), 0, (4, 4)), Part.along((8, 6), 0, (0, 2), (4, 1))]
+)
+def test_a_part_of_another_shape_is_refused(part: Part) -> None:
+    with pytest.raises(ValueError, match="which have the shape .* together. Give the boxes that this rank has, in the"):
+        _grid(weight=ParamAxes("data", part=part)).check(SHAPES, RANKS)
+
+
+def test_a_part_of_several_boxes_is_accepted() -> None:
+    _grid(weight=ParamAxes("data", part=Part.along((8, 6), 0, (0, 2), (4, 2)))).check(SHAPES, RANKS)
 
 
 def test_names_that_are_not_there_are_refused() -> None:
@@ -32,7 +47,7 @@ def test_names_that_are_not_there_are_refused() -> None:
 
 
 def test_facts_are_the_same_on_ranks_with_other_parts() -> None:
-    one, other = (_grid(weight=ParamAxes("data", 0.5, Box((8, 6), (row, 0)))) for row in (0, 4))
+    one, other = (_grid(weight=ParamAxes("data", 0.5, Part.along((8, 6), 0, (row, 4)))) for row in (0, 4))
     assert one.facts() == other.facts()
 
 
@@ -55,30 +70,46 @@ def test_parameters_that_are_not_named_are_whole_on_ranks_with_the_same_data() -
 PAIRS = ((0, 2), (1, 3))  # the data ranks of two tensor ranks
 
 
-def _places(*boxes: tuple[int, int], groups: tuple[tuple[int, ...], ...] = PAIRS) -> dict[int, GridPlaces]:
-    """Return the places of a parameter of 8 elements, given offset and size for each group."""
+Range = tuple[int, int]
+
+
+def _places(*parts: tuple[Range, ...], groups: tuple[tuple[int, ...], ...] = PAIRS) -> dict[int, GridPlaces]:
+    """Return the places of a parameter of 8 elements, given starts and lengths for each group."""
     found = {}
-    for ranks, (offset, size) in zip(groups, boxes, strict=True):
+    for ranks, ranges in zip(groups, parts, strict=True):
         for rank in ranks:
-            found[rank] = GridPlaces({"data": ranks}, {"weight": (ranks, Box((8,), (offset,)), (size,))})
+            boxes = tuple(Box((start,), (length,)) for start, length in ranges)
+            found[rank] = GridPlaces({"data": ranks}, {"weight": (ranks, (8,), boxes)})
     return dict(sorted(found.items()))
 
 
 def test_parts_that_tile_a_parameter_are_accepted() -> None:
-    check_places(_places((0, 4), (4, 4)))
-    check_places(_places((0, 8), groups=((0, 1, 2, 3),)))
+    check_places(_places(((0, 4),), ((4, 4),)))
+    check_places(_places(((0, 8),), groups=((0, 1, 2, 3),)))
+    check_places(_places(((0, 2), (4, 2)), ((2, 2), (6, 2))))
 
 
-@pytest.mark.parametrize("boxes", [((0, 8), (0, 8)), ((0, 4), (0, 4)), ((0, 4), (3, 4)), ((0, 4), (4, 3))])
-def test_parts_that_do_not_tile_a_parameter_are_refused(boxes: tuple[tuple[int, int], ...]) -> None:
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (((0, 8),), ((0, 8),)),
+        (((0, 4),), ((0, 4),)),
+        (((0, 4),), ((3, 4),)),
+        (((0, 4),), ((4, 3),)),
+        (((0, 2), (4, 2)), ((2, 2), (5, 2))),
+        (((0, 2), (0, 2)), ((2, 2), (6, 2))),
+        (((0, 2), (4, 2)), ((0, 2), (4, 2))),
+    ],
+)
+def test_parts_that_do_not_tile_a_parameter_are_refused(parts: tuple[tuple[Range, ...], ...]) -> None:
     """A parameter that two groups had whole was counted twice, and drifted apart, in silence."""
     with pytest.raises(ValueError, match="are no division of a parameter of shape"):
-        check_places(_places(*boxes))
+        check_places(_places(*parts))
 
 
 def test_groups_that_ranks_know_differently_are_refused() -> None:
     """They waited for one another until the timeout."""
-    places = _places((0, 4), (4, 4))
+    places = _places(((0, 4),), ((4, 4),))
     places[0] = GridPlaces({"data": (0, 1)}, places[0].params)
     with pytest.raises(ValueError, match="is not the same group on its ranks"):
         check_places(places)

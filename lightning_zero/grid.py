@@ -22,50 +22,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
 
-import torch
 import torch.distributed as dist
 
-from lightning_zero.comm.communicator import Communicator
+from lightning_zero.boxes import Box, Part, covers
 
-__all__ = ["ALL", "Box", "BufferGroup", "Grid", "GridPlaces", "ParamAxes", "check_places"]
+__all__ = ["ALL", "Grid", "GridPlaces", "ParamAxes", "check_places"]
 
 ALL = "all ranks"  # the group of parameters that a grid does not name
-
-
-@dataclass(frozen=True)
-class Box:
-    """The part of a parameter that a rank has: elements ``offsets[d] .. offsets[d] + shape[d]`` of dimension ``d``.
-
-    Attributes:
-        whole: Shape of the whole parameter.
-        offsets: Where the part begins, by dimension.
-    """
-
-    whole: tuple[int, ...]
-    offsets: tuple[int, ...]
-
-    def of(self, whole: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Return a view of a rank's part, which has a shape, of the whole parameter."""
-        ends = [offset + size for offset, size in zip(self.offsets, shape, strict=True)]
-        return whole[tuple(map(slice, self.offsets, ends))]
-
-    def check(self, name: str, shape: Sequence[int]) -> None:
-        """Refuse a part that does not lie in the whole.
-
-        Raises:
-            ValueError: It does not.
-        """
-        ends = [offset + size for offset, size in zip(self.offsets, shape, strict=False)]
-        is_inside = len(self.whole) == len(self.offsets) == len(shape) and all(
-            offset >= 0 and end <= size for offset, end, size in zip(self.offsets, ends, self.whole, strict=True)
-        )
-        if not is_inside:
-            raise ValueError(
-                f"`grid` says that `{name}`, which has the shape {tuple(shape)} here, begins at {self.offsets} of a"
-                f" parameter of shape {self.whole}: it does not lie in it. Give the box that this rank has."
-            )
 
 
 @dataclass(frozen=True)
@@ -75,17 +39,17 @@ class ParamAxes:
     Attributes:
         group: Name of the group over which its flat buffer is cut.
         factor: Multiplies its gradient on every rank; see Note [One divisor].
-        box: The part that this rank has; None: all of it.
+        part: The part that this rank has; None: all of it.
     """
 
     group: str
     factor: float = 1.0
-    box: Box | None = None
+    part: Part | None = None
 
     @property
     def fact(self) -> str:
         """The facts that are the same on all ranks, in words."""
-        whole = "" if self.box is None else f", a part of {self.box.whole}"
+        whole = "" if self.part is None else f", a part of {self.part.whole}"
         return f"cut over {self.group}, gradients times {self.factor}{whole}"
 
 
@@ -152,8 +116,8 @@ class Grid:
                     f"`grid` gives `{name}` the factor {axes.factor}. Use 1, or 1 / T where T ranks have its whole"
                     " gradient."
                 )
-            if axes.box is not None:
-                axes.box.check(name, shapes[name])
+            if axes.part is not None:
+                _check_part(name, axes.part, tuple(shapes[name]))
 
     def places(self, shapes: Mapping[str, Sequence[int]], ranks: Sequence[int]) -> GridPlaces:
         """Return where this rank's parameters lie, for ``check_places``."""
@@ -161,17 +125,18 @@ class Grid:
         found = {}
         for name, shape in shapes.items():
             axes = self.axes(name, len(ranks))
-            box = axes.box or Box(tuple(shape), (0,) * len(shape))
-            found[name] = (groups.get(axes.group, tuple(ranks)), box, tuple(shape))
+            group, part = groups.get(axes.group, tuple(ranks)), axes.part
+            everything = Box((0,) * len(shape), tuple(shape))
+            found[name] = (group, everything.sizes, (everything,)) if part is None else (group, part.whole, part.boxes)
         return GridPlaces(groups, found)
 
 
 @dataclass(frozen=True)
 class GridPlaces:
-    """A rank's groups, by name, and its parameters: the ranks over which each is cut, its box, and the box's shape."""
+    """A rank's groups, by name, and its parameters: the ranks over which each is cut, its whole shape, its boxes."""
 
     groups: Mapping[str, tuple[int, ...]]
-    params: Mapping[str, tuple[tuple[int, ...], Box, tuple[int, ...]]]
+    params: Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[Box, ...]]]
 
 
 def check_places(everyone: Mapping[int, GridPlaces]) -> None:
@@ -188,43 +153,38 @@ def check_places(everyone: Mapping[int, GridPlaces]) -> None:
             raise ValueError(f"`grid.groups['{name}']` is not the same group on its ranks: by rank it has {known}.")
     for name in next(iter(everyone.values())).params:
         parts = {places.params[name] for places in everyone.values()}
-        groups = {ranks for ranks, _, _ in parts}
-        whole = next(iter(parts))[1].whole
-        boxes = [(box.offsets, shape) for _, box, shape in sorted(parts, key=lambda part: part[0])]
-        numel = sum(math.prod(shape) for _, shape in boxes)
-        overlaps = any(_overlap(one, other) for one, other in combinations(boxes, 2))
-        if len(groups) < len(parts) or overlaps or numel != math.prod(whole):
+        groups = sorted({ranks for ranks, _, _ in parts})
+        whole = next(iter(parts))[1]
+        boxes = [box for _, _, part in sorted(parts) for box in part]
+        numel = sum(math.prod(box.sizes) for box in boxes)
+        if len(groups) < len(parts) or numel != math.prod(whole) or not covers(boxes, whole):
+            found = [tuple(map(tuple, part)) for _, _, part in sorted(parts)]
             raise ValueError(
                 f"The parts of `{name}` on the ranks of `grid` are no division of a parameter of shape {whole}: groups"
-                f" of ranks {sorted(groups)} have boxes (offsets, shape) {boxes}. Give each group one box, so that"
-                " together they have every element once. A parameter that is whole on all ranks is cut over all ranks."
+                f" of ranks {groups} have boxes (offsets, sizes) {found}. Give each group one part, so that together"
+                " they have every element once. A parameter that is whole on all ranks is cut over all ranks."
             )
 
 
-def _overlap(one: tuple[Sequence[int], Sequence[int]], other: tuple[Sequence[int], Sequence[int]]) -> bool:
-    pairs = zip(*one, *other, strict=True)
-    return all(max(mine, theirs) < min(mine + size, theirs + extent) for mine, size, theirs, extent in pairs)
+def _check_part(name: str, part: Part, shape: tuple[int, ...]) -> None:
+    """Refuse a part that cannot be.
+
+    Raises:
+        ValueError: It does not lie in the whole, or has another shape than the parameter here.
+    """
+    boxes = [tuple(box) for box in part.boxes]
+    start = f"`grid` says that `{name}`, which has the shape {shape} here, is the boxes (offsets, sizes) {boxes}"
+    if not part.is_valid:
+        raise ValueError(
+            f"{start} of a parameter of shape {part.whole}, concatenated along dimension {part.dim}: they do not lie in"
+            " it, or do not fit together. Give the boxes that this rank has."
+        )
+    if part.shape != shape:
+        raise ValueError(
+            f"{start}, which have the shape {part.shape} together. Give the boxes that this rank has, in the order in"
+            f" which they lie in the parameter, concatenated along dimension {part.dim}."
+        )
 
 
 def _ranks_of(group: dist.ProcessGroup | None, ranks: Sequence[int]) -> tuple[int, ...]:
     return tuple(ranks) if group is None else tuple(dist.get_process_group_ranks(group))
-
-
-@dataclass(frozen=True, eq=False)
-class BufferGroup:
-    """The ranks over which a flat buffer is cut.
-
-    Attributes:
-        communicator: Of these ranks; they tile the buffer.
-        everyone: Of all ranks, which have all elements of the model once.
-        divisor: Of sums of gradients.
-    """
-
-    communicator: Communicator
-    everyone: Communicator
-    divisor: int
-
-    @staticmethod
-    def of_all(communicator: Communicator) -> BufferGroup:
-        """Return the group of a buffer that is cut over all ranks, each of which has other data."""
-        return BufferGroup(communicator, communicator, communicator.world_size)
