@@ -13,6 +13,7 @@ Note [When values arrive]
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -84,7 +85,7 @@ def load_pretrained(
     with ranks.agree(f"Loading `{source}`"), torch.device("cpu"):
         if engine is not None:
             _check_is_sharded(engine)
-        found, keys = _match(module, source, strict, _renaming(rename))
+        found, keys = _match(module, source, strict, _renaming(rename), _whole_shapes(engine))
     values = PretrainedValues(source, tuple(found))
     if engine is not None:
         values.load(engine)
@@ -137,16 +138,10 @@ class PretrainedValues:
         with Ranks(engine).agree(f"Loading `{self.path}`"), torch.inference_mode(False), torch.no_grad():
             checkpoints.prepare_load()
             records = {id(record.parameter): record for record in engine.records()}
-            for place, sources in self._sources():
+            for place, sources in self._sources(_whole_shapes(engine)):
                 record = records.get(id(place.tensor))
                 if record is None:
                     _load_whole(place, sources)
-                elif record.part is not None:
-                    raise ValueError(
-                        f"`{record.name}` is a part of a parameter of shape {tuple(record.shape)} on this grid of"
-                        " ranks, and `load_pretrained` reads whole parameters. Load the weights before the module is"
-                        " cut, or save a checkpoint without a grid and resume from it."
-                    )
                 else:
                     _load_range(record, sources, record.save_range if checkpoints.is_whole else record.own_range)
         checkpoints.complete_masters()
@@ -155,16 +150,17 @@ class PretrainedValues:
     def load_whole(self) -> None:
         """Read everything into the tensors of this process."""
         with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
-            for place, sources in self._sources():
+            for place, sources in self._sources({}):
                 _load_whole(place, sources)
 
-    def _sources(self) -> Iterator[tuple[Registration, list[Any]]]:
+    def _sources(self, wholes: Mapping[int, tuple[int, ...]]) -> Iterator[tuple[Registration, list[Any]]]:
+        """Yield every place with the tensors that have its value; ``wholes``: shapes of whole parameters, by ``id``."""
         weights = open_weights(Path(self.path))
         for place, names in self.found:
             tensor = place.tensor
             sources = [weights[name] for name in names]
-            if tensor is None or any(source.shape != tensor.shape for source in sources):
-                shape = None if tensor is None else tuple(tensor.shape)
+            shape = None if tensor is None else wholes.get(id(tensor), tuple(tensor.shape))
+            if any(tuple(source.shape) != shape for source in sources):
                 raise ValueError(
                     f"`{place.name}` has the shape {shape} now, and {tuple(sources[0].shape)} in `{self.path}`. Call"
                     " `load_pretrained` after changing the module."
@@ -178,7 +174,8 @@ def _load_range(record: ParameterRecord, sources: Sequence[Any], wanted: tuple[i
     base = record.own_range[0]
     if start == stop:
         return
-    values = _range(record.name, sources, start=start, stop=stop, shape=record.shape, dtype=record.dtype)
+    values = torch.empty(stop - start, dtype=record.dtype, device="cpu")
+    _read(record.name, sources, Segment(values, start, torch.Size(record.shape), part=record.part))
     record.master()[start - base : stop - base].copy_(values)
 
 
@@ -188,44 +185,56 @@ def _load_whole(place: Registration, sources: Sequence[Any]) -> None:
     if tensor.is_contiguous() and len(sources) == 1:
         copy_ranges([(place.name, sources[0], Segment(tensor.detach().view(-1), 0, tensor.shape))])
     else:
-        values = _range(
-            place.name, sources, start=0, stop=tensor.numel(), shape=tuple(tensor.shape), dtype=tensor.dtype
-        )
+        values = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
+        _read(place.name, sources, Segment(values, 0, tensor.shape))
         tensor.copy_(values.view(tensor.shape))
 
 
-def _range(
-    name: str, sources: Sequence[Any], *, start: int, stop: int, shape: Sequence[int], dtype: torch.dtype
-) -> torch.Tensor:
-    """Return a range of a tensor in host memory; all its sources must agree."""
-    ranges = []
-    for source in sources:
-        values = torch.empty(stop - start, dtype=dtype, device="cpu")
-        copy_ranges([(name, source, Segment(values, start, torch.Size(shape)))])
-        ranges.append(values)
-    for values in ranges[1:]:
-        if not torch.equal(values, ranges[0]):
+def _read(name: str, sources: Sequence[Any], target: Segment) -> None:
+    """Read a range of a tensor into host memory; all its sources must agree."""
+    copy_ranges([(name, sources[0], target)])
+    for source in sources[1:]:
+        again = dataclasses.replace(target, local=torch.empty_like(target.local))
+        copy_ranges([(name, source, again)])
+        if not torch.equal(again.local, target.local):
             raise ValueError(
                 f"`{name}` has several names in the module, and different values under them in the file. Leave all but"
                 " one out with `rename=`, or do not tie the parameter."
             )
-    return ranges[0]
+
+
+def _whole_shapes(engine: ZeroEngine | None) -> dict[int, tuple[int, ...]]:
+    """Return the shapes of whole parameters, by ``id``, where ranks have parts of them."""
+    records = [] if engine is None else engine.records()
+    return {id(record.parameter): tuple(record.shape) for record in records if record.part is not None}
 
 
 # -- Which name goes where ---------------------------------------------------------------------------------------------
 
 
 def _match(
-    module: nn.Module, path: str, strict: bool, rename: Callable[[Mapping[str, Any]], dict[str, str]]
+    module: nn.Module,
+    path: str,
+    strict: bool,
+    rename: Callable[[Mapping[str, Any]], dict[str, str]],
+    wholes: Mapping[int, tuple[int, ...]],
 ) -> tuple[list[tuple[Registration, tuple[str, ...]]], IncompatibleKeys]:
-    """Return which names of a file hold the values of which part of the module. Reads headers only."""
+    """Return which names of a file hold the values of which part of the module. Reads headers only.
+
+    Args:
+        module: The module.
+        path: The file.
+        strict: Refuse names that the module or the file does not have.
+        rename: Returns a table from names in the module to names in the file.
+        wholes: Shapes of the whole parameters of which the module has parts, by ``id``.
+    """
     weights = open_weights(Path(path))
     names = rename(weights)  # in the module -> in the file
     tensors = {name: weights[file_name] for name, file_name in names.items()}
     tensors.update(_tied(module, tensors))
     file_names = {id(value): name for name, value in weights.items()}
     wanted = {
-        id(tensor): StandIn(name, tensor.shape, tensor.dtype)
+        id(tensor): StandIn(name, wholes.get(id(tensor), tensor.shape), tensor.dtype)
         for group in (module.named_buffers(), module.named_parameters())
         for name, tensor in group
     }

@@ -10,6 +10,11 @@ Note [Groups are lent]
     loan, so calls that an earlier user left behind do not meet a later one; other calls are ordered within a set, as
     the program orders them. A set on which a call has failed is not lent again, nor is one whose user was interrupted,
     before that user has finished its calls in flight. The groups of a pipeline's mesh are lent in the same way.
+
+Note [Names of groups]
+    ``new_group`` names a group of some of the ranks by these and by the number of groups on this rank, and ranks that
+    count differently wait for one another. So gloo's groups of a part get a name of ours: that of the pool, the number
+    of the set, and the use. A rank may then give them back on its own, because no later group has their names.
 """
 
 from __future__ import annotations
@@ -19,6 +24,8 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
+from itertools import count
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -72,18 +79,18 @@ class GroupSet(Lent):
     """The groups of one communicator at a time.
 
     Args:
-        device_group: Makes a group for tensors of the device.
+        device_group: Makes a group for tensors of the device, given its use.
         host_group: Makes one for values in host memory.
         is_local: Whether a rank may give the groups back on its own.
     """
 
-    def __init__(self, device_group: Callable[[], Any], host_group: Callable[[], Any], *, is_local: bool) -> None:
+    def __init__(self, device_group: Callable[[str], Any], host_group: Callable[[str], Any], *, is_local: bool) -> None:
         super().__init__()
-        self.gather = device_group()
-        self.reduce = device_group()
-        self.control = host_group()
-        self.flags = host_group()
-        self.objects = host_group()
+        self.gather = device_group("gather")
+        self.reduce = device_group("reduce")
+        self.control = host_group("control")
+        self.flags = host_group("flags")
+        self.objects = host_group("objects")
         self.tags: Counter[int] = Counter()  # of a group: tells apart its point-to-point exchanges in flight
         self._host_group = host_group
         self._background: Any = None  # from its first use
@@ -94,14 +101,14 @@ class GroupSet(Lent):
     def background(self) -> Any:
         """The group for a thread that saves. Collective at its first use."""
         if self._background is None:
-            self._background = self._host_group()
+            self._background = self._host_group("background")
         return self._background
 
     @property
     def promises(self) -> Any:
         """The group for agreements that run beside others. Collective at its first use."""
         if self._promises is None:
-            self._promises = self._host_group()
+            self._promises = self._host_group("promises")
         return self._promises
 
     def destroy(self) -> None:
@@ -188,18 +195,33 @@ def borrow(user: Any, process_group: Any, backend: str, timeout_s: float) -> Gro
     ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
     is_part = len(ranks) < dist.get_world_size()
     timeout = timedelta(seconds=timeout_s)
-
-    def group(kind: str) -> Any:
-        return dist.new_group(ranks, timeout, kind, use_local_synchronization=is_part)
+    name = f"{'-'.join(map(str, ranks)) if is_part else 'all'}/{backend}/{timeout_s}"
+    numbers = count()  # of the sets of a pool, which keeps the first `make`
 
     def make() -> GroupSet:
-        on_host = "fake" if backend == "fake" else "gloo"
-        # PyTorch names a group of a part of the ranks by how many there are, and must not use a name twice.
-        is_local = backend == "gloo" and not is_part
-        return GroupSet(lambda: group(backend), lambda: group(on_host), is_local=is_local)
+        number, on_host = next(numbers), "fake" if backend == "fake" else "gloo"
 
-    name = f"{'-'.join(map(str, ranks)) if is_part else 'all'}/{backend}/{timeout_s}"
+        def group(kind: str, use: str) -> Any:
+            if is_part and kind == "gloo":
+                return _named_group(f"lightning_zero/{name}/{number}/{use}", ranks, timeout)
+            return dist.new_group(ranks, timeout, kind, use_local_synchronization=is_part)
+
+        return GroupSet(partial(group, backend), partial(group, on_host), is_local=backend == "gloo")
+
     return lend(user, name, ranks, make)
+
+
+def _named_group(name: str, ranks: Sequence[int], timeout: timedelta) -> Any:
+    """Return a new gloo group; see Note [Names of groups]. Collective: ``ranks``."""
+    ordered = sorted(ranks)
+    c10d: Any = dist.distributed_c10d
+    store = c10d._get_default_store()
+    place = ordered.index(dist.get_rank())
+    group, _ = c10d._new_process_group_helper(
+        len(ordered), place, ordered, dist.Backend("gloo"), store, name, timeout=timeout
+    )
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ordered)}
+    return group
 
 
 def lend(user: Any, name: str, ranks: Sequence[int], make: Callable[[], _Set]) -> _Set:

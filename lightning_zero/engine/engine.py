@@ -371,7 +371,8 @@ class ZeroEngine:
                 (they must agree), None means there are none.
 
         Raises:
-            ValueError: ``write`` is not known, or ``"rank0"`` in pipeline stages.
+            ValueError: ``write`` is not known, or ``"rank0"`` in pipeline stages or of a parameter of which ranks have
+                parts.
             RuntimeError: A parameter was changed although ``write`` is None, or another rank left with an error under
                 ``"rank0"``; all ranks have rank 0's values then.
         """

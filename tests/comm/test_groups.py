@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from lightning_zero.comm.groups import Lent, lend
+from lightning_zero.comm.groups import Lent, borrow, lend
 from tests.worlds import run
 
 
@@ -105,3 +106,28 @@ def _failing_peer(rank: int, world: int) -> Any:
 
 def test_sets_of_some_ranks_need_these_alone() -> None:
     assert run(_failing_peer, 3) == [2, 2, None]
+
+
+def _broken_parts(rank: int, world: int) -> list[int]:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    counts = []
+    for number in range(4):
+        user = _User()
+        one = borrow(user, pairs[rank // 2], "gloo", 30.0)
+        for group in (one.gather, one.control, one.background):
+            values = torch.tensor([rank])
+            dist.all_reduce(values, group=group)
+            assert values.item() == (1 if rank < 2 else 5)
+        assert dist.get_process_group_ranks(one.gather) == [rank // 2 * 2, rank // 2 * 2 + 1]
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+        if rank == number % 2:  # a rank that raises gives them back before its peer
+            one.destroy()
+        one.is_broken |= rank < 2
+        one.leave(user)
+    return counts
+
+
+def test_broken_groups_of_a_part_of_the_ranks_are_destroyed() -> None:
+    """They stayed until the process ended, because PyTorch would have given a later group their names."""
+    for counts in run(_broken_parts, 4):
+        assert set(counts) == {counts[0]}

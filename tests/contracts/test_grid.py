@@ -1,4 +1,4 @@
-"""Models on grids of ranks: cut, replicated and partial parameters, and experts, train as on one rank.
+"""Models on grids of ranks: cut, packed, replicated and partial parameters, and experts, train as on one rank.
 
 Programs are random: parameters of every kind, gradients that only some ranks have, frozen ones, accumulation, clipping
 by the engine or by PyTorch; then they are saved on one grid and go on on another.
@@ -12,6 +12,7 @@ import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ from tests.worlds import run
 
 BATCHES = 4  # of a step; data ranks share them
 CLIP = 3.0
-KINDS = ("cut0", "cut1", "whole", "partial", "expert")
+MUTATED = 7  # a seed with whole and packed parameters on two tensor ranks
+KINDS = ("cut0", "cut1", "packed0", "packed1", "whole", "partial", "expert")
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Param:
     kind: str
     shape: tuple[int, ...]
     trained: bool
+    sections: tuple[int, ...] = ()  # of a packed one, each of which is cut
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,13 @@ def params_of(seed: int) -> list[Param]:
                 "cut1": (source.randint(1, 5), 4 * source.randint(1, 3)),
                 "expert": (4, source.randint(1, 7), source.randint(1, 3)),
             }
+            sections = tuple(4 * source.randint(1, 2) for _ in range(source.randint(2, 3)))
+            shapes["packed0"] = (sum(sections), *[source.randint(1, 3)] * source.randint(0, 2))
+            shapes["packed1"] = (source.randint(1, 4), sum(sections), *[source.randint(1, 3)] * source.randint(0, 1))
             shape = shapes.get(kind, (source.randint(1, 9),))
-            found.append(Param(f"unit{unit}.param{number}", kind, shape, trained=source.random() > 0.15))
+            trained = source.random() > 0.15
+            name = f"unit{unit}.param{number}"
+            found.append(Param(name, kind, shape, trained, sections if "packed" in kind else ()))
     return found
 
 
@@ -117,11 +125,20 @@ class Holder(nn.Module):
     """The parameters of a unit."""
 
 
-def box_of(param: Param, position: Position, shape: Shape) -> tuple[int, int, int]:
-    """Return the dimension in which a parameter is cut, the index of this rank's part, and the number of parts."""
-    if param.kind in ("cut0", "cut1"):
-        return int(param.kind[-1]), position.tensor, shape.tensor
-    return 0, position.expert if param.kind == "expert" else 0, shape.experts if param.kind == "expert" else 1
+def part_of(param: Param, position: Position, shape: Shape, *, wrong: str = "") -> Part | None:
+    """Return the part of a parameter that this rank has; None: all of it."""
+    if param.kind == "expert":
+        dim, index, parts, sections = 0, position.expert, shape.experts, param.shape[:1]
+    elif param.kind[-1].isdigit():
+        dim, index, parts = int(param.kind[-1]), position.tensor, shape.tensor
+        sections = param.sections or param.shape[dim : dim + 1]
+    else:
+        return None
+    if wrong == "sections":
+        sections = (sum(sections),)
+    starts = [0, *accumulate(sections)]
+    ranges = [(start + index * size // parts, size // parts) for start, size in zip(starts, sections, strict=False)]
+    return Part.along(param.shape, dim, *(reversed(ranges) if wrong == "order" else ranges)) if parts > 1 else None
 
 
 def build(seed: int, rank: int, world: int, shape: Shape, *, wrong: str = "") -> tuple[nn.Module, Grid]:
@@ -132,18 +149,16 @@ def build(seed: int, rank: int, world: int, shape: Shape, *, wrong: str = "") ->
     module, axes = nn.Module(), {}
     for param in params_of(seed):
         whole = values(seed, param.name, -1, 0, param.shape)
-        dim, index, parts = box_of(param, position, shape)
-        box = None
-        if parts > 1:
-            box = Part.along(param.shape, dim, (index * param.shape[dim] // parts, param.shape[dim] // parts))
+        part = part_of(param, position, shape)
         unit, name = param.name.split(".")
         if not hasattr(module, unit):
             setattr(module, unit, Holder())
-        part = whole.chunk(parts, dim)[index].clone()
-        getattr(module, unit).register_parameter(name, nn.Parameter(part, requires_grad=param.trained))
+        local = whole if part is None else part.read(whole).clone(memory_format=torch.contiguous_format)
+        getattr(module, unit).register_parameter(name, nn.Parameter(local, requires_grad=param.trained))
         is_whole = param.kind in ("whole", "expert") and wrong != "factor"
         group = {"whole": "all", "partial": "all", "expert": "experts"}.get(param.kind, "data")
-        axes[param.name] = ParamAxes(group, 1.0 / shape.tensor if is_whole else 1.0, box)
+        told = part_of(param, position, shape, wrong=wrong)
+        axes[param.name] = ParamAxes(group, 1.0 / shape.tensor if is_whole else 1.0, told)
     data_ranks = position.data_ranks * (2 if wrong == "divisor" else 1)
     return module, Grid(groups, data_ranks, axes)
 
@@ -171,8 +186,9 @@ def loss_of(seed: int, module: nn.Module, step: int, part: int, position: Positi
         found = gradient(seed, param, step, batches[part :: shape.microbatches(position)])
         if found is None or not param.trained:
             continue
-        dim, index, cuts = box_of(param, position, shape)
-        found = (found * position.data_ranks).chunk(cuts, dim)[index]
+        part_here = part_of(param, position, shape)
+        found = found * position.data_ranks
+        found = found if part_here is None else part_here.read(found)
         if param.kind == "partial":
             summands = torch.linspace(1, 2, shape.tensor)
             found = found * (summands / summands.sum())[position.tensor]
@@ -274,10 +290,10 @@ def test_random_models_on_random_grids_train_as_on_one_rank(seed: int, tmp_path:
     assert difference(seed, tmp_path) < 2e-6
 
 
-@pytest.mark.parametrize("wrong", ["factor", "divisor"])
-def test_a_wrong_number_is_found(wrong: str, tmp_path: Path) -> None:
-    """A mutant of the grid: whole gradients counted once per tensor rank, or sums divided by another number."""
-    assert difference(4, tmp_path, wrong=wrong) > 1e-3
+@pytest.mark.parametrize("wrong", ["factor", "divisor", "sections", "order"])
+def test_a_wrong_grid_is_found(wrong: str, tmp_path: Path) -> None:
+    """A mutant: whole gradients counted per tensor rank, another divisor, packed sections as one, in another order."""
+    assert difference(MUTATED, tmp_path, wrong=wrong) > 1e-3
 
 
 def _whole_file(rank: int, world: int, seed: int, shape: Shape, folder: str) -> Any:
@@ -434,6 +450,32 @@ def test_segments_of_other_parts_are_not_taken_for_these() -> None:
         run(_other_parts, 4)
 
 
+# -- Pretrained weights ------------------------------------------------------------------------------------------------
+
+
+def _reads(rank: int, world: int, seed: int, shape: Shape, path: str) -> dict[str, Tensor]:
+    module, grid = build(seed, rank, world, shape)
+    with torch.no_grad():
+        for param in module.parameters():
+            param.zero_()
+    engine = ZeroEngine(stage=shape.stage, units=["Holder"])
+    engine.shard(module, grid=grid)
+    load_pretrained(module, path)
+    found = {name: engine.full_param(param) for name, param in module.named_parameters()}
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "model.bin"])
+@pytest.mark.parametrize(("seed", "stage"), [(4, 0), (7, 3)])
+def test_every_rank_reads_its_parts_of_pretrained_files(seed: int, stage: int, file: str, tmp_path: Path) -> None:
+    weights = {param.name: values(seed, param.name, -1, 0, param.shape) for param in params_of(seed)}
+    (save_file if file.endswith("safetensors") else torch.save)(weights, tmp_path / file)
+    for found in run(_reads, 4, seed, Shape(2, 2, stage), str(tmp_path / file)):
+        for name, value in weights.items():
+            assert torch.equal(found[name], value), name
+
+
 def _reads_part(rank: int, world: int, path: str) -> None:
     module, grid = _two_by_two(rank, {"p": ParamAxes("data", part=Part.along((8,), 0, (4 * (rank % 2), 4)))}, p=4)
     engine = ZeroEngine(stage=1)
@@ -441,8 +483,41 @@ def _reads_part(rank: int, world: int, path: str) -> None:
     load_pretrained(module, path)
 
 
-def test_pretrained_files_are_not_read_into_parts(tmp_path: Path) -> None:
-    """A file of the part's shape was read into every part, in silence."""
+def test_a_file_of_the_shape_of_a_part_is_refused(tmp_path: Path) -> None:
+    """It was read into every part, in silence."""
     save_file({"p": torch.zeros(4)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"`p` is a part of a parameter of shape \(8,\) on this grid"):
+    with pytest.raises(ValueError, match=r"(?s)does not fit. .*size mismatch for p: .*\[4\].*\[8\]"):
         run(_reads_part, 4, str(tmp_path / "model.safetensors"))
+
+
+# -- Gathered parameters -----------------------------------------------------------------------------------------------
+
+
+def _writes_on_rank0(rank: int, world: int, stage: int) -> tuple[list[float], list[float]]:
+    part = Part.along((8,), 0, (4 * (rank % 2), 4))
+    module, grid = _two_by_two(rank, {"whole": ParamAxes("all", 0.5), "p": ParamAxes("data", part=part)}, whole=4, p=4)
+    engine = ZeroEngine(stage=stage)
+    engine.shard(module, grid=grid)
+    with pytest.raises(ValueError, match="on rank 0, which has a part of `p`"), engine.gathered(module, write="rank0"):
+        pass
+    with torch.no_grad(), engine.gathered(module.p, write="all"):
+        module.p.fill_(1.0 + rank % 2)
+    with torch.no_grad(), engine.gathered(module.whole, write="rank0"):
+        module.whole.fill_(3.0 + rank)
+    found = engine.full_param(module.whole).tolist(), engine.full_param(module.p).tolist()
+    expected = "a part was changed inside `gathered" if rank == 0 else r"Rank\(s\) \[0\] left `gathered"
+    with pytest.raises(RuntimeError, match=expected):
+        _change_part(engine, module, is_first=rank == 0)
+    engine.close()
+    return found
+
+
+def _change_part(engine: ZeroEngine, module: nn.Module, is_first: bool) -> None:
+    with torch.no_grad(), engine.gathered(module.whole, write="rank0"):
+        if is_first:
+            module.p.fill_(5.0)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_rank_0_writes_parameters_that_are_whole(stage: int) -> None:
+    assert run(_writes_on_rank0, 4, stage) == [([3.0] * 4, [1.0] * 4 + [2.0] * 4)] * 4

@@ -65,11 +65,8 @@ class GatheredParams:
         """Hold units whole, and let parameters of other parts have values; see ``ZeroEngine.gathered``."""
         if write not in (None, "rank0", "all"):
             raise ValueError(f"`write={write!r}` is not known. Use None, 'rank0' or 'all'.")
-        if write == "rank0" and any(buffer.kind.group is not None for unit in units for buffer in unit.buffers):
-            raise ValueError(
-                "`write='rank0'` needs whole parameters on rank 0, and on a grid it has parts of some. Make the same"
-                " change on every rank, each in its part, and use `write='all'`."
-            )
+        if write == "rank0":
+            _refuse_parts(units, params)
         if write == "rank0" and self._remote_params is not None:
             raise ValueError(
                 "`write='rank0'` needs all parameters on rank 0, and a pipeline stage has its own. Make the same change"
@@ -107,7 +104,7 @@ class GatheredParams:
                         raise
                     error = raised  # the others wait for this rank
             if write == "rank0":
-                self._accept_from_rank0(units, error)
+                self._accept_from_rank0(units, error or _changed_part(units))
             else:
                 self._accept(units, write)
         finally:
@@ -151,6 +148,8 @@ class GatheredParams:
                             f"A parameter of unit `{unit.name}` was changed inside `gathered`. Say whose change counts:"
                             " `gathered(…, write='rank0')` or `write='all'`."
                         )
+                    continue
+                if write == "rank0" and buffer.has_parts:
                     continue
                 buffer.collect_writes()
                 if write == "rank0":
@@ -271,6 +270,32 @@ def _in_whole(values: torch.Tensor, part: Part) -> torch.Tensor:
     whole = torch.zeros(part.whole, dtype=values.dtype, device=values.device)
     part.write(whole, values)
     return whole
+
+
+def _refuse_parts(units: Sequence[Unit], params: Sequence[torch.Tensor]) -> None:
+    """Refuse to take rank 0's values of parameters that it has a part of.
+
+    Raises:
+        ValueError: There is one.
+    """
+    wanted = {id(param) for param in params}
+    for buffer in (buffer for unit in units for buffer in unit.buffers):
+        for index, (param, slot) in enumerate(zip(buffer.params, buffer.layout.slots, strict=True)):
+            if id(param) in wanted and buffer.part(index) is not None:
+                raise ValueError(
+                    f"`write='rank0'` needs whole parameters on rank 0, which has a part of `{slot.name}`. Change each"
+                    " rank's part there, and use `write='all'`."
+                )
+
+
+def _changed_part(units: Sequence[Unit]) -> RuntimeError | None:
+    """Return the error of a change to a part, which was gathered with its unit only."""
+    if not any(buffer.has_parts and buffer.is_written() for unit in units for buffer in unit.buffers):
+        return None
+    return RuntimeError(
+        "A parameter of which rank 0 has a part was changed inside `gathered(…, write='rank0')` of another one. Change"
+        " each rank's part there, inside `gathered(…, write='all')`."
+    )
 
 
 def _can_show_alone(unit: Unit) -> bool:

@@ -122,6 +122,11 @@ class FlatBuffer:
         return self._spec.part(index)
 
     @property
+    def has_parts(self) -> bool:
+        """Whether other groups of ranks have other parts of the parameters."""
+        return self._spec.has_parts
+
+    @property
     def entered(self) -> Set[int]:
         """The slots whose parameters show their segment of the stepped values: a step window is open there."""
         return self.window.entered

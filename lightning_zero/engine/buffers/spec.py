@@ -88,6 +88,11 @@ class BufferSpec:
         """Return the part of a parameter that this rank has; None: all of it."""
         return self.axes[index].part if index in self.axes else None
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether other groups of ranks have other parts of the parameters."""
+        return any(axes.part is not None for axes in self.axes.values())
+
     @staticmethod
     def of(
         name: str,

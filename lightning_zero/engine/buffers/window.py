@@ -110,7 +110,7 @@ class BufferWindow:
     @property
     def has_parts(self) -> bool:
         """Whether other groups of ranks have other parts of the parameters."""
-        return any(axes.part is not None for axes in self._spec.axes.values())
+        return self._spec.has_parts
 
     @property
     def entered(self) -> Set[int]:

@@ -9,10 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lightning_zero.boxes import Part
 from lightning_zero.checkpoint import directory, state
+from lightning_zero.checkpoint.export import export_safetensors
+from lightning_zero.checkpoint.pretrained import load_pretrained
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.grid import Grid, ParamAxes
 from lightning_zero.parallel.tensor.collectives import ProcessGroupRanks
@@ -149,6 +152,35 @@ def test_a_cut_model_trains_as_on_one_rank_and_goes_on_on_another_grid(case: Any
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=name)
     saved, again = (torch.load(tmp_path / name, weights_only=True) for name in (f"{STEPS - 1}.ckpt", "again.ckpt"))
     assert _same(saved, again)
+
+
+# -- Files of whole weights --------------------------------------------------------------------------------------------
+
+
+def _reads_and_exports(rank: int, world: int, when: str, path: str) -> None:
+    tensor_group, data_group = _groups(world, 2)
+    with torch.device("meta" if when == "before" else "cpu"):
+        module = _model()
+    if when == "before":
+        load_pretrained(module, f"{path}/model.safetensors")
+    cut = cut_module(module, PLAN, ProcessGroupRanks(tensor_group))
+    engine = ZeroEngine(stage=3, units=["GPT2Block"])
+    engine.shard(module, grid=grid_of(cut, tensor_group=tensor_group, data_group=data_group, data_ranks=world // 2))
+    if when == "after":
+        load_pretrained(module, f"{path}/model.safetensors")
+    export_safetensors(engine, f"{path}/exported.safetensors")
+    engine.close()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_cut_model_reads_and_exports_the_files_of_the_whole_one(when: str, tmp_path: Path) -> None:
+    """Before it is cut, on the meta device, and after it was sharded."""
+    weights = {name: torch.randn(param.shape) for name, param in _model().named_parameters()}
+    save_file(weights, tmp_path / "model.safetensors")
+    run(_reads_and_exports, 4, when, str(tmp_path))
+    exported = load_file(tmp_path / "exported.safetensors")
+    assert all(torch.equal(exported[name], value) for name, value in weights.items())
+    assert torch.equal(exported["lm_head.weight"], weights["transformer.wte.weight"])
 
 
 # -- Records -----------------------------------------------------------------------------------------------------------
