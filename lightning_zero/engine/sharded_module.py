@@ -139,7 +139,7 @@ class ShardedModule:
         self._lowering = Lowering(module, options.precision)
         # - Ranks
         self.communicator = Communicator(options.communication, device, options.process_group)
-        self._compare(module, holders, grid)
+        self._compare(module, holders, grid, awaited)
         self._groups = GridGroups(grid, self.communicator, options.sharding)
         self.world_communicator = self.communicator  # all ranks of the model, other parts included
         self.parts: PipelinePeers | None = None  # of a model that is cut; None if it is whole
@@ -213,7 +213,13 @@ class ShardedModule:
             lowering=self._lowering,
         )
 
-    def _compare(self, module: nn.Module, holders: Mapping[str, tuple[int, ...]] | None, grid: Grid | None) -> None:
+    def _compare(
+        self,
+        module: nn.Module,
+        holders: Mapping[str, tuple[int, ...]] | None,
+        grid: Grid | None,
+        awaited: set[tuple[int, str]],
+    ) -> None:
         """Refuse ranks that differ, before a collective of theirs does not fit another's."""
         if self.communicator.world_size > 1:
             options = self._options.facts(self.communicator.device)
@@ -221,15 +227,16 @@ class ShardedModule:
             facts.update({} if grid is None else grid.facts())
             require_same(self.communicator, facts, "models or options", _REMEDY)
         if grid is not None:
-            self._compare_grids(module, grid)
+            self._compare_grids(module, grid, awaited)
 
-    def _compare_grids(self, module: nn.Module, grid: Grid) -> None:
+    def _compare_grids(self, module: nn.Module, grid: Grid, awaited: set[tuple[int, str]]) -> None:
         """Refuse a grid that is wrong on some rank, on all of them."""
         ranks = self._ranks()
         shapes = {name: tuple(param.shape) for name, param in module.named_parameters()}
         error = None
         try:
             grid.check(shapes, ranks)
+            _refuse_parts_without_values(module, grid, awaited)
             places = grid.places(shapes, ranks)
         except ValueError as found:
             error, places = found, GridPlaces({}, {})
@@ -326,6 +333,23 @@ class ShardedModule:
         if self.parts is not None:
             self.parts.communicator.close()
             self.world_communicator.close()
+
+
+def _refuse_parts_without_values(module: nn.Module, grid: Grid, awaited: set[tuple[int, str]]) -> None:
+    """Refuse parts on the meta device that no file gives values to.
+
+    Raises:
+        ValueError: There is one: ``reset_parameters`` would draw the values of a layer of the part's size.
+    """
+    for name, axes in grid.params.items():
+        owner, _, key = name.rpartition(".")
+        is_awaited = (id(module.get_submodule(owner)), key) in awaited
+        if axes.part is not None and module.get_parameter(name).is_meta and not is_awaited:
+            raise ValueError(
+                f"`{name}` is a part of a parameter of shape {axes.part.whole} and has no values: it is on the meta"
+                " device. Initial values are those of the whole parameter, so make the module on the CPU before it is"
+                " cut, or call `load_pretrained` before it is sharded."
+            )
 
 
 def _checksum(buffer: torch.Tensor) -> str:

@@ -490,6 +490,20 @@ def test_a_file_of_the_shape_of_a_part_is_refused(tmp_path: Path) -> None:
         run(_reads_part, 4, str(tmp_path / "model.safetensors"))
 
 
+def _without_values(rank: int, world: int) -> None:
+    with torch.device("meta"):
+        linear = nn.Linear(6, 4, bias=False)
+    part = Part.along((8, 6), 0, (4 * (rank % 2), 4))
+    _, grid = _two_by_two(rank, {"weight": ParamAxes("data", part=part)})
+    ZeroEngine(stage=1).shard(linear, grid=grid)
+
+
+def test_parts_on_the_meta_device_need_values() -> None:
+    """They were initialised as layers of the part's size, the same on all ranks of one seed, in silence."""
+    with pytest.raises(ValueError, match=r"`weight` is a part of a parameter of shape \(8, 6\) and has no values"):
+        run(_without_values, 4)
+
+
 # -- Gathered parameters -----------------------------------------------------------------------------------------------
 
 
