@@ -125,9 +125,9 @@ class Segment:
             return
         for (offsets, sizes), view in self.views():
             first = _first_of_run(sizes, self.shape)
-            for index in product(*map(range, sizes[:first])):
+            for row, index in zip(_rows(view, first), product(*map(range, sizes[:first])), strict=True):
                 place = [offset + extra for offset, extra in zip_longest(offsets, index, fillvalue=0)]
-                yield Segment(view[index].view(-1), _flat_index(place, self.shape), self.shape)
+                yield Segment(row, _flat_index(place, self.shape), self.shape)
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -138,6 +138,15 @@ class Segment:
         if name.startswith("__"):
             raise AttributeError(name)
         raise AttributeError(_segment_refusal(name))
+
+
+def _rows(view: torch.Tensor, depth: int) -> Iterator[torch.Tensor]:
+    """Yield flat views of the elements of a tensor's first ``depth`` dimensions, in flat order."""
+    if depth == 0:
+        yield view.view(-1)
+        return
+    for element in view.unbind():
+        yield from _rows(element, depth - 1)
 
 
 def _first_of_run(sizes: Sequence[int], shape: Sequence[int]) -> int:

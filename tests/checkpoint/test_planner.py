@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import Shard, init_device_mesh, zeros
 
+from lightning_zero.boxes import Box, Part
 from lightning_zero.checkpoint.planner import Segment, SegmentSavePlanner, SegmentWriter
 from lightning_zero.checkpoint.stored import StoredTensors
 from tests import worlds
@@ -65,3 +68,26 @@ def test_a_segment_refuses_to_be_taken_for_a_tensor() -> None:
         segment.half()
     with pytest.raises(TypeError, match="`copy_` needs the values"):
         torch.zeros(4, 2).copy_(segment)  # type: ignore[arg-type]
+
+
+PACKED = [
+    Part.along((12, 5), 0, (2, 2), (6, 2), (10, 2)),
+    Part.along((5, 12), 1, (2, 2), (6, 2), (10, 2)),
+    Part.along((3, 12, 2), 1, (10, 2), (0, 3)),
+    Part((4, 6, 2), (Box((2, 0, 0), (2, 1, 2)), Box((2, 3, 0), (2, 2, 2))), 1),
+]
+
+
+@pytest.mark.parametrize("part", PACKED, ids=str)
+def test_a_segment_of_a_part_is_read_and_written_in_boxes_and_in_runs(part: Part) -> None:
+    whole = torch.arange(float(prod(part.whole))).view(part.whole)
+    flat = part.read(whole).reshape(-1)
+    for start, stop in itertools.combinations(range(flat.numel() + 1), 2):
+        segment = Segment(flat[start:stop].clone(), start, whole.shape, part=part)
+        for box, view in segment.views():
+            assert torch.equal(view, whole[box.slices])
+        assert sum(run.local.numel() for run in segment.runs()) == stop - start
+        for run in segment.runs():
+            assert torch.equal(run.local, whole.view(-1)[run.start : run.stop])
+            run.local.neg_()
+        assert torch.equal(segment.local, -flat[start:stop])

@@ -21,10 +21,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_zero import ZeroEngine, load_pretrained
 from lightning_zero.boxes import Part
 from lightning_zero.checkpoint import directory, state
+from lightning_zero.checkpoint.consolidate import consolidate
 from lightning_zero.checkpoint.export import export_safetensors
 from lightning_zero.config import Communication
 from lightning_zero.grid import Grid, ParamAxes
@@ -303,6 +305,7 @@ def _whole_file(rank: int, world: int, seed: int, shape: Shape, folder: str) -> 
     numel = sum(math.prod(param.shape) for param in params_of(seed))
     assert f": {numel:,} parameters" in engine.plan()[0]
     directory.save(engine, {"state_dict": state.model_state(engine, module)}, f"{folder}/file.ckpt", full=True)
+    directory.save(engine, {"state_dict": state.model_state(engine, module)}, f"{folder}/directory", full=False)
     export_safetensors(engine, f"{folder}/weights")
     engine.close()
 
@@ -310,14 +313,18 @@ def _whole_file(rank: int, world: int, seed: int, shape: Shape, folder: str) -> 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 @pytest.mark.parametrize("seed", sample(range(6), 0, 3))
 def test_files_of_a_grid_have_whole_parameters(seed: int, tensor: int, tmp_path: Path) -> None:
-    """A single file, and safetensors, are those of one rank, whatever the ranks have of each parameter."""
+    """Single files, consolidated and stock ones, and safetensors are those of one rank, whatever a rank has."""
     run(_whole_file, 4, seed, Shape(tensor, 4 // tensor, 3), str(tmp_path))
     saved = torch.load(tmp_path / "file.ckpt", weights_only=True)["state_dict"]
     exported = load_file(next((tmp_path / "weights").glob("*.safetensors")))
+    consolidate(str(tmp_path / "directory"), str(tmp_path / "consolidated.safetensors"))
+    dcp_to_torch_save(tmp_path / "directory", tmp_path / "stock.pt")
+    consolidated = load_file(tmp_path / "consolidated.safetensors")
+    stock = torch.load(tmp_path / "stock.pt", weights_only=True)["model"]
     for param in params_of(seed):
         expected = values(seed, param.name, -1, 0, param.shape)
-        assert torch.equal(saved[param.name], expected), param
-        assert torch.equal(exported[param.name], expected), param
+        for found in (saved, exported, consolidated, stock):
+            assert torch.equal(found[param.name], expected), param
 
 
 # -- Found by an attack ------------------------------------------------------------------------------------------------
