@@ -542,3 +542,37 @@ def _change_part(engine: ZeroEngine, module: nn.Module, is_first: bool) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_rank_0_writes_parameters_that_are_whole(stage: int) -> None:
     assert run(_writes_on_rank0, 4, stage) == [([3.0] * 4, [1.0] * 4 + [2.0] * 4)] * 4
+
+
+# -- Process groups ----------------------------------------------------------------------------------------------------
+
+
+class _Fails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first(x)
+        raise KeyError
+
+
+def _interrupted(rank: int, world: int) -> list[int]:
+    part = Part.along((8, 6), 0, (4 * (rank % 2), 4))
+    _, grid = _two_by_two(rank, {"first.weight": ParamAxes("data", part=part)})
+    held = []
+    for _ in range(4):
+        module = _Fails()
+        engine = ZeroEngine(stage=3, units=["Linear"])
+        engine.shard(module, grid=grid)
+        with pytest.raises(KeyError), engine.scope("training_step"):
+            module(torch.ones(6))
+        engine.close()
+        held.append(len(dist.distributed_c10d._world.pg_map))
+    return held
+
+
+def test_interrupted_engines_leave_no_process_groups_behind() -> None:
+    """Those of a part of the ranks stayed, ten for each engine."""
+    for held in run(_interrupted, 4):
+        assert held[1:] == held[:1] * 3

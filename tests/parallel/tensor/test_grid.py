@@ -60,9 +60,9 @@ def _optimizer(module: nn.Module) -> torch.optim.Optimizer:
 
 def _groups(world: int, tensor: int) -> tuple[Any, Any]:
     """Return this rank's tensor group and data group. Collective: all ranks."""
-    tensors = [dist.new_group(list(range(first, first + tensor))) for first in range(0, world, tensor)]
-    datas = [dist.new_group(list(range(place, world, tensor))) for place in range(tensor)]
-    return tensors[dist.get_rank() // tensor], datas[dist.get_rank() % tensor]
+    tensor_groups = [dist.new_group(list(range(first, first + tensor))) for first in range(0, world, tensor)]
+    data_groups = [dist.new_group(list(range(place, world, tensor))) for place in range(tensor)]
+    return tensor_groups[dist.get_rank() // tensor], data_groups[dist.get_rank() % tensor]
 
 
 def _train(
