@@ -61,10 +61,14 @@ class Part:
     boxes: tuple[Box, ...]
     dim: int = 0
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "whole", tuple(self.whole))
+        object.__setattr__(self, "boxes", tuple(Box(tuple(offsets), tuple(sizes)) for offsets, sizes in self.boxes))
+
     @classmethod
     def along(cls, whole: Sequence[int], dim: int, *ranges: tuple[int, int]) -> Part:
         """Return the part that has ranges of one dimension, given by start and length, and all of the others."""
-        dim %= len(whole)
+        dim = dim + len(whole) if dim < 0 else dim
         boxes = [
             Box(
                 tuple(start if axis == dim else 0 for axis in range(len(whole))),

@@ -69,6 +69,8 @@ def test_what_is_written_into_a_whole_is_read_from_it(part: Part) -> None:
     "part",
     [
         Part((8, 6), ()),
+        Part.along((), 0, (0, 1)),
+        Part.along((8, 6), 2, (0, 4)),
         Part.along((8, 6), 0, (4, 5)),
         Part.along((8, 6), 0, (-1, 2)),
         Part.along((8, 6), 0, (2, 0)),
@@ -80,6 +82,12 @@ def test_what_is_written_into_a_whole_is_read_from_it(part: Part) -> None:
 )
 def test_parts_that_cannot_be_are_told(part: Part) -> None:
     assert not part.is_valid
+
+
+def test_boxes_may_be_given_as_pairs() -> None:
+    part = Part([8, 6], ([[4, 0], [4, 6]],))  # type: ignore[arg-type]
+    assert part == Part.along((8, 6), 0, (4, 4)) == Part.along((8, 6), -2, (4, 4))
+    assert hash(part) == hash(Part.along(torch.Size((8, 6)), 0, (4, 4)))
 
 
 def test_one_part_has_the_first_element() -> None:
