@@ -19,7 +19,7 @@ RANDOM_STATES = "random_states"  # key of a checkpoint dictionary
 
 
 def gather_random_states(engine: ZeroEngine, more: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-    """Return the state of Python's, NumPy's, torch's and the device's generator of every rank, in rank order.
+    """Return the state of Python's, NumPy's, torch's and the device's generator of every data rank, in rank order.
 
     About 15 KB per rank, of tensors and plain values only. Collective: all ranks.
 
@@ -27,7 +27,7 @@ def gather_random_states(engine: ZeroEngine, more: Mapping[str, Any] | None = No
         engine: Whose ranks and device it is.
         more: States of this rank that are kept with them.
     """
-    return Ranks(engine).gather({**RandomState(engine.internals.communicator.device).plain(), **(more or {})})
+    return Ranks(engine).gather_data({**RandomState(engine.internals.communicator.device).plain(), **(more or {})})
 
 
 def restore_random_state(engine: ZeroEngine, states: Sequence[dict[str, Any]], copies: int) -> str | None:
@@ -39,13 +39,14 @@ def restore_random_state(engine: ZeroEngine, states: Sequence[dict[str, Any]], c
         copies: Copies of the model that there were.
     """
     saved = len(states), copies
-    here = engine.internals.world_communicator.world_size, engine.world_size
+    ranks = Ranks(engine)
+    here = ranks.num_data_ranks, ranks.num_copies
     if saved != here:
         return (
             f"{describe_layouts(saved, here)}: the state of the random number generators (dropout, shuffling), which is"
             " that of a rank, is not restored."
         )
-    state = states[engine.internals.world_communicator.rank]
+    state = states[ranks.data_rank]
     device = engine.internals.communicator.device
     RandomState.of(state, device).restore()
     if device.type not in state["device"]:

@@ -37,6 +37,18 @@ class Ranks:
         self.group = None if communicator is None else communicator.object_group
         self._timeout_s = 0.0 if communicator is None else communicator.timeout_s
         self._communicator = communicator
+        self._engine = engine
+        self._per_batch = 1 if engine is None else engine.internals.fits.ranks_per_batch
+
+    @property
+    def data_rank(self) -> int:
+        """Number of this rank's tensor group, whose ranks have the same batches; without them the rank's own."""
+        return self.rank // self._per_batch
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Number of tensor groups, in all pipeline stages; without them the number of ranks."""
+        return self.world_size // self._per_batch
 
     @classmethod
     def in_background(cls, engine: ZeroEngine) -> Ranks:
@@ -44,6 +56,11 @@ class Ranks:
         ranks = cls(engine)
         ranks.group = engine.internals.world_communicator.background_group
         return ranks
+
+    @property
+    def num_copies(self) -> int:
+        """Number of copies of the model that are trained on different data."""
+        return 1 if self._engine is None else self._engine.world_size // self._per_batch
 
     def meet(self, what: str, timeout_s: float | None = None) -> None:
         """Wait until all ranks are here.
@@ -95,6 +112,10 @@ class Ranks:
             return [value]
         self.check_group()
         return self._communicator.gather_objects(value, "exchange about a checkpoint", self.group)
+
+    def gather_data(self, value: Any) -> list[Any]:
+        """Return the value of the first rank of every tensor group; otherwise as ``gather``."""
+        return self.gather(value)[:: self._per_batch]
 
     def from_first(self, value: Any) -> Any:
         """Return the value of rank 0."""

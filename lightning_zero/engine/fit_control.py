@@ -27,6 +27,11 @@ class FitControl:
         return [sharded.optimizer for sharded in self._state.attached]
 
     @property
+    def ranks_per_batch(self) -> int:
+        """Neighbouring ranks that have the same batches: those of a tensor group."""
+        return self._state.sharded.ranks_per_batch
+
+    @property
     def holds_all_parameters(self) -> bool:
         """Whether every parameter of the module is one that was sharded."""
         return self._state.holds_all_parameters

@@ -213,6 +213,11 @@ class ShardedModule:
             lowering=self._lowering,
         )
 
+    @property
+    def ranks_per_batch(self) -> int:
+        """Neighbouring ranks that have the same batches: those of a tensor group."""
+        return self.communicator.world_size // self._groups.data_ranks
+
     def _compare(
         self,
         module: nn.Module,

@@ -57,7 +57,10 @@ class ZeroMonitor(Callback):
             )
         strategy = trainer.strategy
         engine = strategy.engine if isinstance(strategy, ZeroStrategy) else None
-        self._meter = Meter(engine, trainer.world_size)
+        copies = trainer.world_size
+        if isinstance(strategy, ZeroStrategy):
+            copies = strategy.distributed_sampler_kwargs["num_replicas"]
+        self._meter = Meter(engine, copies)
         self._meter.start()
         self._logged_step = trainer.global_step
 

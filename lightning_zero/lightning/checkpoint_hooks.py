@@ -165,13 +165,13 @@ class CheckpointHooks(ParallelStrategy):
         ranks = Ranks(engine)
         with ranks.agree("Copying the states of dataloaders and callbacks"):
             own = own_states(checkpoint, None if datamodule is None else type(datamodule).__qualname__)
-        rank_states = kept_states(ranks.gather(own))
-        metrics = Ranks(engine).gather(metric_states(self._sharded_module))[: engine.world_size]  # stages have the same
+        rank_states = kept_states(ranks.gather_data(own))
+        metrics = ranks.gather_data(metric_states(self._sharded_module))[: ranks.num_copies]  # stages have the same
         of_chunks = None if self._steps is None else self._steps.random_states()
         random_states = gather_random_states(engine, of_chunks)
         devices = engine.internals.checkpoints.step_devices
         return {
-            COPIES: engine.world_size,
+            COPIES: ranks.num_copies,
             RANDOM_STATES: random_states,
             **({METRIC_STATES: metrics} if any(metrics) else {}),
             **({RANK_STATES: rank_states} if rank_states else {}),
@@ -296,13 +296,14 @@ class CheckpointHooks(ParallelStrategy):
         saved = checkpoint.pop(RANK_STATES, [])
         if self._engine is None or not saved:
             return
-        everyone, copies = self._engine.internals.world_communicator, self._engine.world_size
-        then, now = (len(saved), checkpoint.get(COPIES, len(saved))), (everyone.world_size, copies)
+        ranks = Ranks(self._engine)
+        copies = ranks.num_copies
+        then, now = (len(saved), checkpoint.get(COPIES, len(saved))), (ranks.num_data_ranks, copies)
         message = ""
         if then == now:
-            take_own_states(checkpoint, saved, everyone.rank)
+            take_own_states(checkpoint, saved, ranks.data_rank)
         elif then[1] == copies:  # in other stages: the data are those of a copy
-            take_own_states(checkpoint, saved, self._engine.rank)
+            take_own_states(checkpoint, saved, ranks.data_rank % copies)
             if lost := differing_in_copies(saved, copies):
                 message = f"the first stage's state of {describe_states(lost)}."
         else:
@@ -316,12 +317,17 @@ class CheckpointHooks(ParallelStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load ``checkpoint["state_dict"]`` as it is now. Collective: all ranks."""
         module, saved = self._sharded_module, checkpoint.get(METRIC_STATES, [])
+        ranks = Ranks(self.engine)
         values, undivided = with_own_metric_states(
-            module, checkpoint["state_dict"], saved=saved, rank=self.engine.rank, world_size=self.engine.world_size
+            module,
+            checkpoint["state_dict"],
+            saved=saved,
+            rank=ranks.data_rank % ranks.num_copies,
+            world_size=ranks.num_copies,
         )
         if undivided:
             rank_zero_warn(
-                f"The checkpoint was saved on {len(saved)} ranks and is loaded on {self.world_size}. All take rank 0's"
+                f"The checkpoint was saved on {len(saved)} ranks and is loaded on {ranks.num_copies}. All take rank 0's"
                 f" {', '.join(f'`{name}`' for name in undivided)}: the metric does not say how to merge the states."
             )
         state.load_model_state(self.engine, module, values, strict=strict)
@@ -362,7 +368,7 @@ class CheckpointHooks(ParallelStrategy):
         if message is None:
             _begin_epoch_as_uninterrupted(self._sharded_module.trainer)
             if self._steps is not None:
-                message = self._steps.take_random_states(states[0][self.engine.internals.world_communicator.rank])
+                message = self._steps.take_random_states(states[0][Ranks(self.engine).data_rank])
         if message is not None:
             rank_zero_warn(message)
 

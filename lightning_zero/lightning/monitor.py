@@ -33,12 +33,12 @@ class Meter:
 
     Args:
         engine: Whose memory and traffic is reported; without one only the throughput is.
-        world_size: Ranks that count the same number of tokens as this one.
+        copies: Copies of the model that train on as many tokens as this one.
     """
 
-    def __init__(self, engine: ZeroEngine | None, world_size: int = 1) -> None:
+    def __init__(self, engine: ZeroEngine | None, copies: int = 1) -> None:
         self.engine = engine
-        self.world_size = world_size
+        self.copies = copies
         # - Since the last row
         self._tokens = 0
         self._samples = 0
@@ -82,7 +82,7 @@ class Meter:
         self.pause()
         counts = {"tokens": self._tokens, "samples": self._samples}
         return {
-            f"throughput/{name}_per_s": self.world_size * number / self._seconds
+            f"throughput/{name}_per_s": self.copies * number / self._seconds
             for name, number in counts.items()
             if number and self._seconds > 0
         }

@@ -21,11 +21,15 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _Su
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed import ReduceOp
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_zero.comm.mesh import Mesh
 from lightning_zero.comm.peers import Peers, PeersError, told_error
+from lightning_zero.comm.tensor_groups import TensorGroups
 from lightning_zero.config import Communication, Pipeline
 from lightning_zero.errors import CollectiveError
+from lightning_zero.lightning.tensor_training import TensorTraining
+from lightning_zero.parallel.tensor.plan import TensorParallel
 
 __all__ = ["ProcessHooks"]
 
@@ -38,17 +42,20 @@ class ProcessHooks(ParallelStrategy):
     Attributes:
         num_nodes: Set by the Trainer.
         pipeline: The options of a pipeline of two or more stages, or None.
+        tensor_parallel: The options of tensor parallelism over two or more ranks, or None.
         communication: How ranks exchange parameters and gradients.
         timeout: After which a collective of the default process group fails.
     """
 
     num_nodes: int
     pipeline: Pipeline | None
+    tensor_parallel: TensorParallel | None
     communication: Communication
     timeout: timedelta
     _start_method: Literal["popen", "spawn", "fork", "forkserver"]
     _process_group_backend: str | None
     _mesh: Mesh | None  # with a pipeline
+    _tensor: TensorTraining | None  # with tensor parallelism
     _is_alone: bool = False  # while callbacks act on an error: not all ranks have come to save after it
 
     # -- This rank -------------------------------------------------------------------------------------------------
@@ -76,11 +83,18 @@ class ProcessHooks(ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The slice of the data that this rank sees; the stages of a pipeline see the same."""
+        """The slice of the data that this rank sees; pipeline stages and ranks of a tensor group see the same."""
+        ranks = self.num_nodes * self.num_processes
         if self.pipeline is not None:
-            copies = self.num_nodes * self.num_processes // self.pipeline.stages
+            copies = ranks // self.pipeline.stages
             return {"num_replicas": copies, "rank": self.global_rank % max(copies, 1)}
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+        size = 1 if self.tensor_parallel is None else self.tensor_parallel.size
+        return {"num_replicas": ranks // size, "rank": self.global_rank // size}
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """With tensor parallelism, the ranks as a mesh with the axes ``data_parallel`` and ``tensor_parallel``."""
+        return None if self._tensor is None else self._tensor.device_mesh
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and the rank-zero decorators who this process is."""
@@ -117,6 +131,10 @@ class ProcessHooks(ParallelStrategy):
         if self.pipeline is not None and self._mesh is None:
             self._meet_peers("Making the groups of a pipeline")
             self._mesh = Mesh(self.pipeline.stages, self.communication.timeout_s)
+        if self.tensor_parallel is not None and self._tensor is None:
+            self._meet_peers("Making the groups of tensor parallelism")
+            groups = TensorGroups(self.tensor_parallel.size, self.communication.timeout_s)
+            self._tensor = TensorTraining(self.tensor_parallel, groups, self.root_device)
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks of the error, or add the first of their errors to it. No collective."""
@@ -129,6 +147,8 @@ class ProcessHooks(ParallelStrategy):
             exception.add_note(f"On the other ranks {told}")
         if self._mesh is not None:
             self._mesh.distrust()  # another rank may be in a call that this one has left
+        if self._tensor is not None:
+            self._tensor.groups.distrust()
         peers.wait_until_heard()
 
     def _meet_peers(self, what: str) -> None:
@@ -170,23 +190,36 @@ class ProcessHooks(ParallelStrategy):
     def reduce(
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
     ) -> Tensor | Any:
-        """Reduce a tensor over the ranks; anything else is returned as it is."""
+        """Reduce a tensor over the ranks with different data; anything else is returned as it is."""
         if isinstance(tensor, Tensor) and not self._is_alone:
             with self._around_collective(group), _failure_named("reduction of a value"):
-                return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+                return _sync_ddp_if_available(tensor, self._data_group(group), reduce_op=reduce_op)
         return tensor
 
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks say yes, or any. Collective: all ranks."""
+        votes = self.reduce(torch.tensor(int(decision), device=self.root_device), self._everyone, "sum")
+        return bool(votes == self.world_size) if all else bool(votes)
+
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Return the tensors of all ranks, stacked."""
+        """Return the tensors of all ranks with different data, stacked."""
         with self._around_collective(group), _failure_named("gathering of a value"):
-            return super().all_gather(tensor, group, sync_grads)
+            return super().all_gather(tensor, self._data_group(group), sync_grads)
+
+    def _data_group(self, group: Any | None) -> Any | None:
+        """Return the group of a collective of the program's: one rank of each tensor group where it names none."""
+        return self._tensor.groups.data_group if group is None and self._tensor is not None else group
+
+    @property
+    def _everyone(self) -> Any | None:
+        return dist.group.WORLD if _is_initialized() else None
 
     def _around_collective(self, group: Any | None = None) -> AbstractContextManager[None]:
         """Return a context for a collective of the program's, also inside a step. Collective inside one."""
         raise NotImplementedError
 
     def _largest(self, value: int) -> int:
-        return int(self.reduce(torch.tensor(value, device=self.root_device), reduce_op="max"))
+        return int(self.reduce(torch.tensor(value, device=self.root_device), self._everyone, reduce_op="max"))
 
     def _whole_state_dict(self) -> dict[str, Any]:
         """Return the module's ``state_dict`` with whole values in host memory, on every rank. Collective: all ranks."""

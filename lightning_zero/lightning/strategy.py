@@ -31,6 +31,7 @@ from lightning_zero.comm.mesh import Mesh
 from lightning_zero.comm.peers import Peers
 from lightning_zero.compat.deepspeed_config import plan_of
 from lightning_zero.config import OFFLOAD_USE, ActivationCheckpointing, Communication, Offload, Pipeline, Sharding
+from lightning_zero.engine.buffers.grid import Grid
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.foreign_options import FOREIGN_OPTIONS
 from lightning_zero.lightning.averaging import begin_averages, bind_averages, forget_averages
@@ -44,12 +45,14 @@ from lightning_zero.lightning.precision import LossScale, LossScaler, ZeroPrecis
 from lightning_zero.lightning.process_hooks import ProcessHooks
 from lightning_zero.lightning.schedules import prepare_schedules
 from lightning_zero.lightning.signals import Signals
+from lightning_zero.lightning.tensor_training import TensorTraining, refuse_cut_module
 from lightning_zero.lightning.uneven import UnevenEvaluation, agree_on_last_step, skip_together
 from lightning_zero.option_checks import checked_arguments, from_fields
 from lightning_zero.parallel.activation.checkpointing import checkpoint_activations, forecast_of
 from lightning_zero.parallel.activation.forecast import Forecast
 from lightning_zero.parallel.pipeline.stages.specs import SpecifiedLayers
 from lightning_zero.parallel.pipeline.stages.split import Split, split_module
+from lightning_zero.parallel.tensor.plan import TensorParallel
 
 __all__ = ["ZeroStrategy", "register_strategies"]
 
@@ -59,6 +62,9 @@ _USE = {
     "units": "Use classes or names of classes, for example `units=['Block']`, or None.",
     "lowered": "Use a list of classes or names of classes, for example `lowered=['Experts']`, or None.",
     "pipeline": "Use a number of stages, for example `pipeline=4`, `Pipeline(...)`, a dict of its fields, or None.",
+    "tensor_parallel": (
+        "Use a number of ranks, for example `tensor_parallel=2`, `TensorParallel(...)`, a dict of its fields, or None."
+    ),
     "communication": (
         "Use `Communication(...)`, for example `Communication(reduce_dtype='bf16')`, a dict of its fields, or None."
     ),
@@ -88,6 +94,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         units: Modules whose parameters are gathered and reduced together, by class or class name, usually the
             repeated block: ``["Block"]``. By default they are found in the module.
         pipeline: Cut the model into this many pipeline stages, or ``Pipeline``, or a dict of its fields.
+        tensor_parallel: Cut the matrices of the model over this many neighbouring ranks, which get the same batches,
+            or ``TensorParallel``, or a dict of its fields (docs/tensor.md).
         communication: How ranks exchange parameters and gradients; a dict of the fields of ``Communication`` is taken
             too.
         masters: Keep fp32 masters of parameters that compute in 16 bits.
@@ -129,6 +137,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         stage: Literal[0, 1, 2, 3] = 3,
         units: Union[Sequence[Union[str, type[nn.Module]]], str, type[nn.Module], None] = None,
         pipeline: Union[int, Pipeline, dict[str, Any], None] = None,
+        tensor_parallel: Union[int, TensorParallel, dict[str, Any], None] = None,
         communication: Union[Communication, dict[str, Any], None] = None,
         masters: bool = True,
         lowered: Optional[Sequence[Union[str, type[nn.Module]]]] = None,
@@ -158,6 +167,9 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self.pipeline = _pipeline(pipeline)
         if self.pipeline is not None:
             self.pipeline.check(self.stage)
+        self.tensor_parallel = _tensor_parallel(tensor_parallel)
+        if self.pipeline is not None and self.tensor_parallel is not None:
+            raise ValueError("`tensor_parallel` does not work with `pipeline` yet. Leave one of the two out.")
         self.masters = masters
         self.lowered = lowered
         self.moments = moments
@@ -182,6 +194,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self._saver: AsyncSaver | None = None  # from the first asynchronous save to teardown
         self._is_running = False  # from setup to teardown
         self._mesh: Mesh | None = None  # with a pipeline
+        self._tensor: TensorTraining | None = None  # with tensor parallelism
         self._steps: PipelinedSteps | None = None  # with a pipeline
         self._announced: ZeroEngine | None = None  # whose plan was printed last
         self._forecast: Forecast | None = None  # chooses the policy of `activation_checkpointing`
@@ -280,6 +293,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
     def setup_environment(self) -> None:
         """Start the default process group, before the callbacks' ``setup``. Collective: all ranks."""
         super().setup_environment()
+        if self._tensor is not None:
+            self._sharded_module._device_mesh = self._tensor.device_mesh
         bind_averages(self._sharded_module.trainer)
         self.meet_before_dumps(self._sharded_module.trainer)
 
@@ -310,6 +325,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             skip_together(self.engine, trainer)
         self._begin_saving(trainer)
         self._announce()
+        if self._tensor is not None:
+            self._tensor.agree_on_random_numbers()  # data loaders draw from them
 
     @contextmanager
     def _saves_wait(self) -> Generator[None, None, None]:
@@ -323,13 +340,16 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
     def _shard(self, module: pl.LightningModule, *, is_fitting: bool) -> None:
         recipe = self._recipe()
         # The mesh is part of it, so that its groups are lent for as long as the engine uses them.
-        made_for = (self.precision_plugin.precision, recipe, self.activation_checkpointing, self._mesh)
+        made_for = (
+            self.precision_plugin.precision, recipe, self.activation_checkpointing, self._mesh, self._tensor
+        )  # fmt: skip
         engine = next((engine for engine in _made_for if engine.module is module), None)
         if engine is not None and (_made_for[engine] != made_for or not engine.internals.fits.holds_all_parameters):
             engine.unshard()
             engine = None
         if engine is None:
             split = self._split(module)
+            grid = self._grid(module)
             if self._layer_sync is not None:
                 self._layer_sync.apply(module)
             self.precision_plugin.convert_module(module)
@@ -337,7 +357,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             engine = ZeroEngine(**recipe if is_fitting else {**recipe, "offload": self._offload_without_optimizer()})
             self._steps = None
             if split is None:
-                engine.shard(module)
+                engine.shard(module, grid=grid)
             else:
                 self._cut(module, engine, split)
             _made_for[engine] = made_for
@@ -354,6 +374,13 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         if self.offload is None or self.stage < 3:
             return self.offload
         return replace(self.offload, params=self.offload.params or self.offload.optimizer)
+
+    def _grid(self, module: pl.LightningModule) -> Grid | None:
+        """Cut the module for tensor parallelism, and return the grid; None without it."""
+        if self._tensor is None:
+            refuse_cut_module(module)
+            return None
+        return self._tensor.cut(module)
 
     def _split(self, module: pl.LightningModule) -> Split | None:
         """Build this stage's specified layers, and return the split of the module; None without a pipeline."""
@@ -459,6 +486,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         with self.gathered(params, write="all") if params else nullcontext():
             for metric in metrics:
                 metric.to(self.root_device)
+        if self._tensor is not None:
+            self._tensor.bind_metrics(self.lightning_module)
 
     def _around_collective(self, group: Any | None = None) -> AbstractContextManager[None]:
         is_of_all = group in (None, torch.distributed.group.WORLD) and self._mesh is None
@@ -473,7 +502,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             self.imported.announce()
         if self._announced is not self._engine:
             self._announced = self._engine
-            rank_zero_info("\n".join(self.engine.plan()))
+            cut = [] if self._tensor is None else self._tensor.lines(self._sharded_module)
+            rank_zero_info("\n".join([*self.engine.plan(), *cut]))
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
@@ -508,10 +538,18 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         if self.stage < 2 and self.world_size > 1:
             agree_on_last_step(self.engine, self._sharded_module.trainer)
 
+    def batch_to_device(self, batch: Any, device: Optional[torch.device] = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch to a device. Collective with tensor parallelism: the ranks that have the same batch."""
+        if self._tensor is not None:
+            self._tensor.compare_batch(batch)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run ``LightningModule.training_step`` with the parameters it needs."""
         if self._steps is not None:
             return self._pipelined_training_step(self._steps, args)
+        if self._tensor is not None:
+            self._tensor.agree_on_random_numbers()
         with self.engine.scope("training_step"):
             output = super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
@@ -623,6 +661,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
     def _evaluate_batch(self, name: str, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         if self._evaluation is not None:
             self._evaluation.announce()
+        if self._tensor is not None:
+            self._tensor.agree_on_random_numbers()
         with self.engine.scope(name):
             try:
                 return step(*args, **kwargs)
@@ -670,8 +710,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self.checkpoint_io.teardown()
 
     def __getstate__(self) -> dict[str, Any]:
-        made = dict.fromkeys(("_engine", "_saver", "_mesh", "_steps", "_announced", "_forecast", "_evaluation"))
-        return {**super().__getstate__(), **made}
+        made = ("_engine", "_saver", "_mesh", "_tensor", "_steps", "_announced", "_forecast", "_evaluation")
+        return {**super().__getstate__(), **dict.fromkeys(made)}
 
 
 # Precision and options that the strategies' engines were made for: a module may go from one Trainer to the next.
@@ -687,6 +727,12 @@ def _pipeline(pipeline: Pipeline | dict[str, Any] | int | None) -> Pipeline | No
         Pipeline(stages=pipeline) if isinstance(pipeline, int) else from_fields(Pipeline, pipeline)
     )
     return None if options is None or options.stages == 1 else options
+
+
+def _tensor_parallel(tensor_parallel: TensorParallel | dict[str, Any] | int | None) -> TensorParallel | None:
+    """Return the options of tensor parallelism over two or more ranks, or None."""
+    options = TensorParallel.of(tensor_parallel)
+    return None if options is None or options.size == 1 else options
 
 
 def _communication(

@@ -106,7 +106,7 @@ def test_tokens_and_samples_are_found_in_a_batch(batch: Any, tokens: int | None,
 
 
 def test_paused_time_does_not_count() -> None:
-    meter = Meter(None, world_size=3)
+    meter = Meter(None, copies=3)
     meter.start()
     meter.count(tokens=100, samples=None)
     meter.pause()

@@ -33,6 +33,11 @@ class GridGroups:
                 communicator = everyone if ranks is None else everyone.along(ranks)
                 self._groups[name] = BufferGroup(communicator, everyone, grid.data_ranks)
 
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks with different data."""
+        return self._all.divisor
+
     def axes(self, names: Sequence[str]) -> dict[str, ParamAxes]:
         """Return the axes of parameters on the grid, by first name; nothing without one."""
         num_ranks = self._all.everyone.world_size

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import yaml
 from torch import Tensor, nn
 
 from lightning_zero.parallel.tensor.blocks import Call
+from lightning_zero.parallel.tensor.examples import described_inputs, run_example
 from lightning_zero.parallel.tensor.plan import TensorParallel
 from lightning_zero.parallel.tensor.planning import plan_model
 from lightning_zero.trees import tree_leaves
@@ -128,21 +128,15 @@ def _call(model: nn.Module, content: Any) -> Call:
         return lambda one: one.training_step(batch, 0)  # type: ignore[operator]
     example = getattr(model, "example_input_array", None)
     if example is not None:
-        return lambda one: _run_example(one, example)
+        return lambda one: run_example(one, example)
     for name, child in model.named_modules():
-        inputs = _described_inputs(child)
+        inputs = described_inputs(child)
         if inputs:
             return lambda one: one.get_submodule(name)(**inputs)
     raise ValueError(
         f"`tensor-plan` does not know how `{type(model).__name__}` is called. Set its `example_input_array`, or add"
         " `data` to the configuration."
     )
-
-
-def _run_example(model: nn.Module, example: Any) -> Any:
-    if isinstance(example, dict):
-        return model(**example)
-    return model(*example) if isinstance(example, tuple) else model(example)
 
 
 def _first_batch(data: Any) -> Any:
@@ -154,14 +148,3 @@ def _first_batch(data: Any) -> Any:
     if any(isinstance(one, Tensor) and one.dim() and one.shape[0] == 1 for one in tree_leaves(batch)):
         raise ValueError("A plan is verified with two samples or more. Use a `batch_size` of at least 2 in `data`.")
     return batch
-
-
-def _described_inputs(module: nn.Module) -> dict[str, Tensor]:
-    """Return inputs of a Hugging Face model, from its own description."""
-    config = getattr(module, "config", None)
-    if getattr(module, "main_input_name", None) == "pixel_values" and hasattr(config, "image_size"):
-        edge = config.image_size  # type: ignore[union-attr]
-        height, width = edge if isinstance(edge, (list, tuple)) else (edge, edge)
-        return {"pixel_values": torch.randn(2, getattr(config, "num_channels", 3), height, width)}
-    inputs = getattr(module, "dummy_inputs", None)
-    return inputs if isinstance(inputs, dict) else {}

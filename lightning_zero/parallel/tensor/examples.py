@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_zero.trees import tree_leaves, tree_map, tree_map_only
 
-__all__ = ["Arguments", "call_block", "keep", "replay", "tensors_of"]
+__all__ = ["Arguments", "call_block", "described_inputs", "keep", "replay", "run_example", "tensors_of"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -63,6 +63,24 @@ def call_block(block: nn.Module, arguments: Arguments) -> Any:
 def tensors_of(tree: Any) -> list[Tensor]:
     """Return the tensors with gradients in results or arguments, in order."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def run_example(model: nn.Module, example: Any) -> Any:
+    """Call a model with its `example_input_array`."""
+    if isinstance(example, dict):
+        return model(**example)
+    return model(*example) if isinstance(example, tuple) else model(example)
+
+
+def described_inputs(module: nn.Module) -> dict[str, Tensor]:
+    """Return inputs of a Hugging Face model, from its own description."""
+    config = getattr(module, "config", None)
+    if getattr(module, "main_input_name", None) == "pixel_values" and hasattr(config, "image_size"):
+        edge = config.image_size  # type: ignore[union-attr]
+        height, width = edge if isinstance(edge, (list, tuple)) else (edge, edge)
+        return {"pixel_values": torch.randn(2, getattr(config, "num_channels", 3), height, width)}
+    inputs = getattr(module, "dummy_inputs", None)
+    return inputs if isinstance(inputs, dict) else {}
 
 
 def _like(values: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,105 @@
+"""The groups of tensor parallelism: neighbouring ranks compute every layer together, on the same batches.
+
+Rank ``data_rank * size + rank``: the ranks of a tensor group exchange activations in every layer, so they are the
+nearest ones.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_zero.comm.groups import Lent, lend
+
+__all__ = ["TensorGroups"]
+
+
+class TensorGroups:
+    """The process groups of a grid of data ranks times tensor ranks, lent as long as it lives.
+
+    Collective: all ranks make the same one.
+
+    Args:
+        size: Ranks of a tensor group.
+        timeout_s: Seconds after which a collective of these groups fails.
+
+    Attributes:
+        rank: This rank in its tensor group.
+        data_rank: Its tensor group: ranks with the same number have the same batches.
+        num_data_ranks: Number of tensor groups.
+        tensor_group: The ranks with the same batches.
+        data_group: The ranks with the same parts of parameters.
+
+    Raises:
+        ValueError: The ranks cannot be divided by ``size``.
+    """
+
+    def __init__(self, size: int, timeout_s: float) -> None:
+        world_size = dist.get_world_size()
+        if world_size % size:
+            raise ValueError(
+                f"`tensor_parallel={size}` does not divide the {world_size} ranks. Use a multiple of {size} devices, or"
+                " a size that divides them."
+            )
+        self.size = size
+        self.num_data_ranks = world_size // size
+        self.data_rank, self.rank = divmod(dist.get_rank(), size)
+        make = partial(_Groups, size, timedelta(seconds=timeout_s))
+        self._groups = lend(self, f"tensor/{size}/{timeout_s}", range(world_size), make)
+        self.tensor_group = self._groups.tensor
+        self.data_group = self._groups.data
+
+    def device_mesh(self, device_type: str) -> DeviceMesh:
+        """Return the ranks as a mesh with the axes ``data_parallel`` and ``tensor_parallel``. No collective."""
+        ranks = torch.arange(self.num_data_ranks * self.size).view(self.num_data_ranks, self.size)
+        return DeviceMesh.from_group(
+            [self.data_group, self.tensor_group],
+            device_type,
+            mesh=ranks,
+            mesh_dim_names=("data_parallel", "tensor_parallel"),
+        )
+
+    def gather_numbers(self, *numbers: int) -> list[list[int]]:
+        """Return the numbers of all tensor ranks, each below 2**63 in size. Collective: the tensor group."""
+        mine = torch.tensor(numbers)
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(everyone, mine, group=self._groups.host)
+        return [one.tolist() for one in everyone]
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Return the object of the first tensor rank. Collective: the tensor group."""
+        values = [value]
+        dist.broadcast_object_list(values, group=self._groups.host, group_src=0)
+        return values[0]
+
+    def distrust(self) -> None:
+        """Do not lend the groups again: calls of an interrupted step may be in flight. No collective."""
+        self._groups.destroy()
+
+
+class _Groups(Lent):
+    """The groups of one grid at a time. They stay until the program ends. Collective: all ranks make the same ones."""
+
+    def __init__(self, size: int, timeout: timedelta) -> None:
+        super().__init__()
+        ranks = range(dist.get_world_size())
+        self._timeout = timeout
+        of_tensors = [list(ranks[start : start + size]) for start in ranks[::size]]
+        of_data = [list(ranks[start::size]) for start in range(size)]
+        self.tensor = self._along(of_tensors)
+        self.host = self._along(of_tensors, "gloo")
+        self.data = self._along(of_data)
+
+    def _along(self, lines: list[list[int]], backend: str | None = None) -> Any:
+        """Make one group per line of the grid and return this rank's."""
+        mine = None
+        for line in lines:
+            group = dist.new_group(line, self._timeout, backend)
+            if dist.get_rank() in line:
+                mine = group
+        return mine

@@ -1,0 +1,122 @@
+"""A call of a LightningModule from which a plan of tensor parallelism learns the arguments of its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+
+from lightning_zero.parallel.tensor.examples import described_inputs, run_example
+
+__all__ = ["call_for_plan"]
+
+_SAMPLES = 2  # with one sample a sum over the batch looks like the sample
+_STEPS = {
+    TrainerFn.FITTING: ("fit_loop", "training_step"),
+    TrainerFn.VALIDATING: ("validate_loop", "validation_step"),
+    TrainerFn.TESTING: ("test_loop", "test_step"),
+    TrainerFn.PREDICTING: ("predict_loop", "predict_step"),
+}
+
+
+def call_for_plan(module: pl.LightningModule) -> Callable[[Any], Any]:
+    """Return a function that runs a copy of a module: on its example, on a batch, or on inputs that a model describes.
+
+    Args:
+        module: With its Trainer, before loaders are made.
+
+    Raises:
+        ValueError: Nothing says how the module is called.
+    """
+    example = module.example_input_array
+    if example is not None:
+        return lambda one: run_example(one, example)
+    try:
+        batch, step = _batch(module)
+    except Exception as error:
+        found = _described(module)
+        if found is None:
+            raise ValueError(
+                f"`tensor_parallel` verifies its plan with a call of `{type(module).__name__}`, and found no batch for"
+                f" it ({type(error).__name__}: {error}). Set its `example_input_array` to two samples."
+            ) from error
+        return found
+    trainer = module.trainer
+    return lambda one: _run_step(one, step, batch, trainer)
+
+
+def _run_step(module: Any, step: str, batch: Any, trainer: Any) -> Any:
+    """Run a step of a copy of a module, which logs nothing and meets no other rank."""
+    module.log = module.log_dict = lambda *args, **kwargs: None
+    module._trainer = _Trainer(trainer)
+    try:
+        return getattr(module, step)(batch, 0)
+    finally:
+        module._trainer = None
+
+
+class _Trainer:
+    """A Trainer whose collectives are those of one rank."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.strategy = _Strategy(trainer.strategy)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+
+class _Strategy:
+    """A strategy whose collectives are those of one rank."""
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._strategy, name)
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor.unsqueeze(0)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj
+
+    def barrier(self, name: str | None = None) -> None:
+        pass
+
+
+def _batch(module: pl.LightningModule) -> tuple[Any, str]:
+    """Return a batch of two samples where the data set has numbers, or else the first one, and the step's name."""
+    trainer: Any = module.trainer
+    loop, step = _STEPS[trainer.state.fn]
+    source = getattr(trainer, loop)._data_source
+    batch = _first(source.dataloader())
+    return module._apply_batch_transfer_handler(batch, torch.device("cpu"), 0), step
+
+
+def _first(loader: Any) -> Any:
+    if isinstance(loader, Mapping):
+        return {key: _first(one) for key, one in loader.items()}
+    if isinstance(loader, (list, tuple)) and not isinstance(loader[0], torch.Tensor):
+        return [_first(one) for one in loader]
+    if isinstance(loader, Iterator):
+        raise ValueError("the data is an iterator, and its first batch would be lost")
+    dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
+    if getattr(loader, "batch_size", None) and collate is not None and hasattr(dataset, "__getitem__"):
+        return collate([dataset[number % len(dataset)] for number in range(_SAMPLES)])  # type: ignore[index, arg-type]
+    return next(iter(loader))
+
+
+def _described(module: nn.Module) -> Callable[[Any], Any] | None:
+    for name, child in module.named_modules():
+        inputs = described_inputs(child)
+        if inputs:
+            return lambda one, name=name, inputs=inputs: one.get_submodule(name)(**inputs)  # type: ignore[misc]
+    return None

@@ -1,0 +1,271 @@
+"""Tensor parallelism of a strategy: its module is cut, and the ranks of a tensor group train as one rank does.
+
+Note [One rank to the outside]
+    The ranks of a tensor group have the same batches, draw the same random numbers outside of the cut regions, and log
+    the same values. So sums and means over ranks are those over the data ranks: one rank of every tensor group.
+    Checkpoints keep the states of loaders, callbacks, metrics and random numbers once for each data rank.
+
+Note [The same batch and the same numbers]
+    A sampler that knows nothing of tensor groups gives their ranks different batches, and a callback that draws a
+    random number on rank 0 alone gives them different dropout masks: then every rank computes parts of another model.
+    So before each batch is used the ranks compare digests of it and of their generators. Batches that differ are an
+    error; generators go on from the first rank's state.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from lightning_zero.comm.tensor_groups import TensorGroups
+from lightning_zero.engine.buffers.grid import Grid
+from lightning_zero.lightning.plan_inputs import call_for_plan
+from lightning_zero.parallel.pipeline.schedule.streams import RandomState
+from lightning_zero.parallel.tensor.collectives import ProcessGroupRanks
+from lightning_zero.parallel.tensor.cuts import ParamRecord
+from lightning_zero.parallel.tensor.grid import grid_of
+from lightning_zero.parallel.tensor.plan import TensorParallel, TensorPlan
+from lightning_zero.parallel.tensor.planning import plan_model
+from lightning_zero.parallel.tensor.resolution import resolve
+from lightning_zero.parallel.tensor.transform import cut_module
+from lightning_zero.trees import tree_leaves
+
+__all__ = ["TensorTraining", "refuse_cut_module"]
+
+_KEY = "_lightning_zero_tensor_parallel"  # attribute of a module that is cut
+_SAMPLED = 1024  # elements of a tensor, from its beginning and over all of it, that a digest of a batch reads
+
+
+@dataclass
+class _CutModule:
+    """How a module is cut: the records of its parameters, the ranks its layers call, and the plan in words."""
+
+    records: dict[str, ParamRecord]
+    ranks: ProcessGroupRanks
+    lines: list[str]
+
+
+class TensorTraining:
+    """One strategy's tensor parallelism.
+
+    Args:
+        options: The option of the strategy.
+        groups: The process groups.
+        device: Of this rank.
+    """
+
+    def __init__(self, options: TensorParallel, groups: TensorGroups, device: torch.device) -> None:
+        self.options = options
+        self.groups = groups
+        self.device_mesh = groups.device_mesh(device.type)
+        self._device = device
+
+    # -- Cutting -------------------------------------------------------------------------------------------------------
+
+    def cut(self, module: pl.LightningModule) -> Grid:
+        """Give a module this rank's part of its parameters; one that is cut already keeps it.
+
+        Rank 0 plans. Collective: all ranks.
+
+        Args:
+            module: With its Trainer and whole parameters. Those of the first rank of a tensor group count.
+
+        Raises:
+            ValueError: No plan was found, a plan does not fit or is wrong, or the module is cut otherwise.
+        """
+        done: _CutModule | None = vars(module).get(_KEY)
+        if done is None:
+            plan, lines = self._agreed_plan(module)
+            self._share_values(module, plan)
+            ranks = ProcessGroupRanks(self.groups.tensor_group)
+            done = _CutModule(cut_module(module, plan, ranks), ranks, lines)
+            vars(module)[_KEY] = done
+        if done.ranks.size != self.groups.size:
+            raise ValueError(
+                f"`{type(module).__name__}` is cut over {done.ranks.size} ranks by an earlier Trainer, and"
+                f" `tensor_parallel={self.groups.size}` would cut it otherwise. Make the module anew, and load its"
+                " checkpoint."
+            )
+        done.ranks.group = self.groups.tensor_group
+        return grid_of(
+            done.records,
+            tensor_group=self.groups.tensor_group,
+            data_group=self.groups.data_group,
+            data_ranks=self.groups.num_data_ranks,
+        )
+
+    def _agreed_plan(self, module: pl.LightningModule) -> tuple[TensorPlan, list[str]]:
+        answer: list[Any] = [None]
+        cause: Exception | None = None
+        if dist.get_rank() == 0:
+            try:
+                answer = [self._plan(module)]
+            except Exception as error:  # told to all ranks, which would wait for ever
+                answer, cause = [str(error) or type(error).__name__], error
+        dist.broadcast_object_list(answer, src=0)
+        if isinstance(answer[0], str):
+            raise ValueError(answer[0]) from cause
+        plan, lines = answer[0]
+        return plan, lines
+
+    def _plan(self, module: pl.LightningModule) -> tuple[TensorPlan, list[str]]:
+        before = RandomState(self._device)
+        try:
+            with _without_mesh(module):
+                planned = plan_model(module, self.options, call_for_plan(module))
+        finally:
+            before.restore()
+        if not planned.cut_numel:
+            raise ValueError(
+                f"`tensor_parallel={self.groups.size}` finds nothing in `{type(module).__name__}` that can be cut, so"
+                " every rank would compute all of it. Leave the option out, use another size, or give a `TensorPlan`;"
+                " `python -m lightning_zero tensor-plan` shows what is found."
+            )
+        return planned.plan, planned.lines()
+
+    def _share_values(self, module: nn.Module, plan: TensorPlan) -> None:
+        """Give all tensor ranks the first one's values of the parameters that are cut."""
+        for name in resolve(module, plan, self.groups.size).sections:
+            param = module.get_parameter(name)
+            if param.is_meta:
+                raise ValueError(
+                    f"`{name}` has no values (it is on the meta device), and `tensor_parallel` cuts the values of whole"
+                    " parameters. Build the model with values, on the CPU."
+                )
+            values = param.detach().to(self._device).contiguous()
+            dist.broadcast(values, group=self.groups.tensor_group, group_src=0)
+            param.data.copy_(values)
+
+    def lines(self, module: nn.Module) -> list[str]:
+        """Return the grid, the plan and the check of every block in words."""
+        return [
+            f"grid: {self.groups.num_data_ranks} data ranks x {self.groups.size} tensor ranks",
+            *vars(module)[_KEY].lines,
+        ]
+
+    # -- Training as one rank ------------------------------------------------------------------------------------------
+
+    def bind_metrics(self, module: nn.Module) -> None:
+        """Let metrics gather over the data ranks."""
+        for metric in module.modules():
+            if isinstance(metric, Metric) and metric.dist_sync_fn in (None, gather_all_tensors):
+                metric.dist_sync_fn = _GatherFromDataRanks(self.groups)
+
+    def compare_batch(self, batch: Any) -> None:
+        """Refuse a batch that other ranks of the tensor group do not have; see Note [The same batch …].
+
+        Collective: the tensor group.
+
+        Args:
+            batch: In host memory; tensors on a device are not compared, which would make the host wait.
+
+        Raises:
+            ValueError: The batches differ.
+        """
+        everyone = self._compare(_digest_of_batch(batch))
+        if len({digest for digest, _ in everyone}) > 1:
+            first = self.groups.data_rank * self.groups.size
+            raise ValueError(
+                f"The ranks {first} to {first + self.groups.size - 1} are one tensor group, and got different batches."
+                " With `tensor_parallel` such ranks need the same one: give a sampler"
+                " `num_replicas=trainer.strategy.distributed_sampler_kwargs['num_replicas']` and its `rank`, or leave"
+                " the sampler to the Trainer; let random transforms draw from the generators of PyTorch, NumPy or"
+                " Python."
+            )
+
+    def agree_on_random_numbers(self) -> None:
+        """Let the generators of a tensor group go on from one state. Collective: the tensor group."""
+        self._compare(0)
+
+    def _compare(self, number: int) -> list[list[int]]:
+        """Return a number and a digest of the generators, as they were, by tensor rank."""
+        state = RandomState(self._device).plain()
+        everyone = self.groups.gather_numbers(number, _digest_of_state(state))
+        if len({digest for _, digest in everyone}) > 1:
+            RandomState.of(self.groups.broadcast_object(state), self._device).restore()
+        return everyone
+
+
+def refuse_cut_module(module: nn.Module) -> None:
+    """Refuse a module that is cut, for a strategy without tensor parallelism.
+
+    Raises:
+        ValueError: It is.
+    """
+    done: _CutModule | None = vars(module).get(_KEY)
+    if done is not None:
+        raise ValueError(
+            f"`{type(module).__name__}` is cut over {done.ranks.size} ranks by an earlier Trainer with"
+            f" `tensor_parallel={done.ranks.size}`. Use the same option, or make the module anew and load its"
+            " checkpoint."
+        )
+
+
+@contextmanager
+def _without_mesh(module: pl.LightningModule) -> Iterator[None]:
+    """Let a module be copied: process groups cannot be."""
+    mesh, module._device_mesh = module._device_mesh, None
+    try:
+        yield
+    finally:
+        module._device_mesh = mesh
+
+
+class _GatherFromDataRanks:
+    """Gathers a metric's state over the data ranks; copies of a metric share it."""
+
+    def __init__(self, groups: TensorGroups) -> None:
+        self._groups = groups
+
+    def __call__(self, tensor: Tensor, group: Any | None = None) -> list[Tensor]:
+        return list(gather_all_tensors(tensor, self._groups.data_group if group is None else group))
+
+    def __deepcopy__(self, memo: Any) -> _GatherFromDataRanks:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _all_ranks_gather, ()  # elsewhere there are no groups
+
+
+def _all_ranks_gather() -> Any:
+    return gather_all_tensors
+
+
+# -- Digests -----------------------------------------------------------------------------------------------------------
+
+
+def _digest_of_batch(batch: Any) -> int:
+    digest = 0
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            digest = zlib.crc32(repr((leaf.dtype, tuple(leaf.shape))).encode(), digest)
+            if leaf.device.type == "cpu" and leaf.layout == torch.strided:
+                digest = zlib.crc32(_sample(leaf), digest)
+        elif isinstance(leaf, (bool, int, float, str, bytes)):
+            digest = zlib.crc32(repr(leaf).encode(), digest)
+    return digest
+
+
+def _sample(tensor: Tensor) -> bytes:
+    """Return the bytes of some elements of a tensor in host memory."""
+    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
+    some = torch.cat([flat[:_SAMPLED], flat[:: max(len(flat) // _SAMPLED, 1)]])
+    return some.view(torch.uint8).numpy().tobytes() if some.dtype != torch.bool else some.numpy().tobytes()
+
+
+def _digest_of_state(state: dict[str, Any]) -> int:
+    digest = 0
+    for leaf in tree_leaves(state):
+        content = leaf.numpy().tobytes() if isinstance(leaf, Tensor) else repr(leaf).encode()
+        digest = zlib.crc32(content, digest)
+    return digest
