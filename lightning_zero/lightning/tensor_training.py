@@ -28,7 +28,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_zero.comm.tensor_groups import TensorGroups
-from lightning_zero.engine.buffers.grid import Grid
+from lightning_zero.grid import Grid
 from lightning_zero.lightning.plan_inputs import call_for_plan
 from lightning_zero.parallel.pipeline.schedule.streams import RandomState
 from lightning_zero.parallel.tensor.collectives import ProcessGroupRanks
