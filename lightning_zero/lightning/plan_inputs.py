@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero.parallel.tensor.examples import described_inputs, run_example
 
@@ -108,9 +109,9 @@ def _first(loader: Any) -> Any:
         return [_first(one) for one in loader]
     if isinstance(loader, Iterator):
         raise ValueError("the data is an iterator, and its first batch would be lost")
-    dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
-    if getattr(loader, "batch_size", None) and collate is not None and hasattr(dataset, "__getitem__"):
-        return collate([dataset[number % len(dataset)] for number in range(_SAMPLES)])  # type: ignore[index, arg-type]
+    if isinstance(loader, DataLoader) and loader.batch_size and not isinstance(loader.dataset, IterableDataset):
+        dataset: Any = loader.dataset
+        return loader.collate_fn([dataset[number % len(dataset)] for number in range(_SAMPLES)])
     return next(iter(loader))
 
 

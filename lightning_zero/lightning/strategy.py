@@ -31,9 +31,9 @@ from lightning_zero.comm.mesh import Mesh
 from lightning_zero.comm.peers import Peers
 from lightning_zero.compat.deepspeed_config import plan_of
 from lightning_zero.config import OFFLOAD_USE, ActivationCheckpointing, Communication, Offload, Pipeline, Sharding
-from lightning_zero.grid import Grid
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.foreign_options import FOREIGN_OPTIONS
+from lightning_zero.grid import Grid
 from lightning_zero.lightning.averaging import begin_averages, bind_averages, forget_averages
 from lightning_zero.lightning.checkpoint_hooks import CheckpointFollower, CheckpointHooks, raw
 from lightning_zero.lightning.compatibility import refuse_options

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_zero.lightning.plan_inputs import call_for_plan
+
+
+class Numbers(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from torch.arange(12.0).view(4, 3)
+
+
+class Program(LightningModule):
+    """Uses its Trainer in a step, and notes its batches."""
+
+    def __init__(self, example: Any = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+        self.example_input_array = example
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Any:
+        self.seen.append(x)
+        return self.linear(x)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self(batch).mean()
+        self.log("loss", loss, sync_dist=True)
+        self.trainer.strategy.barrier()
+        assert self.trainer.strategy.reduce(loss) is loss
+        assert self.trainer.strategy.broadcast(3) == 3
+        assert self.trainer.world_size == 1
+        assert self.all_gather(loss).shape == (1,)
+        return loss
+
+
+def _seen(module: Program, data: Any) -> Tensor:
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, max_steps=1)
+    module.trainer = trainer
+    trainer.state.fn = "fit"  # type: ignore[assignment]
+    trainer.strategy.connect(module)
+    trainer._data_connector.attach_data(module, train_dataloaders=data)
+    call_for_plan(module)(module)
+    (batch,) = module.seen
+    return batch
+
+
+def test_two_samples_of_a_data_set_are_the_batch() -> None:
+    rows = torch.arange(12.0).view(4, 3)
+    loader = DataLoader(rows, batch_size=1, shuffle=True)  # type: ignore[arg-type]
+    assert torch.equal(_seen(Program(), loader), rows[:2])
+
+
+def test_the_first_batch_of_a_stream_is_taken() -> None:
+    assert torch.equal(_seen(Program(), DataLoader(Numbers(), batch_size=3)), torch.arange(9.0).view(3, 3))
+
+
+def test_an_example_goes_before_data() -> None:
+    example = torch.ones(2, 3)
+    assert _seen(Program((example,)), None) is example
+
+
+def test_an_iterator_is_not_touched_and_the_error_names_the_remedy() -> None:
+    batches = iter(DataLoader(Numbers(), batch_size=3))
+    with pytest.raises(ValueError, match="its first batch would be lost.*example_input_array"):
+        _seen(Program(), batches)
+    assert len(list(batches)) == 2

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torchmetrics import SumMetric
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from lightning_zero.comm.tensor_groups import TensorGroups
+from lightning_zero.lightning.tensor_training import TensorTraining, _digest_of_batch
+from lightning_zero.parallel.tensor.plan import TensorParallel
+from tests.worlds import run
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda batch: batch["x"].add_(1e-3),
+        lambda batch: batch["x"][-1:, -1:].add_(1.0),
+        lambda batch: batch.update(x=batch["x"].double()),
+        lambda batch: batch.update(x=batch["x"].view(2, 50)),
+        lambda batch: batch["more"].append(3),
+        lambda batch: batch.update(text="b"),
+    ],
+)
+def test_a_digest_tells_batches_apart(change: Any) -> None:
+    def batch() -> dict[str, Any]:
+        return {"x": torch.arange(100.0).view(10, 10), "more": [1, 2.0], "text": "a", "mask": torch.ones(3, dtype=bool)}
+
+    other = batch()
+    assert _digest_of_batch(other) == _digest_of_batch(batch())
+    change(other)
+    assert _digest_of_batch(other) != _digest_of_batch(batch())
+
+
+def test_a_digest_reads_every_dtype_and_layout() -> None:
+    dtypes = [torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.uint8, torch.int64, torch.bool]
+    tensors = [torch.ones(5000).to(dtype) for dtype in dtypes]
+    strided = torch.arange(10.0).view(2, 5).t()
+    sparse = torch.eye(3).to_sparse()
+    assert isinstance(_digest_of_batch([*tensors, strided, sparse, torch.tensor(3.0), torch.empty(0)]), int)
+
+
+def _metrics(rank: int, world: int) -> list[float]:
+    training = TensorTraining(TensorParallel(size=2), TensorGroups(2, 60.0), torch.device("cpu"))
+    metric, own = SumMetric(), SumMetric(dist_sync_fn=lambda tensor, group: [tensor])
+    module = torch.nn.ModuleList([metric, own])
+    training.bind_metrics(module)
+    values = []
+    for one in (metric, copy.deepcopy(metric), own):
+        one.update(1.0 + rank // 2)
+        values.append(float(one.compute()))
+    stored = pickle.loads(pickle.dumps(metric))
+    assert stored.dist_sync_fn is gather_all_tensors
+    return values
+
+
+def test_metrics_gather_over_the_data_ranks() -> None:
+    for rank, values in enumerate(run(_metrics, 4)):
+        assert values == [3.0, 3.0, 1.0 + rank // 2]
