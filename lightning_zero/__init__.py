@@ -17,6 +17,7 @@ from lightning_zero.lightning.checkpoint_io import load_from_checkpoint, name_th
 from lightning_zero.lightning.precision import LossScale
 from lightning_zero.lightning.strategy import ZeroStrategy, register_strategies
 from lightning_zero.parallel.pipeline.stages.specs import LayerSpec, TiedLayerSpec
+from lightning_zero.parallel.tensor.plan import Cut, CutArgument, Packed, TensorParallel, TensorPlan
 from lightning_zero.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 __version__ = "0.1.0"
@@ -26,6 +27,8 @@ __all__ = [
     "Box",
     "CollectiveError",
     "Communication",
+    "Cut",
+    "CutArgument",
     "EngineStats",
     "ExportSafetensors",
     "FlatLayout",
@@ -36,6 +39,7 @@ __all__ = [
     "MixedPrecision",
     "Offload",
     "OneCycle",
+    "Packed",
     "ParamAxes",
     "Part",
     "Pipeline",
@@ -43,6 +47,8 @@ __all__ = [
     "ReleasedParameterError",
     "Sharding",
     "ShardedGradientError",
+    "TensorParallel",
+    "TensorPlan",
     "TiedLayerSpec",
     "WarmupCosineLR",
     "WarmupDecayLR",

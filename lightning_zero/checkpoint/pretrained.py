@@ -85,7 +85,7 @@ def load_pretrained(
     with ranks.agree(f"Loading `{source}`"), torch.device("cpu"):
         if engine is not None:
             _check_is_sharded(engine)
-        found, keys = _match(module, source, strict, _renaming(rename), _whole_shapes(engine))
+        found, keys = _match(module, source, strict=strict, rename=_renaming(rename), wholes=_whole_shapes(engine))
     values = PretrainedValues(source, tuple(found))
     if engine is not None:
         values.load(engine)
@@ -215,6 +215,7 @@ def _whole_shapes(engine: ZeroEngine | None) -> dict[int, tuple[int, ...]]:
 def _match(
     module: nn.Module,
     path: str,
+    *,
     strict: bool,
     rename: Callable[[Mapping[str, Any]], dict[str, str]],
     wholes: Mapping[int, tuple[int, ...]],

@@ -138,10 +138,7 @@ class TensorTraining:
         for name in resolve(module, plan, self.groups.size).sections:
             param = module.get_parameter(name)
             if param.is_meta:
-                raise ValueError(
-                    f"`{name}` has no values (it is on the meta device), and `tensor_parallel` cuts the values of whole"
-                    " parameters. Build the model with values, on the CPU."
-                )
+                continue  # waits for pretrained values; the engine refuses others
             values = param.detach().to(self._device).contiguous()
             dist.broadcast(values, group=self.groups.tensor_group, group_src=0)
             param.data.copy_(values)

@@ -146,6 +146,7 @@ OPTIONS: dict[str, Any] = {
         "ZeroEngine",
         "MixedPrecision",
         "Pipeline",
+        "TensorParallel",
     )
 }
 

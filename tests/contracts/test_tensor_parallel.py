@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchmetrics import MeanMetric, SumMetric
 
+from lightning_zero.checkpoint.pretrained import load_pretrained
 from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.parallel.tensor.plan import TensorParallel
 from tests.lightning_programs import assert_equal, trainer, weights
@@ -232,6 +233,32 @@ def test_checkpoints_resume_on_other_grids(saved: tuple[int, int, int], kind: st
         compare(outcome, outcomes[1, 1, 0], layout)
 
 
+class Pretrained(Program):
+    """Has no values before its file is read."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__("hand-separate")
+        self.path = path
+        self.model.to("meta")
+
+    def configure_model(self) -> None:
+        load_pretrained(self, self.path, strict=False)
+
+
+def fit_pretrained(rank: int, world: int, path: str) -> dict[str, Tensor]:
+    fitted = trainer(rank, world, ZeroStrategy(stage=3, tensor_parallel=2), max_steps=0, limit_val_batches=0)
+    fitted.fit(Pretrained(path), **loaders("hand-separate", world // 2, rank // 2))
+    return weights(fitted)
+
+
+def test_ranks_read_their_parts_of_pretrained_files(tmp_path: Path) -> None:
+    whole = Program("hand-separate").state_dict()
+    torch.save(whole, tmp_path / "weights.pt")
+    for values in run(fit_pretrained, 4, str(tmp_path / "weights.pt")):
+        for name, value in whole.items():
+            assert name.startswith(("mean", "count")) or torch.equal(values[name], value), name
+
+
 # -- Random numbers and batches ----------------------------------------------------------------------------------------
 
 
@@ -388,7 +415,7 @@ def _message(rank: int, world: int, what: str) -> str:
     [
         ("nothing", "finds nothing in `Stateless` that can be cut"),
         ("size", "`tensor_parallel=3` does not divide the 2 ranks"),
-        ("meta", "has no values"),
+        ("meta", "`model.blocks.0.attn.q.weight` is a part of a parameter"),
         ("wrong", "With this plan of tensor parallelism over 2 ranks, block `model.blocks.0`"),
         ("length", "(2, 17, 64) cannot be divided over 2 ranks of tensor parallelism"),
         ("pipeline", "`tensor_parallel` does not work with `pipeline`"),

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -82,6 +83,18 @@ def test_monitor_runs_with_another_strategy_and_tensorboard(tmp_path: Path) -> N
     events = EventAccumulator(str(next(tmp_path.rglob("events*")).parent))
     events.Reload()
     assert "throughput/samples_per_s" in events.Tags()["scalars"]
+
+
+@pytest.mark.parametrize(
+    ("options", "copies"), [({}, 4), ({"pipeline": 2}, 2), ({"tensor_parallel": 2}, 2), ({"tensor_parallel": 4}, 1)]
+)
+def test_a_monitor_counts_each_copy_of_the_model_once(options: Any, copies: int) -> None:
+    strategy = ZeroStrategy(**options, parallel_devices=[torch.device("cpu")] * 4)
+    strategy._engine = Mock(stats=lambda: Mock(traffic={}, wait_s=0.0))
+    monitor = ZeroMonitor()
+    with patch.object(ZeroStrategy, "global_rank", 1):
+        monitor.on_train_start(Mock(strategy=strategy, world_size=4, global_step=0), Mock())
+    assert monitor._meter.copies == copies
 
 
 @dataclass

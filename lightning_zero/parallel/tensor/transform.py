@@ -44,8 +44,8 @@ _FORWARDS = {
 def cut_module(module: nn.Module, plan: TensorPlan, ranks: Ranks) -> dict[str, ParamRecord]:
     """Give a module this rank's part of the parameters that a plan cuts, with the whole ones' values.
 
-    Every parameter is an ordinary one of the local shape afterwards; those that are cut are new objects. Modules keep
-    their names and hooks. No collective runs.
+    Every parameter is an ordinary one of the local shape afterwards. Modules keep their names, parameters and hooks. No
+    collective runs.
 
     Returns:
         By name, where the values of each parameter lie in the whole one.
@@ -96,13 +96,9 @@ def _records(module: nn.Module, resolution: Resolution, ranks: Ranks) -> dict[st
 
 def _replace_params(module: nn.Module, records: Mapping[str, ParamRecord]) -> None:
     for record in records.values():
-        if record.sections is None:
-            continue
-        whole = module.get_parameter(record.name)
-        local = nn.Parameter(record.local(whole), requires_grad=whole.requires_grad)
-        for name in record.names:
-            owner, _, leaf = name.rpartition(".")
-            module.get_submodule(owner)._parameters[leaf] = local
+        if record.part is not None:
+            param = module.get_parameter(record.name)
+            param.data = record.local(param)
 
 
 def _fit_attributes(module: nn.Module, rule: Rule) -> None:
