@@ -32,10 +32,21 @@ __all__ = [
 ReduceDtype = Literal["fp32", "bf16", "fp16"]
 OffloadTarget = Literal["cpu", "nvme"]
 Moments = Literal["fp32", "bf16", "int8"]
+"""How the moments of ``torch.optim.AdamW`` and ``Adam`` are kept.
+
+``"int8"``: a byte each, with one scale for 256 elements. Arithmetic is fp32, and so are moments in checkpoints.
+"""
 CheckpointPolicy = Literal["full", "selective", "offload", "auto"]
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1"]
 ReduceTime = Literal["auto", "step", "microbatch"]
 StepTime = Literal["auto", "now", "deferred", "backward"]
+"""When each unit is stepped; the bits are the same.
+
+``"now"``: in ``optimizer.step()``. ``"deferred"``: during the next forward, before the unit is used. ``"backward"``: in
+the backward, as soon as the unit's gradients are reduced, which frees them; operations on all gradients at once are
+refused: clipping, norms, loss scaling, accumulation, several optimizers, hooks that see gradients. ``"auto"``: deferred
+where the unit is offloaded, now elsewhere.
+"""
 
 OFFLOAD_USE = (
     "Use 'cpu', `Offload(...)`, a dict of its fields, or None. Disks need `Offload(optimizer='nvme', path=...)`."

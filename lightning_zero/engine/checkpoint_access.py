@@ -53,7 +53,7 @@ class CheckpointAccess:
         }
         for buffer in state.buffers:
             buffer.refresh_master()
-        return records_of(module, state.param_index, trained, parts=state.parts, moments=state.options.moments)
+        return records_of(module, state.param_index, trained, parts=state.parts, moments=state.options.moment_format)
 
     @property
     def progress(self) -> dict[str, str]:

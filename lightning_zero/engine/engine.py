@@ -70,12 +70,10 @@ class ZeroEngine:
         parts_group: One rank of every part of a model that is cut into pipeline stages, each with an engine over its
             own ``process_group``; norms, overflows and checkpoints are those of all parts.
         offload: Where optimizer states, masters and parameters are stored: ``"cpu"``, or ``Offload``.
-        step: When each unit is stepped; the bits are the same. ``"now"``: in ``optimizer.step()``. ``"deferred"``:
-            during the next forward, before the unit is used. ``"backward"``: in the backward, as soon as the unit's
-            gradients are reduced, which frees them; operations on all gradients (clipping, norms, accumulation)
-            is refused. ``"auto"``: deferred where the unit is offloaded, now elsewhere.
-        moments: How the moments of ``torch.optim.AdamW`` and ``Adam`` are kept: ``"fp32"``, ``"bf16"``, or ``"int8"``
-            (a byte each, with one scale for 256 elements). Arithmetic is fp32, and so are moments in checkpoints.
+        step: When each unit is stepped: ``"auto"``, or another of ``lightning_zero.config.StepTime``; the bits are the
+            same.
+        moments: How the moments of ``torch.optim.AdamW`` and ``Adam`` are kept: ``"fp32"``, or in fewer bytes, by one
+            of ``lightning_zero.config.Moments``. Arithmetic is fp32, and so are moments in checkpoints.
 
     Raises:
         ValueError: ``stage`` is not 0, 1, 2 or 3, or ``moments`` or ``step`` is not known.

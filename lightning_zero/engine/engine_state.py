@@ -132,7 +132,7 @@ class EngineState:
             keeps_gradients=self.attached.keeps_gradients,
             deferral=self._deferral,
             after_defer=self._mark_stale,
-            moments=self.options.moments,
+            moments=self.options.moment_format,
             before_step=self.sharded.hooks.scopes.begin_step,
             after_step=self._end_step,
         )

@@ -19,6 +19,7 @@ from lightning_zero.engine.access.param_index import ParamIndex
 from lightning_zero.engine.access.statistics import Statistics
 from lightning_zero.engine.buffers.original import RoundedWrites
 from lightning_zero.engine.buffers.parameter import Owner, own
+from lightning_zero.engine.optim.moments import MOMENT_FORMATS, MomentFormat
 from lightning_zero.engine.optim.step_device import StepDevices
 from lightning_zero.engine.runtime.hooks import Hooks
 from lightning_zero.engine.runtime.order import PassOrder
@@ -70,6 +71,11 @@ class EngineOptions:
         Sharding.from_stage(self.stage)
         if self.offload is not None:
             self.offload.check(self.stage, in_pipeline=self.parts_group is not None)
+
+    @property
+    def moment_format(self) -> MomentFormat:
+        """The format of the moments of AdamW and Adam."""
+        return MOMENT_FORMATS[self.moments]
 
     @property
     def steps_in_backward(self) -> bool:
@@ -185,7 +191,7 @@ class ShardedModule:
             show_original=lambda unit: self.whole.show_original(unit),
             reduces_each_backward=self._sharding.grads,
         )
-        self.step_devices = StepDevices(param_index.units, device, options.moments)
+        self.step_devices = StepDevices(param_index.units, device, options.moment_format)
         fixed = options.offload.step_device if options.offload else None
         if self.parts is not None and options.offload and options.offload.optimizer and fixed is None:
             fixed = "cpu"  # parts would choose by themselves, and a parameter of several would differ in its last bits
@@ -209,7 +215,7 @@ class ShardedModule:
             host=self.placement.host,
             disk=self.placement.disk,
             prefetch=prefetch,
-            moments=options.moments,
+            moments=options.moment_format,
             lowering=self._lowering,
         )
 

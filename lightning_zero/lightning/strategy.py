@@ -30,7 +30,16 @@ from lightning_zero.checkpoint.asynchronous import AsyncSaver
 from lightning_zero.comm.mesh import Mesh
 from lightning_zero.comm.peers import Peers
 from lightning_zero.compat.deepspeed_config import plan_of
-from lightning_zero.config import OFFLOAD_USE, ActivationCheckpointing, Communication, Offload, Pipeline, Sharding
+from lightning_zero.config import (
+    OFFLOAD_USE,
+    ActivationCheckpointing,
+    Communication,
+    Moments,
+    Offload,
+    Pipeline,
+    Sharding,
+    StepTime,
+)
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.foreign_options import FOREIGN_OPTIONS
 from lightning_zero.grid import Grid
@@ -68,7 +77,6 @@ _USE = {
     "communication": (
         "Use `Communication(...)`, for example `Communication(reduce_dtype='bf16')`, a dict of its fields, or None."
     ),
-    "moments": "Use 'fp32', 'bf16' or 'int8'.",
     "loss_scale": (
         "Use `LossScale(...)`, a dict of its fields, or None. `LossScale(static=1024)` is a fixed factor, and"
         " `LossScale(init_scale=1024)` the first of a dynamic one."
@@ -101,18 +109,15 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         masters: Keep fp32 masters of parameters that compute in 16 bits.
         lowered: Classes of modules, or their names, whose own matrices compute in 16 bits as well under ``bf16-mixed``
             and ``16-mixed``, for example experts. Linear layers, convolutions, embeddings and attention always do.
-        moments: How the moments of AdamW and Adam are kept: ``"fp32"``, ``"bf16"`` or ``"int8"``. Checkpoints hold them
-            in fp32.
+        moments: How the moments of AdamW and Adam are kept: ``"fp32"``, or in fewer bytes, by one of
+            ``lightning_zero.config.Moments``. Checkpoints hold them in fp32.
         loss_scale: How the loss is scaled with fp16; a dict of the fields of ``LossScale`` is taken too.
         state_dict_type: ``"full"``: a checkpoint is one file, as with other strategies. ``"sharded"``: a directory
             that all ranks write. The default is ``"full"`` below stage 3 and ``"sharded"`` at stage 3.
         offload: Keep masters and optimizer states in host memory and step them there: ``"cpu"``, or ``Offload``, which
             says it in full and offloads parameters too; a dict of its fields is taken.
-        step: When each unit is stepped; the bits are the same. ``"now"``: in ``optimizer.step()``. ``"deferred"``:
-            during the next forward, before the unit is used. ``"backward"``: in the backward, as soon as the unit's
-            gradients are reduced, which frees them; operations on all gradients at once are refused: clipping, loss
-            scaling, accumulation, several optimizers, hooks that see gradients. ``"auto"``: deferred where the unit is
-            offloaded, now elsewhere.
+        step: When each unit is stepped: ``"auto"``, or another of ``lightning_zero.config.StepTime``; the bits are the
+            same.
         activation_checkpointing: Compute activations again in the backward pass: ``True`` those of the repeated blocks,
             or of modules by class or class name, or ``ActivationCheckpointing``; a dict of its fields is taken too.
         async_save: Write checkpoints in the background: saving returns when this rank's part of the state is copied
@@ -141,11 +146,11 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         communication: Union[Communication, dict[str, Any], None] = None,
         masters: bool = True,
         lowered: Optional[Sequence[Union[str, type[nn.Module]]]] = None,
-        moments: Literal["fp32", "bf16", "int8"] = "fp32",
+        moments: Moments = "fp32",
         loss_scale: Union[LossScale, dict[str, Any], None] = None,
         state_dict_type: Optional[Literal["sharded", "full"]] = None,
         offload: Union[str, Offload, dict[str, Any], None] = None,
-        step: Literal["auto", "now", "deferred", "backward"] = "auto",
+        step: StepTime = "auto",
         activation_checkpointing: Union[
             bool, type[nn.Module], Sequence[Union[str, type[nn.Module]]], ActivationCheckpointing, dict[str, Any], None
         ] = None,

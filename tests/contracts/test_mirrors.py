@@ -32,6 +32,8 @@ IN_CONTRACTS = {
     "lightning_zero/engine/optim/optimizer_checks.py": "tests/engine/optim/test_optimizer.py",
     "lightning_zero/engine/optim/deferred_steps.py": "tests/contracts/test_offload.py",
     "lightning_zero/engine/optim/methods.py": "tests/contracts/test_schedule_free.py",
+    "lightning_zero/engine/optim/int8_moments.py": "tests/engine/optim/test_moments.py",
+    "lightning_zero/engine/optim/step_rules.py": "tests/engine/optim/test_flat_step.py",
     "lightning_zero/engine/optim/streamed.py": "tests/contracts/test_simulated_device.py",
     "lightning_zero/engine/units/facts.py": "tests/contracts/test_ranks_differ.py",
     "lightning_zero/engine/units/pipeline_peers.py": "tests/contracts/test_pipeline_parity.py",

@@ -19,7 +19,7 @@ from lightning_zero.config import MixedPrecision, Offload
 from lightning_zero.engine.buffers.deferred import Update
 from lightning_zero.engine.buffers.parameter import PendingParameter, ReducedParameter
 from lightning_zero.engine.engine import ZeroEngine
-from lightning_zero.engine.optim import flat_step
+from lightning_zero.engine.optim import step_rules
 from lightning_zero.lightning.strategy import ZeroStrategy
 from tests import worlds
 from tests.lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
@@ -294,9 +294,9 @@ def _failing(rank: int, world: int) -> None:
         raise MemoryError("no room")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_zero.engine.optim.flat_step.adamw.pytorch_step_", fail)
-        rule = dataclasses.replace(flat_step._ADAM, step=fail)
-        patch.setitem(flat_step._RULES, torch.optim.AdamW, rule)
+        patch.setattr("lightning_zero.engine.optim.step_rules.adamw.pytorch_step_", fail)
+        rule = dataclasses.replace(step_rules.ADAM, step=fail)
+        patch.setitem(step_rules.RULES, torch.optim.AdamW, rule)
         engine, module, optimizer = _started(3, offload="cpu")
         _step(engine, module, optimizer, 0)
     with pytest.raises(RuntimeError, match="deferred step of unit `.*` failed: no room"):

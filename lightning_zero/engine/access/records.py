@@ -11,12 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.boxes import Part
-from lightning_zero.config import Moments
 from lightning_zero.engine.access.param_index import ParamIndex
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.sharded_gradient import ShardedGradient
 from lightning_zero.engine.optim.flat_step import BufferSlot
-from lightning_zero.engine.optim.moments import widened
+from lightning_zero.engine.optim.moments import MomentFormat
 from lightning_zero.engine.units.pipeline_peers import PipelinePeers
 
 __all__ = ["ParameterRecord", "records_of"]
@@ -51,7 +50,7 @@ class ParameterRecord:
     own_range: tuple[int, int]
     _buffer: FlatBuffer | torch.Tensor = field(repr=False)  # of a remote parameter: an empty master
     _index: int = field(repr=False)
-    _moments: Moments = field(default="fp32", repr=False)
+    _moments: MomentFormat = field(repr=False)
     part: Part | None = None
 
     @property
@@ -85,7 +84,7 @@ class ParameterRecord:
         state = optimizer.state.get(self.parameter, {})
         if any(isinstance(one, ShardedGradient) for one in state.values()):  # made of the step window's segments
             state = {key: _plain(one) for key, one in state.items()}
-        return widened(state, self._moments, self.master().dtype)
+        return self._moments.widened(state, self.master().dtype)
 
 
 def _plain(value: Any) -> Any:
@@ -98,7 +97,7 @@ def records_of(
     trained: Collection[int],
     *,
     parts: PipelinePeers | None,
-    moments: Moments,
+    moments: MomentFormat,
 ) -> list[ParameterRecord]:
     """Return one record per parameter, in the order of ``named_parameters``.
 
@@ -107,12 +106,13 @@ def records_of(
         param_index: Where its parameters lie.
         trained: The parameters that an optimizer steps, by ``id``.
         parts: The other parts of the model, if it is cut; a parameter that several of them hold is saved by one.
-        moments: How the moments of AdamW and Adam are kept.
+        moments: The format of the moments of AdamW and Adam.
     """
     records = []
     for param in module.parameters():
         if param_index.remote_params is not None and param in param_index.remote_params:
-            records.append(_remote_record(param, param_index.names[id(param)], param_index.remote_params.master(param)))
+            master = param_index.remote_params.master(param)
+            records.append(_remote_record(param, param_index.names[id(param)], master, moments))
             continue
         is_saved = parts is None or parts.is_counted_here(param)
         names, place = param_index.names[id(param)], param_index.of(param)
@@ -121,7 +121,7 @@ def records_of(
 
 
 def _record_here(
-    place: BufferSlot, names: tuple[str, ...], *, trained: bool, is_saved: bool, moments: Moments
+    place: BufferSlot, names: tuple[str, ...], *, trained: bool, is_saved: bool, moments: MomentFormat
 ) -> ParameterRecord:
     """Return the record of a parameter that lies here; without ``is_saved`` another part saves it."""
     buffer, index = place
@@ -143,7 +143,9 @@ def _record_here(
     )
 
 
-def _remote_record(param: nn.Parameter, names: tuple[str, ...], master: torch.Tensor) -> ParameterRecord:
+def _remote_record(
+    param: nn.Parameter, names: tuple[str, ...], master: torch.Tensor, moments: MomentFormat
+) -> ParameterRecord:
     """Return the record of a parameter that another part of the model holds, with an empty master."""
     return ParameterRecord(
         name=names[0],
@@ -156,4 +158,5 @@ def _remote_record(param: nn.Parameter, names: tuple[str, ...], master: torch.Te
         own_range=(0, 0),
         _buffer=master,
         _index=0,
+        _moments=moments,
     )

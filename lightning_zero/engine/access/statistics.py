@@ -11,9 +11,9 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import Moments
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.optim.flat_step import BufferSlot
+from lightning_zero.engine.optim.moments import MomentFormat
 from lightning_zero.engine.units.lowering import Lowering
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.storage.disk import DiskStore
@@ -67,7 +67,7 @@ class Statistics:
         host: The store in host memory.
         disk: The store on disks; None if nothing is offloaded to disks.
         prefetch: Units that are prefetched at a time.
-        moments: How the moments of AdamW and Adam are kept.
+        moments: The format of the moments of AdamW and Adam.
         lowering: Which matrices compute in 16 bits.
     """
 
@@ -82,7 +82,7 @@ class Statistics:
         host: HostStore,
         disk: DiskStore | None,
         prefetch: int,
-        moments: Moments,
+        moments: MomentFormat,
         lowering: Lowering,
     ) -> None:
         self._stage = stage
@@ -143,7 +143,7 @@ class Statistics:
             f"units: {sum(1 for unit in self._units if unit.buffers)}, the largest `{largest.name}`"
             f" with {largest.numel:,} parameters; prefetch {self._prefetch}" + self._places_of_units(),
             f"dtypes: compute {', '.join(dtypes)}; gradients {', '.join(reduce) or 'none'}"
-            + ("" if self._moments == "fp32" else f"; moments {self._moments}")
+            + ("" if self._moments.is_pytorchs else f"; moments {self._moments.name}")
             + self._lowering.plan(),
             f"memory per rank: parameters {_size(memory['parameters'])}, masters {_size(memory['optimizer'])},"
             f" gradients {_size(grad_bytes - host_grads - disk_grads)}"

@@ -2,8 +2,8 @@
 
 A *run* is a range of a buffer's own range whose parameters are of one group, at one step, and whose states lie beside
 each other. The optimizer's state keeps PyTorch's keys and one tensor per parameter; they are views of one flat tensor
-per buffer where the optimizer steps all of the buffer. Int8 moments (``moments.py`` beside this file) are codes of one
-segment each, and so is a run.
+per buffer where the optimizer steps all of the buffer. A rule may make states of one segment each instead, and a run is
+then one segment (``step_rules.py`` beside this file).
 """
 
 from __future__ import annotations
@@ -11,21 +11,19 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
-from lightning_zero.config import Moments
 from lightning_zero.engine.buffers.buffer import FlatBuffer
-from lightning_zero.engine.optim.moments import CODE_KEYS, DTYPES, make_codes
+from lightning_zero.engine.optim.moments import MomentFormat
+from lightning_zero.engine.optim.step_rules import ADAM, RULES
 from lightning_zero.engine.optim.streamed import step_streamed
 from lightning_zero.storage.disk_tensor import is_on_disk, ordinary
 from lightning_zero.storage.references import num_tensors_in
-from lightning_zero_ops import adamw, adamw_int8, sgd
 from lightning_zero_ops.chunks import vector_numel
 
 __all__ = ["FlatStep", "BufferSlot"]
@@ -42,72 +40,6 @@ _STEPPED = (
 _UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable", "foreach")
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """The step of one class of optimizers over a flat range.
-
-    Args:
-        moments: The keys of its state that the op takes, for a group.
-        step: Calls the op: group, number of the step; by keyword parameter, moments, gradient and the op's own options.
-        counts: The optimizer's state counts the steps.
-        launch: Calls Triton's kernel in the same way, if there is one that the engine uses.
-    """
-
-    moments: Callable[[Mapping[str, Any]], tuple[str, ...]]
-    step: Callable[..., None]
-    counts: bool
-    launch: Callable[..., None] | None = None
-
-
-def _step_adam(
-    group: Mapping[str, Any], number: int, *, param: Tensor, moments: list[Tensor], grad: Tensor, **options: Any
-) -> None:
-    exp_avg, exp_avg_sq = moments
-    adamw.pytorch_step_(param, exp_avg, exp_avg_sq, grad=grad, step=number, **_adam_options(group), **options)
-
-
-def _launch_adam(
-    group: Mapping[str, Any], number: int, *, param: Tensor, moments: list[Tensor], grad: Tensor, **options: Any
-) -> None:
-    exp_avg, exp_avg_sq = moments
-    adamw.kernel_step_(param, exp_avg, exp_avg_sq, grad=grad, step=number, **_adam_options(group), **options)
-
-
-def _step_adam_int8(
-    group: Mapping[str, Any], number: int, *, param: Tensor, moments: list[Tensor], grad: Tensor, **options: Any
-) -> None:
-    del options["tails"]  # nobody promises bits
-    m, m_scales, v, v_scales = moments
-    adamw_int8.pytorch_step_(param, m, m_scales, v, v_scales, grad=grad, step=number, **_adam_options(group), **options)
-
-
-def _adam_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    beta1, beta2 = group["betas"]
-    decay, is_decoupled = group["weight_decay"], group["decoupled_weight_decay"]
-    return {
-        **{"lr": group["lr"], "beta1": beta1, "beta2": beta2, "eps": group["eps"]},
-        **{"weight_decay": decay if is_decoupled else 0.0, "l2": 0.0 if is_decoupled else decay},
-    }
-
-
-def _step_sgd(
-    group: Mapping[str, Any], number: int, *, param: Tensor, moments: list[Tensor], grad: Tensor, **options: Any
-) -> None:
-    sgd.pytorch_step_(
-        param, moments[0] if moments else None, grad=grad, step=number, lr=group["lr"], momentum=group["momentum"],
-        dampening=group["dampening"], weight_decay=group["weight_decay"], nesterov=group["nesterov"], **options,
-    )  # fmt: skip
-
-
-_ADAM = _Rule(moments=lambda group: ("exp_avg", "exp_avg_sq"), step=_step_adam, counts=True, launch=_launch_adam)
-_ADAM_INT8 = _Rule(moments=lambda group: CODE_KEYS, step=_step_adam_int8, counts=True)
-_RULES: dict[type[Optimizer], _Rule] = {
-    Adam: _ADAM,
-    AdamW: _ADAM,
-    SGD: _Rule(moments=lambda group: ("momentum_buffer",) if group["momentum"] else (), step=_step_sgd, counts=False),
-}
-
-
 @cache
 def _own_references() -> int:
     """Return how many references Python counts to a tensor that only a dictionary has."""
@@ -122,7 +54,7 @@ class FlatStep:
     Args:
         optimizer: Exactly of one of PyTorch's classes; see ``suits``.
         places: Where its parameters lie, by ``id``; it may grow.
-        moments: How the moments of AdamW and Adam are kept.
+        moments: The format of the moments of AdamW and Adam.
         has_kernels: Triton's kernels agree with PyTorch's on the devices of all ranks.
     """
 
@@ -130,16 +62,15 @@ class FlatStep:
         self,
         optimizer: Optimizer,
         places: Mapping[int, BufferSlot],
-        moments: Moments = "fp32",
+        moments: MomentFormat,
         *,
         has_kernels: bool = False,
     ) -> None:
         self._optimizer = optimizer
         self._places = places
         self._moments = moments
-        self._rule = _RULES[type(optimizer)]
-        if self._rule is _ADAM and moments == "int8":
-            self._rule = _ADAM_INT8
+        rule = RULES[type(optimizer)]
+        self._rule = moments.adam if rule is ADAM else rule
         self._has_kernels = has_kernels
         self._counts = _CountsOnDevice()
         self._flat: dict[tuple[int, str], Tensor] = {}  # states over an own range, by (buffer, key)
@@ -151,7 +82,7 @@ class FlatStep:
     @staticmethod
     def suits(optimizer: Optimizer) -> bool:
         """Say whether the optimizer's class is one that can be stepped by runs."""
-        return type(optimizer) in _RULES
+        return type(optimizer) in RULES
 
     def has_calls(self, buffer: FlatBuffer) -> bool:
         """Say whether ``take_calls`` has something for a buffer."""
@@ -212,8 +143,8 @@ class FlatStep:
             if has_flat_gradient and self._suits_buffer(buffer) and self._suits_state(group, buffer, index):
                 chosen.setdefault(id(buffer), (buffer, []))[1].append(index)
                 continue
-            if has_flat_gradient and (self._moments != "fp32" or buffer.home.flat_for is not None):
-                option = buffer.home.flat_for or f"`moments={self._moments!r}`"
+            if has_flat_gradient and not (self._moments.is_pytorchs and buffer.home.flat_for is None):
+                option = buffer.home.flat_for or f"`moments={self._moments.name!r}`"
                 raise RuntimeError(
                     f"The state of `{buffer.layout.slots[index].name}` in `{type(self._optimizer).__name__}` does not"
                     f" fit its segment, so {option} cannot be kept. Load the state of this rank, or a checkpoint."
@@ -292,14 +223,14 @@ class FlatStep:
         Raises:
             ValueError: ``moments`` is not ``"fp32"``, and the group is not stepped by runs.
         """
-        if self._moments == "fp32":
+        if self._moments.is_pytorchs:
             return
         buffers = [self._places[id(param)][0] for param in group["params"]]
         found = f"`{type(self._optimizer).__name__}`" if not self._rule.counts else self._obstacle(group, buffers)
         if found is not None:
             raise ValueError(
-                f"`moments={self._moments!r}` is for `torch.optim.AdamW` and `Adam` that step {_STEPPED}; got {found}."
-                " Change that, or use `moments='fp32'`."
+                f"`moments={self._moments.name!r}` is for `torch.optim.AdamW` and `Adam` that step {_STEPPED}; got"
+                f" {found}. Change that, or use `moments='fp32'`."
             )
 
     def refuse_unless_flat(self, group: Mapping[str, Any]) -> None:
@@ -311,7 +242,8 @@ class FlatStep:
         buffers = [buffer for param in group["params"] if (buffer := self._places[id(param)][0]).home.flat_for]
         if not buffers:
             return
-        found = "`moments='int8'`" if self._rule is _ADAM_INT8 else self._obstacle(group, buffers)
+        is_flat = self._rule.make_state is None
+        found = self._obstacle(group, buffers) if is_flat else f"`moments={self._moments.name!r}`"
         if found is not None:
             raise ValueError(
                 f"{buffers[0].home.flat_for} is for `torch.optim.AdamW`, `Adam` and `SGD` that step {_STEPPED}, with"
@@ -365,10 +297,10 @@ class FlatStep:
         if self._is_placed(state, keys, buffer, index):
             return True
         segment = buffer.values.segment(index)
-        moments = [state.get(key) for key in keys if not key.endswith("_scales")]
+        moments = [state.get(key) for key in keys]
         if not self._rule.counts:
             moments = [moment for moment in moments if moment is not None]
-        dtypes = (segment.dtype, DTYPES[self._moments])
+        dtypes = (segment.dtype, self._moments.dtype)
         return all(
             torch.is_tensor(moment) and moment.shape == segment.shape and moment.dtype in dtypes for moment in moments
         )
@@ -389,10 +321,8 @@ class FlatStep:
             step = partial(step_streamed, step, buffer.home.steps_on, copies=copies, behind=copies.mark())
         for lo, hi, members in self._runs(group, buffer, sorted(indices), steps):
             first = self._optimizer.state.get(buffer.params[members[0]], {})
-            moments = [
-                first[key] if key.endswith("_scales") else _stretched(ordinary(first[key]), hi - lo)
-                for key in self._rule.moments(group)
-            ]
+            moments = [_stretched(ordinary(first[key]), hi - lo) for key in self._rule.moments(group)]
+            moments += [first[key] for key in self._rule.scales]
             call = partial(
                 step,
                 group=group,
@@ -450,9 +380,9 @@ class FlatStep:
         for index, state in states.items():
             if self._is_placed(state, keys, buffer, index):
                 continue
-            if self._rule is _ADAM_INT8:
+            if self._rule.make_state is not None:
                 with torch.inference_mode(False):
-                    make_codes(state, buffer.values.segment(index))
+                    self._rule.make_state(state, buffer.values.segment(index))
                 continue
             for key in keys:
                 self._place_state(state, key, buffer=buffer, index=index, is_whole=is_whole)
@@ -520,7 +450,7 @@ class FlatStep:
             self._num_tensors[place] = num_tensors_in(self._flat[place])
 
     def _dtype(self, buffer: FlatBuffer) -> torch.dtype:
-        return buffer.values.stepped.dtype if self._moments == "fp32" else DTYPES[self._moments]
+        return self._moments.dtype_for(buffer.values.stepped.dtype)
 
     def _steps_whole(self, buffer: FlatBuffer) -> bool:
         """Say whether this optimizer steps every element that this rank has of a buffer."""

@@ -1,64 +1,78 @@
 """Moments of AdamW and Adam in fewer bytes than fp32, as ``optimizer.state`` holds them (ADR 0024).
 
-A parameter's state has ``exp_avg`` and ``exp_avg_sq`` in bf16, or int8 codes of this rank's segment beside their scales
-under ``exp_avg_scales`` and ``exp_avg_sq_scales``. Nobody but the step sees them: checkpoints, ``state_dict`` and an
-optimizer that is detached have PyTorch's keys in the dtype that is stepped.
+A parameter's state has ``exp_avg`` and ``exp_avg_sq`` in bf16, or codes of this rank's segment and their scales under
+keys of their own. Nobody but the step sees them: checkpoints, ``state_dict`` and an optimizer that is detached have
+PyTorch's keys in the dtype that is stepped.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_zero.config import Moments
-from lightning_zero_ops import adamw_int8
-from lightning_zero_ops.registry import cdiv
+from lightning_zero.engine.optim import int8_moments
+from lightning_zero.engine.optim.step_rules import ADAM, StepRule
 
-__all__ = ["CODE_KEYS", "DTYPES", "make_codes", "widened"]
+__all__ = ["MOMENT_FORMATS", "MomentFormat"]
 
-DTYPES: dict[Moments, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
-CODE_KEYS = ("exp_avg", "exp_avg_scales", "exp_avg_sq", "exp_avg_sq_scales")
+_KEYS = ("exp_avg", "exp_avg_sq")
 
-_CODES = {
-    "exp_avg": (adamw_int8.encode_exp_avg, adamw_int8.decode_exp_avg),
-    "exp_avg_sq": (adamw_int8.encode_exp_avg_sq, adamw_int8.decode_exp_avg_sq),
+
+@dataclass(frozen=True)
+class MomentFormat:
+    """The format of moments between steps.
+
+    Args:
+        name: The value of the option ``moments``.
+        dtype: Of the moments or their codes.
+        adam: The step of AdamW and Adam on them.
+        decode: Returns a moment as a float, given the parameter's state and the key.
+    """
+
+    name: str
+    dtype: torch.dtype
+    adam: StepRule = ADAM
+    decode: Callable[[Mapping[str, Any], str], Tensor] = lambda state, key: state[key]
+
+    @property
+    def is_pytorchs(self) -> bool:
+        """Whether moments are in the dtype that is stepped, as PyTorch's own step keeps them."""
+        return self.name == "fp32"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element of both moments."""
+        return 2 * self.dtype.itemsize
+
+    def dtype_for(self, stepped: torch.dtype) -> torch.dtype:
+        """Return the dtype of moments of values in ``stepped``."""
+        return stepped if self.is_pytorchs else self.dtype
+
+    def widened(self, state: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+        """Return a parameter's state under PyTorch's keys, with moments in ``dtype``, the one that is stepped.
+
+        Args:
+            state: The parameter's state; returned as it is with fp32 moments.
+            dtype: Of the result.
+        """
+        if self.is_pytorchs:
+            return state
+        wide = {key: value for key, value in state.items() if key not in self.adam.scales}
+        with torch.inference_mode(False), torch.no_grad():
+            for key in _KEYS:
+                moment = state.get(key)
+                if isinstance(moment, Tensor):  # in ``dtype`` between loading and the next step
+                    wide[key] = (self.decode(state, key) if moment.dtype == self.dtype else moment).to(dtype)
+        return wide
+
+
+MOMENT_FORMATS: dict[Moments, MomentFormat] = {
+    "fp32": MomentFormat("fp32", torch.float32),
+    "bf16": MomentFormat("bf16", torch.bfloat16),
+    "int8": MomentFormat("int8", torch.int8, int8_moments.ADAM_INT8, int8_moments.decode),
 }
-
-
-def make_codes(state: dict[str, Any], segment: Tensor) -> None:
-    """Make the moments of a parameter int8: zeros at first, else the loaded ones, quantized.
-
-    Args:
-        state: The parameter's state, changed.
-        segment: The parameter's segment of the master.
-    """
-    for key, (encode, _) in _CODES.items():
-        present, scales = state.get(key), f"{key}_scales"
-        if present is None:
-            num_blocks = cdiv(segment.numel(), adamw_int8.BLOCK)
-            state[key] = torch.zeros_like(segment, dtype=torch.int8)
-            state[scales] = torch.zeros(num_blocks, dtype=torch.float32, device=segment.device)
-        elif present.dtype != torch.int8:
-            state[key], state[scales] = encode(present.detach())
-
-
-def widened(state: dict[str, Any], moments: Moments, dtype: torch.dtype) -> dict[str, Any]:
-    """Return a parameter's state under PyTorch's keys, with moments in ``dtype``, the one that is stepped.
-
-    Args:
-        state: The parameter's state; returned as it is with fp32 moments.
-        moments: How its moments are kept.
-        dtype: Of the result.
-    """
-    if moments == "fp32":
-        return state
-    wide = {key: value for key, value in state.items() if key not in CODE_KEYS or key in _CODES}
-    with torch.inference_mode(False), torch.no_grad():
-        for key, (_, decode) in _CODES.items():
-            moment = state.get(key)
-            if isinstance(moment, Tensor):  # in ``dtype`` between loading and the next step
-                is_code = moment.dtype == torch.int8
-                wide[key] = decode(moment, state[f"{key}_scales"]) if is_code else moment.to(dtype)
-    return wide

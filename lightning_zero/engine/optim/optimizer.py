@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import Moments
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.deferred import Deferral, Update
 from lightning_zero.engine.buffers.labels import label
 from lightning_zero.engine.optim.deferred_steps import DeferredSteps
 from lightning_zero.engine.optim.flat_step import BufferSlot, FlatStep
 from lightning_zero.engine.optim.methods import MethodCalls, RunningStep, methods_on_segments
+from lightning_zero.engine.optim.moments import MomentFormat
 from lightning_zero.engine.optim.optimizer_checks import OptimizerChecks
 from lightning_zero.engine.optim.segment_states import SegmentStates
 from lightning_zero.engine.optim.step_window import StepWindow
@@ -49,7 +49,7 @@ class ShardedOptimizer:
         keeps_gradients: Says whether ``zero_grad`` must leave the gradients alone.
         deferral: Which steps are made later.
         after_defer: Called with each buffer whose step is.
-        moments: How the moments of AdamW and Adam are kept.
+        moments: The format of the moments of AdamW and Adam.
         before_step: Called before values change.
         after_step: Called when the window is closed behind a change of values.
     """
@@ -65,7 +65,7 @@ class ShardedOptimizer:
         keeps_gradients: Callable[[], bool] = lambda: False,
         deferral: Deferral | None = None,
         after_defer: Callable[[FlatBuffer], None] = lambda buffer: None,
-        moments: Moments = "fp32",
+        moments: MomentFormat,
         before_step: Callable[[], None] = lambda: None,
         after_step: Callable[[Sequence[FlatBuffer]], None] = lambda buffers: None,
     ) -> None:
@@ -108,7 +108,7 @@ class ShardedOptimizer:
             self._original_class.register_step_pre_hook(optimizer, self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
-        if moments != "fp32":
+        if not moments.is_pytorchs:
             self._hooks.append(optimizer.register_state_dict_post_hook(self.states.widen))
 
     def _agree_on_kernels(self) -> bool:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_zero.config import Moments
 from lightning_zero.engine.buffers.parameter import owner_of
 from lightning_zero.engine.optim.elementwise import ElementwiseTrial, Stepped
 from lightning_zero.engine.optim.flat_step import BufferSlot, FlatStep
+from lightning_zero.engine.optim.moments import MomentFormat
 from lightning_zero.engine.optim.whole_gradients import WholeGradients
 
 __all__ = ["OptimizerChecks"]
@@ -26,7 +26,7 @@ class OptimizerChecks:
         attached: Those of the optimizer.
         flat_step: Steps them over flat ranges; None if PyTorch does.
         gradients: Asks all ranks.
-        moments: How the moments of AdamW and Adam are kept.
+        moments: The format of the moments of AdamW and Adam.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class OptimizerChecks:
         attached: Mapping[int, BufferSlot],
         flat_step: FlatStep | None,
         gradients: WholeGradients,
-        moments: Moments,
+        moments: MomentFormat,
     ) -> None:
         self._optimizer = optimizer
         self._class = type(optimizer)
@@ -133,9 +133,9 @@ class OptimizerChecks:
                 " it is for `torch.optim.AdamW`, `Adam` and `SGD` themselves. Use one of them, or"
                 " `Offload(optimizer='cpu')`."
             )
-        elif self._moments != "fp32":
+        elif not self._moments.is_pytorchs:
             raise ValueError(
-                f"`moments={self._moments!r}` is for `torch.optim.AdamW` and `Adam` themselves, got"
+                f"`moments={self._moments.name!r}` is for `torch.optim.AdamW` and `Adam` themselves, got"
                 f" `{self._class.__name__}`. Use one of them, or `moments='fp32'`."
             )
 

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.config import Moments
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.sharded_gradient import ShardedGradient
 from lightning_zero.engine.optim.flat_step import BufferSlot, FlatStep
-from lightning_zero.engine.optim.moments import widened
+from lightning_zero.engine.optim.moments import MomentFormat
 from lightning_zero.storage.disk_tensor import is_on_disk
 
 __all__ = ["SegmentStates"]
@@ -28,11 +27,11 @@ class SegmentStates:
         optimizer: Holds the states.
         places: Where its parameters lie, by ``id``.
         flat_step: Steps them over flat ranges; None if PyTorch does.
-        moments: How the moments of AdamW and Adam are kept.
+        moments: The format of the moments of AdamW and Adam.
     """
 
     def __init__(
-        self, optimizer: Optimizer, places: dict[int, BufferSlot], *, flat_step: FlatStep | None, moments: Moments
+        self, optimizer: Optimizer, places: dict[int, BufferSlot], *, flat_step: FlatStep | None, moments: MomentFormat
     ) -> None:
         self._optimizer = optimizer
         self._name = type(optimizer).__name__
@@ -121,11 +120,11 @@ class SegmentStates:
     def _widened(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
         buffer, _ = self._places[id(param)]
         buffer.values.flush()
-        return widened(state, self._moments, buffer.values.stepped.dtype)
+        return self._moments.widened(state, buffer.values.stepped.dtype)
 
     def widen_all(self) -> None:
         """Give the optimizer the moments that PyTorch's own step would have, but for those on disks."""
-        if self._moments == "fp32":
+        if self._moments.is_pytorchs:
             return
         for param, state in self._optimizer.state.items():
             if not any(is_on_disk(value) for value in state.values()):

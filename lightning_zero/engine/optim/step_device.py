@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import torch
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import Moments
+from lightning_zero.engine.optim.moments import MomentFormat
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.storage.copies import Copies
 from lightning_zero_ops import adamw
@@ -28,7 +28,6 @@ __all__ = ["Rates", "StepDevice", "StepDevices", "choose_step_device", "measure_
 StepDevice = Literal["cpu", "cuda"]
 Meet = Callable[..., object]  # called with an error or without
 
-_MOMENT_BYTES: dict[Moments, int] = {"fp32": 8, "bf16": 4, "int8": 2}
 _SAMPLE_NUMEL = 2**24  # 64 MiB of fp32: more than the caches hold
 _REPEATS = 3
 
@@ -99,10 +98,10 @@ class StepDevices:
     Args:
         units: The engine's units.
         device: Where the model computes.
-        moments: How the moments are kept.
+        moments: The format of the moments.
     """
 
-    def __init__(self, units: Sequence[Unit], device: torch.device, moments: Moments) -> None:
+    def __init__(self, units: Sequence[Unit], device: torch.device, moments: MomentFormat) -> None:
         self._units = [unit for unit in units if any(buffer.home.is_apart for buffer in unit.buffers)]
         self._device = device
         self._moments = moments
@@ -158,7 +157,7 @@ class StepDevices:
         for buffer in unit.buffers:
             if buffer.home.is_apart:
                 own = buffer.own_range.numel
-                states = own * (buffer.kind.master.itemsize + _MOMENT_BYTES[self._moments])
+                states = own * (buffer.kind.master.itemsize + self._moments.itemsize)
                 numel, down_bytes = numel + own, down_bytes + states
                 up_bytes += states + own * buffer.kind.reduce.itemsize
         return numel, up_bytes, down_bytes

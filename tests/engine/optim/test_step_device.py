@@ -17,6 +17,7 @@ from lightning_zero.config import Communication, Moments, Offload, StepTime
 from lightning_zero.engine.buffers.home import Home
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.optim import step_device
+from lightning_zero.engine.optim.moments import MOMENT_FORMATS
 from lightning_zero.engine.optim.step_device import Rates, StepDevices, choose_step_device, measure_rates
 from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.storage.copies import Copies, Landing
@@ -63,7 +64,7 @@ def _choices(rank: int, world: int, moments: Moments, host_step: float) -> tuple
     """Choose as on a CUDA device; rank 0 is twice as fast."""
     engine = ZeroEngine(2, units=["Block"], offload=Offload(fraction=0.6), moments=moments)
     engine.shard(TinyGPT())
-    devices = StepDevices(engine.internals.fits.units, CUDA, moments)
+    devices = StepDevices(engine.internals.fits.units, CUDA, MOMENT_FORMATS[moments])
 
     def measure(device: torch.device, meet: Callable[[], object]) -> Rates:
         assert device == CUDA
@@ -121,7 +122,9 @@ def _one_cannot_measure(rank: int, world: int) -> str:
         raise AssertionError
 
     with pytest.raises(RuntimeError) as raised:
-        StepDevices(engine.internals.fits.units, CUDA, "fp32").choose(None, engine.internals.communicator, measure)
+        StepDevices(engine.internals.fits.units, CUDA, MOMENT_FORMATS["fp32"]).choose(
+            None, engine.internals.communicator, measure
+        )
     return str(raised.value)
 
 
