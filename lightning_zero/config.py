@@ -17,6 +17,7 @@ from lightning_zero.option_checks import checked_fields, from_fields
 __all__ = [
     "ActivationCheckpointing",
     "Communication",
+    "FORMER_STEP_OPTIONS",
     "MixedPrecision",
     "Moments",
     "OFFLOAD_USE",
@@ -24,6 +25,7 @@ __all__ = [
     "Pipeline",
     "ReduceDtype",
     "ReduceTime",
+    "STEP_USE",
     "Schedule",
     "Sharding",
     "StepTime",
@@ -48,6 +50,11 @@ refused: clipping, norms, loss scaling, accumulation, several optimizers, hooks 
 where the unit is offloaded, now elsewhere.
 """
 
+STEP_USE = "Step after the backward, or use `step='backward'`, which steps each unit when its gradients are averaged."
+FORMER_STEP_OPTIONS = {
+    "deferred_step": "Use `step='deferred'` for True, `step='now'` for False, `step='auto'` for None.",
+    "step_in_backward": "Use `step='backward'` for True, `step='auto'` for False.",
+}
 OFFLOAD_USE = (
     "Use 'cpu', `Offload(...)`, a dict of its fields, or None. Disks need `Offload(optimizer='nvme', path=...)`."
 )

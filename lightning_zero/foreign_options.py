@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from lightning_zero.config import FORMER_STEP_OPTIONS
+
 __all__ = ["FOREIGN_OPTIONS", "FOREIGN_TO_ENGINE"]
 
 _OFFLOAD = "`offload='cpu'`, or `Offload(optimizer=..., params=...)`, which names the place of each."
@@ -16,8 +18,7 @@ _BUCKETS = "Leave it out: `units` says which modules are gathered and reduced to
 
 FOREIGN_OPTIONS: dict[str, str] = {
     # - Earlier versions of this package
-    "deferred_step": "Use `step='deferred'` for True, `step='now'` for False, `step='auto'` for None.",
-    "step_in_backward": "Use `step='backward'` for True, `step='auto'` for False.",
+    **FORMER_STEP_OPTIONS,
     # - FSDPStrategy and FullyShardedDataParallel
     "sharding_strategy": "Use `stage`: 3 is FULL_SHARD, 2 is SHARD_GRAD_OP, 0 is NO_SHARD. There is no HYBRID_SHARD.",
     "cpu_offload": f"Use {_OFFLOAD}",

@@ -296,7 +296,7 @@ class ZeroEngine:
             last: The optimizer's step follows.
 
         Raises:
-            ValueError: It is not the last, with ``step='backward'``.
+            ValueError: It is not the last, and the option ``step`` keeps no gradients.
         """
         with self._internals.steps.microbatch(Microbatch.LAST if last else Microbatch.EARLIER):
             yield
@@ -307,7 +307,7 @@ class ZeroEngine:
         Collective: all ranks, after backward.
         """
         self._state.require_module()
-        self._state.refuse_with_early_steps("The norm of all gradients")
+        self._state.timing.refuse("The norm of all gradients")
         self._state.recover()
         places = (
             self._state.param_index.by_id.values() if optimizer is None else self._state.attached.of(optimizer).places
@@ -320,19 +320,19 @@ class ZeroEngine:
         Collective: all ranks.
         """
         self._state.require_module()
-        self._state.refuse_with_early_steps("Clipping by norm")
+        self._state.timing.refuse("Clipping by norm")
         return self._state.attached.of(optimizer).clip_grad_norm(max_norm)
 
     def clip_grad_value(self, optimizer: Optimizer, clip_value: float) -> None:
         """Clamp every element of an optimizer's gradients to ``[-clip_value, clip_value]``."""
         self._state.require_module()
-        self._state.refuse_with_early_steps("Clipping by value")
+        self._state.timing.refuse("Clipping by value")
         self._state.attached.of(optimizer).clip_grad_value(clip_value)
 
     def unscale(self, optimizer: Optimizer, inv_scale: float) -> bool:
         """Multiply an optimizer's gradients; return whether one was not finite on some rank. Collective: all ranks."""
         self._state.require_module()
-        self._state.refuse_with_early_steps("Scaling of the loss")
+        self._state.timing.refuse("Scaling of the loss")
         return self._state.attached.of(optimizer).unscale(inv_scale)
 
     # -- Memory for something else ---------------------------------------------------------------------------------
@@ -401,7 +401,7 @@ class ZeroEngine:
         """
         param = parameter(param)
         self._state.require_module()
-        self._state.refuse_with_early_steps("Reading gradients")
+        self._state.timing.refuse("Reading gradients")
         if self._state.param_index.is_remote(param):
             return None
         buffer, index = self._state.param_index.of(param)

@@ -18,6 +18,7 @@ from lightning_zero.engine.buffers.parameter import Owner
 from lightning_zero.engine.optim.attached import Attached
 from lightning_zero.engine.optim.optimizer import ShardedOptimizer
 from lightning_zero.engine.runtime.hooks import is_hooked
+from lightning_zero.engine.runtime.step_timing import StepTiming
 from lightning_zero.engine.sharded_module import EngineOptions, ShardedModule
 from lightning_zero.engine.units.deferred_init import deferred_params
 from lightning_zero.engine.units.facts import optimizer_facts
@@ -106,24 +107,18 @@ class EngineState:
                 "Make the same optimizers, with the same parameters in the same order, on every rank.",
             )
         self.let_go()
-        step_in_backward = self.sharded.step_in_backward
-        if step_in_backward is not None and len(optimizers) > 1:
-            raise ValueError(
-                f"`step='backward'` is for one optimizer, got {len(optimizers)}: a backward does not say which of"
-                " them is going to step. Use `step='auto'`."
-            )
+        timing = self.timing
+        timing.refuse_many(len(optimizers))
         for optimizer in optimizers:
             sharded = self._sharded_optimizer(optimizer)
             self.attached.add(sharded)
             if self.options.offload is not None and self.options.offload.step_device == "cuda":
                 sharded.checks.require_runs("Offload(step_device='cuda')")
-            if step_in_backward is not None:
-                sharded.allow_early_steps()
-                step_in_backward.optimizer = sharded
+            timing.attach(sharded)
         self.attached.replace_former()
 
     def _sharded_optimizer(self, optimizer: Optimizer) -> ShardedOptimizer:
-        return ShardedOptimizer(
+        return self.options.timing.optimizer_class(
             optimizer,
             self.param_index.by_id,
             communicator=self.communicator,
@@ -147,8 +142,8 @@ class EngineState:
         if self.module is not None:
             self.sharded.offloaded_states.reload()
         self.attached.detach()
-        if self._made is not None and self._made.step_in_backward is not None:
-            self._made.step_in_backward.optimizer = None
+        if self._made is not None:
+            self._made.timing.let_go()
 
     def drop_gradients(self) -> None:
         """Drop the gradients of all parameters."""
@@ -198,6 +193,11 @@ class EngineState:
         if self._made is None:
             raise RuntimeError(_NO_MODULE)
         return self._made
+
+    @property
+    def timing(self) -> StepTiming:
+        """When units are stepped."""
+        return self._last_made.timing
 
     @property
     def buffers(self) -> list[FlatBuffer]:
@@ -262,14 +262,6 @@ class EngineState:
         """End an interrupted backward, before gradients are read or assigned. No collective."""
         if self.module is not None:
             self.sharded.hooks.scopes.recover()
-
-    def refuse_with_early_steps(self, action: str) -> None:
-        """Refuse an operation on all gradients where units are stepped in the backward."""
-        if self.options.steps_in_backward:
-            raise ValueError(
-                f"{action} does not work with `step='backward'`: a unit's gradients are stepped and given up before"
-                " those of the next one are there. Use `step='auto'`."
-            )
 
     def _mark_stale(self, buffer: FlatBuffer) -> None:
         self.param_index.unit_of(buffer).mark_stale()

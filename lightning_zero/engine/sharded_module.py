@@ -23,8 +23,8 @@ from lightning_zero.engine.optim.moments import MOMENT_FORMATS, MomentFormat
 from lightning_zero.engine.optim.step_device import StepDevices
 from lightning_zero.engine.runtime.hooks import Hooks
 from lightning_zero.engine.runtime.order import PassOrder
-from lightning_zero.engine.runtime.reduction import Reducer
 from lightning_zero.engine.runtime.step_in_backward import StepInBackward
+from lightning_zero.engine.runtime.step_timing import StepTiming
 from lightning_zero.engine.runtime.transforms import serve_transforms
 from lightning_zero.engine.units.facts import model_facts, unit_facts
 from lightning_zero.engine.units.grid_groups import GridGroups
@@ -40,6 +40,13 @@ from lightning_zero.grid import Grid, GridPlaces, check_places
 from lightning_zero.storage.store import DeviceStore
 
 __all__ = ["EngineOptions", "ShardedModule"]
+
+_TIMINGS: dict[StepTime, type[StepTiming]] = {
+    "auto": StepTiming,
+    "now": StepTiming,
+    "deferred": StepTiming,
+    "backward": StepInBackward,
+}
 
 _SAME_BUFFERS = (
     "On a grid all ranks get the module buffers of rank 0. Keep a value that differs, such as the first row of a part,"
@@ -78,9 +85,9 @@ class EngineOptions:
         return MOMENT_FORMATS[self.moments]
 
     @property
-    def steps_in_backward(self) -> bool:
-        """Whether each unit is stepped in the backward."""
-        return self.step == "backward"
+    def timing(self) -> type[StepTiming]:
+        """When units are stepped."""
+        return _TIMINGS[self.step]
 
     def sharding(self, world_size: int) -> Sharding:
         """Return the tensors kept sharded; a single rank gives up only those to be offloaded (ADR 0016)."""
@@ -88,7 +95,7 @@ class EngineOptions:
         if world_size > 1 or (self.offload is not None and self.offload.params is not None):
             return sharding
         is_offloaded = self.offload is not None and self.offload.optimizer is not None
-        leaves = sharding.grads and (is_offloaded or self.steps_in_backward)
+        leaves = sharding.grads and (is_offloaded or not self.timing.keeps_gradients)
         return Sharding(params=False, grads=leaves, optim=False)
 
     def facts(self, device: torch.device) -> dict[str, str]:
@@ -176,9 +183,10 @@ class ShardedModule:
         self.membership = Membership(module, lambda param: param in param_index)
         # - Hooks, order, reductions
         prefetch = options.communication.prefetch
-        self.step_in_backward = self._make_step_in_backward() if options.steps_in_backward else None
-        in_flight = 0 if self.step_in_backward is not None and self.communicator.world_size == 1 else min(prefetch, 1)
-        reducer = Reducer(param_index.units, self.communicator, in_flight, self.step_in_backward)
+        self.timing = options.timing(self.communicator)
+        has_disks = self.placement.disk is not None
+        self.timing.check(stage=options.stage, is_pipeline=self.parts is not None, has_disks=has_disks)
+        reducer = self.timing.reducer(param_index.units, prefetch)
         order = PassOrder(param_index.units, self.communicator, reducer, prefetch)
         self.hooks = Hooks(
             module,
@@ -314,20 +322,6 @@ class ShardedModule:
             unit.reshard()
         if self.parts is not None:
             self.parts.start_equal(self._param_index.buffers)
-
-    def _make_step_in_backward(self) -> StepInBackward:
-        if self.parts is not None or (self._options.stage == 0 and self.communicator.world_size > 1):
-            what = "a pipeline" if self.parts is not None else "`stage=0`"
-            raise ValueError(
-                f"`step='backward'` does not work with {what}: gradients are complete after the backward. Use"
-                " stage 1, 2 or 3 without a pipeline, or `step='auto'`."
-            )
-        if self.placement.disk is not None:
-            raise ValueError(
-                "`step='backward'` does not work with 'nvme': gradients go to the disk, and a step would wait for"
-                " it. Steps are made beside the next forward anyhow; or use `Offload(optimizer='cpu')`."
-            )
-        return StepInBackward(self.communicator)
 
     # -- The end ---------------------------------------------------------------------------------------------------
 

@@ -79,10 +79,10 @@ class StepControl:
         """Run a micro-batch at its position among those of one step.
 
         Raises:
-            ValueError: It is not the last, with ``step='backward'``.
+            ValueError: It is not the last, and the option ``step`` keeps no gradients.
         """
         if microbatch is not Microbatch.LAST:
-            self._state.refuse_with_early_steps("Accumulating gradients over micro-batches")
+            self._state.timing.refuse("Accumulating gradients over micro-batches")
         backward = self._state.sharded.hooks.backward
         before, backward.microbatch = backward.microbatch, microbatch
         try:

@@ -78,7 +78,7 @@ class UnitOwner:
         _refuse_in_backward(buffer, index)
         if gradients.is_spent:
             if gradients.is_ahead or not is_called_by(nn.Module.zero_grad):
-                self._state.refuse_with_early_steps(f"Reading the gradient of `{self.param_name(param)}`")
+                self._state.timing.refuse(f"Reading the gradient of `{self.param_name(param)}`")
             buffer.window.drop([index])
             return None
         attached.show_gradient(param, (buffer, index))
@@ -93,7 +93,7 @@ class UnitOwner:
         _refuse_in_backward(buffer, index)
         if buffer.gradients.is_ahead:
             action = "Dropping" if grad is None else "Assigning"
-            self._state.refuse_with_early_steps(
+            self._state.timing.refuse(
                 f"{action} the gradient of `{self.param_name(param)}` between backward and `optimizer.step()`"
             )
         if isinstance(grad, ShardedGradient):  # a segment: it is written in the step window

@@ -8,11 +8,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_zero.config import ActivationCheckpointing, Pipeline, StepTime
 from lightning_zero.lightning.pipelined_steps import refuse_program
 from lightning_zero.lightning.precision import LossScale
+from lightning_zero.lightning.step_in_backward import refuse_with_early_steps
 
 __all__ = ["refuse_options"]
 
@@ -59,7 +59,7 @@ def refuse_options(strategy: _Options, trainer: pl.Trainer) -> None:
     _refuse_activations(strategy)
     _refuse_async(strategy, trainer)
     _refuse_pipeline(strategy, trainer)
-    _refuse_with_early_steps(strategy, trainer)
+    refuse_with_early_steps(strategy, trainer)
     if strategy.loss_scale is not None and strategy.precision_plugin.scaler is None:
         raise ValueError(
             f"`loss_scale` has no effect with precision={strategy.precision_plugin.precision!r}."
@@ -91,26 +91,6 @@ def _refuse_pipeline(strategy: _Options, trainer: pl.Trainer) -> None:
             raise ValueError(
                 f"`{type(callback).__name__}` reads all parameters on every rank, and a pipeline stage has a part"
                 " of them. Remove the callback, or `pipeline`."
-            )
-
-
-def _refuse_with_early_steps(strategy: _Options, trainer: pl.Trainer) -> None:
-    if strategy.step != "backward" or trainer.state.fn != TrainerFn.FITTING:
-        return
-    hooks = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
-    overridden = [name for name in hooks if is_overridden(name, trainer.lightning_module)]
-    found = {
-        f"`pipeline={strategy.pipeline!r}`": strategy.pipeline is not None,
-        f"`gradient_clip_val={trainer.gradient_clip_val!r}`": bool(trainer.gradient_clip_val),
-        f"`accumulate_grad_batches={trainer.accumulate_grad_batches!r}`": trainer.accumulate_grad_batches != 1,
-        f"precision={strategy.precision_plugin.precision!r}": strategy.precision_plugin.scaler is not None,
-        f"an overridden `{', '.join(overridden)}`": bool(overridden),
-    }
-    for option, is_there in found.items():
-        if is_there:
-            raise ValueError(
-                f"`step='backward'` does not work with {option}: a unit's gradients are stepped and freed in the"
-                " backward. Leave one of the two out."
             )
 
 

@@ -299,8 +299,5 @@ def _changed_part(units: Sequence[Unit]) -> RuntimeError | None:
 
 
 def _can_show_alone(unit: Unit) -> bool:
-    """Say whether this rank has all masters of a unit, and none was stepped before ``optimizer.step()``."""
-    return not any(
-        buffer.original is not None and (buffer.original.needs_others or buffer.gradients.is_ahead)
-        for buffer in unit.buffers
-    )
+    """Say whether this rank can show a unit in its own dtype by itself."""
+    return all(buffer.can_show_alone for buffer in unit.buffers)

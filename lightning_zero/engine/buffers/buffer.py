@@ -590,14 +590,10 @@ class FlatBuffer:
             if is_known:
                 self._versions[index] = param._version
 
-    def spend_gradients(self) -> None:
-        """Give up the reduced gradients to a step that was made in the backward."""
-        self.gradients.spend()
-        if (
-            self.values.master is None and not self.sharding.params
-        ):  # saved tensors of this backward must notice the write
-            for index in range(len(self.params)):
-                self.mark_stepped(index)
+    @property
+    def can_show_alone(self) -> bool:
+        """Whether this rank has all masters, and none was stepped before ``optimizer.step()``."""
+        return self.original is None or not (self.original.needs_others or self.gradients.is_ahead)
 
     def _refuse_new_values(self) -> None:
         """Refuse to show stepped values before the step that asks for them."""

@@ -1,1 +1,1 @@
-"""PyTorch's optimizers on segments: flat, deferred, streamed and early steps."""
+"""PyTorch's optimizers on segments: flat, deferred and streamed steps."""

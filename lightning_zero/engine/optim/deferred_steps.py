@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -30,6 +30,7 @@ class DeferredSteps:
         self._deferral = deferral
         self.after_defer = after_defer
         self.buffers: list[FlatBuffer] = []  # in the last step
+        self.begun: dict[int, Update] = {}  # of the next one, by buffer: they may be running
 
     def wants(self, buffer: FlatBuffer) -> bool:
         """Say whether the step of a buffer is deferred."""
@@ -43,14 +44,11 @@ class DeferredSteps:
         states = partial(self._flat_step.flat_states, buffer)
         return buffer.values.plan(self._deferral, calls, states=states, gradient=gradient, rounds=rounds)
 
-    def begin(
-        self, buffers: Iterable[FlatBuffer], early: Mapping[int, Update], *, rounds: Callable[[], bool], at_once: bool
-    ) -> None:
+    def begin(self, buffers: Iterable[FlatBuffer], *, rounds: Callable[[], bool], at_once: bool) -> None:
         """Hand over the steps that are made later, in the order of the units.
 
         Args:
             buffers: Of the optimizer.
-            early: Steps that were begun in the backward, by buffer.
             rounds: Says whether nobody but the engine is called between a step and its publication.
             at_once: The program may change the inputs of the steps, so they are made now.
         """
@@ -58,7 +56,7 @@ class DeferredSteps:
         if self._flat_step is None or self._deferral is None:
             return
         for buffer in buffers:
-            update = early.get(id(buffer))
+            update = self.begun.pop(id(buffer), None)
             if self._flat_step.has_calls(buffer):
                 update = self.update(buffer, gradient=buffer.gradients.reduced, rounds=rounds())
             if update is not None:

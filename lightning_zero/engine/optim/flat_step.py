@@ -133,14 +133,14 @@ class FlatStep:
         """
         self.refuse_moments(group)
         self.refuse_unless_flat(group)
-        if not self._covers(group):
+        if not self.covers(group):
             return list(group["params"])
         left: list[nn.Parameter] = []
         chosen: dict[int, tuple[FlatBuffer, list[int]]] = {}
         for param in group["params"]:
             buffer, index = self._places[id(param)]
             has_flat_gradient = buffer.window.take_gradient(index)
-            if has_flat_gradient and self._suits_buffer(buffer) and self._suits_state(group, buffer, index):
+            if has_flat_gradient and self.fits(group, buffer, index):
                 chosen.setdefault(id(buffer), (buffer, []))[1].append(index)
                 continue
             if has_flat_gradient and not (self._moments.is_pytorchs and buffer.home.flat_for is None):
@@ -151,40 +151,22 @@ class FlatStep:
                 )
             left.append(param)
         for buffer, indices in chosen.values():
-            self._step_buffer(group, buffer, sorted(indices), rounds)
+            self.plan(group, buffer, sorted(indices), rounds=rounds)
         return left
-
-    def step_early(self, groups: Iterable[dict[str, Any]], buffer: FlatBuffer) -> None:
-        """Prepare to step a buffer, all of whose parameters are in ``groups``; ``take_calls`` gives the calls to make.
-
-        Raises:
-            RuntimeError: PyTorch would have to step one of them.
-        """
-        for group in groups:
-            indices = [self._places[id(param)][1] for param in group["params"] if self._places[id(param)][0] is buffer]
-            fits = all(self._suits_state(group, buffer, index) for index in indices)
-            if indices and not (fits and self._covers(group) and self._suits_buffer(buffer)):
-                raise RuntimeError(
-                    f"Unit `{buffer.name}` cannot be stepped in the backward: `{type(self._optimizer).__name__}` has"
-                    " options or states that PyTorch has to step. Use `step='auto'`."
-                )
-            self._step_buffer(group, buffer, indices, rounds=False)
 
     def can_step(self, group: Mapping[str, Any]) -> bool:
         """Say whether a group is stepped by runs."""
         buffers = [self._places[id(param)][0] for param in group["params"]]
-        return self._covers(group) and all(self._suits_buffer(buffer) for buffer in buffers)
+        return self.covers(group) and all(self._suits_buffer(buffer) for buffer in buffers)
 
     def steps_all(self, group: Mapping[str, Any]) -> bool:
         """Say whether everything in a group that has a gradient can be stepped by runs now."""
-        if not self._covers(group):
+        if not self.covers(group):
             return False
         for param in group["params"]:
             buffer, index = self._places[id(param)]
-            if buffer.gradients.is_spent:
-                continue
             if buffer.window.take_gradient(index):
-                if not (self._suits_buffer(buffer) and self._suits_state(group, buffer, index)):
+                if not self.fits(group, buffer, index):
                     return False
             elif index in buffer.gradients.has_grad:
                 return False
@@ -253,14 +235,15 @@ class FlatStep:
     def _obstacle(self, group: Mapping[str, Any], buffers: Iterable[FlatBuffer]) -> str | None:
         """Return the options or values that keep a group from being stepped by flat ranges; None if none do."""
         names = ("lr", "weight_decay", "betas", "fused", *_UNSUPPORTED)
-        if not self._covers(group):
+        if not self.covers(group):
             return ", ".join(f"`{name}={group[name]!r}`" for name in names if name in group)
         buffer = next((buffer for buffer in buffers if not self._suits_buffer(buffer)), None)
         if buffer is None:
             return None
         return f"{buffer.values.stepped.dtype} values of unit `{buffer.name}`"
 
-    def _covers(self, group: Mapping[str, Any]) -> bool:
+    def covers(self, group: Mapping[str, Any]) -> bool:
+        """Say whether the options of a group are those of a step by runs."""
         scaled = [getattr(self._optimizer, name, None) for name in ("grad_scale", "found_inf")]  # torch.amp.GradScaler
         numbers = [group["lr"], group["weight_decay"], *group.get("betas", ())]
         return (
@@ -270,6 +253,10 @@ class FlatStep:
             and not any(torch.is_tensor(number) for number in numbers)
             and all(value is None for value in scaled)
         )
+
+    def fits(self, group: Mapping[str, Any], buffer: FlatBuffer, index: int) -> bool:
+        """Say whether values, gradient and state of a parameter are those of a step by runs."""
+        return self._suits_buffer(buffer) and self._suits_state(group, buffer, index)
 
     def _suits_buffer(self, buffer: FlatBuffer) -> bool:
         return buffer.values.stepped.dtype == torch.float32 and buffer.kind.reduce in _GRADIENTS
@@ -307,7 +294,15 @@ class FlatStep:
 
     # -- Runs ------------------------------------------------------------------------------------------------------
 
-    def _step_buffer(self, group: dict[str, Any], buffer: FlatBuffer, indices: list[int], rounds: bool) -> None:
+    def plan(self, group: dict[str, Any], buffer: FlatBuffer, indices: list[int], *, rounds: bool) -> None:
+        """Prepare to step slots of a buffer; ``take_calls`` gives the calls to make.
+
+        Args:
+            group: The group of their parameters.
+            buffer: The buffer.
+            indices: The slots.
+            rounds: Write the parameters in the dtype in which they compute too.
+        """
         group = {key: value for key, value in group.items() if key != "params"}  # schedulers move its options
         steps = self._make_states(group, buffer, indices)
         calls = self._calls.setdefault(id(buffer), [])  # none where this rank has no element: others may have some

@@ -1,4 +1,4 @@
-"""Torch optimizers on segments: steps in the step window, in the backward and deferred ones.
+"""Torch optimizers on segments: steps in the step window and deferred ones.
 
 The user's optimizer keeps the module's own parameters in its groups. In the *step window* (ADR 0011) each of them shows
 this rank's segment of the master as ``data`` and of the reduced gradient as ``grad``; outside of it, whole or released
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.config import STEP_USE
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.deferred import Deferral, Update
 from lightning_zero.engine.buffers.labels import label
@@ -29,7 +30,6 @@ from lightning_zero.engine.optim.moments import MomentFormat
 from lightning_zero.engine.optim.optimizer_checks import OptimizerChecks
 from lightning_zero.engine.optim.segment_states import SegmentStates
 from lightning_zero.engine.optim.step_window import StepWindow
-from lightning_zero.engine.optim.steps_made_early import StepsMadeEarly
 from lightning_zero.engine.optim.whole_gradients import WholeGradients, by_buffer
 from lightning_zero.engine.units.pipeline_peers import PipelinePeers
 from lightning_zero_ops.selfcheck import kernels_agree
@@ -85,7 +85,6 @@ class ShardedOptimizer:
         self._flat_step: FlatStep | None = None
         if FlatStep.suits(optimizer):
             self._flat_step = FlatStep(optimizer, self._attached, moments, has_kernels=self._agree_on_kernels())
-        self._early = StepsMadeEarly()
         self._deferred = DeferredSteps(self._flat_step, deferral, after_defer)
         self._window = StepWindow(lambda: before_open(self), after_defer)
         self.states = SegmentStates(optimizer, self._attached, flat_step=self._flat_step, moments=moments)
@@ -129,7 +128,6 @@ class ShardedOptimizer:
     def detach(self) -> None:
         """Give the optimizer back as it was; its state stays, on disks in the dtype that it has there."""
         self.close()
-        self._early.finish()
         self.finish_deferred()
         for hook in self._hooks:
             hook.remove()
@@ -173,7 +171,7 @@ class ShardedOptimizer:
     @property
     def is_halfway(self) -> bool:
         """Whether some values are those before a step and others those behind it, also after an error in a step."""
-        return self._is_halfway or not self._early.is_empty
+        return self._is_halfway
 
     def shares_with(self, other: ShardedOptimizer) -> bool:
         """Say whether another optimizer has one of its parameters."""
@@ -198,12 +196,23 @@ class ShardedOptimizer:
     def open(self) -> None:
         """Open the step window; does nothing while it is open."""
         if not self.is_open:
-            self._window.prepare(lambda: self.buffers)
-            self._window.enter(self.places)
+            self._prepare_window()
+            self._window.enter(self._places_to_show())
 
     def close(self) -> None:
         """Close the step window; does nothing while it is closed."""
         self._window.close(lambda: self.buffers)
+
+    def _prepare_window(self) -> None:
+        self._window.prepare(self._buffers_to_show)
+
+    def _buffers_to_show(self) -> list[FlatBuffer]:
+        """Return the buffers whose parameters the step window shows."""
+        return self.buffers
+
+    def _places_to_show(self) -> Iterable[BufferSlot]:
+        """Return the parameters that the step window shows."""
+        return self.places
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if self._running_step:  # `super().step()`
@@ -215,15 +224,14 @@ class ShardedOptimizer:
         self._refuse_local_gradients()
         self.states.look_for_kept(lambda: self.buffers)
         if self.is_open:  # somebody may have pointed `data` elsewhere
-            self._window.take_again(self.buffers)
+            self._window.take_again(self._buffers_to_show())
         self._begin_window()
         self._running_step.begin()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._is_halfway = True
             return args, kwargs
-        if self._early.is_on:
-            raise ValueError("`step(closure)` may call backward several times, which `step='backward'` excludes.")
+        self._check_closure()
 
         def evaluate() -> Any:
             self._take_values()
@@ -241,12 +249,15 @@ class ShardedOptimizer:
             return (args[0], evaluate, *args[2:]), kwargs
         return args, {**kwargs, "closure": evaluate}
 
+    def _check_closure(self) -> None:
+        """Refuse a step with a closure where that cannot be."""
+
     def _begin_window(self) -> None:
         """Take over the gradients and open the window, unless nobody but the engine is there to look into it."""
         if not self.is_open:
-            self._window.prepare(lambda: self.buffers)
+            self._prepare_window()
             if not self._is_alone():
-                self._window.enter(self.places)
+                self._window.enter(self._places_to_show())
         self._show_gradients()
 
     def _is_alone(self) -> bool:
@@ -256,7 +267,7 @@ class ShardedOptimizer:
             self._flat_step is not None
             and all(getattr(hook, "__module__", "").startswith("lightning_zero.engine.") for hook in hooks)
             and self._is_last()
-            and all(self._flat_step.steps_all(group) for group in self.optimizer.param_groups)
+            and all(self._flat_step.steps_all(self._left_to_step(group)) for group in self.optimizer.param_groups)
         )
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -292,8 +303,7 @@ class ShardedOptimizer:
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
                 "`optimizer.step()` was called in a backward (a hook of `register_post_accumulate_grad_hook`?), where"
-                " gradients are those of this rank alone. Step behind the backward, or use `step='backward'`, which"
-                " steps each unit when its gradients are averaged."
+                f" gradients are those of this rank alone. {STEP_USE}"
             )
 
     def _refuse_local_gradients(self) -> None:
@@ -320,12 +330,14 @@ class ShardedOptimizer:
             buffer.window.show(index)
             buffer.window.strip(index)
 
+    def _left_to_step(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return a group of the parameters that are not stepped yet."""
+        return group
+
     def step_runs(self, group: dict[str, Any]) -> dict[str, Any]:
         """Step a group's flat ranges; return a group of the parameters that PyTorch has to step."""
         assert self._flat_step is not None
-        self._early.refuse_moved_options(self.optimizer.param_groups)
-        params = [param for param in group["params"] if not self._attached[id(param)][0].gradients.is_spent]
-        left = self._flat_step.step({**group, "params": params}, rounds=self._is_last())
+        left = self._flat_step.step(self._left_to_step(group), rounds=self._is_last())
         mixed = {id(self._attached[id(param)][0]): self._attached[id(param)][0] for param in left}
         self._by_torch.update(mixed)
         for buffer in self.buffers:
@@ -357,40 +369,7 @@ class ShardedOptimizer:
     def _defer(self) -> None:
         """Hand over the steps that are made later, in the order of the units."""
         self._by_torch.clear()
-        early = self._early.take()
-        self._deferred.begin(self.buffers, early, rounds=self._is_last, at_once=self.states.are_kept)
-
-    # -- Steps in the backward -------------------------------------------------------------------------------------
-
-    def allow_early_steps(self) -> None:
-        """Let buffers be stepped in the backward (ADR 0027).
-
-        Raises:
-            ValueError: The engine does not step all groups itself.
-        """
-        self.checks.require_runs("step='backward'")
-        self._early.is_on = True
-
-    def holds_all_of(self, buffer: FlatBuffer) -> bool:
-        """Say whether the optimizer steps every trained parameter of a buffer."""
-        return all(id(param) in self._attached for param in buffer.params if param.requires_grad)
-
-    def step_early(self, buffer: FlatBuffer) -> None:
-        """Step a buffer whose gradients are complete, in the backward; ``step`` shows the result later."""
-        assert self._flat_step is not None
-        self._early.begin(self.optimizer.param_groups)
-        with torch.inference_mode(False), torch.no_grad():
-            buffer.gradients.has_grad.update(index for index, param in enumerate(buffer.params) if param.requires_grad)
-            buffer.forget_original()
-            buffer.refresh_master()
-            self._flat_step.step_early(self.optimizer.param_groups, buffer)
-            buffer.spend_gradients()
-        self._early.add(buffer, None)
-        if self._deferred.wants(buffer) and buffer.home.is_apart:
-            self._early.add(buffer, self._deferred.update(buffer, gradient=None, rounds=False))
-        else:
-            Update(buffer.name, self._flat_step.take_calls(buffer), thread=None).finish()
-            buffer.home.give_back_lent()
+        self._deferred.begin(self.buffers, rounds=self._is_last, at_once=self.states.are_kept)
 
     def finish_deferred(self) -> None:
         """Make the steps that are due: somebody looks at the states. No collective."""
@@ -403,13 +382,16 @@ class ShardedOptimizer:
         hooks = [*self.optimizer._optimizer_step_post_hooks, *_global_optimizer_post_hooks]
         return len(hooks) == 1
 
+    def _is_due_later(self, buffer: FlatBuffer) -> bool:
+        """Say whether the step of a buffer, not this call, publishes its values."""
+        return self._flat_step is not None and self._flat_step.has_calls(buffer)
+
     def _publish(self) -> None:
         stepped = [
             buffer
             for buffer in self.buffers
             if (buffer.gradients.has_grad or any(param.requires_grad for param in buffer.params))
-            and not (self._flat_step is not None and self._flat_step.has_calls(buffer))
-            and not self._early.is_running(buffer)
+            and not self._is_due_later(buffer)
         ]
         for pending in [buffer.publish() for buffer in stepped]:
             if pending is not None:
@@ -420,21 +402,11 @@ class ShardedOptimizer:
 
     def forget_gradients(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero."""
-        if not self._early.is_empty:
-            raise RuntimeError(
-                "`zero_grad` was called between backward and `optimizer.step()`, but `step='backward'` has made"
-                " steps with these gradients. Call `step` first, or use `step='auto'`."
-            )
         self.close()
         if self._keeps_gradients():
             return
-        if not set_to_none and self._early.is_on:
-            raise ValueError(
-                "`zero_grad(set_to_none=False)` keeps gradients of zero, with which a unit without a gradient would be"
-                " stepped; `step='backward'` has none to keep. Use `zero_grad()`, or `step='auto'`."
-            )
         for buffer, indices in by_buffer(self.places):
-            if set_to_none or buffer.gradients.is_spent:
+            if set_to_none:
                 buffer.window.drop(indices)
             else:
                 buffer.window.zero(indices)

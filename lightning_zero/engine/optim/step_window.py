@@ -32,15 +32,12 @@ class StepWindow:
         """Bring masters up to date with the parameters before the step window opens."""
         self._before_open()
         for buffer in buffers():
-            if not buffer.gradients.is_ahead:
-                buffer.refresh_master()
-                buffer.values.forget_rounding()
-            else:
-                buffer.window.take_gradients()  # refuses assigned gradients
+            buffer.refresh_master()
+            buffer.values.forget_rounding()
 
     def enter(self, places: Iterable[BufferSlot]) -> None:
-        """Let parameters show segments, but for those that were stepped in the backward."""
-        self.places = [(buffer, index) for buffer, index in places if not buffer.gradients.is_ahead]
+        """Let parameters show segments."""
+        self.places = list(places)
         with torch.inference_mode(False):
             for buffer, index in self.places:
                 buffer.window.enter(index)
@@ -51,7 +48,7 @@ class StepWindow:
         for buffer, index in self.places:
             buffer.window.take_values(index)
         for buffer in buffers:
-            if len(buffer.entered) < len(buffer.params) and not buffer.gradients.is_ahead:
+            if len(buffer.entered) < len(buffer.params):
                 buffer.refresh_master()  # parameters that it does not hold may have been written since
 
     def close(self, buffers: Callable[[], Iterable[FlatBuffer]]) -> None:

@@ -19,7 +19,6 @@ class StepsMadeEarly:
     """
 
     def __init__(self) -> None:
-        self.is_on = False  # the option `step="backward"` is set
         self._steps: dict[int, tuple[FlatBuffer, Update | None]] = {}  # the update of a step that may still be running
         self._options: list[dict[str, Any]] = []  # of the groups, when the first step was made
 

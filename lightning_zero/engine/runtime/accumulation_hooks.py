@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_zero.config import STEP_USE
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.parameter import raw_grad, set_raw_grad
 
@@ -144,8 +145,8 @@ class ShownSums(dict[nn.Parameter, _Before]):
             set_raw_grad(param, None)
             raise RuntimeError(
                 f"A hook of `register_post_accumulate_grad_hook` has written `{buffer.layout.slots[index].name}` in the"
-                " backward (an optimizer in the backward?), where its gradient is that of this rank alone. Step after"
-                " the backward, or use `step='backward'`, which steps each unit when its gradients are averaged."
+                " backward (an optimizer in the backward?), where its gradient is that of this rank alone."
+                f" {STEP_USE}"
             )
         if before.shown is None:
             return grad

@@ -12,14 +12,13 @@ not sent, because its result is known.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 
 from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.labels import label
-from lightning_zero.engine.runtime.step_in_backward import StepInBackward
 from lightning_zero.engine.units.unit import Unit
 
 __all__ = ["Reducer"]
@@ -32,28 +31,18 @@ class Reducer:
         units: All units.
         communicator: Over which ranks agree.
         in_flight: How many buffers may be reducing while backward goes on.
-        step_in_backward: Steps reduced units while backward goes on; None: nothing is stepped in the backward.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        communicator: Communicator,
-        in_flight: int,
-        step_in_backward: StepInBackward | None = None,
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], communicator: Communicator, in_flight: int) -> None:
         self._units = list(units)
         self._communicator = communicator
         self._max_in_flight = in_flight
-        self._step_in_backward = step_in_backward
         self._in_flight: list[tuple[Unit, FlatBuffer, Pending]] = []
         self._late: set[Unit] = set()  # got a gradient after their reduction had started
         self._last: dict[Hashable, tuple[bytes, bytes]] = {}  # flags of this rank, and of any, by kind of pass
 
     def begin(self) -> None:
         """Begin a backward."""
-        if self._step_in_backward is not None:
-            self._step_in_backward.begin(self._units)
         for unit in self._units:
             unit.begin_backward()
 
@@ -68,8 +57,7 @@ class Reducer:
         if unit.is_reduced:
             return
         unit.begin_reduce()
-        if self._step_in_backward is not None:
-            self._step_in_backward.promise(unit)
+        self._announce(unit)
         for buffer in unit.reducing_buffers:
             self._drain(max(self._max_in_flight - 1, 0))
             with label("reduce", unit.name):
@@ -115,15 +103,25 @@ class Reducer:
 
     def serve(self, unit: Unit) -> None:
         """Take part in a reduction of an abandoned backward. Collective: all ranks."""
-        if self._step_in_backward is not None:
-            self._step_in_backward.promise(unit)
+        self._announce(unit)
         for buffer in unit.reducing_buffers:
             buffer.gradients.serve().wait()
 
     def settle(self) -> None:
         """Wait for the agreements of abandoned backwards. Collective: all ranks have come behind them."""
-        if self._step_in_backward is not None:
-            self._step_in_backward.settle()
+
+    # -- For subclasses that act in the backward -------------------------------------------------------------------
+
+    def _announce(self, unit: Unit) -> None:
+        """Prepare the reduction of a unit. All ranks, in order."""
+
+    def _after_reduction(self, unit: Unit, buffer: FlatBuffer) -> None:
+        """Use the average of a buffer while backward goes on."""
+
+    def _check_late(self, units: Iterable[Unit]) -> None:
+        """Refuse units, if need be, that got a gradient after their reduction. On all ranks alike."""
+
+    # -- The reductions that run -----------------------------------------------------------------------------------
 
     def _drain(self, keep: int) -> None:
         while len(self._in_flight) > keep:
@@ -132,8 +130,7 @@ class Reducer:
                 pending.wait()
                 del self._in_flight[0]
                 buffer.gradients.finish_reduce()
-            if self._step_in_backward is not None:
-                self._step_in_backward.reduced(unit, buffer)
+            self._after_reduction(unit, buffer)
 
     @property
     def _buffers(self) -> list[FlatBuffer]:
@@ -158,8 +155,7 @@ class Reducer:
         buffers = self._buffers
         agreed = self._last[kind][1] if is_as_before else self._agree_on_flags(kind)
         late = [unit for unit, flag in zip(self._units, agreed[: len(self._units)], strict=True) if flag]
-        if self._step_in_backward is not None:
-            self._step_in_backward.refuse_late(late)
+        self._check_late(late)
         position = len(self._units)
         for buffer in buffers:
             used = agreed[position : position + len(buffer.params)]

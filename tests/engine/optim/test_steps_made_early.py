@@ -35,7 +35,7 @@ def test_a_step_that_may_be_running_is_handed_on_or_finished() -> None:
     for index, shape in enumerate(SHAPES):
         buffer.gradients.accumulate(index, torch.ones(shape))
     reduce_fully(buffer)
-    buffer.spend_gradients()
+    buffer.gradients.spend()
     ahead.begin(_groups())
     ahead.add(buffer, None)
     assert not ahead.is_running(buffer)
