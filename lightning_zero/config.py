@@ -17,11 +17,13 @@ from lightning_zero.option_checks import checked_fields, from_fields
 __all__ = [
     "ActivationCheckpointing",
     "Communication",
+    "DISKS_USE",
     "FORMER_STEP_OPTIONS",
     "MixedPrecision",
     "Moments",
     "OFFLOAD_USE",
     "Offload",
+    "OffloadTarget",
     "Pipeline",
     "ReduceDtype",
     "ReduceTime",
@@ -29,10 +31,12 @@ __all__ = [
     "Schedule",
     "Sharding",
     "StepTime",
+    "last_target",
 ]
 
 ReduceDtype = Literal["fp32", "bf16", "fp16"]
 OffloadTarget = Literal["cpu", "nvme"]
+"""Where tensors are stored between uses: in host memory, or in files on local disks."""
 Moments = Literal["fp32", "bf16", "int8"]
 """How the moments of ``torch.optim.AdamW`` and ``Adam`` are kept.
 
@@ -55,6 +59,7 @@ FORMER_STEP_OPTIONS = {
     "deferred_step": "Use `step='deferred'` for True, `step='now'` for False, `step='auto'` for None.",
     "step_in_backward": "Use `step='backward'` for True, `step='auto'` for False.",
 }
+DISKS_USE = "Use `Offload(optimizer='nvme', path='/a/directory')` and its other fields."
 OFFLOAD_USE = (
     "Use 'cpu', `Offload(...)`, a dict of its fields, or None. Disks need `Offload(optimizer='nvme', path=...)`."
 )
@@ -437,6 +442,11 @@ class Pipeline:
     def num_microbatches(self) -> int:
         """Micro-batches of a training batch."""
         return self.microbatches or self.stages
+
+
+def last_target(offload: Offload) -> OffloadTarget:
+    """Return where units are stored that find room nowhere else."""
+    return "nvme" if offload.uses_disks else "cpu"
 
 
 def _require_positive(options: Any, *names: str) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from lightning_zero.config import FORMER_STEP_OPTIONS
+from lightning_zero.config import DISKS_USE, FORMER_STEP_OPTIONS
 
 __all__ = ["FOREIGN_OPTIONS", "FOREIGN_TO_ENGINE"]
 
 _OFFLOAD = "`offload='cpu'`, or `Offload(optimizer=..., params=...)`, which names the place of each."
 _PREFETCH = "`communication=Communication(prefetch=...)`: how many units are gathered before they are used."
 _CHECKPOINTING = "`activation_checkpointing`: True, classes, or `ActivationCheckpointing(policy=...)`."
-_DISKS = "`Offload(optimizer='nvme', path='/a/directory')` and its other fields."
 _LOSS_SCALE = "`loss_scale=LossScale(...)`"
 _PRECISION = "`Trainer(precision=...)`, and `communication=Communication(reduce_dtype=...)` for gradients."
 _ALWAYS = "Leave it out:"
@@ -64,11 +63,11 @@ FOREIGN_OPTIONS: dict[str, str] = {
     "offload_params_device": f"Use {_OFFLOAD}",
     "offload_param": f"Use {_OFFLOAD}",
     "pin_memory": "Use `Offload(pin_memory=...)`.",
-    "nvme_path": f"Use {_DISKS}",
-    "params_buffer_count": f"Use {_DISKS}",
-    "params_buffer_size": f"Use {_DISKS}",
+    "nvme_path": DISKS_USE,
+    "params_buffer_count": DISKS_USE,
+    "params_buffer_size": DISKS_USE,
     "max_in_cpu": "Use `Offload(fraction=...)`: part of the parameters, from 0 to 1, or 'auto'.",
-    "optimizer_buffer_count": f"Use {_DISKS}",
+    "optimizer_buffer_count": DISKS_USE,
     "block_size": "Use `Offload(buffer_bytes=...)`.",
     "queue_depth": "Use `Offload(io_threads=...)`.",
     "thread_count": "Use `Offload(io_threads=...)`.",

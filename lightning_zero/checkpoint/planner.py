@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_zero.boxes import Box, Part, boxes_of_range, covers
-from lightning_zero.storage.disk_tensor import is_on_disk
+from lightning_zero.storage.residence import is_in_memory
 
 __all__ = [
     "Deferred",
@@ -234,7 +234,7 @@ class SegmentSavePlanner(DefaultSavePlanner):
         if value.numel() == 0:
             return value.local.view(value.shape)
         view = next(view for (offsets, _), view in value.views() if offsets == tuple(index.offset or ()))
-        return view.clone() if is_on_disk(view) else view  # one after the other
+        return view.clone() if not is_in_memory(view) else view  # one after the other
 
 
 def _tensor_item(

@@ -173,7 +173,7 @@ class Communicator:
         self._groups: GroupSet | None = None  # None in a world of one rank, and when it is closed
         self.timeout_s = config.timeout_s
         self._backend = ""
-        self._is_abandoned = False  # after an error on this rank
+        self._abandoned_for: str | None = None  # an error on this rank
         self._is_interrupted = False  # see `interrupt`
         self.running: dict[Pending, None] = {}  # nobody has waited for them, in the order in which they were started
         self._late: deque[_LateGather] = deque()  # in the order in which all ranks start them
@@ -589,17 +589,20 @@ class Communicator:
         for one in (self, *self._along):
             one.waits.reset()
 
-    def abandon(self) -> None:
+    def abandon(self, cause: str) -> None:
         """End all calls that peers wait in with an error there: this rank is about to raise one.
 
         No collective. Over NCCL the calls on device memory end with this rank's process.
+
+        Args:
+            cause: The error, in words.
         """
         for part in self._along:
-            part.abandon()
+            part.abandon(cause)
         if self._groups is not None:
             self._groups.destroy()
         self.close()
-        self._is_abandoned = True
+        self._abandoned_for = cause
 
     def distrust(self) -> None:
         """Mark the groups as broken, so that they are not lent again: a call on them has failed."""
@@ -636,8 +639,8 @@ class Communicator:
 
     def _count(self, kind: str, sent_bytes: int) -> None:
         """Count a call that is about to be made, unless the groups are of no use any more."""
-        if self._is_abandoned:
-            raise CollectiveError(f"rank {self.rank} of {self.world_size} has left after an error of its disks.")
+        if self._abandoned_for is not None:
+            raise CollectiveError(f"rank {self.rank} of {self.world_size} has left after {self._abandoned_for}.")
         failure = self.waits.failure()
         if failure is not None:
             raise self.failure(failure.what, RuntimeError(failure.reason))

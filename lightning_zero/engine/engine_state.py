@@ -13,8 +13,8 @@ from lightning_zero.comm.agreement import require_same
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.access.param_index import ParamIndex
 from lightning_zero.engine.buffers.buffer import FlatBuffer
-from lightning_zero.engine.buffers.deferred import Deferral
 from lightning_zero.engine.buffers.parameter import Owner
+from lightning_zero.engine.buffers.update import StepThread
 from lightning_zero.engine.optim.attached import Attached
 from lightning_zero.engine.optim.optimizer import ShardedOptimizer
 from lightning_zero.engine.runtime.hooks import is_hooked
@@ -52,7 +52,7 @@ class EngineState:
         self._made: ShardedModule | None = None
         # - Set by `attach`
         self.attached = Attached(self._mark_stale)
-        self._deferral = Deferral(options.step, lambda: self.communicator.device)
+        self._thread = StepThread(lambda: self.communicator.device)
 
     # -- Set-up and end --------------------------------------------------------------------------------------------
 
@@ -125,7 +125,8 @@ class EngineState:
             before_open=self._before_open,
             parts=self.parts,
             keeps_gradients=self.attached.keeps_gradients,
-            deferral=self._deferral,
+            thread=self._thread,
+            defers=self.timing.defers,
             after_defer=self._mark_stale,
             moments=self.options.moment_format,
             before_step=self.sharded.hooks.scopes.begin_step,
@@ -162,7 +163,7 @@ class EngineState:
             self.attached.close()
             self.flush_here()
         finally:
-            self._deferral.close()
+            self._thread.close()
             self.sharded.close()
             self.module = None
             self.engine = None

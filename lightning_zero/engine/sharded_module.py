@@ -24,7 +24,7 @@ from lightning_zero.engine.optim.step_device import StepDevices
 from lightning_zero.engine.runtime.hooks import Hooks
 from lightning_zero.engine.runtime.order import PassOrder
 from lightning_zero.engine.runtime.step_in_backward import StepInBackward
-from lightning_zero.engine.runtime.step_timing import StepTiming
+from lightning_zero.engine.runtime.step_timing import DeferredTiming, ImmediateTiming, StepTiming
 from lightning_zero.engine.runtime.transforms import serve_transforms
 from lightning_zero.engine.units.facts import model_facts, unit_facts
 from lightning_zero.engine.units.grid_groups import GridGroups
@@ -43,8 +43,8 @@ __all__ = ["EngineOptions", "ShardedModule"]
 
 _TIMINGS: dict[StepTime, type[StepTiming]] = {
     "auto": StepTiming,
-    "now": StepTiming,
-    "deferred": StepTiming,
+    "now": ImmediateTiming,
+    "deferred": DeferredTiming,
     "backward": StepInBackward,
 }
 
@@ -164,8 +164,7 @@ class ShardedModule:
         absent = [] if param_index.remote_params is None else param_index.remote_params.params
         territories = choose_territories(module, options.units, {id(param) for param in absent})
         require_same(self.communicator, unit_facts(territories), "units", _REMEDY)
-        # Blocks of freed memory are not used again for slightly larger tensors, and pile up.
-        self.store = DeviceStore(device, keeps_freed=options.offload is None or not options.offload.uses_disks)
+        self.store = DeviceStore(device, keeps_freed=Placement.keeps_freed(options.offload))
         itemsize = (options.precision.compute_dtype or torch.get_default_dtype()).itemsize
         self.placement = Placement(
             options.offload,
@@ -184,8 +183,9 @@ class ShardedModule:
         # - Hooks, order, reductions
         prefetch = options.communication.prefetch
         self.timing = options.timing(self.communicator)
-        has_disks = self.placement.disk is not None
-        self.timing.check(stage=options.stage, is_pipeline=self.parts is not None, has_disks=has_disks)
+        self.timing.check(
+            stage=options.stage, is_pipeline=self.parts is not None, obstacle=self.placement.obstacle_in_backward
+        )
         reducer = self.timing.reducer(param_index.units, prefetch)
         order = PassOrder(param_index.units, self.communicator, reducer, prefetch)
         self.hooks = Hooks(
@@ -220,8 +220,7 @@ class ShardedModule:
             param_index.by_id,
             communicator=self.communicator,
             store=self.store,
-            host=self.placement.host,
-            disk=self.placement.disk,
+            stores=self.placement.stores,
             prefetch=prefetch,
             moments=options.moment_format,
             lowering=self._lowering,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_zero.engine.access.statistics import away_bytes
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.storage.copies import memory_of
 
@@ -92,11 +93,13 @@ class Meter:
             return {}
         stats = self.engine.stats()
         memory = {name: float(nbytes) for name, nbytes in stats.memory.items()}
-        host = {f"host_{name}": float(nbytes) for name, nbytes in stats.host.items() if nbytes}
-        disk = {f"disk_{name}": float(nbytes) for name, nbytes in stats.disk.items() if nbytes}
         device = self.engine.internals.communicator.device
-        other = memory_in_use(device) - sum(memory.values()) - (sum(host.values()) if device.type == "cpu" else 0.0)
-        memory |= {**host, **disk, "other": max(other, 0.0), "gathered_peak": float(stats.peak_gathered)}
+        other = (
+            memory_in_use(device)
+            - sum(memory.values())
+            - (float(sum(stats.host.values())) if device.type == "cpu" else 0.0)
+        )
+        memory |= {**away_bytes(stats), "other": max(other, 0.0), "gathered_peak": float(stats.peak_gathered)}
         return {f"memory/{name}": nbytes for name, nbytes in memory.items()}
 
     def _sent(self, steps: int) -> dict[str, float]:

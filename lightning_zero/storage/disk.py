@@ -96,6 +96,7 @@ class DiskStore(Accounts):
         self._used_bytes = 0  # by visits and writes
         self._largest_visit = 0
         self._waiting: deque[Visit] = deque()  # for room
+        self.upcoming: deque[Visit] = deque()  # of steps in their thread, in order
         self._idle: OrderedDict[int, _DiskRecord] = OrderedDict()  # awake because somebody used them, oldest first
         self._use_lock = threading.RLock()  # of idle values
         self.on_failure: Callable[[], None] = lambda: None  # called before an error of the disks is raised
@@ -327,6 +328,21 @@ class DiskStore(Accounts):
                 self._await(transfer)
 
     # -- Room ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def next_visit(self) -> Iterator[None]:
+        """Make the first upcoming visit, and let the one behind it begin as soon as there is room."""
+        visit = self.upcoming.popleft()
+        visit.begin()
+        if self.upcoming:
+            self.upcoming[0].announce()
+        try:
+            visit.ready()
+            yield
+        except BaseException:
+            visit.end(changes=False)
+            raise
+        visit.end()
 
     def begin_visit(self, visit: Visit) -> None:
         """Begin a visit as soon as there is room, behind those that wait already; see Note [Room]."""

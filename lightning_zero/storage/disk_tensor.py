@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from lightning_zero.storage.metadata import QUESTIONS
+from lightning_zero.storage.residence import is_in_memory
 from lightning_zero.trees import tree_leaves, tree_map_only
 
 __all__ = [
@@ -22,8 +23,6 @@ __all__ = [
     "DiskTensor",
     "on_disk",
     "call_in_memory",
-    "is_on_disk",
-    "ordinary",
     "register",
     "record_owner_of",
     "unregister",
@@ -107,26 +106,13 @@ def on_disk(tensor: torch.Tensor) -> Any:
     return alias
 
 
-def ordinary(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an ordinary tensor over the same memory, for those who know when there is something in it."""
-    if not is_on_disk(tensor):
-        return tensor
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.detach()
-
-
-def is_on_disk(tensor: Any) -> bool:
-    """Say whether a tensor is one that has to be woken."""
-    return getattr(type(tensor), "sleeps", False)
-
-
 def record_owner_of(tensor: torch.Tensor) -> Any:
     """Return the owner that has a tensor's values, or None for a tensor that is not on a disk.
 
     Raises:
         RuntimeError: Its record was given back.
     """
-    if not is_on_disk(tensor):
+    if is_in_memory(tensor):
         return None
     found = _OWNERS.get(_storage(tensor))
     if found is None:
@@ -179,7 +165,7 @@ def _call(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
 
 
 def _record_owners_in(values: Any) -> list[Any]:
-    found = [record_owner_of(leaf) for leaf in tree_leaves(values) if is_on_disk(leaf)]
+    found = [record_owner_of(leaf) for leaf in tree_leaves(values) if not is_in_memory(leaf)]
     return list({id(owner): owner for owner in found}.values())
 
 
@@ -198,7 +184,7 @@ def _makes_view(name: str, args: tuple[Any, ...]) -> bool:
         return True
     if name in _VIEWS_IF_CONTIGUOUS:
         with torch._C.DisableTorchFunctionSubclass():
-            return is_on_disk(args[0]) and bool(args[0].is_contiguous())
+            return not is_in_memory(args[0]) and bool(args[0].is_contiguous())
     if name == "__getitem__":
         keys = args[1] if isinstance(args[1], tuple) else (args[1],)
         return all(key is None or key is Ellipsis or type(key) in (int, slice) for key in keys)

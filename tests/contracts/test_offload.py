@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.config import MixedPrecision, Offload
-from lightning_zero.engine.buffers.deferred import Update
 from lightning_zero.engine.buffers.parameter import PendingParameter, ReducedParameter
+from lightning_zero.engine.buffers.update import Update
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.optim import step_rules
 from lightning_zero.lightning.strategy import ZeroStrategy

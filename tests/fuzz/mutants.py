@@ -18,9 +18,9 @@ from lightning_zero.comm import communicator
 from lightning_zero.engine.access.gathered import GatheredParams
 from lightning_zero.engine.buffers import sharded_gradient
 from lightning_zero.engine.buffers.buffer import FlatBuffer
-from lightning_zero.engine.buffers.deferred import Update
 from lightning_zero.engine.buffers.gradients import BufferGradients
 from lightning_zero.engine.buffers.own_range import OwnRange
+from lightning_zero.engine.buffers.update import Update
 from lightning_zero.engine.buffers.window import BufferWindow
 from lightning_zero.engine.optim import whole_gradients
 from lightning_zero.engine.optim.attached import Attached

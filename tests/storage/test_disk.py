@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from lightning_zero.storage.disk import DiskStore, Visit
-from lightning_zero.storage.disk_tensor import DiskTensor, is_on_disk, ordinary
+from lightning_zero.storage.disk_tensor import DiskTensor
 from lightning_zero.storage.nvme import NvmeStore, StorageError
+from lightning_zero.storage.residence import is_in_memory, ordinary
 
 NUMEL = 3 << 20  # three of them are more than what may stay awake
 
@@ -194,6 +195,6 @@ def test_after_close_the_values_are_gone_with_an_error(tmp_path: Path) -> None:
     store.close()
     del store
     assert face.shape == (10,)
-    assert is_on_disk(face)
+    assert not is_in_memory(face)
     with pytest.raises(RuntimeError, match="were on a disk and are gone"):
         face.sum()

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_zero.engine.buffers.disk_parameter import DiskParameter
 from lightning_zero.engine.buffers.parameter import (
-    DiskParameter,
     PendingParameter,
     ReleasedParameter,
     own,

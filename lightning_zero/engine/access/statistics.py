@@ -16,12 +16,10 @@ from lightning_zero.engine.optim.flat_step import BufferSlot
 from lightning_zero.engine.optim.moments import MomentFormat
 from lightning_zero.engine.units.lowering import Lowering
 from lightning_zero.engine.units.unit import Unit
-from lightning_zero.storage.disk import DiskStore
-from lightning_zero.storage.disk_tensor import is_on_disk
-from lightning_zero.storage.host import HostStore
-from lightning_zero.storage.store import DeviceStore, Kind
+from lightning_zero.storage.residence import is_in_memory
+from lightning_zero.storage.store import Accounts, DeviceStore, Kind
 
-__all__ = ["EngineStats", "Statistics"]
+__all__ = ["EngineStats", "Statistics", "away_bytes"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,12 @@ class EngineStats:
     peak_gathered: int
 
 
+def away_bytes(stats: EngineStats) -> dict[str, float]:
+    """Return the bytes that are offloaded, by place and kind, without those of which there are none."""
+    places = {"host": stats.host, "disk": stats.disk}
+    return {f"{place}_{kind}": float(n) for place, held in places.items() for kind, n in held.items() if n}
+
+
 class Statistics:
     """Counts for one engine.
 
@@ -64,8 +68,7 @@ class Statistics:
         places: Where its parameters lie, by ``id``.
         communicator: That of the shards.
         store: The store on the device.
-        host: The store in host memory.
-        disk: The store on disks; None if nothing is offloaded to disks.
+        stores: The stores away from the device: ``"host"``, and ``"disk"`` if something is offloaded to disks.
         prefetch: Units that are prefetched at a time.
         moments: The format of the moments of AdamW and Adam.
         lowering: Which matrices compute in 16 bits.
@@ -79,8 +82,7 @@ class Statistics:
         *,
         communicator: Communicator,
         store: DeviceStore,
-        host: HostStore,
-        disk: DiskStore | None,
+        stores: Mapping[str, Accounts],
         prefetch: int,
         moments: MomentFormat,
         lowering: Lowering,
@@ -90,8 +92,8 @@ class Statistics:
         self._places = places
         self._communicator = communicator
         self._store = store
-        self._host = host
-        self._disk = disk
+        self._host = stores["host"]
+        self._disk = stores.get("disk")
         self._prefetch = prefetch
         self._moments = moments
         self._lowering = lowering
@@ -169,7 +171,7 @@ class Statistics:
         here = sum(1 for places in units if places) - on_disk - in_host
         return f"; states of {here} units on the device, {in_host} in host memory, {on_disk} on disks"
 
-    def _on_disk(self, store: DiskStore, grads: int) -> str:
+    def _on_disk(self, store: Accounts, grads: int) -> str:
         held = self._held(store)
         return (
             f"; on disks: parameters {_size(held['parameters'])}, masters {_size(held['optimizer'])},"
@@ -177,7 +179,7 @@ class Statistics:
         )
 
     @staticmethod
-    def _held(store: DeviceStore | HostStore | DiskStore | None) -> dict[str, int]:
+    def _held(store: Accounts | None) -> dict[str, int]:
         """Return the bytes that are alive, by kind."""
         return {kind: 0 if store is None else store.live(kind) for kind in get_args(Kind)}
 
@@ -194,7 +196,7 @@ class Statistics:
             place = self._places.get(id(param))
             is_offloaded = place is not None and not place[0].values.is_on_device
             for value in state.values():
-                if torch.is_tensor(value) and not is_on_disk(value):  # the store counts those
+                if torch.is_tensor(value) and is_in_memory(value):  # the store counts those
                     storage = value.untyped_storage()
                     storages[is_offloaded][storage._cdata] = storage.nbytes()
         return sum(storages[False].values()), sum(storages[True].values())

@@ -1,1 +1,1 @@
-"""One flat buffer: its values, gradients, step window, own range and disk state; the classes of parameters."""
+"""One flat buffer: its values, gradients, step window, own range and homes; the classes of parameters."""

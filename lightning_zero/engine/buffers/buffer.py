@@ -28,7 +28,6 @@ from lightning_zero.boxes import Part
 from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.config import Sharding
 from lightning_zero.engine.buffers.aliases import Aliases
-from lightning_zero.engine.buffers.deferred import Update
 from lightning_zero.engine.buffers.gradients import BufferGradients
 from lightning_zero.engine.buffers.group import BufferGroup
 from lightning_zero.engine.buffers.home import HomeMaker
@@ -45,11 +44,12 @@ from lightning_zero.engine.buffers.parameter import (
 )
 from lightning_zero.engine.buffers.spec import BufferKind, BufferSpec
 from lightning_zero.engine.buffers.stepped import SteppedValues
+from lightning_zero.engine.buffers.update import Update
 from lightning_zero.engine.buffers.whole import WholeBuffer
 from lightning_zero.engine.buffers.window import BufferWindow
 from lightning_zero.grid import ParamAxes
-from lightning_zero.storage.disk_tensor import ordinary
 from lightning_zero.storage.references import num_tensors_in
+from lightning_zero.storage.residence import ordinary
 from lightning_zero.storage.store import DeviceStore, ShardStore
 
 __all__ = ["FlatBuffer"]

@@ -14,15 +14,15 @@ from collections.abc import Callable, Set
 import torch
 
 from lightning_zero.comm.communicator import Communicator, Pending
-from lightning_zero.engine.buffers.deferred import Deferral, Update
+from lightning_zero.engine.buffers.disk_parameter import DiskParameter
 from lightning_zero.engine.buffers.home import Home, PlannedStep, Shard
 from lightning_zero.engine.buffers.own_range import merge_written
-from lightning_zero.engine.buffers.parameter import DiskParameter
 from lightning_zero.engine.buffers.rounding import Rounding
 from lightning_zero.engine.buffers.sharded_gradient import norm_in_double
 from lightning_zero.engine.buffers.spec import BufferSpec
+from lightning_zero.engine.buffers.update import StepThread, Update
 from lightning_zero.storage.disk import DiskStore, Visit
-from lightning_zero.storage.disk_tensor import is_on_disk, ordinary
+from lightning_zero.storage.residence import is_in_memory, ordinary
 from lightning_zero.storage.store import DeviceStore
 
 __all__ = ["DiskHome"]
@@ -140,7 +140,7 @@ class DiskHome(Home):
 
     def in_memory(self, values: torch.Tensor) -> torch.Tensor:
         """Return gradients whose values are in memory."""
-        return values.clone() if is_on_disk(values) else values
+        return values.clone() if not is_in_memory(values) else values
 
     def norm(self, order: float) -> torch.Tensor | None:
         """Return the norm of the gradient on disk, if nobody has written that: () float64."""
@@ -156,15 +156,15 @@ class DiskHome(Home):
         in_place = self._can_round_in_place(master, computed)
         return Rounding(ordinary(computed), self._device.copies, None) if in_place else None
 
-    def update(self, deferral: Deferral, step: PlannedStep) -> Update:
+    def update(self, thread: StepThread, step: PlannedStep) -> Update:
         """Return the update that brings a step's tensors into memory and makes it there."""
         master = [step.master] if step.master is not None else []
         merged, self._to_merge = self._to_merge if master else set(), set()
-        shards = [step.computed] if is_on_disk(step.computed) else []
+        shards = [step.computed] if not is_in_memory(step.computed) else []
         is_overwritten = bool(master) and step.round is not None and not merged
         visit = Visit(
             self._disk,
-            read=[step.gradient] if is_on_disk(step.gradient) and step.gradient is not None else [],
+            read=[step.gradient] if not is_in_memory(step.gradient) and step.gradient is not None else [],
             changed=[*master, *step.states(), *([] if is_overwritten else shards)],
             overwritten=shards if is_overwritten else [],
         )
@@ -173,7 +173,9 @@ class DiskHome(Home):
             calls.insert(0, lambda: _ignore(self._merge(ordinary(step.computed), merged)))
         if master and step.round is not None:
             calls.append(step.round)
-        return deferral.update_on_disk(self._name, calls, visit)
+        self._disk.upcoming.append(visit)
+        during = self._disk.next_visit
+        return Update(self._name, calls, thread=thread.executor(), during=during, announcing=visit.announcing)
 
 
 class _DiskShard(Shard):

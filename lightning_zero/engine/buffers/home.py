@@ -1,30 +1,29 @@
 """The homes of a flat buffer: where its master, optimizer states, gradient shard and shard are between uses.
 
-One class per kind of store: device and host memory here, disks in ``disk_home.py`` beside this file. Whoever has a home
+One class per kind of store: device and host memory here, others in files beside this one. Whoever has a home
 calls its verbs and does not ask for its kind; ``Placement`` chooses it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from lightning_zero.comm.communicator import Communicator, Pending
-from lightning_zero.engine.buffers.deferred import Deferral, Update
 from lightning_zero.engine.buffers.own_range import merge_written
 from lightning_zero.engine.buffers.rounding import Rounding
 from lightning_zero.engine.buffers.spec import BufferSpec
+from lightning_zero.engine.buffers.update import StepThread, Update
 from lightning_zero.storage.copies import Landing
-from lightning_zero.storage.disk_tensor import is_on_disk, ordinary
 from lightning_zero.storage.host import HostStore
 from lightning_zero.storage.references import num_tensors_in
+from lightning_zero.storage.residence import is_in_memory, ordinary
 from lightning_zero.storage.store import DeviceStore, ShardStore
 
-__all__ = ["DeviceHome", "Home", "HomeMaker", "HostHome", "PlannedStep", "Shard", "Where"]
+__all__ = ["DeviceHome", "Home", "HomeMaker", "HostHome", "PlannedStep", "Shard"]
 
-Where = Literal["device", "host", "disk"]
 HomeMaker = Callable[[BufferSpec, Callable[[], object]], "Home"]
 """Makes the home of one buffer: takes the arguments of ``Home`` behind the first."""
 
@@ -33,7 +32,7 @@ class PlannedStep(NamedTuple):
     """The step of one buffer.
 
     Attributes:
-        calls: They make it, in order, on ordinary tensors over the memory of disk tensors.
+        calls: They make it, in order, on ordinary tensors over the memory of those that are read when they are used.
         states: Returns the optimizer's states over the own range.
         gradient: The gradient shard.
         master: (own range,) or None.
@@ -65,7 +64,7 @@ class Home:
         flush: Makes its step that is due, if one is.
     """
 
-    where: Where
+    where: str  # the kind of store, by which statistics count
     is_apart: ClassVar[bool] = True  # tensors of the device are copied to be stepped, in a thread beside the model
     adds_in_place: ClassVar[bool] = True  # a gradient shard takes the next average where it is
     flat_for: ClassVar[str | None] = None  # the option for which states lie flat, and only runs are stepped
@@ -192,22 +191,22 @@ class Home:
 
     def begin_rounding(self, master: torch.Tensor, computed: torch.Tensor) -> Rounding | None:
         """Return the target into which a step casts the master; None if the step does not cast."""
-        if is_on_disk(computed) or not self._can_round_in_place(master, computed):
+        if not is_in_memory(computed) or not self._can_round_in_place(master, computed):
             return None
         return Rounding(ordinary(computed), self._device.copies, None)
 
     def _can_round_in_place(self, master: torch.Tensor, computed: torch.Tensor) -> bool:
         return computed.device == (self.steps_on or master.device)
 
-    def update(self, deferral: Deferral, step: PlannedStep) -> Update:
-        """Return the update that makes a step."""
-        return deferral.update(self._name, step.calls, self.is_apart)
+    def update(self, thread: StepThread, step: PlannedStep) -> Update:
+        """Return the update that makes a step, in the thread if the buffer is offloaded."""
+        return Update(self._name, step.calls, thread=thread.executor() if self.is_apart else None)
 
 
 class DeviceHome(Home):
     """A home in device memory, which may be moved to host memory for a while."""
 
-    where: Where = "device"
+    where = "device"
     is_apart = False
 
     def move(self, master: torch.Tensor | None, store: ShardStore) -> torch.Tensor | None:
@@ -321,7 +320,7 @@ class HostHome(Home):
     def begin_rounding(self, master: torch.Tensor, computed: torch.Tensor) -> Rounding | None:
         """Return the target into which a step casts the master: the parameters, or memory on the way to them."""
         rounding = super().begin_rounding(master, computed)
-        if rounding is not None or is_on_disk(computed):
+        if rounding is not None or not is_in_memory(computed):
             return rounding
         self._host.need_staging(computed.nbytes)
         return Rounding(computed, self._device.copies, self._host.staging_slot())

@@ -34,17 +34,17 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_zero.errors import ReleasedParameterError
-from lightning_zero.storage.disk_tensor import call_in_memory
 from lightning_zero.storage.metadata import QUESTION_FUNCTIONS
 from lightning_zero.trees import tree_leaves
 
 __all__ = [
+    "TO_EDGES",
     "LoweredParameter",
+    "OwnedParameter",
     "Owner",
     "PendingParameter",
     "ReducedParameter",
     "ReleasedParameter",
-    "DiskParameter",
     "WatchedParameter",
     "begin_writes",
     "call_with_values",
@@ -55,6 +55,7 @@ __all__ = [
     "is_called_by",
     "is_written",
     "name_of",
+    "note_pointed",
     "operation_of",
     "own",
     "owner_of",
@@ -245,7 +246,7 @@ def is_written(param: nn.Parameter, version: int) -> bool:
         return moved or any(data._version != before for data, before in _HANDED_OUT.get(id(param), ()))
 
 
-def _note_pointed(param: nn.Parameter) -> None:
+def note_pointed(param: nn.Parameter) -> None:
     """Note that ``data`` is pointed elsewhere: a segment without elements has no address that would tell."""
     handed_out = _HANDED_OUT.get(id(param))
     if handed_out is not None:
@@ -273,7 +274,7 @@ class ReducedParameter(nn.Parameter):
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        _note_pointed(self)
+        note_pointed(self)
         super(ReducedParameter, type(self)).data.__set__(self, values)  # type: ignore[attr-defined]
 
     grad = property(_read_grad, _write_grad, lambda param: _write_grad(param, None))
@@ -326,7 +327,7 @@ _FILL: dict[Any, Callable[..., float]] = {
 }
 
 
-class _OwnedParameter(nn.Parameter):
+class OwnedParameter(nn.Parameter):
     """A parameter without values: metadata is answered, ``_use`` handles every other operation."""
 
     user_class: ClassVar[type[torch.Tensor]] = nn.Parameter
@@ -342,8 +343,8 @@ class _OwnedParameter(nn.Parameter):
     ) -> Any:
         """Answer questions about metadata; leave the rest to ``_use``."""
         kwargs = kwargs or {}
-        if func in _TO_EDGES:
-            return _TO_EDGES[func](*args, **kwargs)
+        if func in TO_EDGES:
+            return TO_EDGES[func](*args, **kwargs)
         if func in _DTYPE_QUESTIONS:
             owner = owner_of(args[0])
             if owner is not None:
@@ -361,10 +362,10 @@ class _OwnedParameter(nn.Parameter):
 
 def call_with_values(func: Callable[..., Any], tensor: torch.Tensor, *args: Any) -> Any:
     """Call a function that does not ask ``__torch_function__``, as if it did."""
-    return type(tensor)._use(func, (tensor, *args), {}) if isinstance(tensor, _OwnedParameter) else func(tensor, *args)
+    return type(tensor)._use(func, (tensor, *args), {}) if isinstance(tensor, OwnedParameter) else func(tensor, *args)
 
 
-class ReleasedParameter(_OwnedParameter):
+class ReleasedParameter(OwnedParameter):
     """A parameter whose values are sharded over the ranks.
 
     Its shape, number of elements, dtype, device and ``requires_grad`` are those of the whole parameter. Inside a step
@@ -403,7 +404,7 @@ class ReleasedParameter(_OwnedParameter):
         raise ReleasedParameterError(_refusal(self, "pickle"))
 
 
-class _OutdatedParameter(_OwnedParameter):
+class _OutdatedParameter(OwnedParameter):
     """A whole parameter that shows its values when somebody touches them."""
 
     @classmethod
@@ -462,7 +463,7 @@ def _touch_and(act: Callable[..., Any]) -> Callable[..., Any]:
     return touch
 
 
-class WatchedParameter(_OwnedParameter):
+class WatchedParameter(OwnedParameter):
     """A parameter while a method of its optimizer runs; see ``lightning_zero/engine/optim/methods.py``."""
 
     grad = property(
@@ -487,45 +488,6 @@ class WatchedParameter(_OwnedParameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))  # now the window shows the segments, as to a step
-
-
-class DiskParameter(_OwnedParameter):
-    """A parameter in the step window whose values are on a disk; see ``lightning_zero/storage/disk_tensor.py``."""
-
-    sleeps = True
-
-    @property
-    def data(self) -> torch.Tensor:
-        """The values."""
-        values: torch.Tensor = super().data
-        return values
-
-    @data.setter
-    def data(self, values: torch.Tensor) -> None:
-        _note_pointed(self)
-        super(DiskParameter, type(self)).data.__set__(self, values)  # type: ignore[attr-defined]
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Answer questions about metadata, make views, and wake for everything else."""
-        if func in _TO_EDGES:
-            return _TO_EDGES[func](*args, **(kwargs or {}))
-        return call_in_memory(func, args, kwargs)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        """Return an ordinary copy."""
-        return memo.setdefault(id(self), nn.Parameter(self.detach().clone(), self.requires_grad))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle an ordinary copy."""
-        copied = nn.Parameter(self.detach().clone(), self.requires_grad)
-        return copied.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def _gradients_of_edges(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -553,7 +515,7 @@ def _edges(inputs: Iterable[Any]) -> list[GradientEdge]:
         return [get_gradient_edge(one) if torch.is_tensor(one) else one for one in inputs]
 
 
-_TO_EDGES: dict[Any, Callable[..., Any]] = {
+TO_EDGES: dict[Any, Callable[..., Any]] = {
     torch.autograd.grad: _gradients_of_edges,
     torch.autograd.backward: _backward_to_edges,
 }

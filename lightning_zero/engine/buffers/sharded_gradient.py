@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.buffers.parameter import operation_of
 from lightning_zero.errors import PipelineError, ShardedGradientError
-from lightning_zero.storage.disk_tensor import call_in_memory
+from lightning_zero.storage.residence import sleeping_class
 from lightning_zero.trees import tree_map_only
 from lightning_zero_ops.flat import sq_norm
 from lightning_zero_ops.selfcheck import kernels_agree
@@ -146,8 +146,10 @@ class ShardedGradient(torch.Tensor):
         if is_elementwise(func, args, kwargs):
             if name not in _QUESTIONS and not name.startswith("."):
                 args, kwargs = cut_all(name, args, kwargs)
-            if any(getattr(kind, "sleeps", False) for kind in types):
-                return tree_map_only(torch.Tensor, cls._own, call_in_memory(func, args, kwargs))
+            sleeping = sleeping_class(types)
+            if sleeping is not None:
+                in_memory = sleeping.__torch_function__(func, types, args, kwargs)
+                return tree_map_only(torch.Tensor, cls._own, in_memory)
             result = super().__torch_function__(func, (cls,), args, kwargs)  # type: ignore[no-untyped-call]
             is_list = name.startswith("_foreach_") and args and result is not None
             return _as_those(args[0], result) if is_list else result

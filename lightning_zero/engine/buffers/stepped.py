@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence, Set
 import torch
 
 from lightning_zero.comm.communicator import Pending
-from lightning_zero.engine.buffers.deferred import Deferral, Update
 from lightning_zero.engine.buffers.home import DeviceHome, HomeMaker, PlannedStep, Shard
 from lightning_zero.engine.buffers.rounding import Rounding
 from lightning_zero.engine.buffers.spec import BufferSpec
-from lightning_zero.storage.disk_tensor import is_on_disk, ordinary
+from lightning_zero.engine.buffers.update import StepThread, Update
+from lightning_zero.storage.residence import is_in_memory, ordinary
 from lightning_zero.storage.store import ShardStore
 
 __all__ = ["SteppedValues"]
@@ -126,7 +126,7 @@ class SteppedValues:
     @property
     def may_be_seen(self) -> bool:
         """Whether there is a master in memory, in which tensors of the program may lie."""
-        return self.master is not None and not is_on_disk(self.master)
+        return self.master is not None and is_in_memory(self.master)
 
     def widen(self) -> None:
         """Make a master of frozen values, so that any may be loaded; ``narrow`` when they are there."""
@@ -191,7 +191,7 @@ class SteppedValues:
 
     def plan(
         self,
-        deferral: Deferral,
+        thread: StepThread,
         calls: Sequence[Callable[[], None]],
         *,
         states: Callable[[], Sequence[torch.Tensor]],
@@ -201,7 +201,7 @@ class SteppedValues:
         """Return the update that makes a step.
 
         Args:
-            deferral: Makes updates.
+            thread: Makes the step of an offloaded buffer.
             calls: The calls that make the step.
             states: Returns the optimizer's states over the own range.
             gradient: The gradient shard.
@@ -209,7 +209,7 @@ class SteppedValues:
         """
         round_behind = self.round_in_place if rounds else None
         step = PlannedStep(calls, states, gradient, self.master, computed=self.raw_computed, round=round_behind)
-        return self.home.update(deferral, step)
+        return self.home.update(thread, step)
 
     def defer(self, update: Update) -> None:
         """Take a step that is made later."""

@@ -33,7 +33,7 @@ from lightning_zero.engine.buffers.sharded_gradient import (
 )
 from lightning_zero.engine.buffers.spec import BufferSpec
 from lightning_zero.engine.buffers.stepped import SteppedValues
-from lightning_zero.storage.disk_tensor import ordinary
+from lightning_zero.storage.residence import ordinary
 
 __all__ = ["BufferWindow", "compare_assigned"]
 

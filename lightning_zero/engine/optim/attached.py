@@ -29,7 +29,7 @@ class Attached:
     def __init__(self, mark_stale: Callable[[FlatBuffer], None] = lambda buffer: None) -> None:
         self._mark_stale = mark_stale
         self._optimizers: list[ShardedOptimizer] = []
-        self._former: list[ShardedOptimizer] = []  # were let go of and have states on disks, until others are attached
+        self._former: list[ShardedOptimizer] = []  # let go of, with states outside memory, until others are attached
         self._loose: list[BufferSlot] = []  # parameters of no optimizer whose gradient is shown
         self._forwards: RemovableHandle | None = None  # of the hook that closes windows, while one may be open
         _watch_steps()
@@ -46,7 +46,7 @@ class Attached:
         """Let go of all optimizers."""
         for sharded in self._optimizers:
             sharded.detach()
-        self._former += [sharded for sharded in self._optimizers if sharded.states.is_on_disks]
+        self._former += [sharded for sharded in self._optimizers if sharded.states.is_outside_memory]
         self._optimizers = []
 
     def replace_former(self) -> None:

@@ -1,4 +1,12 @@
-"""Steps of one optimizer that are made behind ``step``: which they are, and their ends (ADR 0012)."""
+"""Steps of one optimizer that ``step`` requests and that are made before anybody reads a changed value (ADR 0012).
+
+Note [The exact deferred step]
+    ``optimizer.step()`` finishes norms and clip factors, takes note of the options as they are, and returns. Where a
+    buffer is offloaded a thread steps the buffers in the order of the units, beside the next forward; elsewhere each
+    is stepped when its unit is needed. Tensors that are not kept in memory are read while the buffer before is stepped.
+    Before a unit's next gather, and before anybody reads or writes its parameters, masters or states, its step is
+    finished. The arithmetic is the same, so the bits are.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +16,7 @@ from functools import partial
 import torch
 
 from lightning_zero.engine.buffers.buffer import FlatBuffer
-from lightning_zero.engine.buffers.deferred import Deferral, Update
+from lightning_zero.engine.buffers.update import StepThread, Update
 from lightning_zero.engine.optim.flat_step import FlatStep
 
 __all__ = ["DeferredSteps"]
@@ -19,30 +27,36 @@ class DeferredSteps:
 
     Args:
         flat_step: Has the calls of the steps; None for an optimizer that PyTorch steps.
-        deferral: Which steps are made later; None for none.
+        thread: Makes those of offloaded buffers.
+        defers: Says whether the step of a buffer is deferred, whose home is apart from the device or not.
         after_defer: Called with each buffer whose step is.
     """
 
     def __init__(
-        self, flat_step: FlatStep | None, deferral: Deferral | None, after_defer: Callable[[FlatBuffer], None]
+        self,
+        flat_step: FlatStep | None,
+        *,
+        thread: StepThread,
+        defers: Callable[[bool], bool],
+        after_defer: Callable[[FlatBuffer], None],
     ) -> None:
         self._flat_step = flat_step
-        self._deferral = deferral
+        self._thread = thread
+        self._defers = defers
         self.after_defer = after_defer
         self.buffers: list[FlatBuffer] = []  # in the last step
         self.begun: dict[int, Update] = {}  # of the next one, by buffer: they may be running
 
     def wants(self, buffer: FlatBuffer) -> bool:
         """Say whether the step of a buffer is deferred."""
-        return self._deferral is not None and self._deferral.wants(buffer.home.is_apart)
+        return self._defers(buffer.home.is_apart)
 
     def update(self, buffer: FlatBuffer, *, gradient: torch.Tensor | None, rounds: bool) -> Update:
         """Return the step of a buffer from the calls that were planned for it."""
         assert self._flat_step is not None
-        assert self._deferral is not None
         calls = self._flat_step.take_calls(buffer)
         states = partial(self._flat_step.flat_states, buffer)
-        return buffer.values.plan(self._deferral, calls, states=states, gradient=gradient, rounds=rounds)
+        return buffer.values.plan(self._thread, calls, states=states, gradient=gradient, rounds=rounds)
 
     def begin(self, buffers: Iterable[FlatBuffer], *, rounds: Callable[[], bool], at_once: bool) -> None:
         """Hand over the steps that are made later, in the order of the units.
@@ -53,7 +67,7 @@ class DeferredSteps:
             at_once: The program may change the inputs of the steps, so they are made now.
         """
         self.buffers.clear()
-        if self._flat_step is None or self._deferral is None:
+        if self._flat_step is None:
             return
         for buffer in buffers:
             update = self.begun.pop(id(buffer), None)

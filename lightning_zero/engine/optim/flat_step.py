@@ -22,8 +22,8 @@ from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.optim.moments import MomentFormat
 from lightning_zero.engine.optim.step_rules import ADAM, RULES
 from lightning_zero.engine.optim.streamed import step_streamed
-from lightning_zero.storage.disk_tensor import is_on_disk, ordinary
 from lightning_zero.storage.references import num_tensors_in
+from lightning_zero.storage.residence import is_in_memory, ordinary
 from lightning_zero_ops.chunks import vector_numel
 
 __all__ = ["FlatStep", "BufferSlot"]
@@ -102,13 +102,13 @@ class FlatStep:
         if sys.getrefcount(states) > own:
             return True
         owners = {id(buffer) for buffer in buffers}
-        flats = [(place, flat) for place, flat in self._flat.items() if place[0] in owners and not is_on_disk(flat)]
+        flats = [(place, flat) for place, flat in self._flat.items() if place[0] in owners and is_in_memory(flat)]
         num_tensors = {flat.untyped_storage()._cdata: self._num_tensors.get(place, 1) for place, flat in flats}
         placed = Counter(id(one) for there in self._placed.values() for one, _ in there.values())
         for state in states.values():
             is_kept = sys.getrefcount(state) > own
             for value in state.values():
-                if not torch.is_tensor(value) or is_on_disk(value):
+                if not torch.is_tensor(value) or not is_in_memory(value):
                     continue
                 if value.untyped_storage()._cdata in num_tensors:
                     num_tensors[value.untyped_storage()._cdata] += 1
@@ -117,7 +117,7 @@ class FlatStep:
         return any(num_tensors_in(flat) > num_tensors[flat.untyped_storage()._cdata] for _, flat in flats)
 
     def state_place(self, buffer: FlatBuffer, index: int, key: str) -> Tensor | None:
-        """Return where a state of a parameter on disks is to be; None if it is in memory."""
+        """Return where a state that is not kept in memory is to be; None if it is."""
         if buffer.home.flat_for is None or key not in self._rule.moments({"momentum": True}):
             return None
         return buffer.own_range.segment(index, self._flat_state(buffer, key))
@@ -173,9 +173,9 @@ class FlatStep:
         return True
 
     @property
-    def is_on_disks(self) -> bool:
-        """Whether it has states on disks."""
-        return any(is_on_disk(flat) for flat in self._flat.values())
+    def is_outside_memory(self) -> bool:
+        """Whether it has states that are not kept in memory."""
+        return any(not is_in_memory(flat) for flat in self._flat.values())
 
     def take_over(self, former: FlatStep) -> None:
         """Go on with the states of the same optimizer that was attached before."""
@@ -183,7 +183,7 @@ class FlatStep:
         self._counts = former._counts
 
     def give_back(self) -> None:
-        """Give the room of states on disks back; using them is an error from here on."""
+        """Give the room of states outside memory back; using them is an error from here on."""
         buffers = {id(buffer): buffer for buffer, _ in self._places.values()}
         for (owner, _), flat in self._flat.items():
             buffers[owner].home.give_back_state(flat)
@@ -219,7 +219,7 @@ class FlatStep:
         """Refuse a group that PyTorch would have to step, where its states lie flat.
 
         Raises:
-            ValueError: It has parameters on disks, and is not stepped by runs over flat states.
+            ValueError: It has parameters with such states, and is not stepped by runs over flat states.
         """
         buffers = [buffer for param in group["params"] if (buffer := self._places[id(param)][0]).home.flat_for]
         if not buffers:
@@ -306,7 +306,7 @@ class FlatStep:
         group = {key: value for key, value in group.items() if key != "params"}  # schedulers move its options
         steps = self._make_states(group, buffer, indices)
         calls = self._calls.setdefault(id(buffer), [])  # none where this rank has no element: others may have some
-        # Tensors on disks are in memory when the calls are made.
+        # Tensors that are not kept in memory are there when the calls are made.
         gradient, stepped = ordinary(buffer.gradients.unscaled()), ordinary(buffer.values.stepped)
         factor = buffer.gradients.factor
         rounding = buffer.values.begin_rounding() if rounds else None
@@ -441,7 +441,7 @@ class FlatStep:
         return self._flat[place]
 
     def _note_tensors(self, place: tuple[int, str]) -> None:
-        if not is_on_disk(self._flat[place]):
+        if is_in_memory(self._flat[place]):
             self._num_tensors[place] = num_tensors_in(self._flat[place])
 
     def _dtype(self, buffer: FlatBuffer) -> torch.dtype:

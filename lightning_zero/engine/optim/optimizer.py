@@ -21,8 +21,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import STEP_USE
 from lightning_zero.engine.buffers.buffer import FlatBuffer
-from lightning_zero.engine.buffers.deferred import Deferral, Update
 from lightning_zero.engine.buffers.labels import label
+from lightning_zero.engine.buffers.update import StepThread, Update
 from lightning_zero.engine.optim.deferred_steps import DeferredSteps
 from lightning_zero.engine.optim.flat_step import BufferSlot, FlatStep
 from lightning_zero.engine.optim.methods import MethodCalls, RunningStep, methods_on_segments
@@ -47,7 +47,8 @@ class ShardedOptimizer:
         before_open: Called before the window opens (other windows of the same parameters must close).
         parts: The other parts of the model, if there are any.
         keeps_gradients: Says whether ``zero_grad`` must leave the gradients alone.
-        deferral: Which steps are made later.
+        thread: Makes the steps of offloaded buffers.
+        defers: Says whether the step of a buffer is deferred, whose home is apart from the device or not.
         after_defer: Called with each buffer whose step is.
         moments: The format of the moments of AdamW and Adam.
         before_step: Called before values change.
@@ -63,7 +64,8 @@ class ShardedOptimizer:
         before_open: Callable[[ShardedOptimizer], None],
         parts: PipelinePeers | None = None,
         keeps_gradients: Callable[[], bool] = lambda: False,
-        deferral: Deferral | None = None,
+        thread: StepThread,
+        defers: Callable[[bool], bool],
         after_defer: Callable[[FlatBuffer], None] = lambda buffer: None,
         moments: MomentFormat,
         before_step: Callable[[], None] = lambda: None,
@@ -85,7 +87,7 @@ class ShardedOptimizer:
         self._flat_step: FlatStep | None = None
         if FlatStep.suits(optimizer):
             self._flat_step = FlatStep(optimizer, self._attached, moments, has_kernels=self._agree_on_kernels())
-        self._deferred = DeferredSteps(self._flat_step, deferral, after_defer)
+        self._deferred = DeferredSteps(self._flat_step, thread=thread, defers=defers, after_defer=after_defer)
         self._window = StepWindow(lambda: before_open(self), after_defer)
         self.states = SegmentStates(optimizer, self._attached, flat_step=self._flat_step, moments=moments)
         self._calls = MethodCalls(self, self._running_step)
@@ -126,7 +128,7 @@ class ShardedOptimizer:
         hooks[mine] = hooks.pop(mine)
 
     def detach(self) -> None:
-        """Give the optimizer back as it was; its state stays, on disks in the dtype that it has there."""
+        """Give the optimizer back as it was; its state stays, outside memory in the dtype that it has there."""
         self.close()
         self.finish_deferred()
         for hook in self._hooks:
@@ -355,7 +357,7 @@ class ShardedOptimizer:
         return {**group, "params": left}
 
     def _step_asleep(self) -> None:
-        """Make the steps of buffers on disks that are not deferred: once each, for all groups."""
+        """Make the steps of buffers with flat states that are not deferred: once each, for all groups."""
         assert self._flat_step is not None
         due = [
             buffer for buffer in self.buffers if self._flat_step.has_calls(buffer) and not self._deferred.wants(buffer)

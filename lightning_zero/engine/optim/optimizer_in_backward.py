@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lightning_zero.engine.buffers.buffer import FlatBuffer
-from lightning_zero.engine.buffers.deferred import Update
+from lightning_zero.engine.buffers.update import Update
 from lightning_zero.engine.optim.flat_step import BufferSlot
 from lightning_zero.engine.optim.optimizer import ShardedOptimizer
 from lightning_zero.engine.optim.steps_made_early import StepsMadeEarly

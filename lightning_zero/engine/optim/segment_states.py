@@ -13,7 +13,7 @@ from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.sharded_gradient import ShardedGradient
 from lightning_zero.engine.optim.flat_step import BufferSlot, FlatStep
 from lightning_zero.engine.optim.moments import MomentFormat
-from lightning_zero.storage.disk_tensor import is_on_disk
+from lightning_zero.storage.residence import is_in_memory
 
 __all__ = ["SegmentStates"]
 
@@ -88,7 +88,7 @@ class SegmentStates:
                     )
 
     def place_of(self, param: torch.Tensor, key: str) -> torch.Tensor | None:
-        """Return where a state of a parameter is to be, 1-D, if that is on disks."""
+        """Return where a state of a parameter is to be, 1-D, if that is not in memory."""
         attached = self._places.get(id(param))  # none of a parameter that lies on another pipeline stage
         if attached is None or self._flat_step is None:
             return None
@@ -108,7 +108,7 @@ class SegmentStates:
         if self._flat_step is not None:
             self._flat_step.move_states(chosen, change)
 
-    # -- Moments of few bits, and disks ------------------------------------------------------------------------------
+    # -- Moments of few bits, other stores ---------------------------------------------------------------------------
 
     def widen(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Let ``state_dict`` have the moments that PyTorch's own step would have."""
@@ -123,20 +123,20 @@ class SegmentStates:
         return self._moments.widened(state, buffer.values.stepped.dtype)
 
     def widen_all(self) -> None:
-        """Give the optimizer the moments that PyTorch's own step would have, but for those on disks."""
+        """Give the optimizer the moments that PyTorch's own step would have, but for those outside memory."""
         if self._moments.is_pytorchs:
             return
         for param, state in self._optimizer.state.items():
-            if not any(is_on_disk(value) for value in state.values()):
+            if all(is_in_memory(value) for value in state.values()):
                 self._optimizer.state[param] = self._widened(param, state)
 
     @property
-    def is_on_disks(self) -> bool:
-        """Whether it has states on disks."""
-        return self._flat_step is not None and self._flat_step.is_on_disks
+    def is_outside_memory(self) -> bool:
+        """Whether it has states that are not kept in memory."""
+        return self._flat_step is not None and self._flat_step.is_outside_memory
 
     def leave_to(self, successor: SegmentStates | None) -> None:
-        """Leave states on disks to those of the sharded optimizer that follows; free their room if there is none."""
+        """Leave states outside memory to the sharded optimizer that follows; free their room if there is none."""
         assert self._flat_step is not None
         if successor is None or successor._flat_step is None:
             self._flat_step.give_back()

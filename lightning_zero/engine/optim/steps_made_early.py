@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_zero.engine.buffers.buffer import FlatBuffer
-from lightning_zero.engine.buffers.deferred import Update
+from lightning_zero.engine.buffers.update import Update
 
 __all__ = ["StepsMadeEarly"]
 

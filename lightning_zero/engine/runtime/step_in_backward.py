@@ -101,7 +101,7 @@ class StepInBackward(StepTiming):
         super().__init__(communicator)
         self._reducer: SteppingReducer | None = None
 
-    def check(self, *, stage: int, is_pipeline: bool, has_disks: bool) -> None:
+    def check(self, *, stage: int, is_pipeline: bool, obstacle: str | None) -> None:
         """Refuse options with which no step can be made in the backward.
 
         Raises:
@@ -113,11 +113,8 @@ class StepInBackward(StepTiming):
                 f"`step='backward'` does not work with {what}: gradients are complete after the backward. Use"
                 " stage 1, 2 or 3 without a pipeline, or `step='auto'`."
             )
-        if has_disks:
-            raise ValueError(
-                "`step='backward'` does not work with 'nvme': gradients go to the disk, and a step would wait for"
-                " it. Steps are made beside the next forward anyhow; or use `Offload(optimizer='cpu')`."
-            )
+        if obstacle is not None:
+            raise ValueError(f"`step='backward'` does not work with {obstacle}")
 
     def reducer(self, units: Sequence[Unit], prefetch: int) -> Reducer:
         """Return the reducer that steps the units."""

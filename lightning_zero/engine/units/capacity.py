@@ -1,4 +1,4 @@
-"""Distribution of units over device, host memory and disks: the fastest memory is filled first.
+"""Distribution of units over device, host memory and slower stores: the fastest memory is filled first.
 
 Units are taken in the order of the model, so that those whose steps are made beside the next forward come last.
 """
@@ -13,32 +13,32 @@ from typing import Literal
 import torch
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import Offload, Sharding
+from lightning_zero.config import Offload, OffloadTarget, Sharding, last_target
 from lightning_zero.storage.copies import memory_of
 
 __all__ = ["Memory", "fill", "free_bytes", "memories_of_units"]
 
-Memory = Literal["device", "cpu", "nvme"]
+Memory = Literal["device"] | OffloadTarget
 
 _STATE_BYTES = 16  # per trained parameter: master, two moments, gradient
 _USED = 0.7  # of the free bytes; the rest is for activations and the program's other tensors
 
 
-def fill(needs: Sequence[int], device_bytes: int, host_bytes: int, last: Memory) -> list[Memory]:
-    """Return where each unit goes: on the device while it fits, then in host memory, then on disks.
+def fill(needs: Sequence[int], device_bytes: int, host_bytes: int, last: OffloadTarget) -> list[Memory]:
+    """Return where each unit goes: on the device while it fits, then in host memory, then in the last store.
 
     Args:
         needs: Bytes of each unit.
         device_bytes: Bytes that units may take on the device.
         host_bytes: Bytes that they may take in host memory.
-        last: Where units go that fit nowhere else; ``"cpu"`` where there are no disks.
+        last: Where units go that fit nowhere else; ``"cpu"`` where there is no slower store.
     """
     memories: list[Memory] = []
     for need in needs:
-        if "cpu" not in memories and "nvme" not in memories and need <= device_bytes:
+        if set(memories) <= {"device"} and need <= device_bytes:
             memories.append("device")
             device_bytes -= need
-        elif last == "cpu" or ("nvme" not in memories and need <= host_bytes):
+        elif last == "cpu" or (last not in memories and need <= host_bytes):
             memories.append("cpu")
             host_bytes -= need
         else:
@@ -86,4 +86,4 @@ def memories_of_units(
     device, host = (int(_USED * nbytes) for nbytes in free_bytes(communicator.device))
     found = communicator.gather_objects((device - fixed, host), "agreement on free memory")
     device, host = (min(of_ranks) for of_ranks in zip(*found, strict=True))
-    return fill(needs, device, host, "nvme" if offload.uses_disks else "cpu")
+    return fill(needs, device, host, last_target(offload))

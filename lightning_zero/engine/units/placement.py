@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import Offload, Sharding
+from lightning_zero.config import Offload, Sharding, last_target
 from lightning_zero.engine.buffers.disk_home import DiskHome
 from lightning_zero.engine.buffers.home import HomeMaker, HostHome
 from lightning_zero.engine.units.capacity import Memory, memories_of_units
@@ -18,6 +18,7 @@ from lightning_zero.storage.disk import DiskStore
 from lightning_zero.storage.downloads import Downloads
 from lightning_zero.storage.host import HostStore
 from lightning_zero.storage.nvme import NvmeStore, StorageError
+from lightning_zero.storage.store import Accounts
 
 __all__ = ["Placement"]
 
@@ -80,7 +81,7 @@ class Placement:
         self.agree(error)
         has_streams = self._communicator.device.type != "cpu"
         store = DiskStore(disks, Downloads(self.host, copies) if has_streams else None)
-        store.on_failure = self._communicator.abandon
+        store.on_failure = partial(self._communicator.abandon, "an error of its disks")
         return store
 
     def agree(self, error: Exception | None) -> None:
@@ -111,6 +112,29 @@ class Placement:
             return partial(HostHome, self.host)
         return partial(DiskHome, self.disk)
 
+    @property
+    def obstacle_in_backward(self) -> str | None:
+        """Why a step cannot be made in the backward, behind "does not work with"; None if it can."""
+        if self.disk is None:
+            return None
+        return (
+            "'nvme': gradients go to the disk, and a step would wait for it. Steps are made beside the next forward"
+            " anyhow; or use `Offload(optimizer='cpu')`."
+        )
+
+    @property
+    def stores(self) -> dict[str, Accounts]:
+        """The stores away from the device, by the name that homes have for them."""
+        return {"host": self.host} if self.disk is None else {"host": self.host, "disk": self.disk}
+
+    @staticmethod
+    def keeps_freed(offload: Offload | None) -> bool:
+        """Say whether freed blocks of device memory are kept for tensors of the same size.
+
+        Blocks of freed memory are not used again for slightly larger tensors, and pile up.
+        """
+        return offload is None or not offload.uses_disks
+
     def close(self) -> None:
         """Give host memory and the room on disks back."""
         if self.disk is not None:
@@ -121,7 +145,7 @@ class Placement:
 def _by_fraction(offload: Offload, sizes: Sequence[int]) -> list[Memory]:
     """Return the store of each unit under ``fraction``; the first ones stay on the device."""
     stays = (1.0 - float(offload.fraction)) * sum(sizes)
-    away: Memory = "nvme" if offload.uses_disks else "cpu"
+    away: Memory = last_target(offload)
     return [away if sum(sizes[: index + 1]) > stays else "device" for index in range(len(sizes))]
 
 

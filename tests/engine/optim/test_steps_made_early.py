@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero.engine.buffers.deferred import Update
+from lightning_zero.engine.buffers.update import Update
 from lightning_zero.engine.optim.steps_made_early import StepsMadeEarly
 from tests.engine.flat_buffers import SHAPES, numbered_buffer, reduce_fully
 

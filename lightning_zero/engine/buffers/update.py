@@ -1,0 +1,86 @@
+"""The step of one buffer, made where it is finished or in a thread beside the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from lightning_zero.engine.buffers.labels import label
+from lightning_zero.storage.copies import first_call_of_thread
+
+__all__ = ["StepThread", "Update"]
+
+
+class Update:
+    """The step of one buffer.
+
+    Args:
+        name: Of the unit, for errors.
+        calls: The calls that make the step.
+        thread: Makes it as soon as it can; without one it is made when it is finished.
+        during: Makes the context in which the calls have their tensors in memory.
+        announcing: Makes the context around a wait for the thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        calls: Sequence[Callable[[], None]],
+        *,
+        thread: ThreadPoolExecutor | None,
+        during: Callable[[], AbstractContextManager[None]] = nullcontext,
+        announcing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._name = name
+        self._calls = list(calls)
+        self._during = during
+        self._announcing = announcing
+        self._future: Future[None] | None = None if thread is None else thread.submit(self._run)
+
+    def finish(self) -> None:
+        """Return when the step is made. Called once.
+
+        Raises:
+            RuntimeError: It failed.
+        """
+        try:
+            if self._future is None:
+                self._run()
+            else:
+                with self._announcing():
+                    self._future.result()
+        except Exception as error:
+            raise RuntimeError(f"The deferred step of unit `{self._name}` failed: {error}") from error
+
+    def _run(self) -> None:
+        with torch.inference_mode(False), torch.no_grad(), self._during(), label("step", self._name):
+            for call in self._calls:
+                call()
+        self._calls.clear()  # they hold gradients
+
+
+class StepThread:
+    """The thread that steps offloaded buffers, in the order of their updates.
+
+    Args:
+        device: Returns that of this rank; the thread uses no other.
+    """
+
+    def __init__(self, device: Callable[[], torch.device]) -> None:
+        self._device = device
+        self._executor: ThreadPoolExecutor | None = None
+
+    def executor(self) -> ThreadPoolExecutor:
+        """Return the thread, started if it is not yet."""
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, "lightning_zero-step", first_call_of_thread(self._device()))
+        return self._executor
+
+    def close(self) -> None:
+        """End the thread, after the steps that were asked for."""
+        if self._executor is not None:
+            self._executor.shutdown()
+            self._executor = None
