@@ -15,7 +15,6 @@ from torch.nn import functional
 
 from lightning_zero.parallel.tensor.collectives import (
     Ranks,
-    copy_to_ranks,
     gather_from_ranks,
     reduce_from_ranks,
     scatter_to_ranks,
@@ -43,9 +42,9 @@ def is_transposed(module: nn.Module) -> bool:
     return any(cls.__name__ == "Conv1D" for cls in type(module).__mro__) and hasattr(module, "nf")
 
 
-def copied(tree: Any, ranks: Ranks) -> Any:
+def copied(tree: Any, ranks: Ranks, region: Region) -> Any:
     """Return arguments with the tensors that have gradients copied to the ranks."""
-    return tree_map_only(Tensor, lambda one: copy_to_ranks(one, ranks) if one.requires_grad else one, tree)
+    return tree_map_only(Tensor, lambda one: region.copied(one, ranks) if one.requires_grad else one, tree)
 
 
 class Divided:
@@ -74,7 +73,7 @@ class ColumnForward(Divided):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return this rank's features."""
-        args, kwargs = copied((args, kwargs), self.ranks)
+        args, kwargs = copied((args, kwargs), self.ranks, self.region)
         result = self.run(*args, **kwargs)
         self.region.enter(result, self.module.training)
         return result
@@ -85,7 +84,7 @@ class GatheredColumnForward(Divided):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return all features."""
-        args, kwargs = copied((args, kwargs), self.ranks)
+        args, kwargs = copied((args, kwargs), self.ranks, self.region)
         return gather_from_ranks(self.run(*args, **kwargs), self.ranks)
 
 
@@ -157,7 +156,7 @@ class ExpertsForward(Divided):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the sum of the ranks' results."""
-        args, kwargs = copied((args, kwargs), self.ranks)
+        args, kwargs = copied((args, kwargs), self.ranks, self.region)
         result = self.run(*args, **kwargs)
         return tree_map_only(Tensor, partial(reduce_from_ranks, ranks=self.ranks), result)
 

@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
+
+from lightning_zero.parallel.tensor.collectives import Ranks, copy_to_ranks
 
 __all__ = ["Region", "dropout_rates"]
 
@@ -31,8 +34,22 @@ class Region:
     def __init__(self, module: nn.Module, rank: int) -> None:
         self._rank = rank
         self._is_random = any(rate > 0 for _, _, rate in dropout_rates(module))
+        self._entrance: _Entrance | None = None  # of the region that was entered last
         self._seed: int | None = None  # of the region that was entered last
         self._agreed: Tensor | None = None  # state of the generator in front of it
+
+    def copied(self, tensor: Tensor, ranks: Ranks) -> Tensor:
+        """Return a tensor copied to the ranks; layers with the same input, such as query, key and value, share one.
+
+        So their gradients are added before one sum over the ranks, not after three.
+        """
+        if torch.compiler.is_compiling():
+            return copy_to_ranks(tensor, ranks)
+        known = None if self._entrance is None else self._entrance.of(tensor)
+        if known is None:
+            known = copy_to_ranks(tensor, ranks)
+            self._entrance = _Entrance(tensor, known)
+        return known
 
     def enter(self, tensor: Tensor, training: bool) -> None:
         """Draw this rank's own numbers from here on. ``tensor`` is on the device in question."""
@@ -53,6 +70,22 @@ class Region:
             generator.set_state(self._agreed)
             torch.rand((), device=tensor.device)  # the next region gets another seed
             self._agreed = None
+
+
+class _Entrance:
+    """The input of a region and its copy, neither of which it keeps alive."""
+
+    def __init__(self, tensor: Tensor, copy: Tensor) -> None:
+        self._tensor, self._copy = ref(tensor), ref(copy)
+        self._version = tensor._version
+        self._has_graph = torch.is_grad_enabled()
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """Return the copy of a tensor that is the input and was not written into since."""
+        copy = self._copy()
+        if copy is None or self._tensor() is not tensor or self._has_graph != torch.is_grad_enabled():
+            return None
+        return copy if tensor._version == self._version else None
 
 
 def dropout_rates(module: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:

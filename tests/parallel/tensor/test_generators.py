@@ -107,3 +107,46 @@ def test_rates_are_found_in_modules_and_in_attributes() -> None:
     layer = copy.deepcopy(Layer(0.25))
     layer.attention_dropout = 0.125
     assert sorted(rate for _, _, rate in dropout_rates(layer)) == [0.125, 0.25, 0.25]
+
+
+class _Counted:
+    """One rank that counts the sums."""
+
+    rank, size, sums = 0, 1, 0
+
+    def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> Tensor:
+        self.sums += 1
+        return tensor.clone()
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor]
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        return tensor.clone()
+
+
+def test_layers_with_the_same_input_share_one_sum_of_gradients() -> None:
+    ranks = _Counted()
+    region = Region(nn.Dropout(0.0), 0)
+    x = torch.randn(3, requires_grad=True)
+    copies = [region.copied(x, ranks) for _ in range(3)]
+    sum((number * copy).sum() for number, copy in enumerate(copies, 1)).backward()  # type: ignore[union-attr]
+    assert ranks.sums == 1
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((3,), 6.0))
+
+
+def test_a_changed_input_is_copied_again() -> None:
+    ranks = _Counted()
+    region = Region(nn.Dropout(0.0), 0)
+    x = torch.randn(3, requires_grad=True) * 1.0
+    copy = region.copied(x, ranks)
+    assert region.copied(x, ranks) is copy
+    with torch.no_grad():
+        assert region.copied(x, ranks) is not copy
+    copy = region.copied(x, ranks)
+    x.mul_(2.0)
+    changed = region.copied(x, ranks)
+    assert changed is not copy
+    assert torch.equal(changed, x)
+    assert region.copied(x.view(3), ranks) is not region.copied(x, ranks)
