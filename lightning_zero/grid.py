@@ -80,6 +80,11 @@ class Grid:
         """Return the axes of a parameter, named or not, on an engine of ``num_ranks``."""
         return self.params.get(name) or ParamAxes(ALL, self.data_ranks / num_ranks)
 
+    def whole_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of a whole parameter, given that of this rank's."""
+        part = self.params[name].part if name in self.params else None
+        return tuple(shape) if part is None else part.whole
+
     def check(self, shapes: Mapping[str, Sequence[int]], ranks: Sequence[int]) -> None:
         """Refuse names, groups, numbers and boxes that cannot be.
 

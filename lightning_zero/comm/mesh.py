@@ -49,6 +49,7 @@ class Mesh:
         self._groups = lend(self, f"mesh/{stages}/{timeout_s}", range(world_size), make)
         self.loan = self._groups.loan  # tells this mesh's messages from those of an earlier one
         self.copy_group = self._groups.copy  # the ranks of this stage, one per copy
+        self.data_group = self.copy_group  # those with different data: with tensor parallelism one per tensor group
         self.stage_group = self._groups.stage  # the ranks of this copy, one per stage
         self.message_group = self._groups.message  # the same, for activations and their gradients
         self._host_group = self._groups.host  # the same, for objects

@@ -1,7 +1,7 @@
 """The groups of tensor parallelism: neighbouring ranks compute every layer together, on the same batches.
 
-Rank ``data_rank * size + rank``: the ranks of a tensor group exchange activations in every layer, so they are the
-nearest ones.
+Rank ``(stage * data ranks + data rank) * size + rank``: a tensor group exchanges activations in every layer, so its
+ranks are the nearest ones.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class TensorGroups:
     Args:
         size: Ranks of a tensor group.
         timeout_s: Seconds after which a collective of these groups fails.
+        stages: Pipeline stages, each of which has a grid of its own.
 
     Attributes:
         rank: This rank in its tensor group.
@@ -39,24 +40,27 @@ class TensorGroups:
         ValueError: The ranks cannot be divided by ``size``.
     """
 
-    def __init__(self, size: int, timeout_s: float) -> None:
+    def __init__(self, size: int, timeout_s: float, stages: int = 1) -> None:
         world_size = dist.get_world_size()
-        if world_size % size:
+        copies = world_size // stages
+        if copies % size:
+            of_stage = "" if stages == 1 else " of a pipeline stage"
             raise ValueError(
-                f"`tensor_parallel={size}` does not divide the {world_size} ranks. Use a multiple of {size} devices, or"
-                " a size that divides them."
+                f"`tensor_parallel={size}` does not divide the {copies} ranks{of_stage}. Use a multiple of"
+                f" {stages * size} devices, or a size that divides them."
             )
         self.size = size
-        self.num_data_ranks = world_size // size
-        self.data_rank, self.rank = divmod(dist.get_rank(), size)
-        make = partial(_Groups, size, timedelta(seconds=timeout_s))
-        self._groups = lend(self, f"tensor/{size}/{timeout_s}", range(world_size), make)
+        self.num_data_ranks = copies // size
+        self.data_rank, self.rank = divmod(dist.get_rank() % copies, size)
+        self._first = dist.get_rank() // copies * copies  # rank of this stage
+        make = partial(_Groups, size, copies, timedelta(seconds=timeout_s))
+        self._groups = lend(self, f"tensor/{stages}/{size}/{timeout_s}", range(world_size), make)
         self.tensor_group = self._groups.tensor
         self.data_group = self._groups.data
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
         """Return the ranks as a mesh with the axes ``data_parallel`` and ``tensor_parallel``. No collective."""
-        ranks = torch.arange(self.num_data_ranks * self.size).view(self.num_data_ranks, self.size)
+        ranks = self._first + torch.arange(self.num_data_ranks * self.size).view(self.num_data_ranks, self.size)
         return DeviceMesh.from_group(
             [self.data_group, self.tensor_group],
             device_type,
@@ -85,12 +89,14 @@ class TensorGroups:
 class _Groups(Lent):
     """The groups of one grid at a time. They stay until the program ends. Collective: all ranks make the same ones."""
 
-    def __init__(self, size: int, timeout: timedelta) -> None:
+    def __init__(self, size: int, copies: int, timeout: timedelta) -> None:
         super().__init__()
         ranks = range(dist.get_world_size())
         self._timeout = timeout
         of_tensors = [list(ranks[start : start + size]) for start in ranks[::size]]
-        of_data = [list(ranks[start::size]) for start in range(size)]
+        of_data = [
+            list(ranks[stage + start : stage + copies : size]) for stage in ranks[::copies] for start in range(size)
+        ]
         self.tensor = self._along(of_tensors)
         self.host = self._along(of_tensors, "gloo")
         self.data = self._along(of_data)

@@ -157,7 +157,7 @@ class ShardedModule:
         self.world_communicator = self.communicator  # all ranks of the model, other parts included
         self.parts: PipelinePeers | None = None  # of a model that is cut; None if it is whole
         if holders is not None:
-            self.parts = self._take_part(module, holders)
+            self.parts = self._take_part(module, holders, grid)
             self.world_communicator = Communicator(options.communication, device)
         self._sharding = options.sharding(self.communicator.world_size)
         # - Memory
@@ -274,7 +274,7 @@ class ShardedModule:
             return [0]
         return dist.get_process_group_ranks(self._options.process_group or dist.group.WORLD)
 
-    def _take_part(self, module: nn.Module, holders: Mapping[str, tuple[int, ...]]) -> PipelinePeers:
+    def _take_part(self, module: nn.Module, holders: Mapping[str, tuple[int, ...]], grid: Grid | None) -> PipelinePeers:
         """Give up the values of the parameters that other parts hold."""
         options, device = self._options, self.communicator.device
         communicator = Communicator(options.communication, device, options.parts_group)
@@ -286,6 +286,7 @@ class ShardedModule:
             precision=options.precision,
             lowering=self._lowering,
             communication=options.communication,
+            grid=grid,
             device=device,
         )
         return parts

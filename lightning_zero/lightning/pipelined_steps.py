@@ -106,7 +106,7 @@ class PipelinedSteps:
         )
         # - Messages from the last stage to the others
         self._logs = Logs(module)
-        self._metrics = MetricStates(module, mesh.copy_group)
+        self._metrics = MetricStates(module, mesh.data_group)
         self._buffers = _buffers_by_stage(module, split)
         # - The losses of a step
         self._has_counts: bool | None = None  # whether their numbers of elements can be told before; None: not tried
@@ -342,7 +342,7 @@ class PipelinedSteps:
         if not self.runner.is_last:
             self._metrics.apply(metrics)
             self.runner.around.take(changes)
-        self._logs.replay(logged, self._mesh.copy_group, self._device)
+        self._logs.replay(logged, self._mesh.data_group, self._device)
         return value
 
     def _fill_in(self, missing: list[LoggedValue]) -> None:
@@ -372,8 +372,8 @@ class PipelinedSteps:
         if len({int(one[0]) for one in everyone}) > 1:
             raise PipelineError(
                 "The stages of a pipeline were given different batches. Every rank of a copy of the model must read the"
-                f" same data: use a sampler with `num_replicas={self._mesh.copies}` and `rank={self._mesh.copy}` (as"
-                " Lightning's own), `seed_everything(..., workers=True)`, and no random transforms that are not seeded."
+                " same data: give the sampler `**trainer.strategy.distributed_sampler_kwargs` (as Lightning does), use"
+                " `seed_everything(..., workers=True)`, and no random transforms that are not seeded."
             )
         if len({int(one[1]) for one in everyone}) > 1:
             self._mesh.broadcast(state, 0, "the random state of a batch").moved_to(self._device).restore()

@@ -84,12 +84,9 @@ class ProcessHooks(ParallelStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The slice of the data that this rank sees; pipeline stages and ranks of a tensor group see the same."""
-        ranks = self.num_nodes * self.num_processes
-        if self.pipeline is not None:
-            copies = ranks // self.pipeline.stages
-            return {"num_replicas": copies, "rank": self.global_rank % max(copies, 1)}
+        copies = self.num_nodes * self.num_processes // (1 if self.pipeline is None else self.pipeline.stages)
         size = 1 if self.tensor_parallel is None else self.tensor_parallel.size
-        return {"num_replicas": ranks // size, "rank": self.global_rank // size}
+        return {"num_replicas": copies // size, "rank": self.global_rank % max(copies, 1) // size}
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
@@ -133,8 +130,11 @@ class ProcessHooks(ParallelStrategy):
             self._mesh = Mesh(self.pipeline.stages, self.communication.timeout_s)
         if self.tensor_parallel is not None and self._tensor is None:
             self._meet_peers("Making the groups of tensor parallelism")
-            groups = TensorGroups(self.tensor_parallel.size, self.communication.timeout_s)
+            stages = 1 if self.pipeline is None else self.pipeline.stages
+            groups = TensorGroups(self.tensor_parallel.size, self.communication.timeout_s, stages)
             self._tensor = TensorTraining(self.tensor_parallel, groups, self.root_device)
+            if self._mesh is not None:
+                self._mesh.data_group = groups.data_group
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks of the error, or add the first of their errors to it. No collective."""

@@ -173,8 +173,6 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         if self.pipeline is not None:
             self.pipeline.check(self.stage)
         self.tensor_parallel = _tensor_parallel(tensor_parallel)
-        if self.pipeline is not None and self.tensor_parallel is not None:
-            raise ValueError("`tensor_parallel` does not work with `pipeline` yet. Leave one of the two out.")
         self.masters = masters
         self.lowered = lowered
         self.moments = moments
@@ -364,7 +362,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             if split is None:
                 engine.shard(module, grid=grid)
             else:
-                self._cut(module, engine, split)
+                self._cut(module, engine, split, grid)
             _made_for[engine] = made_for
         if is_fitting and self.offload is not None and self.offload.params is None:
             engine.internals.fits.keep_params_on_device()
@@ -399,10 +397,10 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         layers.build(split, self._mesh.stage)
         return split
 
-    def _cut(self, module: pl.LightningModule, engine: ZeroEngine, split: Split) -> None:
+    def _cut(self, module: pl.LightningModule, engine: ZeroEngine, split: Split, grid: Grid | None) -> None:
         assert self.pipeline is not None
         assert self._mesh is not None
-        engine.shard(module, split.holders)
+        engine.shard(module, split.holders, grid=grid)
         self._steps = PipelinedSteps(
             module, engine, split=split, pipeline=self.pipeline, mesh=self._mesh, device=self.root_device
         )
@@ -551,10 +549,10 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run ``LightningModule.training_step`` with the parameters it needs."""
-        if self._steps is not None:
-            return self._pipelined_training_step(self._steps, args)
         if self._tensor is not None:
             self._tensor.agree_on_random_numbers()
+        if self._steps is not None:
+            return self._pipelined_training_step(self._steps, args)
         with self.engine.scope("training_step"):
             output = super().training_step(*args, **kwargs)
         assert self.lightning_module is not None

@@ -67,3 +67,16 @@ def _two_in_turn(rank: int, world: int) -> tuple[bool, bool]:
 
 def test_groups_are_lent_again_but_after_an_error() -> None:
     assert run(_two_in_turn, 4) == [(True, False)] * 4
+
+
+def _in_stages(rank: int, world: int) -> tuple[Any, ...]:
+    groups = TensorGroups(2, 60.0, stages=2)
+    ranks = [dist.get_process_group_ranks(group) for group in (groups.tensor_group, groups.data_group)]
+    return groups.data_rank, groups.num_data_ranks, groups.device_mesh("cpu").mesh.tolist(), ranks
+
+
+def test_every_pipeline_stage_has_a_grid_of_its_own() -> None:
+    for rank, (data_rank, count, mesh, ranks) in enumerate(run(_in_stages, 4)):
+        first = rank // 2 * 2
+        assert (data_rank, count, mesh) == (0, 1, [[first, first + 1]])
+        assert ranks == [[first, first + 1], [rank]]

@@ -192,45 +192,110 @@ def test_options_of_the_engine_train_as_on_one_rank(options: dict[str, Any], mor
         compare(outcome, expected, options)
 
 
+# -- Pipeline stages ---------------------------------------------------------------------------------------------------
+
+
+class Logging(Program):
+    """Calls no collective of its own in a step: on pipeline stages only the last one would reach it."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self._loss(batch)
+        size = float(len(next(iter(batch.values()))))
+        self.log("loss", loss, sync_dist=True, on_step=False, on_epoch=True, batch_size=int(size))
+        self.log("samples", size, sync_dist=True, on_step=False, on_epoch=True, reduce_fx="sum")
+        return loss
+
+
+def fit_logging(rank: int, world: int, family: str, options: dict[str, Any] | None, more: dict[str, Any]) -> Outcome:
+    strategy = "auto" if options is None else ZeroStrategy(**options)
+    fitted = trainer(
+        rank, world, strategy, max_steps=8, max_epochs=10, limit_val_batches=2, val_check_interval=4, **more
+    )
+    slice_ = {"num_replicas": 1, "rank": 0} if options is None else strategy.distributed_sampler_kwargs  # type: ignore[union-attr]
+    fitted.fit(Logging(family), **loaders(family, slice_["num_replicas"], slice_["rank"]))
+    return [], {name: float(value) for name, value in fitted.callback_metrics.items()}, weights(fitted)
+
+
+STAGES = [
+    ("hand-separate", {}, {}, {}),
+    ("hand-separate", {"schedule": "zb_h1"}, {}, {"gradient_clip_val": 0.02}),
+    ("hand-separate", {}, {"activation_checkpointing": True}, {}),
+    ("llama", {}, {"tensor_parallel": {"size": 2, "sequence": True}}, {}),
+    ("gpt2", {}, {"offload": "cpu"}, {"accumulate_grad_batches": 2}),
+]
+
+
+@pytest.mark.parametrize(
+    "stage", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow), 3]
+)
+@pytest.mark.parametrize(("family", "pipeline", "options", "more"), STAGES, ids=str)
+def test_pipeline_stages_of_tensor_ranks_train_as_one_rank(
+    family: str, pipeline: dict[str, Any], options: dict[str, Any], more: dict[str, Any], stage: int
+) -> None:
+    if options.get("offload") and stage == 0:
+        stage = 1  # there is nothing to offload at stage 0
+    expected = run(fit_logging, 1, family, None, more)[0]
+    given = {"stage": stage, "tensor_parallel": 2, "pipeline": {"stages": 2, "microbatches": 2, **pipeline}, **options}
+    for outcome in run(fit_logging, 4, family, given, more):
+        compare(outcome, expected, (family, given))
+
+
+@pytest.mark.slow
+def test_a_grid_of_three_axes_trains_as_one_rank() -> None:
+    expected = run(fit_logging, 1, "hand-separate", None, {})[0]
+    given = {"stage": 2, "tensor_parallel": 2, "pipeline": {"stages": 2, "microbatches": 2}}
+    for outcome in run(fit_logging, 8, "hand-separate", given, {}, timeout_s=180.0):
+        compare(outcome, expected, "8 ranks")
+
+
 # -- Checkpoints -------------------------------------------------------------------------------------------------------
 
+Layout = tuple[int, dict[str, Any]]  # number of ranks, options
 
-def fit_and_save(rank: int, world: int, size: int, stage: int, kind: str, folder: str) -> Outcome:
-    strategy = ZeroStrategy(stage=stage, tensor_parallel=size, state_dict_type=kind)  # type: ignore[arg-type]
-    module = Program("hand-separate")
-    fitted = trainer(rank, world, strategy, max_steps=4, limit_val_batches=0)
-    fitted.fit(module, **loaders("hand-separate", world // size, rank // size))
-    fitted.save_checkpoint(f"{folder}/saved")
+TWO_STAGES = {"stages": 2, "microbatches": 2}
+LAYOUTS: list[Layout] = [
+    (1, {"stage": 0}),
+    (2, {"stage": 3}),
+    (2, {"stage": 1, "tensor_parallel": 2}),
+    (4, {"stage": 3, "tensor_parallel": 2}),
+    (4, {"stage": 2, "tensor_parallel": 4}),
+    (4, {"stage": 1, "tensor_parallel": 2, "pipeline": TWO_STAGES}),
+    (4, {"stage": 3, "pipeline": TWO_STAGES}),
+]
+SOME = [LAYOUTS[3], LAYOUTS[5]]
+
+
+def fit_to(rank: int, world: int, options: dict[str, Any], folder: str, steps: int, kind: str | None) -> Outcome:
+    """Fit to a step, from the checkpoint of the folder if there is one, or save there if a kind is given."""
+    strategy = ZeroStrategy(**options, state_dict_type=kind)  # type: ignore[arg-type]
+    fitted = trainer(rank, world, strategy, max_steps=steps, limit_val_batches=0)
+    slice_ = strategy.distributed_sampler_kwargs
+    path = Path(folder) / "saved"
+    fitted.fit(
+        Logging("hand-separate"),
+        ckpt_path=None if kind else path,
+        **loaders("hand-separate", slice_["num_replicas"], slice_["rank"]),
+    )
+    if kind:
+        fitted.save_checkpoint(path)
     return [], {}, weights(fitted)
 
 
-def resume(rank: int, world: int, size: int, stage: int, folder: str, steps: int) -> Outcome:
-    strategy = ZeroStrategy(stage=stage, tensor_parallel=size)  # type: ignore[arg-type]
-    module = Program("hand-separate")
-    fitted = trainer(rank, world, strategy, max_steps=steps, limit_val_batches=0)
-    fitted.fit(module, ckpt_path=f"{folder}/saved", **loaders("hand-separate", world // size, rank // size))
-    return module.losses, {}, weights(fitted)
-
-
-LAYOUTS = [(1, 1, 0), (2, 1, 3), (2, 2, 1), (4, 2, 3), (4, 4, 2)]  # ranks, tensor ranks, stage
-
-
 @pytest.mark.parametrize("kind", ["full", "sharded"])
-@pytest.mark.parametrize("saved", [(4, 2, 3), (2, 2, 1)], ids=str)
-def test_checkpoints_resume_on_other_grids(saved: tuple[int, int, int], kind: str, tmp_path: Path) -> None:
-    world, size, stage = saved
-    values = run(fit_and_save, world, size, stage, kind, str(tmp_path))[0][2]
-    outcomes = {}
-    for ranks, other_size, other_stage in LAYOUTS:
-        at_start = run(resume, ranks, other_size, other_stage, str(tmp_path), 4)[0][2]
+@pytest.mark.parametrize(
+    "saved", [pytest.param(one, marks=() if one in SOME else pytest.mark.slow) for one in LAYOUTS], ids=str
+)
+def test_checkpoints_resume_on_other_grids(saved: Layout, kind: str, tmp_path: Path) -> None:
+    world, options = saved
+    values = run(fit_to, world, options, str(tmp_path), 4, kind)[0][2]
+    outcomes = []
+    for ranks, others in LAYOUTS:
+        at_start = run(fit_to, ranks, others, str(tmp_path), 4, None)[0][2]
         for name, value in values.items():
-            if ".mean" not in name:
-                assert torch.equal(at_start[name], value), (name, ranks, other_size, other_stage)
-        outcomes[ranks, other_size, other_stage] = run(
-            resume, ranks, other_size, other_stage, str(tmp_path), 8
-        )[0]  # fmt: skip
-    for layout, outcome in outcomes.items():
-        compare(outcome, outcomes[1, 1, 0], layout)
+            assert ".mean" in name or torch.equal(at_start[name], value), (name, ranks, others)
+        outcomes.append(run(fit_to, ranks, others, str(tmp_path), 8, None)[0])
+    for layout, outcome in zip(LAYOUTS, outcomes, strict=True):
+        compare(outcome, outcomes[0], layout)
 
 
 class Pretrained(Program):
@@ -398,10 +463,10 @@ def _message(rank: int, world: int, what: str) -> str:
     elif what == "wrong":
         rules = {"blocks.*.attn.q": "row", "blocks.*.attn.proj": "column"}
         options = {"tensor_parallel": {"size": 2, "plan": {f"model.{name}": rule for name, rule in rules.items()}}}
+    elif what == "stages":
+        options = {"tensor_parallel": 2, "pipeline": 2}
     elif what == "length":
         module, options = Program("vit"), {"tensor_parallel": {"size": 2, "sequence": True}}
-    elif what == "pipeline":
-        options = {"tensor_parallel": 2, "pipeline": 2}
     try:
         fitted = trainer(rank, world, ZeroStrategy(stage=1, **options), max_steps=1)
         fitted.fit(module, DataLoader(Samples("images" if what == "length" else "plain"), batch_size=2))
@@ -418,7 +483,7 @@ def _message(rank: int, world: int, what: str) -> str:
         ("meta", "`model.blocks.0.attn.q.weight` is a part of a parameter"),
         ("wrong", "With this plan of tensor parallelism over 2 ranks, block `model.blocks.0`"),
         ("length", "(2, 17, 64) cannot be divided over 2 ranks of tensor parallelism"),
-        ("pipeline", "`tensor_parallel` does not work with `pipeline`"),
+        ("stages", "`tensor_parallel=2` does not divide the 1 ranks of a pipeline stage"),
     ],
 )
 def test_bad_input_is_told_on_every_rank(what: str, text: str) -> None:

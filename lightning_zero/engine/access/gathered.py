@@ -238,7 +238,8 @@ class GatheredParams:
         code = 0 if here is None else 1 + _DTYPES.index(here.dtype)
         dtype = _DTYPES[parts.communicator.agree_on([code], f"agreement on the dtype of {what}")[0] - 1]
         if here is None:
-            here = torch.empty(param.shape, dtype=dtype, device=remote_params.master(param).device)
+            shape = remote_params.whole_shape(param)
+            here = torch.empty(shape, dtype=dtype, device=remote_params.master(param).device)
         parts.communicator.broadcast(here, what, parts.first_holder(param))
         return here
 

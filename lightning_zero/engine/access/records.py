@@ -17,6 +17,7 @@ from lightning_zero.engine.buffers.sharded_gradient import ShardedGradient
 from lightning_zero.engine.optim.flat_step import BufferSlot
 from lightning_zero.engine.optim.moments import MomentFormat
 from lightning_zero.engine.units.pipeline_peers import PipelinePeers
+from lightning_zero.engine.units.remote_params import RemoteParams
 
 __all__ = ["ParameterRecord", "records_of"]
 
@@ -111,8 +112,7 @@ def records_of(
     records = []
     for param in module.parameters():
         if param_index.remote_params is not None and param in param_index.remote_params:
-            master = param_index.remote_params.master(param)
-            records.append(_remote_record(param, param_index.names[id(param)], master, moments))
+            records.append(_remote_record(param, param_index.names[id(param)], param_index.remote_params, moments))
             continue
         is_saved = parts is None or parts.is_counted_here(param)
         names, place = param_index.names[id(param)], param_index.of(param)
@@ -144,19 +144,19 @@ def _record_here(
 
 
 def _remote_record(
-    param: nn.Parameter, names: tuple[str, ...], master: torch.Tensor, moments: MomentFormat
+    param: nn.Parameter, names: tuple[str, ...], remote_params: RemoteParams, moments: MomentFormat
 ) -> ParameterRecord:
     """Return the record of a parameter that another part of the model holds, with an empty master."""
     return ParameterRecord(
         name=names[0],
         aliases=names,
-        shape=tuple(param.shape),
+        shape=remote_params.whole_shape(param),
         parameter=param,
         trained=False,
         dtype=param.dtype,
         save_range=(0, 0),
         own_range=(0, 0),
-        _buffer=master,
+        _buffer=remote_params.master(param),
         _index=0,
         _moments=moments,
     )

@@ -24,6 +24,7 @@ from lightning_zero.engine.units.lowering import Lowering
 from lightning_zero.engine.units.partition import kind_of
 from lightning_zero.engine.units.pipeline_peers import PipelinePeers
 from lightning_zero.errors import PipelineError
+from lightning_zero.grid import Grid
 
 __all__ = ["RemoteParams"]
 
@@ -33,6 +34,7 @@ class _Absent:
     """One parameter that another part of the model holds."""
 
     param: nn.Parameter
+    shape: tuple[int, ...]  # of the whole parameter
     master: torch.Tensor  # without elements, in the dtype of the master
     placeholder: torch.Tensor
 
@@ -47,6 +49,7 @@ class RemoteParams:
         precision: Compute and master dtypes.
         lowering: Which parameters compute in 16 bits.
         communication: Dtype of reductions.
+        grid: Of which parameters the parts hold a part; None: of none.
         device: Where the module goes.
     """
 
@@ -59,6 +62,7 @@ class RemoteParams:
         precision: MixedPrecision,
         lowering: Lowering,
         communication: Communication,
+        grid: Grid | None,
         device: torch.device,
     ) -> None:
         self.parts = parts
@@ -74,7 +78,8 @@ class RemoteParams:
                 compute = lowering.dtype(param, module.get_submodule(path), key)
                 kind = kind_of(param, compute, precision=precision, communication=communication)
                 empty = torch.empty(0, dtype=kind.shown, device=device)
-                self._absent[id(param)] = _Absent(param, empty, placeholder(param, device))
+                shape = tuple(param.shape) if grid is None else grid.whole_shape(name, param.shape)
+                self._absent[id(param)] = _Absent(param, shape, empty, placeholder(param, device))
         for absent in self._absent.values():
             self._give_up(absent)
 
@@ -98,6 +103,10 @@ class RemoteParams:
     def master(self, param: nn.Parameter) -> torch.Tensor:
         """Return the master of an absent parameter: no elements, in the dtype of the master."""
         return self._absent[id(param)].master
+
+    def whole_shape(self, param: nn.Parameter) -> tuple[int, ...]:
+        """Return the shape of an absent parameter; on a grid that of the whole one."""
+        return self._absent[id(param)].shape
 
     @contextmanager
     def borrowed(self, params: Iterable[torch.Tensor]) -> Iterator[None]:

@@ -22,6 +22,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 __all__ = [
     "ProcessGroupRanks",
@@ -54,7 +55,7 @@ class Ranks(Protocol):
 
 
 class ProcessGroupRanks:
-    """Ranks of a process group. Copies of a module share it."""
+    """Ranks of a process group. Copies of a module share it. Tensors without values are not sent."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
@@ -67,6 +68,8 @@ class ProcessGroupRanks:
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> Tensor:
         """Return the sum, or the maximum, over the ranks in a new tensor."""
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        if isinstance(tensor, FakeTensor):
+            return result
         dist.all_reduce(result, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self.group)
         return result
 
@@ -74,6 +77,8 @@ class ProcessGroupRanks:
         """Return the tensors of all ranks, in rank order."""
         tensor = tensor.detach().contiguous()
         results = [torch.empty_like(tensor) for _ in range(self.size)]
+        if isinstance(tensor, FakeTensor):
+            return results
         dist.all_gather(results, tensor, group=self.group)
         return results
 
@@ -81,6 +86,8 @@ class ProcessGroupRanks:
         """Return this rank's shard, along ``dim``, of the sum over the ranks."""
         shards = [shard.contiguous() for shard in tensor.detach().chunk(self.size, dim)]
         result = torch.empty_like(shards[self.rank])
+        if isinstance(tensor, FakeTensor):
+            return result
         dist.reduce_scatter(result, shards, group=self.group)
         return result
 

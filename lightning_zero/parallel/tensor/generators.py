@@ -17,6 +17,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_zero.parallel.tensor.collectives import Ranks, copy_to_ranks
 
@@ -43,7 +44,7 @@ class Region:
 
         So their gradients are added before one sum over the ranks, not after three.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or isinstance(tensor, FakeTensor):
             return copy_to_ranks(tensor, ranks)
         known = None if self._entrance is None else self._entrance.of(tensor)
         if known is None:
