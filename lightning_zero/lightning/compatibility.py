@@ -13,6 +13,7 @@ from lightning_zero.config import ActivationCheckpointing, Pipeline, StepTime
 from lightning_zero.lightning.pipelined_steps import refuse_program
 from lightning_zero.lightning.precision import LossScale
 from lightning_zero.lightning.step_in_backward import refuse_with_early_steps
+from lightning_zero.parallel.tensor.plan import TensorParallel
 
 __all__ = ["refuse_options"]
 
@@ -24,6 +25,8 @@ class _Options(Protocol):
     state_dict_type: Literal["sharded", "full"]
     async_save: bool
     pipeline: Pipeline | None
+    tensor_parallel: TensorParallel | None
+    _layer_sync: Any
     activation_checkpointing: ActivationCheckpointing | None
     loss_scale: LossScale | None
     step: StepTime
@@ -59,6 +62,7 @@ def refuse_options(strategy: _Options, trainer: pl.Trainer) -> None:
     _refuse_activations(strategy)
     _refuse_async(strategy, trainer)
     _refuse_pipeline(strategy, trainer)
+    _refuse_batch_norms_of_all_ranks(strategy, trainer)
     refuse_with_early_steps(strategy, trainer)
     if strategy.loss_scale is not None and strategy.precision_plugin.scaler is None:
         raise ValueError(
@@ -91,6 +95,17 @@ def _refuse_pipeline(strategy: _Options, trainer: pl.Trainer) -> None:
             raise ValueError(
                 f"`{type(callback).__name__}` reads all parameters on every rank, and a pipeline stage has a part"
                 " of them. Remove the callback, or `pipeline`."
+            )
+
+
+def _refuse_batch_norms_of_all_ranks(strategy: _Options, trainer: pl.Trainer) -> None:
+    if strategy.tensor_parallel is None or strategy._layer_sync is None:
+        return
+    for name, module in trainer.lightning_module.named_modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            raise ValueError(
+                f"`sync_batchnorm=True` averages `{name}` over all ranks, and with `tensor_parallel` several have"
+                " the same samples, which would count several times. Leave one of the two out."
             )
 
 

@@ -453,6 +453,7 @@ class Stateless(LightningModule):
 def _message(rank: int, world: int, what: str) -> str:
     options: Any = {"tensor_parallel": 2}
     module: LightningModule = Program("hand-separate")
+    more: dict[str, Any] = {}
     if what == "nothing":
         module = Stateless()
     elif what == "size":
@@ -463,12 +464,15 @@ def _message(rank: int, world: int, what: str) -> str:
     elif what == "wrong":
         rules = {"blocks.*.attn.q": "row", "blocks.*.attn.proj": "column"}
         options = {"tensor_parallel": {"size": 2, "plan": {f"model.{name}": rule for name, rule in rules.items()}}}
+    elif what == "batch norm":
+        module.add_module("norm", nn.BatchNorm1d(3))
+        more = {"sync_batchnorm": True}
     elif what == "stages":
         options = {"tensor_parallel": 2, "pipeline": 2}
     elif what == "length":
         module, options = Program("vit"), {"tensor_parallel": {"size": 2, "sequence": True}}
     try:
-        fitted = trainer(rank, world, ZeroStrategy(stage=1, **options), max_steps=1)
+        fitted = trainer(rank, world, ZeroStrategy(stage=1, **options), max_steps=1, **more)
         fitted.fit(module, DataLoader(Samples("images" if what == "length" else "plain"), batch_size=2))
     except ValueError as error:
         return str(error)
@@ -482,6 +486,7 @@ def _message(rank: int, world: int, what: str) -> str:
         ("size", "`tensor_parallel=3` does not divide the 2 ranks"),
         ("meta", "`model.blocks.0.attn.q.weight` is a part of a parameter"),
         ("wrong", "With this plan of tensor parallelism over 2 ranks, block `model.blocks.0`"),
+        ("batch norm", "`sync_batchnorm=True` averages `norm` over all ranks"),
         ("length", "(2, 17, 64) cannot be divided over 2 ranks of tensor parallelism"),
         ("stages", "`tensor_parallel=2` does not divide the 1 ranks of a pipeline stage"),
     ],
