@@ -13,7 +13,7 @@ from lightning_zero.config import Pipeline
 from lightning_zero.lightning.pipeline_logging import Logs, MetricStates
 from lightning_zero.parallel.module_state import ModuleState
 from lightning_zero.parallel.pipeline.schedule.costs import count_flops, measure_time
-from lightning_zero.parallel.pipeline.schedule.microbatches import split_batch
+from lightning_zero.parallel.pipeline.schedule.microbatches import copy_of, split_batch
 from lightning_zero.parallel.pipeline.schedule.streams import RandomState
 from lightning_zero.parallel.pipeline.stages.split import costed_layers
 
@@ -64,7 +64,7 @@ def _costs(
 
     def run() -> None:
         with context():
-            module.training_step(piece, 0)
+            module.training_step(copy_of(piece), 0)  # it may change its batch, and runs twice
 
     measure = measure_time if pipeline.partition == "measured" else count_flops
     with Logs(module).recording(), MetricStates(module, None).muted(), ModuleState(module.modules()).shown():

@@ -49,7 +49,7 @@ from lightning_zero.parallel.pipeline.stages.generators import Draws
 from lightning_zero.parallel.pipeline.stages.placed_attributes import PlacedAttributes
 from lightning_zero.parallel.pipeline.stages.split import Split, modules_around
 from lightning_zero.parallel.pipeline.stages.state_around import StateAround
-from lightning_zero.parallel.pipeline.traced_steps import TracedSteps
+from lightning_zero.parallel.pipeline.traced_steps import TracedStep, TracedSteps
 from lightning_zero.parallel.pipeline.tracing.loss_normalization import Denominators, count_elements
 
 __all__ = ["PipelinedSteps", "refuse_program"]
@@ -259,19 +259,19 @@ class PipelinedSteps:
         """Return the step for the runner's route."""
         module = self._module
 
-        def traced(index: int) -> Any:
+        def traced(piece: Any, index: int) -> Any:
             with context(), self._running(index):
-                return getattr(module, name)(pieces[index], *rest)
+                return getattr(module, name)(piece, *rest)
 
-        def begin(index: int) -> Any:
+        def begin(piece: Any, index: int) -> Any:
             with self._logs.microbatch(self._sizes[index]):
-                return module.pipeline_step(pieces[index], *rest)
+                return module.pipeline_step(piece, *rest)
 
-        def finish(output: Any, index: int) -> Any:
+        def finish(output: Any, piece: Any, index: int) -> Any:
             with self._running(index):
-                return module.pipeline_loss(output, pieces[index], *rest)
+                return module.pipeline_loss(output, piece, *rest)
 
-        return ExplicitStep(begin, finish, context) if self._is_explicit else traced
+        return ExplicitStep(begin, finish, context, pieces) if self._is_explicit else TracedStep(traced, pieces)
 
     @contextmanager
     def _running(self, index: int) -> Iterator[None]:

@@ -30,9 +30,12 @@ __all__ = [
     "HookState",
     "ModuleState",
     "RunAgain",
+    "assign_slots",
+    "copies_of",
     "is_empty_cache",
     "is_of_the_program",
     "put_back",
+    "slots_of",
     "unregistered_modules",
     "version_of",
     "without_caches",
@@ -101,7 +104,7 @@ class ModuleState:
         ]
         without = {id(buffer) for number, key, buffer, _ in self._large if (number, key) in unwritten}
         copied = {id(buffer): buffer for _, _, buffer in places if id(buffer) not in without}
-        self._copies = _copied(copied)  # by `id` of the buffer, which stays alive
+        self._copies = copies_of(copied)  # by `id` of the buffer, which stays alive
 
     def drop_unwritten(self, unwritten: set[tuple[int, str]]) -> None:
         """Give up the copies of large buffers that the forward has not written, and make none in later calls.
@@ -126,7 +129,7 @@ class ModuleState:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Put copies of this state into the modules for a while; their present state comes back afterwards."""
-        copies = _copied(self._copies)  # the module may run once more
+        copies = copies_of(self._copies)  # the module may run once more
         buffers_now = [dict(child._buffers) for child in self._modules]
         for child, buffers in zip(self._modules, self._buffers, strict=True):
             _refill(child._buffers, {key: copies.get(id(buffer), buffer) for key, buffer in buffers.items()})
@@ -294,9 +297,9 @@ class _Kept:
                 self._undo.append(partial(_write_array_back, value, value.copy()))
         else:
             self._keep_items(value)
-            slots = _slots_of(value)
+            slots = slots_of(value)
             if slots:
-                self._undo.append(partial(_assign_slots, value, slots))
+                self._undo.append(partial(assign_slots, value, slots))
             if is_of_the_program(value):
                 self._undo.append(partial(_refill_with, vars(value), dict.clear, dict.update, dict(vars(value))))
 
@@ -351,11 +354,11 @@ def _held_by(value: Any) -> list[Any]:
         held += (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, MethodType):
         held.append(value.__self__)
-    held += [one for one in _slots_of(value).values() if one is not _MISSING]
+    held += [one for one in slots_of(value).values() if one is not _MISSING]
     return held + list(vars(value).values()) if is_of_the_program(value) else held
 
 
-def _slots_of(value: Any) -> dict[str, Any]:
+def slots_of(value: Any) -> dict[str, Any]:
     """Return the attributes of an object of the program that its classes name in ``__slots__``."""
     if not _is_object(value):
         return {}
@@ -370,7 +373,8 @@ def _slots_of(value: Any) -> dict[str, Any]:
     return found
 
 
-def _assign_slots(value: Any, attributes: Mapping[str, Any]) -> None:
+def assign_slots(value: Any, attributes: Mapping[str, Any]) -> None:
+    """Give an object back the attributes that ``slots_of`` has returned."""
     for name, attribute in attributes.items():
         if getattr(value, name, _MISSING) is attribute:
             continue
@@ -486,7 +490,7 @@ def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _copied(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+def copies_of(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
     """Return copies, by the same keys; those of tensors that share memory share theirs."""
     sharing = Counter(_storage(tensor) for tensor in tensors.values())
     storages: dict[int, torch.UntypedStorage] = {}

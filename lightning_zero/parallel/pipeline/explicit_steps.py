@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.pipeline.pipeline import PipelineStage
+from lightning_zero.parallel.pipeline.schedule.microbatches import copy_of
 from lightning_zero.parallel.pipeline.stages.sources import Source
 from lightning_zero.parallel.pipeline.tracing.module_interception import Message
 from lightning_zero.parallel.writable import writable
@@ -26,17 +27,19 @@ __all__ = ["ExplicitStep", "ExplicitSteps"]
 
 @dataclass(frozen=True)
 class ExplicitStep:
-    """The parts of a step.
+    """The parts of a step; they may change the micro-batch.
 
     Attributes:
-        begin: Given the micro-batch, returns the input of the first block.
-        finish: Given the last block's output and the micro-batch, returns the step's result.
+        begin: Given a micro-batch and its index, returns the input of the first block.
+        finish: Given the last block's output, the micro-batch and its index, returns the step's result.
         context: Around everything.
+        pieces: The micro-batches.
     """
 
-    begin: Callable[[int], Any]
-    finish: Callable[[Any, int], Any]
+    begin: Callable[[Any, int], Any]
+    finish: Callable[[Any, Any, int], Any]
     context: Callable[[], AbstractContextManager[Any]]
+    pieces: Sequence[Any]
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ class ExplicitSteps:
 
     def _start(self, step: ExplicitStep, index: int, chunk: int, boundaries: dict[int, _Boundary]) -> Any:
         if chunk == 0:
-            return step.begin(index)
+            return step.begin(copy_of(step.pieces[index]), index)
         tensors = [
             torch.zeros(one.shape, dtype=one.dtype, device=self._stage.device).requires_grad_(one.requires_grad)
             for one in boundaries[chunk].messages
@@ -148,11 +151,14 @@ class ExplicitSteps:
         self._streams.leave_common()
         self._streams.enter_own()
         with step.context():
-            boundaries = self._boundaries[index]
-            state = step.begin(index) if chunk == 0 else boundaries[chunk].state([writable(one) for one in receive()])
+            piece = step.pieces[index]
+            if chunk == 0:
+                state = step.begin(piece, index)
+            else:
+                state = self._boundaries[index][chunk].state([writable(one) for one in receive()])
             state = self._through(chunk, state)
             if chunk == self._split.num_chunks - 1:
-                return True, step.finish(state, index)
+                return True, step.finish(state, piece, index)
             send(dict(enumerate(self._tensors(chunk, state))))
         return False, None
 
@@ -166,4 +172,5 @@ class ExplicitSteps:
         self._streams.leave_common()
         self._streams.enter_own()
         with step.context():
-            step.finish(self._boundaries[index][self._split.num_chunks].zeros(self._stage.device), index)
+            zeros = self._boundaries[index][self._split.num_chunks].zeros(self._stage.device)
+            step.finish(zeros, copy_of(step.pieces[index]), index)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.pipeline.pipeline import PipelineStage
+from lightning_zero.parallel.pipeline.schedule.microbatches import copy_of
 from lightning_zero.parallel.pipeline.stages.sources import Shape, Source, is_fake
 from lightning_zero.parallel.pipeline.stages.split import modules_around
 from lightning_zero.parallel.pipeline.tracing.module_interception import Message, ModuleInterception
@@ -24,7 +25,26 @@ __all__ = ["TracedStep", "TracedSteps"]
 
 T = TypeVar("T")
 
-TracedStep = Callable[[int], Any]  # runs the user's step on a micro-batch
+
+@dataclass(frozen=True)
+class TracedStep:
+    """The user's step; it may change its micro-batch.
+
+    Attributes:
+        run: Given a micro-batch and its index.
+        pieces: The micro-batches.
+    """
+
+    run: Callable[[Any, int], Any]
+    pieces: Sequence[Any]
+
+    def on_piece(self, index: int) -> Callable[[], Any]:
+        """Return a run on a micro-batch itself: the last one on this rank."""
+        return partial(self.run, self.pieces[index], index)
+
+    def on_copy(self, index: int) -> Callable[[], Any]:
+        """Return a run that leaves a micro-batch as it is."""
+        return partial(self.run, copy_of(self.pieces[index]), index)
 
 
 class TracedSteps:
@@ -80,7 +100,7 @@ class TracedSteps:
         wanted = [source for source in later if self._stage.split.chunk_of(source.module) == chunk]
         outcomes = self._outcomes[self._kinds[index]][chunk]
         return self._interception.run(
-            lambda: step(index),
+            step.on_piece(index) if chunk == self._own_chunks[-1] else step.on_copy(index),
             chunk,
             expected=expected,
             receive=receive,
@@ -91,7 +111,7 @@ class TracedSteps:
 
     def survey(self, step: TracedStep, index: int) -> None:
         """Run the step as it would go on if no module of the split computed."""
-        self._interception.survey(lambda: step(index))
+        self._interception.survey(step.on_copy(index))
 
     @property
     def modules_in_survey(self) -> Iterable[nn.Module]:
@@ -116,21 +136,21 @@ class TracedSteps:
         are leaves that differ between them, for example a mask that is drawn inside the model.
         Collective: all ranks.
         """
-        run = partial(step, index)
+        copied = partial(step.on_copy, index)
         needed = {
-            chunk: self._apart(chunk, partial(self._interception.needed, run, chunk)) for chunk in self._own_chunks
+            chunk: self._apart(chunk, partial(self._interception.needed, copied(), chunk)) for chunk in self._own_chunks
         }
         self._outcomes[kind] = {chunk: outcomes for chunk, (_, outcomes) in needed.items()}
         mine = {chunk: sources for chunk, (sources, _) in needed.items()}
-        self._messages[kind] = self._found(run, self._on_all_stages(mine))
+        self._messages[kind] = self._found(copied, self._on_all_stages(mine))
 
     def _found(
-        self, run: Callable[[], Any], needed: Mapping[int, Mapping[Source, Shape]]
+        self, copied: Callable[[], Callable[[], Any]], needed: Mapping[int, Mapping[Source, Shape]]
     ) -> dict[int, tuple[Message, ...]]:
         num_chunks = self._stage.split.num_chunks
         sources = {chunk: self._passing(chunk, needed) for chunk in range(1, num_chunks)}
         table = self._on_all_stages({
-            (chunk, acting): self._description(run, chunk, acting, sources[chunk])
+            (chunk, acting): self._description(copied(), chunk, acting, sources[chunk])
             for acting in self._own_chunks
             for chunk in (acting, acting + 1)
             if 0 < chunk < num_chunks
@@ -140,7 +160,7 @@ class TracedSteps:
         }
         if any(lacking.values()):
             return self._found(
-                run, {chunk: {**found, **lacking.get(chunk, {})} for chunk, found in sorted(needed.items())}
+                copied, {chunk: {**found, **lacking.get(chunk, {})} for chunk, found in sorted(needed.items())}
             )
         return {
             chunk: _differing(chunk, table[chunk, chunk].leaves, table[chunk, chunk - 1].leaves)

@@ -1,24 +1,39 @@
-"""A batch in pieces, and whether two ranks have the same one."""
+"""A batch in pieces, and whether two ranks have the same one.
+
+Note [Steps that change their batch]
+    A step may write into its micro-batch, and runs on it several times: to be described, to be surveyed, once per chunk
+    of a stage. The last run on a rank has the micro-batch itself, so that hooks find in the batch what the step has
+    written there, and all others have copies. A micro-batch shares the memory of the batch and not its version counter,
+    because autograd would take a write into one of them for a write into all.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 import zlib
-from collections import UserDict
+from collections import UserDict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.data import Dataset
 
-__all__ = ["batch_digest", "list_of_samples", "num_samples", "shapes_of", "split_batch", "weighted_mean"]
+from lightning_zero.parallel.module_state import assign_slots, copies_of, is_of_the_program, slots_of
+
+__all__ = ["batch_digest", "copy_of", "list_of_samples", "num_samples", "shapes_of", "split_batch", "weighted_mean"]
+
+_DEPTH = 3  # of objects in objects that are copied
 
 
 def split_batch(batch: Any, number: int) -> list[Any]:
     """Cut a batch into pieces along the first dimension of its tensors: ``number`` of them, or as many as samples.
 
     Sizes are those of ``torch.tensor_split``: the first ones have one sample more where ``number`` does not divide.
-    Lists as long as the batch that hold no tensors are cut as well; other values are in every piece.
+    Lists and NumPy arrays as long as the batch that hold no tensors are cut as well; other values are in every piece,
+    in containers of its own.
 
     Raises:
         ValueError: The tensors have no first dimension, or different ones.
@@ -97,11 +112,94 @@ def _piece(value: Any, size: int, start: int, length: int) -> Any:
         return _piece(inner, size, start, length)
 
     if isinstance(value, torch.Tensor):
-        return value.narrow(0, start, length) if value.ndim > 0 else value
+        return _part(value, start, length)
+    if _is_array(value) and value.ndim > 0 and len(value) == size:
+        return value[start : start + length]
     if isinstance(value, (list, tuple)) and len(value) == size and not any(True for _ in _tensors(value, "")):
         piece = value[start : start + length]
         return piece if type(value) in (list, tuple) else type(value)(piece)
     return _rebuilt(value, same)
+
+
+def _part(tensor: torch.Tensor, start: int, length: int) -> torch.Tensor:
+    """Return samples of a tensor, with a version counter of their own (see the note)."""
+    part = tensor.narrow(0, start, length) if tensor.ndim > 0 else tensor
+    if part.requires_grad:
+        return part
+    is_shared = tensor.ndim == 0 or (tensor.layout is torch.strided and tensor.stride(0) == 0)
+    return part.clone() if is_shared else part.data
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def copy_of(piece: Any) -> Any:
+    """Return a micro-batch for a run that leaves no trace in this one.
+
+    Containers, tensors, NumPy arrays and objects of the program are copies; tensors that share memory have copies that
+    do. Modules, datasets, and objects that cannot be copied are the same.
+    """
+    tensors: dict[int, torch.Tensor] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        return tensors.setdefault(id(tensor), tensor)
+
+    _Copier(note).copy(piece)
+    copies = copies_of({key: tensor for key, tensor in tensors.items() if not tensor.requires_grad})
+    copies.update({key: tensor.clone() for key, tensor in tensors.items() if tensor.requires_grad})  # with their graph
+    return _Copier(lambda tensor: copies[id(tensor)]).copy(piece)
+
+
+class _Copier:
+    """Copies a value with all that it holds.
+
+    Args:
+        of_tensor: Returns the copy of a tensor.
+    """
+
+    def __init__(self, of_tensor: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._of_tensor = of_tensor
+        self._copies: dict[int, Any] = {}  # by ``id`` of the value
+        self._depth = 0
+
+    def copy(self, value: Any) -> Any:
+        if isinstance(value, (str, bytes, bool, int, float, type(None), nn.Module, Dataset)):
+            return value
+        if id(value) not in self._copies:
+            self._copies[id(value)] = self._copied(value)
+        return self._copies[id(value)]
+
+    def _copied(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._of_tensor(value)
+        if _is_array(value):
+            return value.copy()
+        if isinstance(value, (set, deque, bytearray)):
+            return copy.copy(value)
+        return self._object(value) if _is_object(value) else _rebuilt(value, self.copy)
+
+    def _object(self, value: Any) -> Any:
+        try:
+            result = copy.copy(value)
+        except Exception:  # an object may refuse it with any error
+            return value
+        if result is value or self._depth == _DEPTH:
+            return value
+        self._copies[id(value)] = result  # it may hold itself
+        self._depth += 1
+        if hasattr(value, "__dict__"):
+            vars(result).update({key: self.copy(item) for key, item in vars(value).items()})
+        assign_slots(result, {key: self.copy(item) for key, item in slots_of(value).items()})
+        self._depth -= 1
+        return result
+
+
+def _is_object(value: Any) -> bool:
+    """Say whether a value is an object of the program, and none of the containers."""
+    is_container = isinstance(value, (dict, list, tuple, UserDict)) or dataclasses.is_dataclass(value)
+    return not is_container and (is_of_the_program(value) or bool(slots_of(value)))
 
 
 def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -113,7 +211,10 @@ def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
         return result
     if isinstance(value, dict):
         result = copy.copy(value)
-        result.update({key: change(item) for key, item in value.items()})
+        for key, item in value.items():
+            result[key] = change(item)  # `update` of an output of transformers is an error
+        if getattr(value, "__dict__", None) is value:  # items are attributes
+            result.__dict__ = result
         return result
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(change(item) for item in value))
@@ -130,16 +231,19 @@ def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
 def shapes_of(batch: Any) -> Hashable:
     """Return a key that differs for batches that lead to other shapes inside a model."""
     return tuple(
-        (path, tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else (path, repr(value))
+        (path, tuple(value.shape), str(value.dtype)) if hasattr(value, "dtype") else (path, repr(value))
         for path, value in _leaves(batch, "batch")
-        if isinstance(value, (torch.Tensor, int, float, bool))
+        if isinstance(value, (torch.Tensor, int, float, bool)) or _is_array(value)
     )
 
 
 def batch_digest(batch: Any) -> int:
     """Return a number that differs where the values of batches do, almost certainly: int64."""
-    tensors = [tensor.detach().contiguous() for _, tensor in _tensors(batch, "batch")]
+    leaves = [leaf for _, leaf in _leaves(batch, "batch")]
+    tensors = [leaf.detach().contiguous() for leaf in leaves if isinstance(leaf, torch.Tensor)]
     digest = 0
+    for array in filter(_is_array, leaves):
+        digest = zlib.crc32(str(array.tolist()).encode() if array.dtype.hasobject else array.tobytes(), digest)
     for tensor in tensors:
         if tensor.device.type == "cpu":
             digest = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().tobytes(), digest)

@@ -6,11 +6,14 @@ from collections import UserDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import pytest
 import torch
+from transformers.utils import ModelOutput
 
 from lightning_zero.parallel.pipeline.schedule.microbatches import (
     batch_digest,
+    copy_of,
     list_of_samples,
     num_samples,
     shapes_of,
@@ -62,6 +65,87 @@ def test_user_dicts_keep_their_class() -> None:
     assert type(pieces[1]) is UserDict
     assert pieces[1]["ids"].tolist() == [2, 3]
     assert batch["ids"].tolist() == [0, 1, 2, 3]
+
+
+class Attributes(dict[str, Any]):
+    """A dictionary whose items are its attributes."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        self.__dict__ = self
+
+
+@dataclass
+class Output(ModelOutput):
+    x: Any = None
+    y: Any = None
+
+
+@pytest.mark.parametrize("kind", [Attributes, Output])
+def test_dictionaries_with_attributes_are_cut_in_both(kind: Any) -> None:
+    x = torch.arange(4)
+    second = split_batch(kind(x=x, y=x), 2)[1]
+    assert type(second) is kind
+    assert (second["x"].tolist(), second.x.tolist()) == ([2, 3], [2, 3])
+    copied = copy_of(second)
+    assert copied.x is copied["x"] is not second.x
+
+
+def test_arrays_are_cut_like_tensors() -> None:
+    batch = {"x": torch.zeros(4), "w": numpy.arange(4), "names": numpy.array(list("abcd"), dtype=object),
+             "mean": numpy.zeros(3), "scale": numpy.array(2.0)}  # fmt: skip
+    second = split_batch(batch, 2)[1]
+    assert (second["w"].tolist(), second["names"].tolist()) == ([2, 3], ["c", "d"])
+    assert (second["mean"].shape, second["scale"].shape) == ((3,), ())
+    for name, other in (("w", numpy.ones(4)), ("names", numpy.array(list("abce"), dtype=object))):
+        assert batch_digest({**batch, name: other}) != batch_digest(batch)
+    assert shapes_of({**batch, "mean": numpy.zeros(4)}) != shapes_of(batch)
+
+
+@pytest.mark.parametrize("x", [torch.zeros(4, 2), torch.zeros(1, 2).expand(4, 2), torch.zeros(())])
+def test_a_write_into_a_piece_is_none_into_another(x: torch.Tensor) -> None:
+    batch = {"x": x, "y": torch.zeros(4)}
+    pieces = split_batch(batch, 4)
+    pieces[0]["x"].add_(1)
+    assert [piece["x"].sum().item() > 0 for piece in pieces] == [True, False, False, False]
+    assert [piece["x"]._version for piece in pieces] == [1, 0, 0, 0]
+    assert batch["x"][:1].sum() > 0 if x.is_contiguous() and x.ndim > 0 else x.sum() == 0
+
+
+class Slotted:
+    __slots__ = ("x",)
+
+
+class Box:
+    """An object of the program, which holds itself."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+        self.slotted = Slotted()
+        self.slotted.x = x
+        self.me = self
+
+
+def test_a_copy_has_nothing_that_a_write_would_change() -> None:
+    x = torch.zeros(4)
+    batch = {"x": x, "view": x[2:], "box": Box(x), "list": [{"x": x}], "sample": Sample(x, ["a"]), "set": {1},
+             "array": numpy.zeros(4), "graph": x.clone().requires_grad_() * 2, "iterator": iter("ab")}  # fmt: skip
+    copied = copy_of(batch)
+    copied["view"].add_(1)
+    assert copied["x"].tolist() == copied["box"].x.tolist() == copied["list"][0]["x"].tolist() == [0, 0, 1, 1]
+    copied["array"] += 1
+    copied["sample"].names.append("b")
+    copied["set"].add(2)
+    copied["list"].append(1)
+    copied["box"].slotted.x = copied["box"].new = 1
+    assert copied["box"].me is copied["box"]
+    assert copied["graph"].grad_fn is not None
+    assert copied["iterator"] is batch["iterator"]
+    assert x.sum() == 0
+    assert (batch["array"].sum(), batch["set"], len(batch["list"])) == (0, {1}, 1)
+    assert batch["sample"].names == ["a"]
+    assert batch["box"].slotted.x is x
+    assert not hasattr(batch["box"], "new")
 
 
 @pytest.mark.parametrize(
