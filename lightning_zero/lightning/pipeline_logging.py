@@ -13,8 +13,9 @@ Note [Metrics]
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from torchmetrics import Metric, MetricCollection, MetricTracker
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_zero.errors import PipelineError
+from lightning_zero.lightning.rank_zero_calls import RankZeroCalls, replaced
 from lightning_zero.parallel.pipeline.schedule.microbatches import weighted_mean
 from lightning_zero.parallel.pipeline.stages.sources import is_fake
 
@@ -35,6 +37,7 @@ class LoggedValue:
     """One call of ``self.log`` in a step.
 
     Attributes:
+        key: Tells it from the other calls of a step.
         name: Under which it is logged.
         value: The mean over the micro-batches, by their samples, or the sum, largest or smallest value where
             ``reduce_fx`` says so; None of a metric object, and where another stage computes it.
@@ -42,6 +45,7 @@ class LoggedValue:
         options: Of the call.
     """
 
+    key: str
     name: str
     value: Any
     metric: str | None
@@ -52,75 +56,100 @@ class LoggedValue:
         """Whether another stage of the pipeline computes the value."""
         return self.value is None and self.metric is None
 
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of ``self.log`` in a micro-batch of ``size`` samples."""
+
+    name: str
+    value: Any
+    options: dict[str, Any]
+    size: int
+
     @property
-    def key(self) -> str:
-        """A key that tells it from the other calls of a step."""
-        return f"{self.name}/{self.options.get('on_step')}/{self.options.get('on_epoch')}"
+    def weight(self) -> int:
+        """The number of samples or tokens for which the value counts."""
+        return self.options.get("batch_size") or self.size
 
 
 class Logs:
-    """Records calls of a module's ``log`` and makes them later."""
+    """Records calls of a module's ``log``, and of methods for rank 0, and makes them later.
+
+    A name that a micro-batch logs several times is logged as often: Lightning shows the last value of a step, and the
+    mean of all behind an epoch.
+    """
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        self._calls: list[tuple[str, Any, dict[str, Any], int]] = []  # name, value, options, samples
-        self._size = 1
+        self.on_rank_zero = RankZeroCalls(module)
+        self._calls: dict[str, dict[int, _Call]] = {}  # by key, by micro-batch
+        self._sizes: dict[int, int] = {}  # samples of the micro-batches that have run
+        # - The run that is recorded
+        self._index = 0  # of its micro-batch
+        self._numbers: Counter[str] = Counter()  # of its calls
 
     @contextmanager
-    def microbatch(self, size: int) -> Iterator[None]:
-        """Record calls of a micro-batch of a number of samples, by which values are averaged."""
-        self._size = size
-        try:
-            yield
-        finally:
-            self._size = 1
+    def microbatch(self, index: int, size: int) -> Iterator[None]:
+        """Record calls of a run of a micro-batch with a number of samples, by which values are averaged."""
+        self._index, self._sizes[index] = index, size
+        self._numbers.clear()
+        self.on_rank_zero.begin(index)
+        yield
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record instead of logging."""
-        self._calls = []
-
-        def log(name: str, value: Any, *args: Any, **options: Any) -> None:
-            names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
-            if isinstance(value, Tensor):  # as it is now, without the graph, which would hold its micro-batch
-                value = value.detach().clone()
-            self._calls.append((name, value, {**dict(zip(names, args, strict=False)), **options}, self._size))
-
-        vars(self._module)["log"] = log
-        try:
+        """Record instead of logging, also calls of a ``self.log`` that was bound before."""
+        self._calls, self._sizes = {}, {}
+        results = getattr(getattr(self._module, "_trainer", None), "_results", None)
+        with ExitStack() as stack:
+            stack.enter_context(self.on_rank_zero.recording())
+            stack.enter_context(replaced(self._module, "log", self._record))
+            if results is not None:
+                stack.enter_context(replaced(results, "log", self._record_bound))
             yield
-        finally:
-            del vars(self._module)["log"]
+
+    def _record(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
+        if isinstance(value, Tensor):  # as it is now, without the graph, which would hold its micro-batch
+            value = value.detach().clone()
+        options = {**dict(zip(names, args, strict=False)), **options}
+        key = f"{name}/{options.get('on_step')}/{options.get('on_epoch')}"
+        self._numbers[key] += 1
+        of_key = self._calls.setdefault(f"{key}/{self._numbers[key]}", {})
+        if self._index in of_key and is_fake(value):  # another chunk of this stage has computed it
+            return
+        of_key[self._index] = _Call(name, value, options, self._sizes.get(self._index, 1))
+
+    def _record_bound(self, fx: str, name: str, value: Any, **options: Any) -> None:
+        """Record a call that has gone through Lightning's ``log``."""
+        self._record(name, value, **{key: one for key, one in options.items() if key not in _OF_RESULTS})
 
     def merged(self) -> list[LoggedValue]:
-        """Return the recorded calls, one per name and options, values averaged over the micro-batches."""
+        """Return the recorded calls, the n-th ones of a name and options as one, averaged over the micro-batches."""
         metrics = {id(child): name for name, child in self._module.named_modules() if isinstance(child, Metric)}
-        merged: dict[str, list[tuple[Any, dict[str, Any], int]]] = {}
-        for name, value, options, size in self._calls:
-            key = f"{name}/{options.get('on_step')}/{options.get('on_epoch')}"
-            merged.setdefault(key, []).append((value, {**options, "name": name}, size))
-        return [self._merge(calls, metrics) for calls in merged.values()]
+        return [
+            self._merge(key, [calls[index] for index in sorted(calls)], metrics) for key, calls in self._calls.items()
+        ]
 
-    def _merge(self, calls: Sequence[tuple[Any, dict[str, Any], int]], metrics: dict[int, str]) -> LoggedValue:
-        value, options, _ = calls[0]
-        options = dict(options)
-        name = options.pop("name")
+    def _merge(self, key: str, calls: Sequence[_Call], metrics: dict[int, str]) -> LoggedValue:
+        name, value, options = calls[0].name, calls[0].value, dict(calls[0].options)
         if isinstance(value, Metric):
             if id(value) not in metrics:
                 raise PipelineError(
                     f"The metric logged as {name!r} is no submodule of the LightningModule. Make it one."
                 )
-            return LoggedValue(name, None, metrics[id(value)], options)
-        if options.get("batch_size") is not None:
-            options["batch_size"] = sum(one["batch_size"] for _, one, _ in calls)
+            return LoggedValue(key, name, None, metrics[id(value)], options)
         if isinstance(value, dict):
             raise PipelineError(f"`self.log({name!r}, ...)` logs a dictionary. Use `self.log_dict` in a pipeline.")
-        computed = [(one, size) for one, _, size in calls if not is_fake(one)]
+        is_given = any(one.options.get("batch_size") is not None for one in calls)
+        if is_given or (len(self._sizes) > 1 and len(calls) < len(self._sizes)):
+            options["batch_size"] = sum(one.weight for one in calls)
+        computed = [one for one in calls if not is_fake(one.value)]
         if not computed:
-            return LoggedValue(name, None, None, options)
-        values = [one if isinstance(one, Tensor) else torch.tensor(float(one)) for one, _ in computed]
-        reduced = _reduced(values, [size for _, size in computed], options.get("reduce_fx", "mean"))
-        return LoggedValue(name, reduced.cpu(), None, options)
+            return LoggedValue(key, name, None, None, options)
+        values = [one if isinstance(one, Tensor) else torch.tensor(float(one)) for one in (c.value for c in computed)]
+        reduced = _reduced(values, [one.weight for one in computed], options.get("reduce_fx", "mean"))
+        return LoggedValue(key, name, reduced.cpu(), None, options)
 
     def replay(self, logged: Sequence[LoggedValue], sync_group: Any, device: torch.device) -> None:
         """Log on this rank; values averaged over ranks are averaged over the copies of the model. Collective then."""
@@ -130,6 +159,9 @@ class Logs:
                 options["sync_dist_group"] = sync_group
             value = self._module.get_submodule(one.metric) if one.metric is not None else one.value.to(device)
             self._module.log(one.name, value, **options)
+
+
+_OF_RESULTS = ("sync_dist_fn", "metric_attribute")  # options that Lightning makes of those of a call
 
 
 class MetricStates:

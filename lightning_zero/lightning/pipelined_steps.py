@@ -31,13 +31,17 @@ from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.step_control import StepControl
 from lightning_zero.errors import PipelineError
 from lightning_zero.lightning.pipeline_logging import LoggedValue, Logs, MetricStates
+from lightning_zero.lightning.trainer_state import TrainerState
 from lightning_zero.parallel.module_state import unregistered_modules
 from lightning_zero.parallel.pipeline.explicit_steps import ExplicitStep, ExplicitSteps
 from lightning_zero.parallel.pipeline.pipeline import PipelineRunner, PipelineStage
 from lightning_zero.parallel.pipeline.schedule.microbatches import (
     batch_digest,
+    joined_outputs,
     list_of_samples,
+    nbytes_of,
     num_samples,
+    rebuilt,
     shapes_of,
     split_batch,
     weighted_mean,
@@ -55,6 +59,8 @@ from lightning_zero.parallel.pipeline.tracing.loss_normalization import Denomina
 __all__ = ["PipelinedSteps", "refuse_program"]
 
 _CHUNKS = "pipeline_chunks"  # key of a rank's random states
+
+_MOST_BYTES = 2**16  # of an entry beside the loss that all stages are sent
 
 Contexts = Callable[[], AbstractContextManager[Any]]
 
@@ -107,13 +113,13 @@ class PipelinedSteps:
         # - Messages from the last stage to the others
         self._logs = Logs(module)
         self._metrics = MetricStates(module, mesh.data_group)
+        self._trainer_state = TrainerState(module)
         self._buffers = _buffers_by_stage(module, split)
         # - The losses of a step
         self._has_counts: bool | None = None  # whether their numbers of elements can be told before; None: not tried
         self._sizes: list[int] = [1]  # of the micro-batches that are running
         self._denominators: Denominators | None = None  # of the batch that is running
-        self._has_warned = False  # of batches that do not divide
-        self._has_warned_of_lists = False
+        self._warned: set[str] = set()  # messages that are given once
 
     @property
     def _steps(self) -> StepControl:
@@ -136,9 +142,10 @@ class PipelinedSteps:
 
     # -- Training ------------------------------------------------------------------------------------------------------
 
-    def training_step(self, args: tuple[Any, ...], *, context: Contexts, scale: float, is_first: bool) -> Tensor:
+    def training_step(self, args: tuple[Any, ...], *, context: Contexts, scale: float, is_first: bool) -> Any:
         """Run forwards and backwards of one batch and return its loss: () without a graph, the same on all stages.
 
+        With what a step returns beside the loss it is a dictionary; see ``joined_outputs``.
         Collective: all ranks.
 
         Args:
@@ -157,6 +164,7 @@ class PipelinedSteps:
             return _loss(output) * (scale * self._sizes[index] / sum(self._sizes))
 
         self._metrics.begin()
+        self._trainer_state.begin()
         with torch.enable_grad():
             step = self._prepare(
                 "training_step", batch, rest=rest, context=context, number=self._pipeline.num_microbatches
@@ -166,9 +174,44 @@ class PipelinedSteps:
             outputs = self.runner.train(step, loss_of, reduces=reduces)
         if reduces:
             self.runner.hooks.add_joined(self._steps.sum_shared_gradients())
-        loss = weighted_mean([_loss(output).detach() for output in outputs], self._sizes) if outputs else None
-        mean = self._share(None if loss is None else loss.cpu())
-        return torch.as_tensor(mean, device=self._device)
+        return self._returned(outputs)
+
+    def _returned(self, outputs: list[Any]) -> Any:
+        """Return the loss of a batch, and entries beside it, on all stages. Collective: all ranks of a copy."""
+        own: dict[str, Any] | None = None  # of the last stage
+        message: tuple[Any, ...] | None = None
+        if outputs:
+            loss = weighted_mean([_loss(output).detach() for output in outputs], self._sizes)
+            if isinstance(outputs[0], dict):
+                own, left_out = joined_outputs(outputs, self._sizes)
+                large = [name for name, value in own.items() if nbytes_of(value) > _MOST_BYTES]
+                sent = {name: _to_device(value, "cpu") for name, value in own.items() if name not in large}
+                message = loss.cpu(), sent, left_out, large
+            else:
+                message = loss.cpu(), None, [], []
+        mean, entries, left_out, large = self._share(message)
+        if left_out or large:
+            self._warn_of_outputs(left_out, large)
+        loss = torch.as_tensor(mean, device=self._device)
+        if entries is None:
+            return loss
+        return {"loss": loss, **_to_device(entries if own is None else own, self._device)}
+
+    def _warn_of_outputs(self, left_out: list[str], large: list[str]) -> None:
+        """Say once which entries of a step's output hooks are not given."""
+        parts = []
+        if left_out:
+            parts.append(
+                f"{', '.join(map(repr, left_out))}, because only floating-point scalars (as means), and tensors and"
+                " lists with an item for each sample (joined) can be those of several micro-batches"
+            )
+        if large:
+            parts.append(f"{', '.join(map(repr, large))} on the last pipeline stage alone, because of their size")
+        self._warn_once(
+            "outputs",
+            f"`training_step` returns entries beside the loss that hooks find not everywhere: {'; '.join(parts)}. Keep"
+            " the value in an attribute of the LightningModule, or log it.",
+        )
 
     def _prepare(self, name: str, batch: Any, *, rest: list[Any], context: Contexts, number: int) -> Any:
         """Cut a batch, compare batches and steps of all stages, and return the step for the runner's route.
@@ -221,9 +264,7 @@ class PipelinedSteps:
         )
         if isinstance(size, int) and first > size:  # no last batch of fewer samples
             raise ValueError(f"{message} The DataLoader has `batch_size={size}`.")
-        if not self._has_warned_of_lists:
-            self._has_warned_of_lists = True
-            rank_zero_warn(message)
+        self._warn_once("a tensor for each sample", message)
 
     def _agree(self, name: str, batch: Any, pieces: list[Any], number: int) -> tuple[int, int, bool]:
         """Compare batches and numbers of micro-batches.
@@ -242,18 +283,21 @@ class PipelinedSteps:
 
     def _warn_of_sizes(self, number: int) -> None:
         """Say once that micro-batches of some copy differ from those of other batches."""
-        if self._has_warned:
-            return
-        self._has_warned = True
         sizes = ", ".join(map(str, self._sizes)) if len(self._sizes) > 1 else "one of all samples"
         whose = f"a batch, whose micro-batches are {sizes}"
         if len(self._sizes) == number and len(set(self._sizes)) == 1:
             whose = "a batch of another copy of the model, whose micro-batches differ in size"
-        rank_zero_warn(
+        self._warn_once(
+            "does not divide",
             f"`Pipeline(microbatches={number})` does not divide {whose}. They count by"
             " their samples, so a loss that is a mean over samples is that of the batch. For a loss that is a sum over"
-            " samples use batches of one size that is a multiple, and `drop_last=True` in the DataLoader."
+            " samples use batches of one size that is a multiple, and `drop_last=True` in the DataLoader.",
         )
+
+    def _warn_once(self, what: str, message: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            rank_zero_warn(message)
 
     def _step(self, name: str, pieces: list[Any], rest: list[Any], context: Contexts) -> Any:
         """Return the step for the runner's route."""
@@ -264,19 +308,22 @@ class PipelinedSteps:
                 return getattr(module, name)(piece, *rest)
 
         def begin(piece: Any, index: int) -> Any:
-            with self._logs.microbatch(self._sizes[index]):
+            with self._logs.microbatch(index, self._sizes[index]):
                 return module.pipeline_step(piece, *rest)
 
         def finish(output: Any, piece: Any, index: int) -> Any:
             with self._running(index):
                 return module.pipeline_loss(output, piece, *rest)
 
-        return ExplicitStep(begin, finish, context, pieces) if self._is_explicit else TracedStep(traced, pieces)
+        apart = self._trainer_state.put_back
+        if self._is_explicit:
+            return ExplicitStep(begin, finish, context, pieces, apart)
+        return TracedStep(traced, pieces, apart)
 
     @contextmanager
     def _running(self, index: int) -> Iterator[None]:
         watching = nullcontext() if self._denominators is None else self._denominators.microbatch(index)
-        with self._logs.microbatch(self._sizes[index]), watching:
+        with self._logs.microbatch(index, self._sizes[index]), watching:
             yield
 
     @contextmanager
@@ -322,6 +369,7 @@ class PipelinedSteps:
     def _evaluate(self, name: str, args: tuple[Any, ...], context: Contexts) -> Any:
         batch, *rest = args
         self._metrics.begin()
+        self._trainer_state.begin()
         step = self._prepare(name, batch, rest=rest, context=context, number=1)
         with self._logs.recording():
             return self.runner.evaluate(step, name)
@@ -330,19 +378,28 @@ class PipelinedSteps:
 
     def _share(self, value: Any) -> Any:
         """Send a value, logged values, metrics and changed state from the last stage to all, and log them."""
-        message: list[Any] = [None] * 5
+        message: list[Any] = [None] * 7
         if self.runner.is_last:
             logged = self._logs.merged()
             metrics, changes = self._metrics.collect(logged), self.runner.around.changes()
-            message = [value, logged, metrics, changes, self._draws.told()]
+            draws, told, of_trainer = self._draws.told(), self._logs.on_rank_zero.told(), self._trainer_state.changes()
+            message = [value, logged, metrics, changes, draws, told, of_trainer]
         last = self.runner.last_stage
-        value, logged, metrics, changes, draws = self._mesh.broadcast(message, last, "the result of a batch")
+        value, logged, metrics, changes, draws, told, of_trainer = self._mesh.broadcast(
+            message, last, "the result of a batch"
+        )
+        if self._is_explicit:
+            front = (self._logs.merged(), self._logs.on_rank_zero.told()) if self._mesh.stage == 0 else None
+            of_front, told_in_front = self._mesh.broadcast(front, 0, "values that `pipeline_step` logs")
+            logged, told = [*of_front, *logged], told.behind(told_in_front)
         self._draws.settle(draws)
         self._fill_in([one for one in logged if one.is_elsewhere])
         if not self.runner.is_last:
             self._metrics.apply(metrics)
             self.runner.around.take(changes)
+            self._trainer_state.take(of_trainer)
         self._logs.replay(logged, self._mesh.data_group, self._device)
+        self._logs.on_rank_zero.make(told)
         return value
 
     def _fill_in(self, missing: list[LoggedValue]) -> None:
@@ -506,8 +563,4 @@ def _loss(output: Any) -> Tensor:
 def _to_device(value: Any, device: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().to(device)
-    if isinstance(value, dict):
-        return {key: _to_device(item, device) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_to_device(item, device) for item in value)
-    return value
+    return rebuilt(value, lambda item: _to_device(item, device))

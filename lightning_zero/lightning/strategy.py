@@ -55,7 +55,7 @@ from lightning_zero.lightning.process_hooks import ProcessHooks
 from lightning_zero.lightning.schedules import prepare_schedules
 from lightning_zero.lightning.signals import Signals
 from lightning_zero.lightning.tensor_training import TensorTraining, refuse_cut_module
-from lightning_zero.lightning.uneven import UnevenEvaluation, agree_on_last_step, skip_together
+from lightning_zero.lightning.uneven import EvenEvaluation, UnevenEvaluation, agree_on_last_step, skip_together
 from lightning_zero.option_checks import checked_arguments, from_fields
 from lightning_zero.parallel.activation.checkpointing import checkpoint_activations, forecast_of
 from lightning_zero.parallel.activation.forecast import Forecast
@@ -201,7 +201,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self._steps: PipelinedSteps | None = None  # with a pipeline
         self._announced: ZeroEngine | None = None  # whose plan was printed last
         self._forecast: Forecast | None = None  # chooses the policy of `activation_checkpointing`
-        self._evaluation: UnevenEvaluation | None = None  # the last that has begun
+        self._evaluation: EvenEvaluation | UnevenEvaluation | None = None  # the last that has begun
         self._warned_of_none = False
         # - Left by a checkpoint for the start of training
         self._random_states: tuple[list[dict[str, Any]], int] | None = None
@@ -324,7 +324,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self.setup_precision_plugin()
         self.model_to_device()
         Signals(trainer, self.engine.internals.world_communicator.agree_on, self._saves_wait).bind()
-        if self._steps is None and self.world_size > 1:
+        if self._steps is not None or self.world_size > 1:
             skip_together(self.engine, trainer)
         self._begin_saving(trainer)
         self._announce()
@@ -560,15 +560,16 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             return self._loss_of_nothing()
         return output
 
-    def _pipelined_training_step(self, steps: PipelinedSteps, args: tuple[Any, ...]) -> Tensor:
+    def _pipelined_training_step(self, steps: PipelinedSteps, args: tuple[Any, ...]) -> STEP_OUTPUT:
         trainer = self._sharded_module.trainer
         every = trainer.accumulate_grad_batches
-        return steps.training_step(
+        output: STEP_OUTPUT = steps.training_step(
             args,
             context=self.precision_plugin.train_step_context,
             scale=self._step_plugin.get_scale() / every,
             is_first=trainer.fit_loop.epoch_loop.batch_idx % every == 0,
         )
+        return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optional[Optimizer], *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward of a loss; in a pipeline the training step has done so, and only hooks are called."""
@@ -613,6 +614,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``LightningModule.predict_step`` with the parameters it needs."""
         if self._steps is not None:
+            self._announce_batch()
             return self._steps.predict_step(args, context=self.precision_plugin.predict_step_context)
         return self._evaluate_batch("predict_step", super().predict_step, *args, **kwargs)
 
@@ -624,6 +626,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         return {} if self._steps is None else self._steps.timings(steps)
 
     def _evaluate(self, steps: PipelinedSteps, name: str, args: tuple[Any, ...], context: Any) -> STEP_OUTPUT:
+        self._announce_batch()
         output: STEP_OUTPUT = steps.evaluation_step(name, args, context=context)
         return output
 
@@ -657,13 +660,17 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
 
     def _begin_evaluation(self, step: str) -> None:
         self._evaluation = None
-        if self._steps is None and self.world_size > 1:
-            self._evaluation = UnevenEvaluation(self.engine, self._sharded_module.trainer, step)
+        if self._steps is not None or self.world_size > 1:
+            kind = UnevenEvaluation if self._steps is None else EvenEvaluation
+            self._evaluation = kind(self.engine, self._sharded_module.trainer, step)
             self._evaluation.begin()
 
-    def _evaluate_batch(self, name: str, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    def _announce_batch(self) -> None:
         if self._evaluation is not None:
             self._evaluation.announce()
+
+    def _evaluate_batch(self, name: str, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        self._announce_batch()
         if self._tensor is not None:
             self._tensor.agree_on_random_numbers()
         with self.engine.scope(name):

@@ -33,8 +33,9 @@ from torch.utils.data import IterableDataset
 
 from lightning_zero.comm.agreement import digest_of
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.errors import PipelineError
 
-__all__ = ["UnevenEvaluation", "agree_on_last_step", "skip_together"]
+__all__ = ["EvenEvaluation", "UnevenEvaluation", "agree_on_last_step", "skip_together"]
 
 T = TypeVar("T")
 
@@ -100,6 +101,60 @@ def _loop_of(trainer: pl.Trainer) -> Any:
     return trainer.predict_loop if trainer.state.fn == TrainerFn.PREDICTING else trainer._evaluation_loop
 
 
+class EvenEvaluation:
+    """Evaluation in a pipeline, whose stages need each other in every batch: all ranks have as many batches.
+
+    Args:
+        engine: Whose ranks.
+        trainer: That evaluates.
+        step: Name of the method of the module that evaluates a batch.
+    """
+
+    def __init__(self, engine: ZeroEngine, trainer: pl.Trainer, step: str) -> None:
+        self._everyone = engine.internals.world_communicator
+        self._step = step
+        self._loop = _loop_of(trainer)
+        self._is_unknown = _is_unknown(self._loop)  # on this rank, then on any
+
+    def begin(self) -> None:
+        """Compare the lengths of the loaders. Collective: all ranks.
+
+        Raises:
+            PipelineError: They differ.
+        """
+        lengths = list(self._loop.max_batches)
+        own = [self._is_unknown, digest_of({"batches": str(lengths)}) & _LARGEST]
+        is_unknown, most = self._everyone.agree_on(own, f"comparison of lengths in `{self._step}`")
+        self._is_unknown = bool(is_unknown)
+        if not self._is_unknown and self._everyone.any_is(own[1] != most, "comparison of lengths"):
+            found = self._everyone.gather_objects(lengths, "lengths of loaders")
+            listed = ", ".join(f"rank {rank} has {one}" for rank, one in enumerate(found))
+            raise PipelineError(
+                f"The loaders of `{self._step}` have different numbers of batches: {listed}. The stages of a pipeline"
+                " compute every batch together: give all ranks as many batches, and the stages of a copy of the model"
+                " the same ones."
+            )
+        if self._is_unknown:
+            vars(self._loop)["on_run_end"] = partial(self._around_end, self._loop.on_run_end)
+
+    def announce(self) -> None:
+        """Tell that this rank has a batch. Collective: all ranks, if a length is not known."""
+        if self._is_unknown:
+            self._everyone.any_is(True, f"agreement on a batch of `{self._step}`, which a rank has")
+
+    def _around_end(self, go_on: Callable[[], T]) -> T:
+        vars(self._loop).pop("on_run_end")
+        self._everyone.any_is(True, f"agreement on the end of the batches of `{self._step}`")
+        return go_on()
+
+
+def _is_unknown(loop: Any) -> bool:
+    """Say whether the number of batches of a loop that starts may be found at its end only."""
+    return any(map(math.isinf, loop.max_batches)) or any(
+        isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loop._combined_loader.flattened
+    )
+
+
 class UnevenEvaluation:
     """Evaluation with different numbers of batches per rank: ranks without a batch serve the parameters of the others.
 
@@ -130,11 +185,8 @@ class UnevenEvaluation:
         ):
             if hasattr(loop, name):
                 vars(loop)[name] = partial(around, partial(getattr(type(loop), name), loop))
-        is_unknown = any(map(math.isinf, loop.max_batches)) or any(
-            isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loop._combined_loader.flattened
-        )
         digest = digest_of({"batches": str(loop.max_batches)}) & _LARGEST
-        numbers = [_LARGEST, _LARGEST] if is_unknown else [digest, _LARGEST - digest]
+        numbers = [_LARGEST, _LARGEST] if _is_unknown(loop) else [digest, _LARGEST - digest]
         most, rest = self._everyone.agree_on(numbers, "comparison of lengths")
         self._may_differ = most != _LARGEST - rest
 

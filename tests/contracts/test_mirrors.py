@@ -59,6 +59,8 @@ IN_CONTRACTS = {
     "lightning_zero/lightning/loader_states.py": "tests/contracts/test_states_of_ranks.py",
     "lightning_zero/lightning/monitor.py": "tests/lightning/test_callbacks.py",
     "lightning_zero/lightning/pipeline_logging.py": "tests/contracts/test_pipeline_metrics.py",
+    "lightning_zero/lightning/rank_zero_calls.py": "tests/contracts/test_pipeline_logs.py",
+    "lightning_zero/lightning/trainer_state.py": "tests/contracts/test_pipeline_logs.py",
     "lightning_zero/lightning/pipelined_steps.py": "tests/contracts/test_pipeline_parity.py",
     "lightning_zero/lightning/progress.py": "tests/contracts/test_places_of_saves.py",
     "lightning_zero/lightning/rank_states.py": "tests/contracts/test_states_of_ranks.py",

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+import time
 import warnings
+from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_zero.errors import PipelineError
+from lightning_zero.errors import CollectiveError, PipelineError
 from lightning_zero.lightning.strategy import ZeroStrategy
 from tests.contracts.test_pipeline_programs import Program, _pipeline
 from tests.lightning_programs import seeded, trainer
@@ -177,3 +180,68 @@ def test_the_first_rank_warns_of_batches_of_another_copy() -> None:
 
 def test_a_batch_that_is_divided_is_not_warned_of() -> None:
     assert not any(run(_warnings, 2, ((6, 3),)))
+
+
+class Streamed(IterableDataset[Any]):
+    """Does not tell its length."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        super().__init__()
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+def _loaders(lengths: tuple[int, int], streamed: bool) -> list[Any]:
+    loaders = [_batches(0, [4] * length) for length in lengths]
+    return [DataLoader(Streamed(list(one)), batch_size=None) if streamed else one for one in loaders]
+
+
+def _with_other_lengths(rank: int, world: int, how: str, lengths: Any) -> str:
+    streamed = how.endswith("-streamed")
+    own, same = _loaders(lengths, streamed)[rank], _batches(0, [4] * 2)
+    lightning = trainer(rank, world, ZeroStrategy(**_pipeline(), timeout=timedelta(seconds=60)), max_epochs=1)
+    module = seeded(Deep)
+    start, loaders = lightning.fit, (own, same) if how.startswith("train") else (same, own)
+    if how == "predict":
+        start, loaders = lightning.predict, (own,)  # type: ignore[assignment]
+    started = time.monotonic()
+    with pytest.raises((PipelineError, CollectiveError)) as caught:
+        start(module, *loaders)
+    assert time.monotonic() - started < 40
+    return str(caught.value)
+
+
+TRAINING = "Ranks with different numbers of training batches meet like this"
+EVALUATION = "`validation_step` have different numbers of batches: rank 0 has [{}], rank 1 has [{}]"
+
+
+@pytest.mark.parametrize(
+    ("how", "lengths", "message"),
+    [
+        ("train", (4, 2), TRAINING),
+        ("train", (2, 4), TRAINING),
+        ("validate", (4, 2), EVALUATION.format(4, 2)),
+        ("validate-streamed", (4, 2), "the end of the batches of `validation_step`"),
+        ("predict", (1, 2), "`predict_step` have different numbers of batches: rank 0 has [1], rank 1 has [2]"),
+    ],
+)
+def test_loaders_of_other_lengths_on_the_stages_are_refused_at_once(how: str, lengths: Any, message: str) -> None:
+    for found in run(_with_other_lengths, 2, how, lengths):
+        assert message in found
+
+
+def _evaluate_streamed(rank: int, world: int, options: dict[str, Any]) -> Any:
+    lightning = trainer(rank, world, ZeroStrategy(**options))
+    module = seeded(Deep)
+    loader = _loaders((3, 3), True)[0]
+    found = lightning.validate(module, loader, verbose=False), lightning.predict(module, loader)
+    return found[0][0]["val_loss"], torch.cat(found[1])
+
+
+def test_loaders_without_a_length_are_evaluated_as_without_a_pipeline() -> None:
+    expected = run(_evaluate_streamed, 1, {"stage": 0})[0]
+    for loss, predicted in run(_evaluate_streamed, 2, _pipeline()):
+        assert loss == pytest.approx(expected[0], rel=1e-6)
+        assert torch.equal(predicted, expected[1])

@@ -144,7 +144,7 @@ LAST_STAGE = {
     **EVERY_STAGE,
     "tolist: lightning/pipelined_steps.py _survey": 1,
     "copy: parallel/pipeline/tracing/loss_normalization.py check": 1,
-    "copy: lightning/pipelined_steps.py training_step": 1,
+    "copy: lightning/pipelined_steps.py _returned": 1,
 }
 
 

@@ -34,12 +34,14 @@ class ExplicitStep:
         finish: Given the last block's output, the micro-batch and its index, returns the step's result.
         context: Around everything.
         pieces: The micro-batches.
+        apart: Around runs that do not count.
     """
 
     begin: Callable[[Any, int], Any]
     finish: Callable[[Any, Any, int], Any]
     context: Callable[[], AbstractContextManager[Any]]
     pieces: Sequence[Any]
+    apart: Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class ExplicitSteps:
                 self._streams.enter(chunk, 0)
                 self._streams.leave_common()
                 self._streams.enter_own()
-                with self._stage.engine.scope("arguments"), step.context():
+                with self._stage.engine.scope("arguments"), step.context(), step.apart():
                     state = self._through(chunk, self._start(step, index, chunk, boundaries))
                     found = self._boundary(chunk, state)
             boundaries[chunk + 1] = self._mesh.broadcast(found, stage, "the description of a step")
@@ -171,6 +173,6 @@ class ExplicitSteps:
         """Finish a micro-batch on zeros."""
         self._streams.leave_common()
         self._streams.enter_own()
-        with step.context():
+        with step.context(), step.apart():
             zeros = self._boundaries[index][self._split.num_chunks].zeros(self._stage.device)
             step.finish(zeros, copy_of(step.pieces[index]), index)

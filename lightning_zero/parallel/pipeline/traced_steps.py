@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -33,10 +33,12 @@ class TracedStep:
     Attributes:
         run: Given a micro-batch and its index.
         pieces: The micro-batches.
+        apart: Around runs that do not count.
     """
 
     run: Callable[[Any, int], Any]
     pieces: Sequence[Any]
+    apart: Callable[[], AbstractContextManager[None]]
 
     def on_piece(self, index: int) -> Callable[[], Any]:
         """Return a run on a micro-batch itself: the last one on this rank."""
@@ -44,7 +46,13 @@ class TracedStep:
 
     def on_copy(self, index: int) -> Callable[[], Any]:
         """Return a run that leaves a micro-batch as it is."""
-        return partial(self.run, copy_of(self.pieces[index]), index)
+        piece = copy_of(self.pieces[index])
+
+        def run() -> Any:
+            with self.apart():
+                return self.run(piece, index)
+
+        return run
 
 
 class TracedSteps:

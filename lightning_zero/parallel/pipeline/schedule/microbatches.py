@@ -22,8 +22,20 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lightning_zero.parallel.module_state import assign_slots, copies_of, is_of_the_program, slots_of
+from lightning_zero.parallel.pipeline.stages.sources import is_fake
 
-__all__ = ["batch_digest", "copy_of", "list_of_samples", "num_samples", "shapes_of", "split_batch", "weighted_mean"]
+__all__ = [
+    "batch_digest",
+    "copy_of",
+    "joined_outputs",
+    "list_of_samples",
+    "nbytes_of",
+    "num_samples",
+    "rebuilt",
+    "shapes_of",
+    "split_batch",
+    "weighted_mean",
+]
 
 _DEPTH = 3  # of objects in objects that are copied
 
@@ -107,6 +119,48 @@ def weighted_mean(values: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch
     return mean
 
 
+def joined_outputs(outputs: Sequence[dict[str, Any]], sizes: Sequence[int]) -> tuple[dict[str, Any], list[str]]:
+    """Return the entries beside the loss of a batch's micro-batches as those of the batch, and the names left out.
+
+    Floating-point scalars are averaged by samples; tensors and lists with an item for each sample are joined. With one
+    micro-batch all entries are those of the batch, except values of an earlier stage.
+    """
+    names = [name for name in outputs[0] if name != "loss"]
+    found = {name: _joined([output.get(name) for output in outputs], sizes) for name in names}
+    left_out = [name for name, value in found.items() if value is _NOT_JOINED]
+    return {name: value for name, value in found.items() if value is not _NOT_JOINED}, left_out
+
+
+_NOT_JOINED = object()
+
+
+def _joined(values: Sequence[Any], sizes: Sequence[int]) -> Any:
+    if any(is_fake(leaf) for value in values for _, leaf in _leaves(value, "")):
+        return _NOT_JOINED
+    if len(values) == 1:
+        return values[0]
+    have_samples = [isinstance(value, (torch.Tensor, list)) and _length(value) for value in values] == list(sizes)
+    if all(isinstance(value, torch.Tensor) for value in values):
+        if have_samples:
+            return torch.cat([value.detach() for value in values])
+        if all(value.ndim == 0 and value.is_floating_point() for value in values):
+            return weighted_mean([value.detach() for value in values], sizes).to(values[0].dtype)
+    if all(isinstance(value, list) for value in values) and have_samples:
+        return [item for value in values for item in value]
+    if all(isinstance(value, float) for value in values):
+        return sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
+    return _NOT_JOINED
+
+
+def _length(value: torch.Tensor | list[Any]) -> int:
+    return len(value) if isinstance(value, list) or value.ndim > 0 else -1
+
+
+def nbytes_of(value: Any) -> int:
+    """Return the bytes of the tensors in a value, and 64 for every other one."""
+    return sum(leaf.nbytes if isinstance(leaf, torch.Tensor) else 64 for _, leaf in _leaves(value, ""))
+
+
 def _piece(value: Any, size: int, start: int, length: int) -> Any:
     def same(inner: Any) -> Any:
         return _piece(inner, size, start, length)
@@ -118,7 +172,7 @@ def _piece(value: Any, size: int, start: int, length: int) -> Any:
     if isinstance(value, (list, tuple)) and len(value) == size and not any(True for _ in _tensors(value, "")):
         piece = value[start : start + length]
         return piece if type(value) in (list, tuple) else type(value)(piece)
-    return _rebuilt(value, same)
+    return rebuilt(value, same)
 
 
 def _part(tensor: torch.Tensor, start: int, length: int) -> torch.Tensor:
@@ -178,7 +232,7 @@ class _Copier:
             return value.copy()
         if isinstance(value, (set, deque, bytearray)):
             return copy.copy(value)
-        return self._object(value) if _is_object(value) else _rebuilt(value, self.copy)
+        return self._object(value) if _is_object(value) else rebuilt(value, self.copy)
 
     def _object(self, value: Any) -> Any:
         try:
@@ -202,7 +256,7 @@ def _is_object(value: Any) -> bool:
     return not is_container and (is_of_the_program(value) or bool(slots_of(value)))
 
 
-def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return a container with changed items; other values as they are."""
     result: Any
     if isinstance(value, UserDict):
