@@ -31,15 +31,14 @@ from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.step_control import StepControl
 from lightning_zero.errors import PipelineError
 from lightning_zero.lightning.pipeline_logging import LoggedValue, Logs, MetricStates
+from lightning_zero.lightning.step_outputs import joined_outputs, nbytes_of
 from lightning_zero.lightning.trainer_state import TrainerState
 from lightning_zero.parallel.module_state import unregistered_modules
 from lightning_zero.parallel.pipeline.explicit_steps import ExplicitStep, ExplicitSteps
 from lightning_zero.parallel.pipeline.pipeline import PipelineRunner, PipelineStage
 from lightning_zero.parallel.pipeline.schedule.microbatches import (
     batch_digest,
-    joined_outputs,
     list_of_samples,
-    nbytes_of,
     num_samples,
     rebuilt,
     shapes_of,

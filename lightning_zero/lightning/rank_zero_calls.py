@@ -9,7 +9,7 @@ Note [Code for rank 0]
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.module_state import LIBRARIES
-from lightning_zero.parallel.pipeline.schedule.microbatches import rebuilt
+from lightning_zero.parallel.pipeline.schedule.microbatches import leaves_of, rebuilt
 from lightning_zero.parallel.pipeline.stages.sources import is_fake
 
 __all__ = ["RankZeroCalls", "RankZeroMessage", "replaced"]
@@ -108,7 +108,7 @@ class RankZeroCalls:
         """
         calls = [call for index in sorted(self._calls) for call in self._calls[index]]
         for call in calls:
-            if any(map(is_fake, _leaves((call.args, call.kwargs)))):
+            if any(is_fake(leaf) for _, leaf in leaves_of((call.args, call.kwargs), "")):
                 raise PipelineError(
                     f"`{call.method}` is given a value of an earlier pipeline stage, which the last stage does not"
                     " have. Use `self.log`, which gives all stages such values."
@@ -196,14 +196,3 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 def _changed(value: Any, of_tensor: Callable[[Tensor], Tensor]) -> Any:
     return of_tensor(value) if isinstance(value, Tensor) else rebuilt(value, partial(_changed, of_tensor=of_tensor))
-
-
-def _leaves(value: Any) -> Sequence[Any]:
-    found: list[Any] = []
-
-    def look(item: Any) -> Any:
-        found.append(item)
-        return rebuilt(item, look)
-
-    look(value)
-    return found

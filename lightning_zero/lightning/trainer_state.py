@@ -1,4 +1,4 @@
-"""What a step changes outside of the module: options of optimizers (a learning rate), and ``Trainer.should_stop``."""
+"""Options of optimizers (a learning rate) and ``Trainer.should_stop``, which steps may set, alike on all stages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TrainerChanges:
 
 
 class TrainerState:
-    """Keeps what steps change in a Trainer alike on all stages: every run counts once, and the last stage decides.
+    """Keeps options and ``should_stop`` of a Trainer alike on all stages: every run counts once, the last stage decides.
 
     Call protocol:
         1. ``begin`` before a batch; ``put_back`` around runs that do not count.

@@ -22,14 +22,12 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lightning_zero.parallel.module_state import assign_slots, copies_of, is_of_the_program, slots_of
-from lightning_zero.parallel.pipeline.stages.sources import is_fake
 
 __all__ = [
     "batch_digest",
     "copy_of",
-    "joined_outputs",
+    "leaves_of",
     "list_of_samples",
-    "nbytes_of",
     "num_samples",
     "rebuilt",
     "shapes_of",
@@ -117,48 +115,6 @@ def weighted_mean(values: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch
         return stacked.mean(0)
     mean: torch.Tensor = torch.tensordot(torch.tensor(sizes, device=stacked.device) / sum(sizes), stacked, dims=1)
     return mean
-
-
-def joined_outputs(outputs: Sequence[dict[str, Any]], sizes: Sequence[int]) -> tuple[dict[str, Any], list[str]]:
-    """Return the entries beside the loss of a batch's micro-batches as those of the batch, and the names left out.
-
-    Floating-point scalars are averaged by samples; tensors and lists with an item for each sample are joined. With one
-    micro-batch all entries are those of the batch, except values of an earlier stage.
-    """
-    names = [name for name in outputs[0] if name != "loss"]
-    found = {name: _joined([output.get(name) for output in outputs], sizes) for name in names}
-    left_out = [name for name, value in found.items() if value is _NOT_JOINED]
-    return {name: value for name, value in found.items() if value is not _NOT_JOINED}, left_out
-
-
-_NOT_JOINED = object()
-
-
-def _joined(values: Sequence[Any], sizes: Sequence[int]) -> Any:
-    if any(is_fake(leaf) for value in values for _, leaf in _leaves(value, "")):
-        return _NOT_JOINED
-    if len(values) == 1:
-        return values[0]
-    have_samples = [isinstance(value, (torch.Tensor, list)) and _length(value) for value in values] == list(sizes)
-    if all(isinstance(value, torch.Tensor) for value in values):
-        if have_samples:
-            return torch.cat([value.detach() for value in values])
-        if all(value.ndim == 0 and value.is_floating_point() for value in values):
-            return weighted_mean([value.detach() for value in values], sizes).to(values[0].dtype)
-    if all(isinstance(value, list) for value in values) and have_samples:
-        return [item for value in values for item in value]
-    if all(isinstance(value, float) for value in values):
-        return sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
-    return _NOT_JOINED
-
-
-def _length(value: torch.Tensor | list[Any]) -> int:
-    return len(value) if isinstance(value, list) or value.ndim > 0 else -1
-
-
-def nbytes_of(value: Any) -> int:
-    """Return the bytes of the tensors in a value, and 64 for every other one."""
-    return sum(leaf.nbytes if isinstance(leaf, torch.Tensor) else 64 for _, leaf in _leaves(value, ""))
 
 
 def _piece(value: Any, size: int, start: int, length: int) -> Any:
@@ -286,14 +242,14 @@ def shapes_of(batch: Any) -> Hashable:
     """Return a key that differs for batches that lead to other shapes inside a model."""
     return tuple(
         (path, tuple(value.shape), str(value.dtype)) if hasattr(value, "dtype") else (path, repr(value))
-        for path, value in _leaves(batch, "batch")
+        for path, value in leaves_of(batch, "batch")
         if isinstance(value, (torch.Tensor, int, float, bool)) or _is_array(value)
     )
 
 
 def batch_digest(batch: Any) -> int:
     """Return a number that differs where the values of batches do, almost certainly: int64."""
-    leaves = [leaf for _, leaf in _leaves(batch, "batch")]
+    leaves = [leaf for _, leaf in leaves_of(batch, "batch")]
     tensors = [leaf.detach().contiguous() for leaf in leaves if isinstance(leaf, torch.Tensor)]
     digest = 0
     for array in filter(_is_array, leaves):
@@ -312,20 +268,21 @@ def _weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, leaf in _leaves(value, path):
+    for name, leaf in leaves_of(value, path):
         if isinstance(leaf, torch.Tensor):
             yield name, leaf
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def leaves_of(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the values in containers, with their paths."""
     if isinstance(value, (Mapping, UserDict)):
         for key, item in value.items():
-            yield from _leaves(item, f"{path}[{key!r}]")
+            yield from leaves_of(item, f"{path}[{key!r}]")
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            yield from _leaves(item, f"{path}[{index}]")
+            yield from leaves_of(item, f"{path}[{index}]")
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from _leaves(getattr(value, field.name), f"{path}.{field.name}")
+            yield from leaves_of(getattr(value, field.name), f"{path}.{field.name}")
     else:
         yield path, value
