@@ -175,11 +175,16 @@ class MetricStates:
     Args:
         module: The root.
         group: The ranks over which metrics are computed.
+
+    Attributes:
+        given: Arguments of calls that did nothing, because the step ran to be described. The stages that compute them
+            send them, if the last one does not have them.
     """
 
     def __init__(self, module: nn.Module, group: Any) -> None:
         self._module = module
         self._group = group
+        self.given: list[Any] = []  # arguments of calls that did nothing
         # - Of the step that is running
         self._metrics: dict[str, Metric] = {}
         self._wrappers: dict[str, WrapperMetric] = {}
@@ -211,16 +216,21 @@ class MetricStates:
         groups = [copy.deepcopy({key: vars(one)[key] for key in _GROUPS}) for one in collections]
         before = {name: {key: vars(metric).get(key) for key in _CALLS} for name, metric in metrics.items()}
         for metric in metrics.values():
-            vars(metric).update(dict.fromkeys(_CALLS, _do_nothing))
+            vars(metric).update(dict.fromkeys(_CALLS, self._do_nothing))
         try:
             yield
         finally:
+            self.given.clear()
             for collection, group in zip(collections, groups, strict=True):
                 vars(collection).update(group)
             for name, metric in metrics.items():
                 for key, value in before[name].items():
                     vars(metric).pop(key)
                     vars(metric).update({} if value is None else {key: value})
+
+    def _do_nothing(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.given.append((args, kwargs))
+        return torch.zeros(())
 
     def begin(self) -> None:
         """Store the states of the metrics, and reset those that can be merged."""
@@ -323,10 +333,6 @@ def _reduced(values: Sequence[Tensor], sizes: Sequence[int], reduce_fx: Any) -> 
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda values: values.sum(0), "max": lambda values: values.amax(0), "min": lambda values: values.amin(0)
 }  # fmt: skip
-
-
-def _do_nothing(*args: Any, **kwargs: Any) -> Tensor:
-    return torch.zeros(())
 
 
 def _is_mergeable(metric: Metric) -> bool:

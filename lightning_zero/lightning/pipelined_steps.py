@@ -79,6 +79,7 @@ class PipelinedSteps:
     def __init__(
         self, module: Any, engine: ZeroEngine, *, split: Split, pipeline: Pipeline, mesh: Mesh, device: torch.device
     ) -> None:
+        _refuse_metrics_in_blocks(module, split)
         # - The cut, the mesh, the runner
         self._split = split
         self._module = module
@@ -118,7 +119,7 @@ class PipelinedSteps:
         self._has_counts: bool | None = None  # whether their numbers of elements can be told before; None: not tried
         self._sizes: list[int] = [1]  # of the micro-batches that are running
         self._denominators: Denominators | None = None  # of the batch that is running
-        self._warned: set[str] = set()  # messages that are given once
+        self._warnings = _Warnings()
 
     @property
     def _steps(self) -> StepControl:
@@ -206,7 +207,7 @@ class PipelinedSteps:
             )
         if large:
             parts.append(f"{', '.join(map(repr, large))} on the last pipeline stage alone, because of their size")
-        self._warn_once(
+        self._warnings.once(
             "outputs",
             f"`training_step` returns entries beside the loss that hooks find not everywhere: {'; '.join(parts)}. Keep"
             " the value in an attribute of the LightningModule, or log it.",
@@ -233,8 +234,11 @@ class PipelinedSteps:
         if num_lacking or is_uneven:
             self._warn_of_sizes(number)
         step = self._step(name, pieces, rest, context)
+        kinds = [shapes_of(piece) for piece in pieces]
+        if num_new:
+            self._warnings.note_new(kinds[0])
         with self._logs.recording(), self._metrics.muted():
-            self.runner.prepare(step, name, [shapes_of(piece) for piece in pieces], num_described=num_new)
+            self.runner.prepare(step, name, kinds, num_described=num_new)
         return step
 
     def _pieces(self, batch: Any, number: int) -> list[Any]:
@@ -263,7 +267,7 @@ class PipelinedSteps:
         )
         if isinstance(size, int) and first > size:  # no last batch of fewer samples
             raise ValueError(f"{message} The DataLoader has `batch_size={size}`.")
-        self._warn_once("a tensor for each sample", message)
+        self._warnings.once("a tensor for each sample", message)
 
     def _agree(self, name: str, batch: Any, pieces: list[Any], number: int) -> tuple[int, int, bool]:
         """Compare batches and numbers of micro-batches.
@@ -286,17 +290,12 @@ class PipelinedSteps:
         whose = f"a batch, whose micro-batches are {sizes}"
         if len(self._sizes) == number and len(set(self._sizes)) == 1:
             whose = "a batch of another copy of the model, whose micro-batches differ in size"
-        self._warn_once(
+        self._warnings.once(
             "does not divide",
             f"`Pipeline(microbatches={number})` does not divide {whose}. They count by"
             " their samples, so a loss that is a mean over samples is that of the batch. For a loss that is a sum over"
             " samples use batches of one size that is a multiple, and `drop_last=True` in the DataLoader.",
         )
-
-    def _warn_once(self, what: str, message: str) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            rank_zero_warn(message)
 
     def _step(self, name: str, pieces: list[Any], rest: list[Any], context: Contexts) -> Any:
         """Return the step for the runner's route."""
@@ -317,7 +316,7 @@ class PipelinedSteps:
         apart = self._trainer_state.put_back
         if self._is_explicit:
             return ExplicitStep(begin, finish, context, pieces, apart)
-        return TracedStep(traced, pieces, apart)
+        return TracedStep(traced, pieces, apart, self._metrics.given)
 
     @contextmanager
     def _running(self, index: int) -> Iterator[None]:
@@ -486,6 +485,40 @@ class PipelinedSteps:
             self.runner.around.fill(found)
 
 
+class _Warnings:
+    """Messages that are given once, from rank 0."""
+
+    def __init__(self) -> None:
+        self._given: set[str] = set()
+        self._last: Any = None  # kind of micro-batches that was described
+        self._num_alike = 0  # kinds that differ from the one before in Python numbers alone
+
+    def once(self, what: str, message: str) -> None:
+        if what not in self._given:
+            self._given.add(what)
+            rank_zero_warn(message)
+
+    def note_new(self, kind: Any) -> None:
+        """Warn of batches that differ in Python numbers, because each of them is described."""
+        last, self._last = self._last, kind
+        if last is None or [one[0] for one in last] != [one[0] for one in kind]:
+            return
+        differing = [one for one, other in zip(kind, last, strict=True) if one != other]
+        if not differing or any(len(one) > 2 for one in differing):  # of a tensor or an array
+            return
+        self._num_alike += 1
+        if self._num_alike == _MOST_ALIKE:
+            self.once(
+                "numbers",
+                f"`{differing[0][0]}` is a Python number that differs from one batch to the next. Shapes may depend on"
+                " it, so a pipeline describes the step anew for every batch, which takes up to three more runs of it."
+                " Make it a tensor, or a NumPy array, if no shape depends on it.",
+            )
+
+
+_MOST_ALIKE = 8
+
+
 def refuse_program(module: Any, microbatches: int) -> None:
     """Refuse parts of a LightningModule that pipeline stages cannot run; warn of those they run otherwise.
 
@@ -530,6 +563,25 @@ def _refuse_unregistered_metrics(module: nn.Module) -> None:
                     " last pipeline stage updates metrics and gives their states to the others, for submodules of the"
                     " LightningModule alone. Put it into an `nn.ModuleDict` or `nn.ModuleList`, or make it an"
                     " attribute of its own."
+                )
+
+
+def _refuse_metrics_in_blocks(module: nn.Module, split: Split) -> None:
+    """Refuse metrics that stages would update of which only one has the block.
+
+    Raises:
+        PipelineError: There is one.
+    """
+    for place in split.places:
+        held = module.get_submodule(place.name).named_modules() if place.block is not None else ()
+        for name, child in held:
+            if isinstance(child, Metric):
+                full = f"{place.name}.{name}"
+                raise PipelineError(
+                    f"`{full}` is a `{type(child).__name__}` of torchmetrics inside of a block. The last pipeline stage"
+                    " updates metrics and gives their states to the others, and the block may run on another one. Make"
+                    " the metric an attribute of the LightningModule, let the block return the value or keep it in an"
+                    " attribute, and update the metric with it behind the blocks."
                 )
 
 

@@ -31,7 +31,7 @@ class TrainerChanges:
 
 
 class TrainerState:
-    """Keeps options and ``should_stop`` of a Trainer alike on all stages: every run counts once, the last stage decides.
+    """Keeps options and ``should_stop`` of a Trainer alike on all stages: the last one decides.
 
     Call protocol:
         1. ``begin`` before a batch; ``put_back`` around runs that do not count.

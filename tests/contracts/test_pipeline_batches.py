@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -171,3 +172,27 @@ def test_a_step_that_changes_its_batch_trains_as_without_a_pipeline(schedule: st
 def test_a_step_that_changes_objects_in_its_batch_trains_as_without_a_pipeline() -> None:
     cases: list[tuple[Any, Any]] = [(_in_objects, _nothing), (_written, _doubled_behind)]
     _require_alike(Pipeline(stages=2, microbatches=1, schedule="gpipe"), cases, _collate_objects)
+
+
+def _number(samples: Any) -> dict[str, Any]:
+    batch = _collate(samples)
+    return {"x": batch["x"], "y": batch["y"], "index": [int(one * 1000) for one in batch["x"][:, 0]]}
+
+
+def _many_kinds(rank: int, world: int) -> tuple[list[str], int]:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        patch.setattr("lightning_zero.parallel.pipeline.traced_steps.MOST_KINDS", 6)
+        warnings.simplefilter("always")
+        strategy = ZeroStrategy(stage=1, pipeline=Pipeline(stages=2, microbatches=2))
+        lightning = trainer(rank, world, strategy, max_epochs=1)
+        lightning.fit(seeded(partial(Changes, _unchanged, _nothing)), DataLoader(data(48), 4, collate_fn=_number))
+        route: Any = strategy._steps.runner._route  # type: ignore[union-attr]
+    return [str(one.message) for one in caught if "Python number" in str(one.message)], len(route._messages)
+
+
+def test_python_numbers_that_differ_in_every_batch_are_warned_of_and_forgotten() -> None:
+    (first, num_kinds), (second, _) = run(_many_kinds, 2)
+    (message,) = first
+    assert "`batch['index'][0]` is a Python number that differs from one batch to the next" in message
+    assert second == []
+    assert num_kinds <= 6 + 2

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError, MetricCollection, MetricTracker
-from torchmetrics.aggregation import RunningMean
+from torchmetrics.aggregation import MeanMetric, RunningMean
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision, MulticlassRecall
 from torchmetrics.wrappers import (
     BootStrapper,
@@ -235,3 +236,82 @@ def _in_lists(samples: list[tuple[Tensor, Tensor]]) -> list[list[Tensor]]:
 def test_batches_that_are_lists_of_samples_are_refused() -> None:
     with pytest.raises(ValueError, match=r"`batch\[0\]` is a list of 4 tensors whose first dimension is 6"):
         run(_split, 2)
+
+
+class Load(nn.Module):
+    """A block that measures its output.
+
+    Args:
+        block: The block.
+        how: Updates a metric of its own, or keeps the value in an attribute.
+    """
+
+    def __init__(self, block: nn.Module, how: str) -> None:
+        super().__init__()
+        self.block = block
+        self.load: Any = MeanMetric() if how == "metric" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(x)
+        if self.load is None or isinstance(self.load, Tensor):
+            self.load = x.detach().abs().mean()
+        else:
+            self.load.update(x.detach().abs().mean())
+        return x
+
+
+class Loads(Program):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.net.blocks = nn.ModuleList(Load(block, how) for block in self.net.blocks)
+        self.load = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        for block in self.net.blocks:
+            if isinstance(block.load, Tensor):
+                self.load.update(block.load)
+        self.log("load", self.load, on_step=False, on_epoch=True)
+        return loss
+
+
+def _loads(rank: int, world: int, how: str, options: dict[str, Any]) -> float:
+    lightning = trainer(rank, world, ZeroStrategy(**options), max_epochs=1)
+    lightning.fit(seeded(partial(Loads, how)), _loader(1, 0))
+    return lightning.callback_metrics["load"].item()
+
+
+def test_a_metric_inside_of_a_block_is_refused_with_a_remedy_that_works() -> None:
+    with pytest.raises(PipelineError, match=r"`net.blocks.0.load` is a `MeanMetric` of torchmetrics inside of a block"):
+        run(_loads, 2, "metric", _pipeline())
+    expected = run(_loads, 1, "attribute", {"stage": 0})[0]
+    assert run(_loads, 2, "attribute", _pipeline()) == pytest.approx([expected] * 2, rel=1e-5)
+
+
+class Measured(Accuracies):
+    """Updates a metric in front of the blocks with a value of the first stage."""
+
+    def made(self) -> Any:
+        return MeanMetric()
+
+    def logits(self, ids: Tensor) -> Tensor:
+        hidden = self.net.embedding(ids)
+        self.metric.update(hidden.detach().square().mean())
+        return self.net.head(self.net.norm(self.net.body(hidden)))
+
+    def updated(self, logits: Tensor, labels: Tensor) -> None:
+        pass
+
+
+def _measured(rank: int, world: int, options: dict[str, Any]) -> list[float]:
+    lightning = trainer(rank, world, ZeroStrategy(**options), max_epochs=1)
+    module = seeded(Measured)
+    lightning.fit(module, _loader(1, 0), _loader(1, 0))
+    return module.found
+
+
+def test_a_metric_of_a_value_of_an_earlier_stage_is_that_without_a_pipeline() -> None:
+    expected = run(_measured, 1, {"stage": 0})[0]
+    assert len(expected) == 2
+    for found in run(_measured, 2, _pipeline()):
+        assert found == pytest.approx(expected, rel=1e-5)

@@ -7,7 +7,7 @@ many samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.errors import PipelineError
-from lightning_zero.parallel.pipeline.pipeline import PipelineStage
+from lightning_zero.parallel.pipeline.pipeline import MOST_KINDS, PipelineStage
 from lightning_zero.parallel.pipeline.schedule.microbatches import copy_of
 from lightning_zero.parallel.pipeline.stages.sources import Source
 from lightning_zero.parallel.pipeline.tracing.module_interception import Message
@@ -75,6 +75,11 @@ class ExplicitSteps:
     def is_new(self, kind: Hashable) -> bool:
         """Say whether this kind of micro-batch is new."""
         return kind not in self._known
+
+    def forget(self, kinds: Collection[Hashable]) -> None:
+        """Forget all kinds but some, if there are very many."""
+        if len(self._known) > MOST_KINDS:
+            self._known = {kind: self._known[kind] for kind in kinds if kind in self._known}
 
     def messages(self, kinds: Sequence[Hashable]) -> list[dict[int, tuple[Message, ...]]]:
         """Return the messages into every chunk in the step that follows, by micro-batch."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -31,8 +31,9 @@ from lightning_zero.parallel.pipeline.stages.split import Split, modules_around
 from lightning_zero.parallel.pipeline.stages.state_around import StateAround
 from lightning_zero.parallel.pipeline.tracing.module_interception import Message
 
-__all__ = ["PipelineRunner", "PipelineStage", "Route", "Stepper", "Timing"]
+__all__ = ["MOST_KINDS", "PipelineRunner", "PipelineStage", "Route", "Stepper", "Timing"]
 
+MOST_KINDS = 256  # of micro-batches that are known at a time
 _State = ModuleState | AttributeState | HookState | GeneratorState
 Step = TypeVar("Step", contravariant=True)
 T = TypeVar("T")
@@ -110,6 +111,10 @@ class Route(Protocol[Step]):
 
     def is_new(self, kind: Hashable) -> bool:
         """Say whether a kind of micro-batch is new to this rank."""
+        ...
+
+    def forget(self, kinds: Collection[Hashable]) -> None:
+        """Forget all kinds but some, if there are very many."""
         ...
 
     def describe(self, step: Step, index: int, kind: Hashable) -> None:
@@ -260,6 +265,7 @@ class PipelineRunner(Generic[Step]):
         """
         self._name, self._is_new = name, num_described > 0
         kinds = self._kinds(name, kinds)
+        self._route.forget(kinds)
         first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
         for index in islice(cycle(sorted(first.values())), num_described):
             self._route.describe(step, index, kinds[index])

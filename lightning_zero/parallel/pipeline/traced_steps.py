@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.errors import PipelineError
-from lightning_zero.parallel.pipeline.pipeline import PipelineStage
+from lightning_zero.parallel.pipeline.pipeline import MOST_KINDS, PipelineStage
 from lightning_zero.parallel.pipeline.schedule.microbatches import copy_of
 from lightning_zero.parallel.pipeline.stages.sources import Shape, Source, is_fake
 from lightning_zero.parallel.pipeline.stages.split import modules_around
@@ -34,23 +34,28 @@ class TracedStep:
         run: Given a micro-batch and its index.
         pieces: The micro-batches.
         apart: Around runs that do not count.
+        read: Filled by a run that does not count with values that it would read besides those of its result.
     """
 
     run: Callable[[Any, int], Any]
     pieces: Sequence[Any]
     apart: Callable[[], AbstractContextManager[None]]
+    read: list[Any]
 
     def on_piece(self, index: int) -> Callable[[], Any]:
         """Return a run on a micro-batch itself: the last one on this rank."""
         return partial(self.run, self.pieces[index], index)
 
     def on_copy(self, index: int) -> Callable[[], Any]:
-        """Return a run that leaves a micro-batch as it is."""
+        """Return a run that leaves a micro-batch as it is, and returns all values that the step reads."""
         piece = copy_of(self.pieces[index])
 
         def run() -> Any:
-            with self.apart():
-                return self.run(piece, index)
+            try:
+                with self.apart():
+                    return self.run(piece, index), list(self.read)
+            finally:
+                self.read.clear()
 
         return run
 
@@ -129,6 +134,13 @@ class TracedSteps:
     def is_new(self, kind: Hashable) -> bool:
         """Say whether this kind of micro-batch is new."""
         return kind not in self._messages
+
+    def forget(self, kinds: Collection[Hashable]) -> None:
+        """Forget all kinds but some, if there are very many."""
+        if len(self._messages) > MOST_KINDS:
+            for known in (self._messages, self._outcomes):
+                for kind in known.keys() - set(kinds):
+                    del known[kind]
 
     def messages(self, kinds: Sequence[Hashable]) -> list[dict[int, tuple[Message, ...]]]:
         """Return which leaves go into every chunk in the step that follows, by micro-batch."""
