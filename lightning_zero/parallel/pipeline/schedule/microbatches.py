@@ -42,8 +42,8 @@ def split_batch(batch: Any, number: int) -> list[Any]:
     """Cut a batch into pieces along the first dimension of its tensors: ``number`` of them, or as many as samples.
 
     Sizes are those of ``torch.tensor_split``: the first ones have one sample more where ``number`` does not divide.
-    Lists and NumPy arrays as long as the batch that hold no tensors are cut as well; other values are in every piece,
-    in containers of its own.
+    Lists and NumPy arrays as long as the batch that hold no tensors are cut as well; of other values every piece has a
+    copy.
 
     Raises:
         ValueError: The tensors have no first dimension, or different ones.
@@ -128,7 +128,7 @@ def _piece(value: Any, size: int, start: int, length: int) -> Any:
     if isinstance(value, (list, tuple)) and len(value) == size and not any(True for _ in _tensors(value, "")):
         piece = value[start : start + length]
         return piece if type(value) in (list, tuple) else type(value)(piece)
-    return rebuilt(value, same)
+    return rebuilt(value, same) if _is_container(value) else copy_of(value)
 
 
 def _part(tensor: torch.Tensor, start: int, length: int) -> torch.Tensor:
@@ -208,8 +208,13 @@ class _Copier:
 
 def _is_object(value: Any) -> bool:
     """Say whether a value is an object of the program, and none of the containers."""
-    is_container = isinstance(value, (dict, list, tuple, UserDict)) or dataclasses.is_dataclass(value)
-    return not is_container and (is_of_the_program(value) or bool(slots_of(value)))
+    return not _is_container(value) and (is_of_the_program(value) or bool(slots_of(value)))
+
+
+def _is_container(value: Any) -> bool:
+    """Say whether ``rebuilt`` makes a new one."""
+    is_record = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return is_record or isinstance(value, (dict, list, tuple, UserDict))
 
 
 def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -126,6 +126,18 @@ class Box:
         self.me = self
 
 
+def test_a_write_into_what_is_not_cut_is_none_into_another_piece() -> None:
+    batch = {"x": torch.zeros(4), "mean": numpy.zeros(3), "box": Box(torch.zeros(3)), "set": {1}}
+    first, second = split_batch(batch, 2)
+    first["mean"] += 1
+    first["box"].x += 1
+    first["box"].new = 1
+    first["set"].add(2)
+    for other in (second, batch):
+        assert (other["mean"].sum(), other["box"].x.sum(), other["set"]) == (0, 0, {1})
+        assert not hasattr(other["box"], "new")
+
+
 def test_a_copy_has_nothing_that_a_write_would_change() -> None:
     x = torch.zeros(4)
     batch = {"x": x, "view": x[2:], "box": Box(x), "list": [{"x": x}], "sample": Sample(x, ["a"]), "set": {1},
