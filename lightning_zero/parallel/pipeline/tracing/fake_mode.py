@@ -36,6 +36,7 @@ class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
     origins: Origins | None = None  # of a run on fakes
     escapes: Escapes | None = None  # of a forward that is imagined
     has_guessed = False  # a result, since this was set
+    refusal: Exception | None = None  # the last error of an operation between modules, whoever has caught it
     _is_imagining = False
     _is_drawn = False  # an operation is running whose random numbers have been drawn
 
@@ -66,7 +67,17 @@ class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
             self._is_imagining = was
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        before = self.refusal
+        try:
+            result = self._dispatched(func, types, args, kwargs or {})
+        except (PipelineError, *VALUES_NEEDED) as error:
+            if not self._is_imagining:
+                self.refusal = error
+            raise
+        self.refusal = before  # an operation that this one is made of may have failed
+        return result
+
+    def _dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         lost = self._lost_writes(func, args, kwargs)
         if lost and self.origins is None:
             raise PipelineError(

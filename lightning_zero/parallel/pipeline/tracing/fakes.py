@@ -123,6 +123,7 @@ class Fakes:
     def end(self) -> None:
         """End a run: restore the attributes that modules passed over show as fakes."""
         self._origins = self._mode.origins = self._fetch = None
+        self._mode.refusal = None
         while self._shown:
             attributes, name, value = self._shown.pop()
             _assign(attributes, name, value)
@@ -136,6 +137,11 @@ class Fakes:
                     " and that shares memory with another one. This stage does not see the write in the other. Write"
                     " into a copy (`tensor.clone()`), or compute a new tensor."
                 )
+
+    def require_unrefused(self) -> None:
+        """Raise the error of an operation in this run that the program has caught, to go on without the value."""
+        if self._mode.refusal is not None:
+            raise self._mode.refusal
 
     @property
     def advice(self) -> str:
@@ -367,10 +373,12 @@ class Fakes:
         """Run a forward, or its replacement, on fakes; describe its outputs and the attributes it sets."""
         self._fake_parameters(module)  # stay
         self._escapes = self._mode.escapes = Escapes(inputs) if forward is None else None
+        before = self._mode.refusal
         try:
             return self._imagined(module, inputs, spec, forward=forward)
         finally:
             self._mode.escapes = None
+            self._mode.refusal = before  # hooks that only watch may read values
 
     def _with_escapes(self, module: nn.Module, call: _Call) -> _Call:
         """Note whether the forward that was imagined last has left tensors outside of its module."""

@@ -13,6 +13,11 @@ Note [Passing over]
 Note [Interception of calls]
     While a step runs the class of every module with a place in the split is a subclass that asks here first. Inside of
     such a module nothing is different.
+
+Note [Programs that catch errors]
+    A step may have a ``try`` around its blocks, or around a value that it reads. If it catches the end of a run, the
+    next call of a module ends the run once more, by an exception that ``except Exception`` does not catch; what is in
+    between has no part in the result. If it catches a refusal, the next call, or the end of the run, raises it again.
 """
 
 from __future__ import annotations
@@ -94,6 +99,8 @@ class _Trace:
     hidden: str = ""  # advice on fakes that an argument has hidden
     has_failed_inside: bool = False  # a module that computes has raised an error
     is_computing: bool = False  # one of this chunk
+    end: _BrokenOff | None = None  # the next chunk's first block was reached
+    refusal: PipelineError | None = None  # of a call, whoever has caught it
     gradients: GradientHooks = field(default_factory=GradientHooks)
     own: OwnGradients = field(default_factory=partial(OwnGradients, -1, {}))
     swaps: dict[int, tuple[Any, int, Tensor]] = field(default_factory=dict)  # fake leaf and version, by id -> received
@@ -117,6 +124,10 @@ class _BrokenOff(Exception):
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
         self.leaves = tree_flatten((args, kwargs))[0]
+
+
+class _CalledBehindEnd(BaseException):
+    """The program has caught ``_BrokenOff`` and calls another module."""
 
 
 class ModuleInterception:
@@ -265,7 +276,7 @@ class ModuleInterception:
                 trace.own.watched(lambda: not trace.is_inside, stand_in),
                 self._checkpoints(trace),
             ):
-                return self._run_installed(step)
+                return self._run_installed(step, trace)
         except VALUES_NEEDED as error:
             raise PipelineError(
                 "The step needs a value that an earlier pipeline stage computes, outside of the blocks of"
@@ -284,12 +295,25 @@ class ModuleInterception:
             self._trace = None
             self._fakes.end()
 
-    def _run_installed(self, step: Callable[[], Any]) -> tuple[bool, Any]:
+    def _run_installed(self, step: Callable[[], Any], trace: _Trace) -> tuple[bool, Any]:
+        result = None
         try:
             with self._installed():
-                return True, step()
-        except _BrokenOff as end:
-            return False, end.leaves
+                result = step()
+        except (Exception, _CalledBehindEnd):
+            if trace.end is None:
+                raise
+        if trace.end is not None:
+            return False, trace.end.leaves
+        self._require_unrefused(trace)
+        return True, result
+
+    def _require_unrefused(self, trace: _Trace) -> None:
+        """Raise what the program has caught, in a run that computes."""
+        if trace.refusal is not None:
+            raise trace.refusal
+        if trace.computes and trace.origins is None and trace.again is None:
+            self._fakes.require_unrefused()
 
     @contextmanager
     def _checkpoints(self, trace: _Trace) -> Iterator[None]:
@@ -347,8 +371,21 @@ class ModuleInterception:
 
     def _call(self, module: nn.Module, cls: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         trace = self._trace
-        if trace is None or trace.is_inside:
+        if trace is None or trace.is_inside or id(module) not in self._places:  # a copy that the step has made
             return cls.__call__(module, *args, **kwargs)
+        if trace.end is not None:
+            raise _CalledBehindEnd
+        self._require_unrefused(trace)
+        try:
+            return self._called(module, cls, trace=trace, args=args, kwargs=kwargs)
+        except PipelineError as error:
+            trace.refusal = error
+            raise
+
+    def _called(
+        self, module: nn.Module, cls: type[nn.Module], *, trace: _Trace, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a module that has a place from code around the modules."""
         place = self._places[id(module)]
         if trace.checkpoints is not None:
             trace.checkpoints.require_plain(place.name)
@@ -571,6 +608,7 @@ class ModuleInterception:
                 found.update(enumerate(end.leaves))
                 self._fakes.require_unwritten()
                 trace.send(found)
+            trace.end = end
             raise end
         if block < trace.start and trace.reached < 0:
             trace.passed = block
