@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import copy
 import sys
+from argparse import Namespace
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
+from enum import Enum
+from functools import cached_property, lru_cache, partial
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,9 +34,11 @@ __all__ = [
     "RunAgain",
     "assign_slots",
     "copies_of",
+    "fields_of",
     "is_empty_cache",
     "is_of_the_program",
     "put_back",
+    "set_field",
     "slots_of",
     "unregistered_modules",
     "version_of",
@@ -371,6 +375,41 @@ def slots_of(value: Any) -> dict[str, Any]:
             if not full.startswith("__"):
                 found[full] = getattr(value, full, _MISSING)
     return found
+
+
+def fields_of(value: Any) -> dict[str, Any] | None:
+    """Return the attributes of an object of the program, or of a namespace; None of anything else."""
+    if isinstance(value, _WITHOUT_FIELDS) or not _is_object(value):
+        return None
+    cls: Any = type(value)
+    if cls.__module__.partition(".")[0] in sys.stdlib_module_names and not isinstance(value, _NAMESPACES):
+        return None
+    slots = {name: one for name, one in slots_of(value).items() if one is not _MISSING}
+    cached = _cached_properties(cls)
+    own = {name: one for name, one in getattr(value, "__dict__", {}).items() if name not in cached}
+    return {**slots, **own}
+
+
+_WITHOUT_FIELDS = (*_UNCHANGING, Tensor, nn.Module, Enum, torch.Generator, list, tuple, dict, set, frozenset, deque)
+_NAMESPACES = (SimpleNamespace, Namespace)
+
+
+@lru_cache(maxsize=256)
+def _cached_properties(cls: Any) -> frozenset[str]:
+    """Return the names of attributes that the object computes from others, wherever it is asked first."""
+    return frozenset(name for one in cls.__mro__ for name, value in vars(one).items() if _is_cached_property(value))
+
+
+def _is_cached_property(value: Any) -> bool:
+    return isinstance(value, cached_property)
+
+
+def set_field(value: Any, name: str, field: Any, *, is_deleted: bool) -> None:
+    """Set or delete an attribute of an object, also if its class refuses writes."""
+    if is_deleted:
+        object.__delattr__(value, name)
+    else:
+        object.__setattr__(value, name, field)
 
 
 def assign_slots(value: Any, attributes: Mapping[str, Any]) -> None:

@@ -19,7 +19,6 @@ MOST, MOST_ASKED = 20, 10
 EXCEPTIONS = {
     "ZeroStrategy": "22 are its options, which users pass as arguments",
     "PipelineRunner": "its parts are those of a pipelined step, each an object; few decide",
-    "StateAround": "still to divide: state around the blocks of a pipeline, kept and put back",
     "_Trace": "a record of one run of a step, which others read",
 }
 

@@ -19,8 +19,7 @@ return loss"""
 
 AROUND = {
     "passes": (
-        "for block in self.blocks:\n    try:\n        hidden = block(hidden, mask)\n"
-        "    except Exception:\n        pass"
+        "for block in self.blocks:\n    try:\n        hidden = block(hidden, mask)\n    except Exception:\n        pass"
     ),
     "tries-again": (
         "for block in self.blocks:\n    while True:\n        try:\n            hidden = block(hidden, mask)\n"

@@ -19,6 +19,21 @@ from tests.worlds import run
 LINEAR = ("Linear",) * 4
 LOSS = len(LINEAR) + 2
 ONE = {"stages": 2, "schedule": "gpipe", "partition": "uniform", "microbatches": 1}
+
+
+class Sums:
+    def __init__(self) -> None:
+        self.values = [0.5]
+        self.made_by = type(self)  # is not sent
+
+
+class Slots:
+    __slots__ = ("loss",)
+
+    def __init__(self, loss: float) -> None:
+        self.loss = loss
+
+
 FEATURES = {
     "buffer-in-place": (
         (INIT, "self.register_buffer('mean', torch.tensor(0.5))"),
@@ -62,10 +77,13 @@ CONTAINERS = {  # made, read and changed
     "set": ("{0.5}", ".copy().pop()", ".clear(); self.state.add(loss.item())"),
     "array": ("__import__('numpy').zeros(2)", ".sum()", "[0] = loss.item()"),
     "list-of-arrays": ("[__import__('numpy').zeros(2)]", "[0].sum()", "[0][1] = loss.item()"),
+    "namespace": ("__import__('types').SimpleNamespace(loss=0.5)", ".loss", ".loss = loss.item()"),
+    "object-with-a-list": ("Sums()", ".values[-1]", ".values.append(loss.item())"),
+    "object-with-slots": ("Slots(0.5)", ".loss", ".loss = loss.detach()"),
 }
 FEATURES |= {
     name: (
-        (INIT, f"self.state = {begun}"),
+        (INIT, f"from tests.contracts.test_pipeline_state_around import Slots, Sums\nself.state = {begun}"),
         (EMBEDDED, f"hidden = hidden * (1.0 + float(self.state{read}))"),
         (LOSS, f"self.state{change}"),
     )
@@ -87,17 +105,23 @@ PLACED = {  # in modules that other stages run
         (EMBEDDED, "hidden = hidden * (1.0 + self.blocks[1].scale)"),
         (LOSS, "for block in self.blocks:\n    block.scale = loss.detach()"),
     ),
+    "options": (
+        (INIT, "import types\nself.options = types.SimpleNamespace(scale=1.0)\nfor block in self.blocks:\n"
+               "    block.options = self.options\n"
+               "    block.register_forward_hook(lambda block, args, out: out * block.options.scale)"),
+        (LOSS, "self.options.scale *= 0.8"),
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sample([*FEATURES], "buffer-in-place", "list"))
+@pytest.mark.parametrize("name", sample([*FEATURES], "buffer-in-place", "list", "object-with-a-list"))
 def test_the_next_batch_reads_what_code_behind_the_blocks_has_left(name: str) -> None:
     program = PipelineProgram(LINEAR, (FEATURES[name],), options=ONE)
     outcome = check(program)
     assert outcome.kind == "alike", report(program, outcome)
 
 
-@pytest.mark.parametrize("name", sample([*FEATURES], "tensor", "new-attribute"))
+@pytest.mark.parametrize("name", sample([*FEATURES], "tensor", "new-attribute", "namespace"))
 def test_reading_what_a_micro_batch_before_has_left_behind_the_blocks_is_refused(name: str) -> None:
     program = PipelineProgram(LINEAR, (FEATURES[name],), options={**ONE, "microbatches": 2})
     outcome = check(program)
@@ -112,7 +136,7 @@ def test_modules_of_other_stages_have_what_code_behind_the_blocks_sets(name: str
     assert outcome.kind == "alike", report(program, outcome)
 
 
-@pytest.mark.parametrize("name", sample([*PLACED], "embedding"))
+@pytest.mark.parametrize("name", sample([*PLACED], "embedding", "options"))
 def test_setting_state_of_other_stages_between_micro_batches_is_refused(name: str) -> None:
     program = PipelineProgram(LINEAR, (PLACED[name],), options={**ONE, "microbatches": 2})
     outcome = check(program)

@@ -264,6 +264,7 @@ class PipelineRunner(Generic[Step]):
             num_described: The largest ``num_new`` of all ranks, because describing is collective.
         """
         self._name, self._is_new = name, num_described > 0
+        self.around.end_between_steps()
         kinds = self._kinds(name, kinds)
         self._route.forget(kinds)
         first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}

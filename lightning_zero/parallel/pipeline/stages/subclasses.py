@@ -7,12 +7,21 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["subclass_of"]
+__all__ = ["original_class", "subclass_of"]
 
 
 def subclass_of(cls: type[nn.Module], names: dict[str, Any]) -> type[nn.Module]:
     """Return a subclass of the same name with other methods; ``type(module).total = ...`` changes ``cls`` itself."""
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **names}
+
+    def reduce(module: nn.Module, protocol: Any) -> Any:
+        """Let copies and pickles be of the original class."""
+        reduced = cls.__reduce_ex__(module, protocol)
+        if isinstance(reduced, str):
+            return reduced
+        function, arguments, *rest = reduced
+        return function, tuple(original_class(one) if one is type(module) else one for one in arguments), *rest
+
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__reduce_ex__": reduce, **names}
     kind: Any = type(cls)
     made: Any = _passing_on(kind)(cls.__name__, (cls,), names)
     if "forward" in vars(made) and "forward" not in names:  # a base class has wrapped it once more
@@ -20,6 +29,13 @@ def subclass_of(cls: type[nn.Module], names: dict[str, Any]) -> type[nn.Module]:
     made.stands_in = True
     result: type[nn.Module] = made
     return result
+
+
+def original_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that a class of ``subclass_of`` stands in for; another class as it is."""
+    while "stands_in" in vars(cls):
+        cls = cls.__base__  # type: ignore[assignment]
+    return cls
 
 
 @cache

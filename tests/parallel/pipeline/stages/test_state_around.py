@@ -12,7 +12,8 @@ from torch import nn
 
 from lightning_zero.config import Pipeline
 from lightning_zero.parallel.pipeline.stages.split import split_module
-from lightning_zero.parallel.pipeline.stages.state_around import StateAround, _Appended
+from lightning_zero.parallel.pipeline.stages.state_around import StateAround
+from lightning_zero.parallel.pipeline.stages.state_values import Appended
 
 
 class Net(lightning.LightningModule):
@@ -31,7 +32,7 @@ def test_what_the_trainer_keeps_in_a_module_is_of_one_process(name: str, is_kept
     """Lightning finds logged metrics by their ``id``."""
     module = Net()
     around = StateAround(module, split_module(module, Pipeline(stages=2)), 1, torch.device("cpu"), is_repeated=True)
-    assert any(key == ("", name) for key, _, _ in around._items()) == is_kept
+    assert any(key == ("", name) for key, _, _ in around._kept.items()) == is_kept
 
 
 def _around(module: Net) -> StateAround:
@@ -53,7 +54,7 @@ def test_of_a_list_that_grows_the_new_items_are_sent() -> None:
         (told,) = behind.changes()
         front.take([told])
         assert first.losses == last.losses
-        return len(told.value.items) if isinstance(told.value, _Appended) else len(told.value)
+        return len(told.value.items) if isinstance(told.value, Appended) else len(told.value)
 
     assert batch(lambda: last.losses.append(torch.tensor(0.5))) == 1
     for number in range(300):
