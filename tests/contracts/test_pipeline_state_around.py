@@ -309,3 +309,45 @@ def _saved(rank: int, world: int, folder: str) -> list[float]:
 def test_a_checkpoint_has_the_module_buffer_of_the_last_stage(tmp_path: Path) -> None:
     (_, first), (before, last) = run(_saved, 2, str(tmp_path))
     assert first == before == last != 0.5
+
+
+# -- Numbers that blocks change ----------------------------------------------------------------------------------------
+
+COUNTS_IN = """class Both(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block, self.state = block, {state}
+    def forward(self, *args):
+        {change}
+        return self.block(*args) * (1.0 + 0.1 * self.state.n)
+self.blocks = nn.ModuleList(Both(block) for block in self.blocks)"""
+SHARED = "class Shared(nn.Module):\n    n = 0\nshared = Shared()\n"
+NAMESPACE = "import types\nshared = types.SimpleNamespace(n=0)\n"
+LONGEST = "self.state.n = max(self.state.n, args[0].shape[1])"
+OF_BLOCKS = {
+    "own-object": NAMESPACE + COUNTS_IN.format(state="types.SimpleNamespace(n=0)", change="self.state.n += 1"),
+    "own-list": COUNTS_IN.format(state="types.SimpleNamespace(n=0, seen=[])", change="self.state.seen.append(1)\n"
+                                 "        self.state.n = len(self.state.seen)"),
+    "shared-length": SHARED + COUNTS_IN.format(state="shared", change=LONGEST),
+    "shared-length-of-an-object": NAMESPACE + COUNTS_IN.format(state="shared", change=LONGEST),
+}  # fmt: skip
+OF_BLOCKS["own-list"] = "import types\n" + OF_BLOCKS["own-list"]
+COUNTERS = {
+    "module": SHARED + COUNTS_IN.format(state="shared", change="self.state.n += 1"),
+    "object": NAMESPACE + COUNTS_IN.format(state="shared", change="self.state.n += 1"),
+}
+
+
+@pytest.mark.parametrize("name", sample([*OF_BLOCKS], "own-list", "shared-length"))
+def test_numbers_that_blocks_change_train(name: str) -> None:
+    program = PipelineProgram(LINEAR, (((INIT, OF_BLOCKS[name]),),), options={**ONE, "microbatches": 2})
+    outcome = check(program)
+    assert outcome.kind == "alike", report(program, outcome)
+
+
+@pytest.mark.parametrize("name", sample([*COUNTERS], "module"))
+def test_counters_that_blocks_of_several_stages_share_are_refused(name: str) -> None:
+    program = PipelineProgram(LINEAR, (((INIT, COUNTERS[name]),),), options={**ONE, "microbatches": 2})
+    outcome = check(program)
+    assert outcome.kind == "refused", report(program, outcome)
+    assert "`blocks.0` changes the number `n` of a `S" in outcome.text

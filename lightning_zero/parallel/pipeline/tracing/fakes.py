@@ -33,10 +33,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.nn.utils.stateless import _reparametrize_module
 
 from lightning_zero.errors import PipelineError
+from lightning_zero.parallel.module_state import set_field
 from lightning_zero.parallel.pipeline.stages.sources import FOR_HOOKS, Origins, Shape, Source, describe_tensor, is_fake
 from lightning_zero.parallel.pipeline.tracing.attributes import Key, attribute_spaces
 from lightning_zero.parallel.pipeline.tracing.escapes import Escapes
 from lightning_zero.parallel.pipeline.tracing.fake_mode import VALUES_NEEDED, Mode, empty_like
+from lightning_zero.parallel.pipeline.tracing.object_state import ObjectState, SharedNumbers
 from lightning_zero.parallel.pipeline.tracing.outcomes import Outcome
 from lightning_zero.parallel.pipeline.tracing.own_gradients import leaf_of
 from lightning_zero.parallel.pipeline.tracing.replays import Recording
@@ -69,6 +71,7 @@ class Fakes:
         names: Of the modules, by ``id``; for errors.
         free: Parameters that code outside of these modules uses.
         unnoticed: Context of forwards on fakes, which the engine ignores.
+        placed: The modules, and the chunk of each.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Fakes:
         names: Mapping[int, str],
         free: Sequence[nn.Parameter],
         unnoticed: Callable[[], AbstractContextManager[None]],
+        placed: Sequence[tuple[nn.Module, int]] = (),
     ) -> None:
         self._names = names
         self._unnoticed = unnoticed
@@ -97,6 +101,8 @@ class Fakes:
         self._escapes: Escapes | None = None  # of the forward that was imagined last
         self._outside: list[str] = []  # names of modules that have left fakes outside
         self._ever_outside = ""  # the first of these, in all runs
+        self._shared = SharedNumbers(placed)
+        self._numbers: list[tuple[Any, str, Any]] = []  # that the forward that was imagined last has changed
 
     def begin(self, *, origins: Origins | None = None, fetch: Fetch | None = None) -> None:
         """Begin a run: register fakes of free parameters in advance, because converting them later reads ``grad``.
@@ -290,10 +296,10 @@ class Fakes:
         if runs_code_of_users(module):
             return self._call_with_hooks(module, inputs, spec, are_sources=are_sources), inputs
         if not all(map(_is_known, inputs)):
-            return self._with_escapes(module, self._imagine(module, inputs, spec)), inputs
+            return self._imagined_alone(module, inputs, spec), inputs
         key = self._key(module, inputs, spec)
         if key not in self._calls:
-            call = self._with_escapes(module, self._imagine(module, inputs, spec))
+            call = self._imagined_alone(module, inputs, spec)
             if call.has_escapes or any(isinstance(leaf, _NUMBERS) for leaf in call.leaves):
                 return call, inputs  # they may be others in the next call
             self._calls[key] = call
@@ -335,7 +341,8 @@ class Fakes:
         with watching, self._hooks_outside(module, recording, results):
             call = self._imagine(module, inputs, spec)
         recording.end()
-        self._with_escapes(module, call)
+        self._require_settled(module, inputs, spec)
+        self._note_escapes(module, call)
         has_numbers = any(isinstance(leaf, _NUMBERS) for leaf in call.leaves)
         is_same = not (self._has_changed_attributes or has_numbers or call.has_escapes)
         if key is not None and recording.is_exact and is_same:
@@ -380,7 +387,38 @@ class Fakes:
             self._mode.escapes = None
             self._mode.refusal = before  # hooks that only watch may read values
 
-    def _with_escapes(self, module: nn.Module, call: _Call) -> _Call:
+    def _require_settled(self, module: nn.Module, inputs: list[Any], spec: TreeSpec) -> None:
+        """Refuse a forward that counts in a module or object of other chunks; see ``object_state.py``."""
+        shared = self._shared.of(self._numbers)
+        if not shared:
+            return
+        args, kwargs = tree_unflatten(inputs, spec)
+        before = [getattr(one, name, _MISSING) for one, name, _ in shared]
+        try:
+            for one, name, number in shared:
+                set_field(one, name, number, is_deleted=False)
+            with without_hooks(module):
+                self._imagined(module, inputs, spec, forward=partial(module._call_impl, *args, **kwargs))
+        finally:
+            for (one, name, _), was in zip(shared, before, strict=True):
+                set_field(one, name, was, is_deleted=was is _MISSING)
+        again = {(id(one), name) for one, name, _ in self._numbers}
+        for one, name, _ in shared:
+            if (id(one), name) in again:
+                raise PipelineError(
+                    f"`{self._names[id(module)]}` changes the number `{name}` of a `{type(one).__name__}` that modules"
+                    " of other pipeline stages have as well, and changes it again when it runs again, as a counter"
+                    " does. Each stage would count its own calls alone. Let every block have its own, or pass the"
+                    " number to the block as an argument."
+                )
+
+    def _imagined_alone(self, module: nn.Module, inputs: list[Any], spec: TreeSpec) -> _Call:
+        """Describe a call without hooks of the program."""
+        call = self._imagine(module, inputs, spec)
+        self._require_settled(module, inputs, spec)
+        return self._note_escapes(module, call)
+
+    def _note_escapes(self, module: nn.Module, call: _Call) -> _Call:
         """Note whether the forward that was imagined last has left tensors outside of its module."""
         escapes, self._escapes = self._escapes, None
         call.has_escapes = escapes is not None and escapes.found()
@@ -523,6 +561,8 @@ class Fakes:
                     fakes.setdefault(id(value), empty_like(_describe(value)))
                     space[name] = fakes[id(value)]
         versions = {id(fake): fake._version for fake in fakes.values()}
+        objects = ObjectState(module)
+        self._numbers = []
         try:
             yield left
             for now, was in lists.values():
@@ -544,7 +584,10 @@ class Fakes:
                     self._has_changed_attributes |= is_changed
                     if is_changed and any(map(is_fake, tree_leaves(value))):
                         left[*keys[number], name] = value
+                    if isinstance(value, _NUMBERS) and value != was and not keys[number][1]:
+                        self._numbers.append((module.get_submodule(keys[number][0]), name, value))
                     _assign(space, name, was)
+            self._numbers += objects.put_back()
 
     def _fake_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         if id(module) not in self._parameters:

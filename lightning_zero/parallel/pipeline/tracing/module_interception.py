@@ -163,7 +163,8 @@ class ModuleInterception:
         self._classes: dict[type[nn.Module], type[nn.Module]] = {}
         self._users = users_of_parameters(module, split)
         names = {key: place.name for key, place in self._places.items()}
-        self._fakes = Fakes(names, _free_parameters(module, split), unnoticed)
+        placed = [(child, place.chunk) for child, place in zip(self._modules, split.places, strict=True)]
+        self._fakes = Fakes(names, _free_parameters(module, split), unnoticed, placed)
         self._trace: _Trace | None = None
 
     # -- Running a step ------------------------------------------------------------------------------------------------
@@ -309,7 +310,7 @@ class ModuleInterception:
         return True, result
 
     def _require_unrefused(self, trace: _Trace) -> None:
-        """Raise what the program has caught, in a run that computes."""
+        """Raise the refusal that the program has caught, in a run that computes."""
         if trace.refusal is not None:
             raise trace.refusal
         if trace.computes and trace.origins is None and trace.again is None:
