@@ -288,6 +288,7 @@ class ShardedModule:
             communication=options.communication,
             grid=grid,
             device=device,
+            is_stepping=lambda: self.hooks.scopes.is_open and self.hooks.scopes.opened_by is None,
         )
         return parts
 

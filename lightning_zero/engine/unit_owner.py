@@ -23,6 +23,11 @@ class UnitOwner:
         self._state = state
         self._unit = unit
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another pipeline stage holds the values: never."""
+        return False
+
     def param_name(self, param: nn.Parameter) -> str:
         """Return the fully qualified name."""
         return self._state.param_index.name(param)

@@ -73,6 +73,11 @@ __all__ = [
 class Owner(Protocol):
     """The object that answers for a parameter (its flat buffer)."""
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another pipeline stage holds the values, so that ``touch`` raises."""
+        ...
+
     def param_name(self, param: nn.Parameter) -> str:
         """Return the fully qualified name."""
         ...
@@ -397,10 +402,12 @@ class ReleasedParameter(OwnedParameter):
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Refuse: there are no values to copy."""
+        _require_own_stage(self)
         raise ReleasedParameterError(_refusal(self, "deepcopy"))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse: there are no values to pickle."""
+        _require_own_stage(self)
         raise ReleasedParameterError(_refusal(self, "pickle"))
 
 
@@ -560,6 +567,13 @@ def is_called_by(function: Any) -> bool:
     while frame is not None and frame.f_code is not function.__code__:
         frame = cast(types.FrameType, frame.f_back)
     return frame is not None
+
+
+def _require_own_stage(param: nn.Parameter) -> None:
+    """Raise the error of the parameter's owner, if the owner is another pipeline stage."""
+    owner = owner_of(param)
+    if owner is not None and owner.is_elsewhere:
+        owner.touch(param)
 
 
 def _refusal(param: nn.Parameter, operation: str) -> str:

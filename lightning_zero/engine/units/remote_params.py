@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -51,6 +51,7 @@ class RemoteParams:
         communication: Dtype of reductions.
         grid: Of which parameters the parts hold a part; None: of none.
         device: Where the module goes.
+        is_stepping: Tells whether a step is running.
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class RemoteParams:
         communication: Communication,
         grid: Grid | None,
         device: torch.device,
+        is_stepping: Callable[[], bool],
     ) -> None:
         self.parts = parts
+        self._is_stepping = is_stepping
         self._names = names
         self._absent: dict[int, _Absent] = {}
         self._all_groups: WeakKeyDictionary[Optimizer, list[list[nn.Parameter]]] = WeakKeyDictionary()
@@ -157,6 +160,11 @@ class RemoteParams:
 
     # -- Answers for absent parameters -----------------------------------------------------------------------------
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another pipeline stage holds the values: always."""
+        return True
+
     def param_name(self, param: nn.Parameter) -> str:
         """Return the first fully qualified name of a parameter."""
         return self._names[id(param)][0]
@@ -170,9 +178,20 @@ class RemoteParams:
         Raises:
             PipelineError: Always.
         """
-        raise PipelineError(
+        where = (
             f"Parameter `{self.param_name(param)}` lies on pipeline stage {self.parts.first_holder(param)}, and code of"
-            f" stage {self.parts.communicator.rank} uses its values. Stages pass over a block of"
+            f" stage {self.parts.communicator.rank} uses its values"
+        )
+        if not self._is_stepping():
+            raise PipelineError(
+                f"{where} outside of a step. Read parameters, and call the model, inside of"
+                " `with lightning_zero.gathered(module):` on every rank; write into them inside of"
+                " `with lightning_zero.gathered(module, write='all'):`. `strategy.full_param(param)` on every rank"
+                " returns a copy of one parameter. `ModelSummary` calls a model with an `example_input_array`: leave"
+                " that out, or use `Trainer(enable_model_summary=False)`."
+            )
+        raise PipelineError(
+            f"{where}. Stages pass over a block of"
             " another stage where the program calls it, not where it calls the block's method or modules inside of it"
             " (`block.forward(x)`, `block.attention(x)`): call `block(x)`, or cut another list with"
             " `Pipeline(module=...)`. If several stages use the parameter, name it:"

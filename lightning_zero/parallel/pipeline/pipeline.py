@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeGuard, TypeVar
 
 import torch
 from torch import nn
@@ -449,6 +449,14 @@ class PipelineRunner(Generic[Step]):
                 and (tensor.requires_grad or not message.requires_grad)
                 and not (tensor.requires_grad and not message.requires_grad and torch.is_grad_enabled())
             )
+            if _differs_in_graph(tensor, message):
+                raise PipelineError(
+                    f"A tensor of shape {message.shape} that pipeline chunk {chunk - 1} sends to chunk {chunk}"
+                    f" {'has a' if tensor.requires_grad else 'has no'} graph in this batch, unlike in the first one of"
+                    " its kind: the step detaches it (`detach`, `no_grad`) in some batches alone. Let it have one in"
+                    " all of them: `x.detach() + 0.0 * x` in place of `x.detach()`, or freeze parameters with"
+                    " `requires_grad_(False)`."
+                )
             if not is_right:
                 raise PipelineError(
                     f"Pipeline chunk {chunk} expects a tensor of shape {message.shape}, {message.dtype}, requires_grad="
@@ -523,6 +531,17 @@ class PipelineRunner(Generic[Step]):
         self._letters[action] = [
             self._p2p.receive(sender % self.mesh.stages, one.shape, one.dtype, what) for one in wanted
         ]
+
+
+def _differs_in_graph(tensor: Any, message: Message) -> TypeGuard[torch.Tensor]:
+    """Say whether a tensor differs from its description in having a graph alone."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and not is_fake(tensor)
+        and (tuple(tensor.shape), tensor.dtype) == (message.shape, message.dtype)
+        and torch.is_grad_enabled()
+        and tensor.requires_grad != message.requires_grad
+    )
 
 
 def _position(is_last: bool) -> Microbatch:

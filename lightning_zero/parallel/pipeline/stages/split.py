@@ -98,10 +98,12 @@ def split_module(module: nn.Module, pipeline: Pipeline, costs: Mapping[str, int]
         costs: Of ``costed_layers``, where the partition is by measured ones.
 
     Raises:
-        ValueError: A name matches nothing, there is nothing to cut, or there are more chunks than blocks.
+        ValueError: A name matches nothing, there is nothing to cut, there are more chunks than blocks, or a module
+            around the blocks is compiled.
     """
     name, blocks = _find_list(module, pipeline.module)
     _check_blocks(name, blocks, pipeline)
+    _refuse_compiled(module, name)
     first, last = _around(module, name, pipeline)
     if costs is not None:
         sizes = [costs[block] for block in blocks]
@@ -148,7 +150,7 @@ def _find_list(module: nn.Module, wanted: str | None) -> tuple[str, dict[str, nn
             f"`{wanted or type(module).__name__}` has no `ModuleList` or `Sequential` of two or more modules, so a"
             " pipeline cannot cut it. Put the blocks into one and walk it in order in `forward`."
         )
-    name = max(lists, key=lambda key: _spreadable(lists[key]))
+    name = max(_without_teachers(lists), key=lambda key: _spreadable(lists[key]))
     return name, {f"{name}.{key}" if name else key: child for key, child in _children(lists[name])}
 
 
@@ -162,6 +164,17 @@ def _spreadable(blocks: nn.Module) -> int:
     return sum(sizes) - max(sizes)
 
 
+def _without_teachers(lists: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Leave out frozen lists where a list that is trained has at least half as many parameters to spread.
+
+    Such a list is the copy of a model, whose blocks the step calls beside it. A frozen model with a small trained head
+    is left in.
+    """
+    trained = {key for key, one in lists.items() if any(param.requires_grad for param in one.parameters())}
+    most = max((_spreadable(lists[key]) for key in trained), default=0)
+    return {key: one for key, one in lists.items() if key in trained or _spreadable(one) > 2 * most} or dict(lists)
+
+
 def _check_blocks(name: str, blocks: dict[str, nn.Module], pipeline: Pipeline) -> None:
     if len(blocks) != len({id(block) for block in blocks.values()}):
         raise ValueError(f"`{name}` holds a module twice; a pipeline cannot cut a list whose blocks are shared.")
@@ -170,6 +183,26 @@ def _check_blocks(name: str, blocks: dict[str, nn.Module], pipeline: Pipeline) -
             f"`pipeline={pipeline.stages}` with {pipeline.num_chunks // pipeline.stages} chunk(s) a stage needs"
             f" {pipeline.num_chunks} blocks, and `{name}` has {len(blocks)}. Use fewer stages or chunks."
         )
+
+
+def _refuse_compiled(module: nn.Module, name: str) -> None:
+    """Raise where the code that calls the blocks is compiled: their calls are no longer calls of modules there."""
+    for around in ("", *_prefixes(f"{name}.")) if name else ("",):
+        owner = module.get_submodule(around)
+        methods = [getattr(owner, key, None) for key in ("forward", "training_step", "validation_step", "predict_step")]
+        if _is_compiled(owner) or any(hasattr(one, "_torchdynamo_orig_callable") for one in methods):
+            what = f"`{around.replace('._orig_mod', '')}`" if around else f"`{type(module).__name__}`"
+            raise ValueError(
+                f"{what} is compiled (`torch.compile`) together with the blocks that a pipeline cuts, and its stages"
+                " have to see the calls of the blocks. Compile these instead, before the fit:"
+                f" `for block in model.{name.replace('_orig_mod.', '')}: block.compile()`."
+            )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Say whether ``torch.compile(module)`` or ``module.compile()`` was called."""
+    is_wrapper = "_orig_mod" in module._modules and hasattr(module, "dynamo_ctx")
+    return is_wrapper or module._compiled_call_impl is not None or vars(module).get("_compiler_ctx") is not None
 
 
 def _around(module: nn.Module, name: str, pipeline: Pipeline) -> tuple[list[str], list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copyreg import _reconstructor  # type: ignore[attr-defined]
 from functools import cache
 from typing import Any
 
@@ -19,7 +20,10 @@ def subclass_of(cls: type[nn.Module], names: dict[str, Any]) -> type[nn.Module]:
         if isinstance(reduced, str):
             return reduced
         function, arguments, *rest = reduced
-        return function, tuple(original_class(one) if one is type(module) else one for one in arguments), *rest
+        found = tuple(original_class(one) if one is type(module) else one for one in arguments)
+        if len(found) == 1 and getattr(function, "__name__", "") == "__newobj__":  # pickle compares its class
+            return _reconstructor, (*found, object, None), *rest
+        return function, found, *rest
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__reduce_ex__": reduce, **names}
     kind: Any = type(cls)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -104,7 +104,7 @@ class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 self.origins.derive(result, (args, kwargs))
             return result
         try:
-            result = super().__torch_dispatch__(func, types, args, kwargs)
+            result = super().__torch_dispatch__(func, types, *self._without_views_of_parameters(args, kwargs))
         except VALUES_NEEDED as error:
             reads = isinstance(error, DataDependentOutputException)  # a value may be read to be shown, or to compute
             if reads or func._schema.is_mutable or not (self._is_imagining or self.origins is not None):
@@ -115,6 +115,19 @@ class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if self.origins is not None and not self._is_imagining:
             self.origins.derive(result, (args, kwargs))
         return result
+
+    def _without_views_of_parameters(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return arguments with fakes for views of parameters: converting them compares ``grad`` of the parameter."""
+        if not any(map(_is_view_of_parameter, tree_leaves((args, kwargs)))):
+            return args, kwargs
+
+        def fake(leaf: Any) -> Any:
+            if not _is_view_of_parameter(leaf):
+                return leaf
+            with self:
+                return empty_like(describe_tensor(leaf))
+
+        return tree_map(fake, args), tree_map(fake, kwargs)
 
     def _lost_writes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """Return the tensors with values that an operation would write fakes into."""
@@ -155,6 +168,10 @@ class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 return empty_like(describe_tensor(leaf))
 
         return tree_map(fake, result)
+
+
+def _is_view_of_parameter(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not is_fake(leaf) and isinstance(leaf._base, nn.Parameter)
 
 
 def _filled(leaf: Any) -> Any:

@@ -102,7 +102,6 @@ class Fakes:
         self._outside: list[str] = []  # names of modules that have left fakes outside
         self._ever_outside = ""  # the first of these, in all runs
         self._shared = SharedNumbers(placed)
-        self._numbers: list[tuple[Any, str, Any]] = []  # that the forward that was imagined last has changed
 
     def begin(self, *, origins: Origins | None = None, fetch: Fetch | None = None) -> None:
         """Begin a run: register fakes of free parameters in advance, because converting them later reads ``grad``.
@@ -389,7 +388,7 @@ class Fakes:
 
     def _require_settled(self, module: nn.Module, inputs: list[Any], spec: TreeSpec) -> None:
         """Refuse a forward that counts in a module or object of other chunks; see ``object_state.py``."""
-        shared = self._shared.of(self._numbers)
+        shared = self._shared.found()
         if not shared:
             return
         args, kwargs = tree_unflatten(inputs, spec)
@@ -402,7 +401,7 @@ class Fakes:
         finally:
             for (one, name, _), was in zip(shared, before, strict=True):
                 set_field(one, name, was, is_deleted=was is _MISSING)
-        again = {(id(one), name) for one, name, _ in self._numbers}
+        again = {(id(one), name) for one, name, _ in self._shared.changed}
         for one, name, _ in shared:
             if (id(one), name) in again:
                 raise PipelineError(
@@ -562,7 +561,7 @@ class Fakes:
                     space[name] = fakes[id(value)]
         versions = {id(fake): fake._version for fake in fakes.values()}
         objects = ObjectState(module)
-        self._numbers = []
+        self._shared.changed = []
         try:
             yield left
             for now, was in lists.values():
@@ -585,9 +584,9 @@ class Fakes:
                     if is_changed and any(map(is_fake, tree_leaves(value))):
                         left[*keys[number], name] = value
                     if isinstance(value, _NUMBERS) and value != was and not keys[number][1]:
-                        self._numbers.append((module.get_submodule(keys[number][0]), name, value))
+                        self._shared.changed.append((module.get_submodule(keys[number][0]), name, value))
                     _assign(space, name, was)
-            self._numbers += objects.put_back()
+            self._shared.changed += objects.put_back()
 
     def _fake_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         if id(module) not in self._parameters:

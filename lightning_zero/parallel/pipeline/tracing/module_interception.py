@@ -512,6 +512,7 @@ class ModuleInterception:
         if place.block == trace.start and not trace.swaps:
             trace.swaps = {id(leaf): (leaf, version_of(leaf), leaf) for leaf in leaves if is_fake(leaf)}
         trace.origins.need([leaf for leaf in leaves if id(leaf) not in trace.swaps])
+        trace.origins.need([value for space in attribute_spaces(module).values() for value in space.values()])
         num_shown = len(self._fakes.shown)
         trace.is_inside = True
         try:
@@ -679,7 +680,8 @@ class ModuleInterception:
         raise PipelineError(
             f"`{place.name}` is called {where}, but lies {'before' if side == 'first' else 'after'} the blocks"
             f" of `{self._split.blocks}` by the source of `forward` or in the order of registration. Name it:"
-            f" `Pipeline({other}=[{place.name!r}])`, or, if both sides use it, give both a module of their own."
+            f" `Pipeline({other}=[{place.name!r}])`, or, if both sides use it, give both a module of their own. If the"
+            " blocks of another list are to be cut, name that: `Pipeline(module=...)`."
         )
 
     def _block_name(self, block: int) -> str:

@@ -91,25 +91,28 @@ class ObjectState:
 
 
 class SharedNumbers:
-    """Tells which modules and objects are held by modules of several chunks.
+    """Numbers that a forward changes in modules and objects which modules of several chunks hold.
 
     Args:
         placed: The modules with a place, and the chunk of each.
+
+    Attributes:
+        changed: Objects or modules, names and numbers that the last forward has changed.
     """
 
     def __init__(self, placed: Iterable[tuple[nn.Module, int]]) -> None:
         self._placed = list(placed)
+        self.changed: list[tuple[Any, str, Any]] = []
 
-    def of(self, left: Iterable[tuple[Any, str, Any]]) -> list[tuple[Any, str, Any]]:
-        """Return those of objects, names and numbers whose object modules of several chunks hold."""
-        found = list(left)
-        if not found:
+    def found(self) -> list[tuple[Any, str, Any]]:
+        """Return those of the changed numbers whose object modules of several chunks hold."""
+        if not self.changed:
             return []
         chunks: dict[int, set[int]] = {}
         for module, chunk in self._placed:
             for key in {id(one) for one in _held(module)}:
                 chunks.setdefault(key, set()).add(chunk)
-        return [one for one in found if len(chunks.get(id(one[0]), ())) > 1]
+        return [one for one in self.changed if len(chunks.get(id(one[0]), ())) > 1]
 
 
 def _held(module: nn.Module) -> Iterator[Any]:

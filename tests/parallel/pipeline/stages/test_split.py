@@ -153,3 +153,73 @@ def test_modules_lie_on_the_side_on_which_forward_uses_them() -> None:
     split = split_module(UsedElsewhere(), Pipeline(stages=2))
     chunks = {place.name: place.chunk for place in split.places if place.block is None}
     assert chunks == {"both": 0, "positions": 0, "norm": 1}
+
+
+def _blocks(number: int, width: int = 4) -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(width, width) for _ in range(number))
+
+
+class Student(nn.Module):
+    """Has a frozen copy of its blocks, with the embedding and the head, in one list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = _blocks(4)
+        self.teacher = nn.Sequential(nn.Linear(4, 4), *_blocks(4), nn.Linear(4, 4)).requires_grad_(False)
+
+
+class Probe(nn.Module):
+    """Has a frozen model and a small head that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = _blocks(6).requires_grad_(False)
+        self.head = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("make", [Student, Probe])
+def test_a_frozen_teacher_beside_the_model_is_not_cut(make: Any) -> None:
+    assert split(make()).blocks == "blocks"
+
+
+class Outer(nn.Module):
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = _blocks(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _in_place(module: nn.Module) -> nn.Module:
+    module.compile()
+    return module
+
+
+def _method(module: Any) -> nn.Module:
+    module.forward = torch.compile(module.forward)
+    result: nn.Module = module
+    return result
+
+
+@pytest.mark.parametrize("compiled", [torch.compile, _in_place, _method])
+def test_a_model_that_is_compiled_around_its_blocks_is_refused(compiled: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"`inner` is compiled .* `for block in model.inner.blocks: block.compile\(\)`"
+    ):
+        split(Outer(compiled(Inner())))
+
+
+def test_blocks_that_are_compiled_one_by_one_are_cut() -> None:
+    inner = Inner()
+    for block in inner.blocks:
+        block.compile()
+    assert split(Outer(inner)).blocks == "inner.blocks"
