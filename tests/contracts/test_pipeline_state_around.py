@@ -27,6 +27,12 @@ class Sums:
         self.made_by = type(self)  # is not sent
 
 
+class Averaged:
+    def __init__(self, module: Any) -> None:
+        self.params = list(module.parameters())
+        self.n = 0
+
+
 class Slots:
     __slots__ = ("loss",)
 
@@ -178,6 +184,10 @@ ALIKE = {  # with two micro-batches
         (FRONT, "import types\nself.state = types.SimpleNamespace(n=self.state.n + 1)"),
         (EMBEDDED, "hidden = hidden * (1.0 + 0.1 * self.state.n)"),
     ),
+    "object-with-parameters": (
+        (INIT, "from tests.contracts.test_pipeline_state_around import Averaged\nself.state = Averaged(self)"),
+        (LOSS, "self.state.n += 1"),
+    ),
     "graph-that-is-kept": (
         (INIT, "self.output = None"),
         (LOSS, "self.output = logits"),
@@ -235,6 +245,31 @@ def test_an_old_value_of_what_begins_to_change_in_a_later_batch_is_refused(case:
     outcome = check(program)
     assert outcome.kind == "refused", report(program, outcome)
     assert "`late` of `Program` is changed by code after the blocks" in outcome.text
+
+
+def test_a_large_value_of_an_embedding_that_code_behind_the_blocks_has_set_is_refused_in_front_of_them() -> None:
+    feature = (
+        (INIT, "self.embedding.noise = torch.full((100, 100), 0.5)"),
+        (EMBEDDED, "hidden = hidden * (1.0 + self.embedding.noise.mean())"),
+        (LOSS, "self.embedding.noise = loss.detach().expand(100, 100).clone()"),
+    )
+    program = PipelineProgram(LINEAR, (feature,), options=ONE)
+    outcome = check(program)
+    assert outcome.kind == "refused", report(program, outcome)
+    assert "`embedding.noise` of `Program` is changed by code after the blocks" in outcome.text
+
+
+def test_an_object_under_two_names_that_begins_to_change_in_a_later_batch_is_refused() -> None:
+    feature = (
+        *COUNTS,
+        (INIT, "import types\nself.state = types.SimpleNamespace(n=0.5)\nself.norm.state = self.state"),
+        (EMBEDDED, "hidden = hidden * (1.0 + self.norm.state.n)"),
+        (LOSS, "if self.calls > 2:\n    self.state.n = loss.item()"),
+    )
+    program = PipelineProgram(LINEAR, (feature,), options={**ONE, "microbatches": 2})
+    outcome = check(program)
+    assert outcome.kind == "refused", report(program, outcome)
+    assert "`norm.state` of `Program` is changed by code after the blocks" in outcome.text
 
 
 BOTH = {

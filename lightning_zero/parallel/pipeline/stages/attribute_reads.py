@@ -53,6 +53,7 @@ class AttributeReads:
 
     Args:
         modules: By name.
+        noted: Names of those whose reads are noted.
         ignored: Names of attributes that are not watched.
         refuse: Returns the error of a read of a key; also told whether it is between two steps.
     """
@@ -60,11 +61,13 @@ class AttributeReads:
     def __init__(
         self,
         modules: Mapping[str, nn.Module],
+        noted: Collection[str],
         ignored: Collection[str],
         refuse: Callable[[Key, bool], Exception],
     ) -> None:
         self._modules = modules
         self._names = {id(child): name for name, child in modules.items()}
+        self._noted = noted
         self._ignored = ignored
         self._refuse = refuse
         self._classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -75,9 +78,9 @@ class AttributeReads:
 
     @contextmanager
     def watched(self, watch: Watch) -> Iterator[None]:
-        """Watch the modules of the refused keys; all of them if reads are noted."""
-        names = {name for name, _ in watch.refused}
-        modules = [child for name, child in self._modules.items() if watch.is_noting or name in names]
+        """Watch the modules of the refused keys, and if reads are noted, those whose reads are."""
+        names = {name for name, _ in watch.refused}.union(self._noted if watch.is_noting else ())
+        modules = [child for name, child in self._modules.items() if name in names]
         before = [(module, type(module)) for module in modules]
         self._watch = watch
         try:

@@ -58,6 +58,7 @@ _SENT = (
     f"numbers, strings, tensors of up to {MOST_BYTES} bytes without a graph, and lists, dictionaries and attributes of"
     " objects of them"
 )
+_PLAIN = (bool, int, float, complex, str, type(None))
 _OF_MODULES = frozenset(vars(nn.Module()))
 _FRAMEWORKS = ("lightning", "pytorch_lightning")
 
@@ -114,6 +115,7 @@ class _Kept:
 
     Attributes:
         around: The modules around the blocks, by name.
+        all: These, and modules with a place that other stages run.
         ignored: Names of attributes that are not looked at.
         reset: Keys of modules with a place that code behind the blocks changes.
     """
@@ -126,14 +128,14 @@ class _Kept:
         inside |= {id(child) for metric in filter(_is_metric, module.modules()) for child in metric.modules()}
         self.around = {name: child for name, child in module.named_modules() if id(child) not in inside}
         self._placed = _modules_elsewhere(module, split, stage)
-        self._all = {**self._placed, **self.around}
+        self.all = {**self._placed, **self.around}
         self.ignored = _OF_MODULES.union(*map(_of_framework, {type(child) for child in self.around.values()}))
         self.reset: set[Key] = set()
         self._before: dict[Key, tuple[Any, Any]] = {}  # object and mark
 
     def begin(self, *, is_new: bool) -> None:
         """Mark all values; also those of modules with a place, if it is the first batch of a kind."""
-        items = self._items_of(self._all) if is_new else self.items()
+        items = self._items_of(self.all) if is_new else self.items()
         self._before = {key: (value, mark(value)) for key, _, value in items}
 
     def items(self) -> Iterator[tuple[Key, bool, Any]]:
@@ -153,13 +155,13 @@ class _Kept:
 
     def space(self, key: Key, *, is_buffer: bool) -> dict[str, Any]:
         """Return the dictionary that an attribute lies in."""
-        child = self._all[key[0]]
+        child = self.all[key[0]]
         buffers: dict[str, Any] = child._buffers
         return buffers if is_buffer or key[1] in buffers else vars(child)
 
     def has_changed(self, key: Key) -> bool:
         """Say whether a value is another one than before the batch, or has changed in place."""
-        child = self._all[key[0]]
+        child = self.all[key[0]]
         value = child._buffers.get(key[1], vars(child).get(key[1], Mark.MISSING))
         before = self._before.get(key)
         return before is None or before[0] is not value or before[1] != mark(value)
@@ -201,7 +203,7 @@ class StateAround:
     def __init__(self, module: nn.Module, split: Split, stage: int, device: torch.device, *, is_repeated: bool) -> None:
         # - State kept equal on all stages
         self._kept = _Kept(module, split, stage)
-        self._watching = AttributeReads(self._kept.around, self._kept.ignored, self._refusal)
+        self._watching = AttributeReads(self._kept.all, self._kept.around, self._kept.ignored, self._refusal)
         self._root = type(module).__name__
         self._split = split
         self._device = device
@@ -352,10 +354,14 @@ class StateAround:
             PipelineError: A micro-batch of this batch has read an old value.
         """
         behind = self._behind.setdefault(self._name, {})
+        filled: dict[int, Any] = {}  # objects that were filled, which other attributes may hold as well
         for change in changes:
             if self._is_repeated or not self._kept.has_changed(change.key):  # by code that the last stage does not run
                 known = set().union(*behind.values())
-                differs = self._take(change)
+                old = self._kept.space(change.key, is_buffer=change.is_buffer).get(change.key[1])
+                differs = self._take(change) or id(old) in filled
+                if differs and change.is_in_place and not isinstance(old, _PLAIN):
+                    filled[id(old)] = old
                 if differs and change.key in self._kept.reset:
                     self._require_one_microbatch(change.key)
                 elif differs and change.key not in known:

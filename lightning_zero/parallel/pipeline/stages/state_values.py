@@ -17,7 +17,7 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zero.parallel.module_state import fields_of, set_field, version_of
 from lightning_zero.parallel.pipeline.stages.sources import is_fake
@@ -107,6 +107,8 @@ def mark(value: Any, depth: int = _DEPTH) -> Any:
     """Return a cheap mark that is another one when a value has changed in place."""
     if isinstance(value, _NUMBERS):
         return type(value), value
+    if isinstance(value, nn.Parameter):
+        return Unknown(value), 0
     if isinstance(value, Tensor):
         return Unknown(value), version_of(value)
     if _is_array(value):
@@ -140,7 +142,8 @@ def fingerprint(value: Any, depth: int = _DEPTH) -> Any:
     if isinstance(value, (Mark, *_NUMBERS)):
         return type(value).__name__, repr(value)
     if isinstance(value, Tensor):
-        if value.layout is not torch.strided or value.is_quantized:
+        is_read = value.layout is torch.strided and not value.is_quantized and not isinstance(value, nn.Parameter)
+        if not is_read:
             return "tensor", tuple(value.shape)
         return tuple(value.shape), value.dtype, _digest(value.detach().contiguous().reshape(-1).view(torch.uint8))
     if _is_array(value):
@@ -247,7 +250,12 @@ def _packed(value: Any, device: torch.device, depth: int = _DEPTH) -> Any:
     if isinstance(value, (Mark, *_NUMBERS)):
         return value
     if isinstance(value, Tensor):
-        if value.requires_grad or value.nbytes > MOST_BYTES or value.layout is not torch.strided:
+        if (
+            isinstance(value, nn.Parameter)
+            or value.requires_grad
+            or value.nbytes > MOST_BYTES
+            or value.layout is not torch.strided
+        ):
             return Mark.UNSENT
         return _Sent(value.detach().to("cpu", copy=True), value.device == device)
     if _is_array(value):
