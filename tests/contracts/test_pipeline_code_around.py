@@ -45,6 +45,15 @@ ALIKE = {
                "    return hook\nfor number in (0, 2):\n    self.blocks[number].register_forward_hook(keep(number))"),
         (LOSS, "loss = loss + 0.1 * (self.kept[0] - self.kept[2]).square().mean()"),
     ),
+    "tensor-of-a-hook": (
+        (INIT, "self.scale = 1.0\ndef keep(block, args, out):\n    self.scale = out.abs().mean().detach()\n"
+               "self.blocks[0].register_forward_hook(keep)"),
+        (LOSS, "loss = loss * self.scale"),
+    ),
+    "number-of-a-hook-that-nobody-reads": (
+        (INIT, "self.scale = 1.0\ndef keep(block, args, out):\n    self.scale = out.abs().mean().item()\n"
+               "self.blocks[0].register_forward_hook(keep)"),
+    ),
     "without-gradient-later": (
         (INIT, "self.calls = 0"),
         (2, "self.calls += 1\nif self.calls > 2:\n    hidden = hidden.detach() + 0.0 * hidden"),
@@ -64,14 +73,22 @@ REFUSED = {
         ((LOSS, "import copy\nloss = loss + copy.deepcopy(self.blocks[0])(hidden, mask).mean()"),),
         "Parameter `blocks.0.norm.weight` lies on pipeline stage 0",
     ),
+    "number-of-a-hook": (
+        (
+            (INIT, "self.scale = 1.0\ndef keep(block, args, out):\n    self.scale = out.abs().mean().item()\n"
+                   "self.blocks[0].register_forward_hook(keep)"),
+            (LOSS, "loss = loss * self.scale"),
+        ),
+        "`scale` of `Program` is changed on the pipeline stage of chunk 0 alone, and read on the last stage",
+    ),
     "detached-later": (
         ((INIT, "self.calls = 0"), (2, "self.calls += 1\nif self.calls > 2:\n    hidden = hidden.detach()")),
         "`x.detach() + 0.0 * x` in place of `x.detach()`",
     ),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sample([*REFUSED], "detached-later"))
+@pytest.mark.parametrize("name", sample([*REFUSED], "detached-later", "number-of-a-hook"))
 def test_code_around_the_blocks_is_refused_by_name(name: str) -> None:
     feature, text = REFUSED[name]
     program = PipelineProgram(LINEAR, (feature,), options=OPTIONS)

@@ -263,7 +263,7 @@ class StateAround:
 
     def _watch_of(self, chunk: int, index: int) -> Watch | None:
         is_last = chunk == self._split.num_chunks - 1
-        is_noting = self._is_noting and (not self._is_repeated or (index > 0 and not is_last))
+        is_noting = self._is_noting and (not self._is_repeated or index > 0 or is_last)
         refused = set() if is_last else set(self._stale)
         if index > 0 and not self._is_noting and not is_last:
             refused |= self._behind.get(self._name, {}).get(chunk, set())
@@ -284,6 +284,8 @@ class StateAround:
         behind = self._behind.setdefault(self._name, {})
         reads = self._reads.setdefault(self._name, {})
         for chunk, view in sorted(everyone.items()):
+            if self._is_repeated:
+                self._require_on_last_stage(chunk, view, last)
             found = {key for key in last.values | view.values if self._is_behind(key, view, last)}
             read = {key for key, index in view.read.items() if index > 0}
             behind.setdefault(chunk, set()).update(found)
@@ -319,6 +321,17 @@ class StateAround:
         if key in last.values and last.values[key] is None:  # a fake, whose value an earlier stage has
             return key in last.changed and key not in view.changed
         return differ(view.values.get(key, Mark.MISSING), last.values.get(key, Mark.MISSING))
+
+    def _require_on_last_stage(self, chunk: int, view: _View, last: _View) -> None:
+        """Raise where the last stage has read state that an earlier one alone has changed."""
+        for key in sorted((view.changed - last.changed) & last.read.keys()):
+            if differ(view.values.get(key, Mark.MISSING), last.values.get(key, Mark.MISSING)):
+                raise PipelineError(
+                    f"`{'.'.join(filter(None, key))}` of `{self._root}` is changed on the pipeline stage of chunk"
+                    f" {chunk} alone, and read on the last stage: a hook on a block, or a block, has taken it from"
+                    " values (`output.norm().item()`) that the last stage does not have. Keep a tensor"
+                    " (`output.norm().detach()`), which is sent."
+                )
 
     def _require_apart(self, first: _View, last: _View) -> None:
         """Raise where a part of a step reads state that only the other part, on another stage, has changed."""
