@@ -95,6 +95,7 @@ class AttributeReads:
 
     def watch_between_steps(self, refused: set[Key]) -> None:
         """Refuse reads of keys from now on; keys that are written are dropped from the set."""
+        self.end_between_steps()
         if refused:
             self._watch = Watch(refused, is_noting=False)
             self._between = [self._modules[name] for name in {name for name, _ in refused} if name in self._modules]
