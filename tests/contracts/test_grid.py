@@ -287,9 +287,9 @@ def _second(rank: int, world: int, seed: int, shape: Shape, folder: str) -> Any:
     return train(rank, world, seed, shape, folder, start=3, stop=5)
 
 
-@pytest.mark.parametrize("seed", sample(range(120), *range(8)))
+@pytest.mark.parametrize("seed", sample(range(200), *range(8)))
 def test_random_models_on_random_grids_train_as_on_one_rank(seed: int, tmp_path: Path) -> None:
-    assert difference(seed, tmp_path) < 2e-6
+    assert difference(seed, tmp_path) < 1e-6
 
 
 @pytest.mark.parametrize("wrong", ["factor", "divisor", "sections", "order"])
