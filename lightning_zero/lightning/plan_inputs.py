@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero.parallel.tensor.examples import described_inputs, run_example
 
-__all__ = ["call_for_plan"]
+__all__ = ["call_for_plan", "without_collectives"]
 
 _SAMPLES = 2  # with one sample a sum over the batch looks like the sample
 _STEPS = {
@@ -33,31 +36,75 @@ def call_for_plan(module: pl.LightningModule) -> Callable[[Any], Any]:
     Raises:
         ValueError: Nothing says how the module is called.
     """
-    example = module.example_input_array
-    if example is not None:
-        return lambda one: run_example(one, example)
+    example, trainer = module.example_input_array, module.trainer
     try:
         batch, step = _batch(module)
     except Exception as error:
-        found = _described(module)
+        found = _described(module) if example is None else lambda one: run_example(one, example)
         if found is None:
             raise ValueError(
                 f"`tensor_parallel` verifies its plan with a call of `{type(module).__name__}`, and found no batch for"
                 f" it ({type(error).__name__}: {error}). Set its `example_input_array` to two samples."
             ) from error
         return found
-    trainer = module.trainer
-    return lambda one: _run_step(one, step, batch, trainer)
+    others = [one for one in ("training_step", "validation_step") if one != step and is_overridden(one, module)]
+
+    def call(one: Any) -> None:
+        if example is None:
+            _run_step(one, step, batch, trainer)
+        else:
+            run_example(one, example)
+        for other in [*([] if example is None else [step]), *others]:  # may read parameters that would be cut
+            with suppress(Exception):
+                _run_step(one, other, batch, trainer)
+
+    return call
 
 
 def _run_step(module: Any, step: str, batch: Any, trainer: Any) -> Any:
-    """Run a step of a copy of a module, which logs nothing and meets no other rank."""
+    """Run a step of a copy of a module, which logs nothing and meets no other rank.
+
+    Raises:
+        ValueError: It fails, and the module's ``example_input_array`` would replace it.
+    """
     module.log = module.log_dict = lambda *args, **kwargs: None
     module._trainer = _Trainer(trainer)
     try:
         return getattr(module, step)(batch, 0)
+    except Exception as error:
+        raise ValueError(
+            f"`tensor_parallel` verifies its plan with a call of `{step}` on rank 0 alone, before there are optimizers,"
+            f" and it failed ({type(error).__name__}: {error}). Set the module's `example_input_array` to two samples,"
+            " which are given to its `forward` instead."
+        ) from error
     finally:
         module._trainer = None
+
+
+_COLLECTIVES = (
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single",
+    "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "recv", "reduce",
+    "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send",
+)  # fmt: skip
+
+
+@contextmanager
+def without_collectives() -> Iterator[None]:
+    """Let a program see no other rank for a while: metrics compute their own states, and collectives raise."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("the step calls a collective of `torch.distributed`, and other ranks do not run it")
+
+    names = [name for name in _COLLECTIVES if hasattr(dist, name)]
+    was = {name: getattr(dist, name) for name in (*names, "is_initialized")}
+    for name in names:
+        setattr(dist, name, refuse)
+    dist.is_initialized = lambda: False
+    try:
+        yield
+    finally:
+        for name, function in was.items():
+            setattr(dist, name, function)
 
 
 class _Trainer:

@@ -204,7 +204,8 @@ class ProcessHooks(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Return the tensors of all ranks with different data, stacked."""
         with self._around_collective(group), _failure_named("gathering of a value"):
-            return super().all_gather(tensor, self._data_group(group), sync_grads)
+            is_of_all = group is not None and group is self._everyone  # `LightningModule.all_gather` names the world
+            return super().all_gather(tensor, self._data_group(None if is_of_all else group), sync_grads)
 
     def _data_group(self, group: Any | None) -> Any | None:
         """Return the group of a collective of the program's: one rank of each tensor group where it names none."""

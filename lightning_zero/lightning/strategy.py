@@ -490,7 +490,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             for metric in metrics:
                 metric.to(self.root_device)
         if self._tensor is not None:
-            self._tensor.bind_metrics(self.lightning_module)
+            self._tensor.bind_metrics()
 
     def _around_collective(self, group: Any | None = None) -> AbstractContextManager[None]:
         is_of_all = group in (None, torch.distributed.group.WORLD) and self._mesh is None
@@ -710,6 +710,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             self._finish_saving()
         finally:
             Peers.of_world().end_run()
+            if self._tensor is not None:
+                self._tensor.unbind_metrics()
         if self._engine is not None:
             self._engine.internals.fits.pause()
         if self.imported is not None:

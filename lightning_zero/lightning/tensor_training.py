@@ -15,21 +15,22 @@ Note [The same batch and the same numbers]
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 import torch.distributed as dist
+import torchmetrics
 from torch import Tensor, nn
-from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_zero.comm.tensor_groups import TensorGroups
 from lightning_zero.grid import Grid
-from lightning_zero.lightning.plan_inputs import call_for_plan
+from lightning_zero.lightning.plan_inputs import call_for_plan, without_collectives
 from lightning_zero.parallel.pipeline.schedule.streams import RandomState
 from lightning_zero.parallel.tensor.collectives import ProcessGroupRanks
 from lightning_zero.parallel.tensor.cuts import ParamRecord
@@ -43,6 +44,7 @@ from lightning_zero.trees import tree_leaves
 __all__ = ["TensorTraining", "refuse_cut_module"]
 
 _KEY = "_lightning_zero_tensor_parallel"  # attribute of a module that is cut
+_DEPTH = 6  # of containers in a batch
 _SAMPLED = 1024  # elements of a tensor, from its beginning and over all of it, that a digest of a batch reads
 
 
@@ -121,7 +123,7 @@ class TensorTraining:
     def _plan(self, module: pl.LightningModule) -> tuple[TensorPlan, list[str]]:
         before = RandomState(self._device)
         try:
-            with _without_mesh(module):
+            with _without_mesh(module), without_collectives():
                 planned = plan_model(module, self.options, call_for_plan(module))
         finally:
             before.restore()
@@ -152,11 +154,16 @@ class TensorTraining:
 
     # -- Training as one rank ------------------------------------------------------------------------------------------
 
-    def bind_metrics(self, module: nn.Module) -> None:
-        """Let metrics gather over the data ranks."""
-        for metric in module.modules():
-            if isinstance(metric, Metric) and metric.dist_sync_fn in (None, gather_all_tensors):
-                metric.dist_sync_fn = _GatherFromDataRanks(self.groups)
+    def bind_metrics(self) -> None:
+        """Let metrics gather over the data ranks, wherever a program keeps them, until ``unbind_metrics``."""
+        setattr(torchmetrics.metric, "gather_all_tensors", self._gather)  # noqa: B010 (no attribute of its type)
+
+    def unbind_metrics(self) -> None:
+        """Let metrics gather over all ranks."""
+        setattr(torchmetrics.metric, "gather_all_tensors", gather_all_tensors)  # noqa: B010
+
+    def _gather(self, tensor: Tensor, group: Any | None = None) -> list[Tensor]:
+        return list(gather_all_tensors(tensor, self.groups.data_group if group is None else group))
 
     def compare_batch(self, batch: Any) -> None:
         """Refuse a batch that other ranks of the tensor group do not have; see Note [The same batch …].
@@ -218,39 +225,38 @@ def _without_mesh(module: pl.LightningModule) -> Iterator[None]:
         module._device_mesh = mesh
 
 
-class _GatherFromDataRanks:
-    """Gathers a metric's state over the data ranks; copies of a metric share it."""
-
-    def __init__(self, groups: TensorGroups) -> None:
-        self._groups = groups
-
-    def __call__(self, tensor: Tensor, group: Any | None = None) -> list[Tensor]:
-        return list(gather_all_tensors(tensor, self._groups.data_group if group is None else group))
-
-    def __deepcopy__(self, memo: Any) -> _GatherFromDataRanks:
-        return self
-
-    def __reduce__(self) -> Any:
-        return _all_ranks_gather, ()  # elsewhere there are no groups
-
-
-def _all_ranks_gather() -> Any:
-    return gather_all_tensors
-
-
 # -- Digests -----------------------------------------------------------------------------------------------------------
 
 
 def _digest_of_batch(batch: Any) -> int:
     digest = 0
-    for leaf in tree_leaves(batch):
+    for leaf in _leaves(batch, 0):
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+            leaf = torch.from_numpy(np.ascontiguousarray(leaf))
         if isinstance(leaf, Tensor):
             digest = zlib.crc32(repr((leaf.dtype, tuple(leaf.shape))).encode(), digest)
             if leaf.device.type == "cpu" and leaf.layout == torch.strided:
                 digest = zlib.crc32(_sample(leaf), digest)
-        elif isinstance(leaf, (bool, int, float, str, bytes)):
+        elif isinstance(leaf, (bool, int, float, str, bytes, np.ndarray, np.generic)):
             digest = zlib.crc32(repr(leaf).encode(), digest)
     return digest
+
+
+def _leaves(value: Any, depth: int) -> Iterator[Any]:
+    """Yield the values in containers, mappings of any kind, dataclasses, and other objects' attributes."""
+    if depth > _DEPTH:
+        return
+    if isinstance(value, Mapping):
+        value = [one for item in value.items() for one in item]
+    elif isinstance(value, (Tensor, np.ndarray, str, bytes)) or not (
+        isinstance(value, (list, tuple)) or hasattr(value, "__dict__")
+    ):
+        yield value
+        return
+    elif not isinstance(value, (list, tuple)):
+        value = [one for item in vars(value).items() for one in item]
+    for one in value:
+        yield from _leaves(one, depth + 1)
 
 
 def _sample(tensor: Tensor) -> bytes:

@@ -407,6 +407,7 @@ def _around(rank: int, world: int) -> dict[str, Any]:
         "any": strategy.reduce_boolean_decision(rank == 3, all=False),
         "sum": float(strategy.reduce(torch.tensor(1.0), reduce_op="sum")),
         "gathered": strategy.all_gather(torch.tensor(float(rank))).tolist(),
+        "gathered by the module": module.all_gather(torch.tensor(float(rank))).tolist(),
     }
     fitted.limit_val_batches = 4
     first = fitted.validate(module, given["val_dataloaders"], verbose=False)[0]["validation"]
@@ -429,7 +430,42 @@ def test_around_a_fit() -> None:
             "any": True,
             "sum": 2.0,
             "gathered": [rank % 2, 2.0 + rank % 2],
+            "gathered by the module": [rank % 2, 2.0 + rank % 2],
         }
+
+
+class Penalised(Program):
+    """Reads all weights in a step."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self._loss(batch) + 0.01 * sum(param.norm() for param in self.parameters())  # type: ignore[no-any-return]
+
+
+class GradientPenalty(Program):
+    """Differentiates a gradient, with plain attention, which has second derivatives."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        hidden = self.model.emb(batch["ids"])  # type: ignore[operator, union-attr]
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            output = self.model.blocks(hidden)  # type: ignore[operator, union-attr]
+        (grad,) = torch.autograd.grad(output.square().mean(), hidden, create_graph=True)
+        loss: Tensor = output.square().mean() + 100.0 * grad.square().mean()
+        self.losses.append(float(loss))
+        return loss
+
+
+def fit_penalty(rank: int, world: int, options: dict[str, Any] | None) -> Outcome:
+    strategy = "auto" if options is None else ZeroStrategy(**options)
+    module = GradientPenalty("hand-separate")
+    fitted = trainer(rank, world, strategy, max_steps=5, limit_val_batches=0)
+    fitted.fit(module, **loaders("hand-separate", 1, 0))
+    return module.losses, {}, weights(fitted)
+
+
+def test_gradients_of_gradients_are_those_of_one_rank() -> None:
+    expected = run(fit_penalty, 1, None)[0]
+    for outcome in run(fit_penalty, 2, {"stage": 1, "tensor_parallel": 2}):
+        compare(outcome, expected, "gradient penalty")
 
 
 class Stateless(LightningModule):
@@ -464,6 +500,8 @@ def _message(rank: int, world: int, what: str) -> str:
     elif what == "wrong":
         rules = {"blocks.*.attn.q": "row", "blocks.*.attn.proj": "column"}
         options = {"tensor_parallel": {"size": 2, "plan": {f"model.{name}": rule for name, rule in rules.items()}}}
+    elif what == "penalty":
+        module = Penalised("hand-separate")
     elif what == "batch norm":
         module.add_module("norm", nn.BatchNorm1d(3))
         more = {"sync_batchnorm": True}
@@ -486,6 +524,7 @@ def _message(rank: int, world: int, what: str) -> str:
         ("size", "`tensor_parallel=3` does not divide the 2 ranks"),
         ("meta", "`model.blocks.0.attn.q.weight` is a part of a parameter"),
         ("wrong", "With this plan of tensor parallelism over 2 ranks, block `model.blocks.0`"),
+        ("penalty", "code outside of its block reads it"),
         ("batch norm", "`sync_batchnorm=True` averages `norm` over all ranks"),
         ("length", "(2, 17, 64) cannot be divided over 2 ranks of tensor parallelism"),
         ("stages", "`tensor_parallel=2` does not divide the 1 ranks of a pipeline stage"),

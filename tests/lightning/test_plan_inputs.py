@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_zero.lightning.plan_inputs import call_for_plan
+from lightning_zero.lightning.plan_inputs import call_for_plan, without_collectives
 
 
 class Numbers(IterableDataset[Tensor]):
@@ -65,6 +66,23 @@ def test_the_first_batch_of_a_stream_is_taken() -> None:
 def test_an_example_goes_before_data() -> None:
     example = torch.ones(2, 3)
     assert _seen(Program((example,)), None) is example
+
+
+def test_steps_run_behind_an_example() -> None:
+    """They may read parameters that would be cut."""
+    rows = torch.arange(12.0).view(4, 3)
+    module = Program((torch.ones(2, 3),))
+    with pytest.raises(ValueError, match="too many values"):
+        _seen(module, DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
+    assert torch.equal(module.seen[1], rows[:2])
+
+
+def test_metrics_and_collectives_meet_no_other_rank() -> None:
+    with without_collectives():
+        assert not dist.is_initialized()
+        with pytest.raises(RuntimeError, match="calls a collective"):
+            dist.all_reduce(torch.ones(1))
+    assert dist.all_reduce is not None
 
 
 def test_an_iterator_is_not_touched_and_the_error_names_the_remedy() -> None:

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import copy
-import pickle
+from collections import UserDict
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torchmetrics import SumMetric
-from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_zero.comm.tensor_groups import TensorGroups
 from lightning_zero.lightning.tensor_training import TensorTraining, _digest_of_batch
@@ -46,18 +47,44 @@ def test_a_digest_reads_every_dtype_and_layout() -> None:
 
 def _metrics(rank: int, world: int) -> list[float]:
     training = TensorTraining(TensorParallel(size=2), TensorGroups(2, 60.0), torch.device("cpu"))
-    metric, own = SumMetric(), SumMetric(dist_sync_fn=lambda tensor, group: [tensor])
-    module = torch.nn.ModuleList([metric, own])
-    training.bind_metrics(module)
+    before, own = SumMetric(), SumMetric(dist_sync_fn=lambda tensor, group: [tensor])
+    training.bind_metrics()
     values = []
-    for one in (metric, copy.deepcopy(metric), own):
+    for one in (before, copy.deepcopy(before), SumMetric(), own):  # wherever a program keeps them
         one.update(1.0 + rank // 2)
         values.append(float(one.compute()))
-    stored = pickle.loads(pickle.dumps(metric))
-    assert stored.dist_sync_fn is gather_all_tensors
-    return values
+    training.unbind_metrics()
+    after = SumMetric()
+    after.update(1.0)
+    return [*values, float(after.compute())]
 
 
 def test_metrics_gather_over_the_data_ranks() -> None:
     for rank, values in enumerate(run(_metrics, 4)):
-        assert values == [3.0, 3.0, 1.0 + rank // 2]
+        assert values == [3.0, 3.0, 3.0, 1.0 + rank // 2, 4.0]
+
+
+@dataclass
+class Fields:
+    ids: Any
+    names: list[str]
+
+
+class Holder:
+    def __init__(self, ids: Any) -> None:
+        self.ids = ids
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda ids: {"ids": ids.numpy()},
+        lambda ids: UserDict({"ids": ids}),
+        lambda ids: Fields(ids, ["a"]),
+        lambda ids: [Holder({"ids": ids})],
+        lambda ids: [np.float32(ids[0].item())],
+    ],
+)
+def test_batches_of_any_type_are_told_apart(make: Any) -> None:
+    assert _digest_of_batch(make(torch.arange(4.0))) == _digest_of_batch(make(torch.arange(4.0)))
+    assert _digest_of_batch(make(torch.arange(4.0))) != _digest_of_batch(make(torch.arange(1.0, 5.0)))

@@ -9,6 +9,7 @@ Note [A run without weights]
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_zero.parallel.module_state import without_caches
 from lightning_zero.parallel.tensor.examples import Arguments, keep
-from lightning_zero.trees import tree_map_only
+from lightning_zero.trees import tree_leaves, tree_map_only
 
 __all__ = ["Block", "Call", "Capture", "blocks_of", "capture", "copy_with", "distinct_blocks"]
 
@@ -29,7 +30,7 @@ Call = Callable[[nn.Module], Any]
 # Scalars that number the blocks of a list.
 _NUMBERS = frozenset({"layer_idx", "layer_id", "layer_number", "layer_index", "idx", "index", "training"})
 _READS_NO_VALUES = frozenset(
-    getattr(Tensor, name).__get__ for name in ("dtype", "device", "shape", "requires_grad", "is_leaf", "grad", "data")
+    getattr(Tensor, name).__get__ for name in ("dtype", "device", "shape", "requires_grad", "is_leaf", "grad")
 ) | {Tensor.size, Tensor.dim, Tensor.is_floating_point, Tensor.numel}
 
 
@@ -107,39 +108,42 @@ class Capture:
 
     Attributes:
         arguments: By name of a module, those of its first call; modules that are not called are missing.
-        read_outside: Names of watched modules whose parameters other code reads, for example an embedding's weight
-            that the model multiplies with as its head.
+        read_outside: Names of parameters that code outside of their block (of their module, if they are in no block)
+            reads, for example an embedding's weight that the model multiplies with as its head.
+        used_between: Names of blocks, but for the last of a list, whose results code between the blocks computes with.
     """
 
     arguments: dict[str, Arguments]
     read_outside: frozenset[str]
+    used_between: frozenset[str] = frozenset()
 
 
-def capture(module: nn.Module, call: Call, names: Collection[str], watched: Collection[str] = ()) -> Capture:
+def capture(module: nn.Module, call: Call, names: Collection[str], blocks: Collection[str] = ()) -> Capture:
     """Run a copy of a model, and return the arguments with which ``call`` calls modules of it.
 
     Args:
         module: The model. It is not changed; copies run.
         call: Runs a model that is given, for example on a batch.
         names: Of the modules in question.
-        watched: Names of modules whose parameters may be read by the modules alone.
+        blocks: Of all blocks of the model.
 
     Raises:
         ValueError: The model does not run.
     """
     try:
-        return _run(_hollow(module), call, names, watched)
+        return _run(_hollow(module), call, names, blocks)
     except Exception as error:
         if any(param.device.type == "meta" for param in module.parameters()):
             raise ValueError(
                 f"The model cannot be run without values of its parameters ({type(error).__name__}: {error}), so its"
                 " plan of tensor parallelism cannot be verified. Build it with values, on the CPU."
             ) from error
-        return _run(copy.deepcopy(module).cpu(), call, names, watched)
+        return _run(copy.deepcopy(module).cpu(), call, names, blocks)
 
 
-def _run(module: nn.Module, call: Call, names: Collection[str], watched: Collection[str]) -> Capture:
+def _run(module: nn.Module, call: Call, names: Collection[str], blocks: Collection[str]) -> Capture:
     found: dict[str, Arguments] = {}
+    reads = _Reads(module, blocks)  # its hooks run before those that keep arguments
 
     def note(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if name not in found:
@@ -149,37 +153,61 @@ def _run(module: nn.Module, call: Call, names: Collection[str], watched: Collect
         module.get_submodule(name).register_forward_pre_hook(
             lambda _, args, kwargs, name=name: note(name, args, kwargs), with_kwargs=True
         )
-    reads = _Reads(module, watched)
     state = torch.get_rng_state()
     try:
         with without_caches(module), torch.enable_grad(), reads:
             call(module)
     finally:
         torch.set_rng_state(state)
-    return Capture(found, frozenset(reads.outside))
+    return Capture(found, frozenset(reads.outside), frozenset(reads.between))
 
 
 class _Reads(TorchFunctionMode):
-    """Notes reads of parameters by functions that run outside of the modules that have them."""
+    """Notes reads of parameters outside of their blocks, and of blocks' results between the blocks.
 
-    def __init__(self, module: nn.Module, watched: Collection[str]) -> None:
+    Args:
+        module: The model.
+        blocks: Names of its blocks.
+    """
+
+    def __init__(self, module: nn.Module, blocks: Collection[str]) -> None:
         super().__init__()
         self.outside: set[str] = set()
-        self._names: dict[int, str] = {}
-        self._running = 0
-        for name in watched:
-            child = module.get_submodule(name)
-            self._names.update({id(param): name for param in child.parameters(recurse=False)})
-            child.register_forward_pre_hook(lambda *_: self._count(1))
-            child.register_forward_hook(lambda *_: self._count(-1))
+        self.between: set[str] = set()
+        self._owners: dict[int, tuple[str, set[nn.Module]]] = {}  # of a parameter: its name, modules that may read it
+        self._running: Counter[nn.Module] = Counter()
+        self._results: dict[int, tuple[Tensor, str]] = {}  # by id: the result of a block, and its name
+        kept = [name for name in blocks if name]
+        for name, param in module.named_parameters(remove_duplicate=False):
+            block = next((one for one in kept if name.startswith(f"{one}.")), name.rpartition(".")[0])
+            self._owners.setdefault(id(param), (name, set()))[1].add(module.get_submodule(block))
+        for owner in {owner for _, owners in self._owners.values() for owner in owners}:
+            owner.register_forward_pre_hook(lambda one, _: self._running.update([one]))
+            owner.register_forward_hook(lambda one, *_: self._running.subtract([one]))
+        last = {name.rpartition(".")[0]: name for name in kept}.values()
+        for name in kept:
+            if name not in last:
+                module.get_submodule(name).register_forward_hook(lambda *call, name=name: self._keep(call[-1], name))
+        self._blocks = {module.get_submodule(name) for name in kept}
 
-    def _count(self, change: int) -> None:
-        self._running += change
+    def _keep(self, result: Any, name: str) -> None:
+        first = next((one for one in tree_leaves(result) if isinstance(one, Tensor)), None)
+        if first is not None:
+            self._results[id(first)] = first, name
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._running and function not in _READS_NO_VALUES:
-            self.outside.update(self._names[id(one)] for one in args if id(one) in self._names)
+        if function not in _READS_NO_VALUES:
+            for one in tree_leaves((args, kwargs)):
+                if isinstance(one, Tensor):
+                    self._note(one)
         return function(*args, **(kwargs or {}))
+
+    def _note(self, tensor: Tensor) -> None:
+        name, owners = self._owners.get(id(tensor), ("", set()))
+        if name and not any(self._running[owner] > 0 for owner in owners):
+            self.outside.add(name)
+        if id(tensor) in self._results and not any(self._running[block] > 0 for block in self._blocks):
+            self.between.add(self._results[id(tensor)][1])
 
 
 def _hollow(module: nn.Module) -> nn.Module:

@@ -150,10 +150,11 @@ def _run(operation: _Operation, tensor: Tensor, ranks: Ranks, dim: int) -> Tenso
 class _Mirrored(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ranks: Ranks, forward: _Operation, backward: _Operation, dim: int) -> Tensor:
-        ctx.ranks, ctx.operation, ctx.dim = ranks, backward, dim
+        ctx.ranks, ctx.mirrored, ctx.dim = ranks, (backward, forward), dim
         return tensor.view_as(tensor) if forward == "none" else _run(forward, tensor, ranks, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        grad = grads[0] if ctx.operation == "none" else _run(ctx.operation, grads[0], ctx.ranks, ctx.dim)
-        return grad, None, None, None, None
+        # The gradient of a gradient is the operation itself: `torch.autograd.grad(..., create_graph=True)`.
+        forward, backward = ctx.mirrored
+        return _apply(grads[0], ctx.ranks, forward=forward, backward=backward, dim=ctx.dim), None, None, None, None

@@ -115,8 +115,7 @@ class _Planner:
         self._outside = self._given_outside().merged(vocabulary)
         self._pieces = _pieces(self._module, self._outside, self._block_names)
         names = [*(block.name for block in self._blocks), *self._pieces]
-        watched = [name for name in vocabulary.rules if name in dict(module.named_modules(remove_duplicate=False))]
-        self._captured: Capture = capture(module, call, names, watched)
+        self._captured: Capture = capture(module, call, names, self._block_names)
 
     def plan(self) -> ModelPlan:
         """Plan the blocks, then the modules outside of them."""
@@ -129,6 +128,7 @@ class _Planner:
             plan = plan.merged(piece.plan.under(piece.names[0]))
         sections = resolve(self._module, plan, self._size).sections
         params = dict(self._module.named_parameters())
+        self._refuse_uses(sections)
         return ModelPlan(
             plan=plan,
             size=self._size,
@@ -224,6 +224,21 @@ class _Planner:
             f" Its forward reads the integers {shown}: those that count heads belong into `divided`." if shown else ""
         )
 
+    def _refuse_uses(self, sections: Collection[str]) -> None:
+        """Refuse code outside of the blocks that would read a rank's parts."""
+        for name in sorted(self._captured.read_outside & set(sections)):
+            self._refuse(
+                f"`{name}` would be cut over {self._size} ranks of tensor parallelism, and code outside of its block"
+                " reads it (a penalty, a norm, a product with it): it would see a rank's part. Read"
+                " `strategy.full_param(param)` in a hook, leave the code out, or give a `TensorPlan` that leaves the"
+                " parameter whole."
+            )
+        for name in sorted(self._captured.used_between) if self._options.sequence else ():
+            self._refuse(
+                f"`sequence=True` gives every rank a part of the sequence between the blocks, and code outside of them"
+                f" computes with the result of `{name}`. Move the code into a block, or leave `sequence` out."
+            )
+
     def _refuse(self, message: str) -> None:
         if self._options.check == "refuse":
             raise ValueError(message)
@@ -239,7 +254,8 @@ class _Planner:
             module, plan = self._module.get_submodule(name), self._outside.within(name)
             problem = ""
             check = None
-            if self._captured.read_outside & {f"{name}.{inner}".strip(".") for inner in plan.rules}:
+            cut = {f"{name}.{inner}".strip(".") for inner in plan.rules}
+            if cut & {param.rpartition(".")[0] for param in self._captured.read_outside}:
                 problem = f"the weights of `{name}` are read by other modules"
             elif name in self._captured.arguments:  # else it is another name of a tied parameter
                 check = check_block(module, self._captured.arguments[name], plan, self._size)

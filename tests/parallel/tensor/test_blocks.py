@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_zero.parallel.tensor.blocks import blocks_of, capture, distinct_blocks
 from lightning_zero.parallel.tensor.examples import replay, tensors_of
-from tests.parallel.tensor.families import make
+from tests.parallel.tensor.families import WIDTH, make
 
 
 def _on_meta(model: nn.Module) -> nn.Module:
@@ -85,9 +85,37 @@ def test_replayed_activations_are_random_and_the_same_each_time() -> None:
 
 
 def test_reads_of_a_weight_outside_of_its_module_are_found() -> None:
-    for family, expected in (("hand-tied", {"emb"}), ("hand-packed", set())):
+    for family, expected in (("hand-tied", {"emb.weight"}), ("hand-packed", set())):
         model, call = make(family)
-        assert capture(model, call, ["blocks.0"], ["emb"]).read_outside == expected
+        assert capture(model, call, ["blocks.0"], blocks_of(model)).read_outside == expected
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda model, weight: sum(param.norm() for param in model.parameters()),
+        lambda model, weight: torch.cat([weight, weight]).sum(),
+        lambda model, weight: nn.functional.linear(torch.ones(WIDTH), weight=weight),
+        lambda model, weight: weight.data.sum(),
+    ],
+)
+def test_every_kind_of_read_is_found(read: Any) -> None:
+    model, call = make("hand-separate")
+    name = "blocks.0.attn.q.weight"
+    found = capture(model, lambda one: (call(one), read(one, one.get_parameter(name))), ["blocks.0"], blocks_of(model))
+    assert name in found.read_outside
+
+
+def test_results_that_code_between_the_blocks_uses_are_found() -> None:
+    model, call = make("hand-separate")
+
+    def between(one: Any) -> Any:
+        hidden = one.emb(torch.ones(2, 4, dtype=torch.long))
+        first = one.blocks[0](hidden)
+        return one.blocks[1](first * 2.0) + first.mean()
+
+    assert not capture(model, call, ["blocks.0"], blocks_of(model)).used_between
+    assert capture(model, between, ["blocks.0"], blocks_of(model)).used_between == {"blocks.0"}
 
 
 class Asking(nn.Module):
