@@ -32,6 +32,7 @@ from lightning_zero.comm.tensor_groups import TensorGroups
 from lightning_zero.grid import Grid
 from lightning_zero.lightning.plan_inputs import call_for_plan, without_collectives
 from lightning_zero.parallel.pipeline.schedule.streams import RandomState
+from lightning_zero.parallel.tensor.blocks import Call
 from lightning_zero.parallel.tensor.collectives import ProcessGroupRanks
 from lightning_zero.parallel.tensor.cuts import ParamRecord
 from lightning_zero.parallel.tensor.grid import grid_of
@@ -109,24 +110,24 @@ class TensorTraining:
     def _agreed_plan(self, module: pl.LightningModule) -> tuple[TensorPlan, list[str]]:
         answer: list[Any] = [None]
         cause: Exception | None = None
-        if dist.get_rank() == 0:
-            try:
-                answer = [self._plan(module)]
-            except Exception as error:  # told to all ranks, which would wait for ever
-                answer, cause = [str(error) or type(error).__name__], error
+        before = RandomState(self._device)
+        try:
+            call = call_for_plan(module)  # all ranks read the batch, so data sets with states of their own stay equal
+            if dist.get_rank() == 0:
+                answer = [self._plan(module, call)]
+        except Exception as error:  # told to all ranks, which would wait for ever
+            answer, cause = [str(error) or type(error).__name__], error
+        finally:
+            before.restore()
         dist.broadcast_object_list(answer, src=0)
         if isinstance(answer[0], str):
             raise ValueError(answer[0]) from cause
         plan, lines = answer[0]
         return plan, lines
 
-    def _plan(self, module: pl.LightningModule) -> tuple[TensorPlan, list[str]]:
-        before = RandomState(self._device)
-        try:
-            with _without_mesh(module), without_collectives():
-                planned = plan_model(module, self.options, call_for_plan(module))
-        finally:
-            before.restore()
+    def _plan(self, module: pl.LightningModule, call: Call) -> tuple[TensorPlan, list[str]]:
+        with _without_mesh(module), without_collectives():
+            planned = plan_model(module, self.options, call)
         if not planned.cut_numel:
             raise ValueError(
                 f"`tensor_parallel={self.groups.size}` finds nothing in `{type(module).__name__}` that can be cut, so"

@@ -388,6 +388,29 @@ def test_other_batches_in_a_tensor_group_are_refused() -> None:
         assert "distributed_sampler_kwargs" in text
 
 
+class Drawn(Samples):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__("plain")
+        self.generator = np.random.default_rng(0)
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        return {"ids": torch.as_tensor(self.generator.integers(2, VOCAB, LENGTH))}
+
+
+def fit_drawn(rank: int, world: int) -> list[float]:
+    module = Program("hand-separate")
+    fitted = trainer(rank, world, ZeroStrategy(stage=1, tensor_parallel=2), max_steps=3, limit_val_batches=0)
+    fitted.fit(module, DataLoader(Drawn(), batch_size=2))
+    return module.losses
+
+
+def test_data_sets_with_a_state_stay_equal() -> None:
+    first, second = run(fit_drawn, 2)
+    assert first == second
+
+
 # -- Around ------------------------------------------------------------------------------------------------------------
 
 
