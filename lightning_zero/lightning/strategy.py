@@ -40,6 +40,7 @@ from lightning_zero.config import (
     Sharding,
     StepTime,
 )
+from lightning_zero.dtensors import refuse_dtensors
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.foreign_options import FOREIGN_OPTIONS
 from lightning_zero.grid import Grid
@@ -351,6 +352,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             engine.unshard()
             engine = None
         if engine is None:
+            refuse_dtensors(module)
             split = self._split(module)
             grid = self._grid(module)
             if self._layer_sync is not None:

@@ -18,6 +18,7 @@ LEVELS: dict[str, int] = {
     "lightning_zero.blocks": 1,
     "lightning_zero.boxes": 1,
     "lightning_zero.config": 1,
+    "lightning_zero.dtensors": 1,
     "lightning_zero.errors": 1,
     "lightning_zero.foreign_options": 1,
     "lightning_zero.grid": 1,

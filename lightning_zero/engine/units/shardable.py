@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from lightning_zero.dtensors import refuse_dtensors
 from lightning_zero.engine.buffers.parameter import ReleasedParameter, class_over, has_class, user_class
 
 __all__ = ["check_shardable"]
@@ -21,6 +22,7 @@ def check_shardable(module: nn.Module) -> None:
     Raises:
         ValueError: A parameter is lazy, distributed, sparse, of a class that cannot be kept, or shares memory.
     """
+    refuse_dtensors(module)
     params = [(name, param) for name, param in module.named_parameters() if not has_class(param, ReleasedParameter)]
     for name, buffer in module.named_buffers():
         if is_lazy(buffer):
@@ -52,11 +54,6 @@ def _unshardable(param: torch.Tensor) -> tuple[str, str] | None:
     """Return why a parameter cannot be sharded, and the remedy; None if it can."""
     if is_lazy(param):
         return _LAZY
-    if _is_distributed(param):
-        return (
-            "is a DTensor, which another form of parallelism has placed, and the engine shards plain tensors only",
-            "Give it the module before `parallelize_module`, `distribute_tensor` or `fully_shard`",
-        )
     if param.is_nested:
         return "is a nested tensor", "Use one parameter per tensor, or a padded one"
     if param.is_quantized:
@@ -81,10 +78,6 @@ def _unshardable(param: torch.Tensor) -> tuple[str, str] | None:
 
 def _strides(param: torch.Tensor) -> list[int]:
     return [stride for stride, size in zip(param.stride(), param.shape, strict=True) if size > 1]
-
-
-def _is_distributed(param: torch.Tensor) -> bool:
-    return any(cls.__name__ == "DTensor" and "distributed" in cls.__module__ for cls in type(param).__mro__)
 
 
 def _check_class(name: str, param: torch.Tensor) -> None:
