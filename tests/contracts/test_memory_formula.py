@@ -15,12 +15,18 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_zero.config import Communication, MixedPrecision
+from lightning_zero.grid import Grid
+from lightning_zero.parallel.tensor.collectives import ProcessGroupRanks
+from lightning_zero.parallel.tensor.grid import grid_of
+from lightning_zero.parallel.tensor.plan import TensorPlan
+from lightning_zero.parallel.tensor.transform import cut_module
 from tests import worlds
 from tests.sampling import sample
 
 WIDTH = 256
 DEPTH = 8
 NUMEL = DEPTH * WIDTH * WIDTH
+CUT_DEPTH = 6  # layers that are cut over tensor ranks on a grid
 ALIGN = 8  # elements of a shard; a unit's buffer is padded to world * ALIGN
 
 
@@ -60,7 +66,9 @@ def _fake_world(world: int) -> Iterator[None]:
     yield
 
 
-def _engine(stage: int, reduce_dtype: Any = None, prefetch: int = 1) -> tuple[Any, nn.Module, torch.optim.Optimizer]:
+def _engine(
+    stage: int, reduce_dtype: Any = None, prefetch: int = 1, tensor_ranks: int = 0
+) -> tuple[Any, nn.Module, torch.optim.Optimizer]:
     from lightning_zero.engine.engine import ZeroEngine
 
     engine = ZeroEngine(
@@ -69,10 +77,25 @@ def _engine(stage: int, reduce_dtype: Any = None, prefetch: int = 1) -> tuple[An
         communication=Communication(reduce_dtype=reduce_dtype, prefetch=prefetch),
         precision=MixedPrecision(compute_dtype=torch.bfloat16),
     )
-    module = engine.shard(_build())
+    module = _build()
+    grid = _cut(module, tensor_ranks) if tensor_ranks else None
+    module = engine.shard(module, grid=grid)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     engine.attach(optimizer)
     return engine, module, optimizer
+
+
+def _cut(module: nn.Module, tensor_ranks: int) -> Grid:
+    """Cut layers 0 to ``CUT_DEPTH - 1`` over neighbouring ranks; the others are whole. Collective: all ranks."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    tensor_groups = [
+        dist.new_group(list(range(first, first + tensor_ranks))) for first in range(0, world, tensor_ranks)
+    ]
+    data_groups = [dist.new_group(list(range(place, world, tensor_ranks))) for place in range(tensor_ranks)]
+    tensor_group, data_group = tensor_groups[rank // tensor_ranks], data_groups[rank % tensor_ranks]
+    plan = TensorPlan({str(layer): "row" if layer % 2 else "column" for layer in range(CUT_DEPTH)})
+    records = cut_module(module, plan, ProcessGroupRanks(tensor_group))
+    return grid_of(records, tensor_group=tensor_group, data_group=data_group, data_ranks=world // tensor_ranks)
 
 
 def _forward_backward(engine: Any, module: nn.Module) -> None:
@@ -90,10 +113,10 @@ def _persistent(rank: int, world: int, stage: int, reduce_dtype: Any, pretended:
     return _measure(stage, reduce_dtype)
 
 
-def _measure(stage: int, reduce_dtype: Any) -> tuple[int, int]:
+def _measure(stage: int, reduce_dtype: Any, tensor_ranks: int = 0) -> tuple[int, int]:
     gc.collect()
     before = _live_bytes()
-    engine, module, optimizer = _engine(stage, reduce_dtype)
+    engine, module, optimizer = _engine(stage, reduce_dtype, tensor_ranks=tensor_ranks)
     _forward_backward(engine, module)
     optimizer.step()
     optimizer.zero_grad()
@@ -118,6 +141,24 @@ def test_bytes_at_the_end_of_backward_follow_the_formula(world: int, stage: int,
         assert counted <= 1.005 * expected + padding
         assert counted >= 0.995 * expected - padding
         assert abs(reported - counted) <= 0.005 * expected + padding
+
+
+def _persistent_on_grid(rank: int, world: int, tensor_ranks: int) -> list[tuple[int, int]]:
+    """Return the bytes of stages 0 to 3, counted here and by the engine."""
+    return [_measure(stage, None, tensor_ranks) for stage in (0, 1, 2, 3)]
+
+
+@pytest.mark.parametrize(("data_ranks", "tensor_ranks"), [(1, 2), (2, 2), (1, 4)], ids=["1x2", "2x2", "1x4"])
+def test_bytes_on_a_grid_follow_the_formula(data_ranks: int, tensor_ranks: int) -> None:
+    world = data_ranks * tensor_ranks
+    cut = CUT_DEPTH * WIDTH * WIDTH
+    padding = DEPTH * 18 * ALIGN + 1024
+    for answers in worlds.run(_persistent_on_grid, world, tensor_ranks):
+        for stage, (counted, reported) in enumerate(answers):
+            of = max(stage, 1)  # on a grid optimizer states are sharded at stage 0 too
+            expected = cut / tensor_ranks * _formula(of, data_ranks, 4) + (NUMEL - cut) * _formula(of, world, 4)
+            assert abs(counted - expected) <= 0.005 * expected + padding, stage
+            assert abs(reported - counted) <= 0.005 * expected + padding, stage
 
 
 def _transient(rank: int, world: int, prefetch: int) -> tuple[int, int]:

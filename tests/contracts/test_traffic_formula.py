@@ -6,9 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lightning_zero.config import Communication, MixedPrecision
+from lightning_zero.grid import Grid
+from lightning_zero.parallel.tensor.collectives import ProcessGroupRanks
+from lightning_zero.parallel.tensor.grid import grid_of
+from lightning_zero.parallel.tensor.plan import TensorPlan
+from lightning_zero.parallel.tensor.transform import cut_module
 from tests import worlds
 
 WIDTH = 96  # WIDTH * WIDTH is a multiple of 8 * world for 2, 3 and 4 ranks: no padding
@@ -125,3 +131,72 @@ def _check(
         assert answer["payload"] == expected
         assert traffic["all_gather"] + traffic["reduce_scatter"] == expected
         assert traffic["broadcast"] + traffic["control"] == answer["control"] <= 1024 * answer["units"] * micro_batches
+
+
+# -- On a grid ---------------------------------------------------------------------------------------------------------
+
+CUT_DEPTH, ROWS = 2, 2  # the first layers are a column and a row layer, the others are whole
+
+
+def _cut(module: nn.Module, tensor_ranks: int) -> Grid:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    tensor_groups = [
+        dist.new_group(list(range(first, first + tensor_ranks))) for first in range(0, world, tensor_ranks)
+    ]
+    data_groups = [dist.new_group(list(range(place, world, tensor_ranks))) for place in range(tensor_ranks)]
+    tensor_group, data_group = tensor_groups[rank // tensor_ranks], data_groups[rank % tensor_ranks]
+    plan = TensorPlan({"layers.0": "column", "layers.1": "row"})
+    records = cut_module(module, plan, ProcessGroupRanks(tensor_group))
+    return grid_of(records, tensor_group=tensor_group, data_group=data_group, data_ranks=world // tensor_ranks)
+
+
+def _step_on_grid(rank: int, world: int, tensor_ranks: int, stage: int, micro_batches: int) -> dict[str, Any]:
+    """Return what the third step sent: all calls, and the engine's count."""
+    from lightning_zero.engine.engine import ZeroEngine
+
+    engine = ZeroEngine(stage, units=("Linear",))
+    module = Net(False)
+    module = engine.shard(module, grid=_cut(module, tensor_ranks))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    engine.attach(optimizer)
+
+    def step() -> None:
+        for index in range(micro_batches):
+            with engine.microbatch(last=index == micro_batches - 1):
+                with engine.scope("training_step"):
+                    loss = module(torch.ones(ROWS, WIDTH, requires_grad=True)).square().mean()
+                with engine.backward_scope():
+                    loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        step()
+    before = dict(engine.stats().traffic)
+    with worlds.count_collectives() as ledger:
+        step()
+    after = engine.stats().traffic
+    activations = [nbytes for kind, nbytes in ledger.entries if (kind, nbytes) == ("all_reduce", ROWS * WIDTH * 4)]
+    engine.close()
+    return {
+        "payload": ledger.payload,
+        "traffic": {key: after[key] - before.get(key, 0) for key in after},
+        "activations": len(activations),
+    }
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize(("data_ranks", "tensor_ranks"), [(1, 2), (2, 2), (1, 4)], ids=["1x2", "2x2", "1x4"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bytes_on_a_grid_follow_the_formula(stage: int, data_ranks: int, tensor_ranks: int, micro_batches: int) -> None:
+    world = data_ranks * tensor_ranks
+    cut = CUT_DEPTH * WIDTH * WIDTH
+    expected = 0
+    for numel, ranks in ((cut // tensor_ranks, data_ranks), (NUMEL - cut, world)):
+        reductions = micro_batches if stage >= 2 else 1
+        gathers = 2 * micro_batches if stage == 3 else 1
+        expected += 4 * numel * (reductions + gathers) * (ranks - 1) // ranks
+    for answer in worlds.run(_step_on_grid, world, tensor_ranks, stage, micro_batches):
+        assert answer["payload"] == expected
+        assert answer["traffic"]["all_gather"] + answer["traffic"]["reduce_scatter"] == expected
+        assert answer["activations"] == 2 * micro_batches  # one sum in forward, one in backward
