@@ -28,7 +28,7 @@ def convert(checkpoint: str, out: str) -> None:
 
     Args:
         checkpoint: A directory of DeepSpeed's ZeRO stage 1, 2 or 3, alone or under Lightning, or a sharded checkpoint
-            of Lightning's strategies for FSDP.
+            of Lightning's strategies for FSDP or of its ``ModelParallelStrategy``, with tensor parallelism or without.
         out: The directory to write.
 
     Raises:
