@@ -47,6 +47,8 @@ class OptimizerChecks:
         self._gradients = gradients
         self._moments = moments
         is_sharded = any(buffer.own_range.is_shard for buffer, _ in places.values())
+        has_parts = any(buffer.has_parts for buffer, _ in places.values())
+        self._remedy = "stage 0 without `tensor_parallel`" if has_parts else "stage 0"
         self._trial = ElementwiseTrial(optimizer, self._stepped) if is_sharded else None
 
     def refuse_unless_elementwise(self) -> None:
@@ -57,8 +59,8 @@ class OptimizerChecks:
         if self._gradients.any_is(obstacle is not None, "agreement on the optimizer"):
             reason = "is refused by another rank" if obstacle is None else obstacle.reason
             raise ValueError(
-                f"`{self._class.__name__}` {reason}. Use stage 0, or an element-wise optimizer such as AdamW,"
-                " SGD, Adagrad, RMSprop or Lion."
+                f"`{self._class.__name__}` {reason}. Use {self._remedy}, or an element-wise optimizer such as"
+                " AdamW, SGD, Adagrad, RMSprop or Lion."
             ) from (obstacle.error if obstacle is not None else None)
 
     def _stepped(self, param: torch.Tensor) -> Stepped:

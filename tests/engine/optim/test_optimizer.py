@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_zero.boxes import Part
 from lightning_zero.config import MixedPrecision
 from lightning_zero.engine.buffers.parameter import raw_grad
 from lightning_zero.engine.buffers.sharded_gradient import ShardedGradient
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.grid import Grid, ParamAxes
 from tests import worlds
 from tests.engine.optimizers import Lamb, Momentum, SometimesFactored, Unfinished
 from tests.references import TinyGPT, token_loss
@@ -275,6 +278,21 @@ def _order_of_windows(rank: int, world: int, stage: int) -> None:
 @stages
 def test_optimizers_may_share_parameters(stage: int) -> None:
     worlds.run(_order_of_windows, 2, stage)
+
+
+def _refusal_on_a_grid(rank: int, world: int) -> None:
+    alone = [dist.new_group([one]) for one in range(world)][rank]
+    linear = nn.Linear(6, 4, bias=False)
+    part = Part.along((8, 6), 0, (4 * rank, 4))
+    engine = ZeroEngine(stage=0)
+    engine.shard(linear, grid=Grid({"data": alone}, 1, {"weight": ParamAxes("data", part=part)}))
+    with pytest.raises(ValueError, match="Use stage 0 without `tensor_parallel`, or an element-wise optimizer"):
+        engine.attach(Lamb(linear.parameters(), lr=0.1))
+    engine.close()
+
+
+def test_on_parts_of_parameters_the_remedy_is_to_have_none() -> None:
+    worlds.run(_refusal_on_a_grid, 2)
 
 
 def _refusals(rank: int, world: int, stage: int) -> None:
