@@ -9,10 +9,13 @@ Note [A run without weights]
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -23,12 +26,24 @@ from lightning_zero.parallel.module_state import without_caches
 from lightning_zero.parallel.tensor.examples import Arguments, keep
 from lightning_zero.trees import tree_leaves, tree_map_only
 
-__all__ = ["Block", "Call", "Capture", "blocks_of", "capture", "copy_with", "distinct_blocks"]
+__all__ = [
+    "NUMBERS",
+    "OF_EVERY_MODULE",
+    "Block",
+    "Call",
+    "Capture",
+    "blocks_of",
+    "capture",
+    "copy_with",
+    "distinct_blocks",
+    "results_read",
+]
 
 Call = Callable[[nn.Module], Any]
 
-# Scalars that number the blocks of a list.
-_NUMBERS = frozenset({"layer_idx", "layer_id", "layer_number", "layer_index", "idx", "index", "training"})
+# Integers that number the blocks of a list.
+NUMBERS = frozenset({"layer_idx", "layer_id", "layer_number", "layer_index", "idx", "index"})
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _READS_NO_VALUES = frozenset(
     getattr(Tensor, name).__get__ for name in ("dtype", "device", "shape", "requires_grad", "is_leaf", "grad")
 ) | {Tensor.size, Tensor.dim, Tensor.is_floating_point, Tensor.numel}
@@ -72,7 +87,7 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def distinct_blocks(module: nn.Module, names: Collection[str]) -> list[Block]:
-    """Group blocks by list, classes, shapes and plain attributes."""
+    """Group blocks by list, classes, shapes and attributes: functions, containers and configurations too."""
     groups: dict[Any, list[str]] = {}
     for name in names:
         signature = name.rpartition(".")[0], _signature(module.get_submodule(name))
@@ -81,19 +96,72 @@ def distinct_blocks(module: nn.Module, names: Collection[str]) -> list[Block]:
 
 
 def _signature(module: nn.Module) -> Any:
+    described = _Described(module)
     return tuple(
         (
             name,
             type(child),
-            tuple(sorted((key, repr(value)) for key, value in vars(child).items() if _is_telling(key, value))),
+            tuple((key, described(value)) for key, value in sorted(vars(child).items()) if _is_telling(key, value)),
             tuple((key, tuple(param.shape)) for key, param in child.named_parameters(recurse=False)),
+            tuple((key, described(buffer)) for key, buffer in child.named_buffers(recurse=False)),
         )
         for name, child in module.named_modules()
     )
 
 
 def _is_telling(key: str, value: Any) -> bool:
-    return key not in _NUMBERS and isinstance(value, (bool, int, float, str, type(None)))
+    return key not in OF_EVERY_MODULE and not (key in NUMBERS and type(value) is int)
+
+
+class _Described:
+    """Describes values of attributes of a block, so that equal descriptions are of values that act alike."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._names = {id(child): name for name, child in block.named_modules()}
+        self._around: list[int] = []  # the objects that are being described
+        self._known: dict[int, tuple[Any, Any]] = {}  # objects, kept so that their ids stay theirs; descriptions
+
+    def __call__(self, value: Any) -> Any:
+        """Return a description that can be hashed."""
+        if isinstance(value, Tensor):
+            is_index = not value.is_floating_point() and value.numel() <= 64 and value.device.type != "meta"
+            return tuple(value.shape), str(value.dtype), repr(value.tolist()) if is_index else ""
+        if isinstance(value, nn.Module):
+            return type(value), self._names.get(id(value), id(value))
+        if value is None or isinstance(value, (bool, int, float, complex, str, bytes, type, ModuleType, Enum)):
+            return type(value), repr(value)
+        if id(value) in self._around:
+            return type(value), self._around.index(id(value))
+        if id(value) not in self._known:
+            self._around.append(id(value))
+            self._known[id(value)] = value, (type(value), self._parts(value))
+            self._around.pop()
+        return self._known[id(value)][1]
+
+    def _parts(self, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return tuple((self(key), self(one)) for key, one in value.items())
+        if isinstance(value, (list, tuple)):
+            return tuple(self(one) for one in value)
+        if isinstance(value, (set, frozenset)):
+            return tuple(sorted(repr(self(one)) for one in value))
+        if isinstance(value, FunctionType):
+            cells = tuple(_contents(cell) for cell in value.__closure__ or ())
+            return value.__qualname__, value.__code__, self((cells, value.__defaults__, value.__kwdefaults__))
+        if isinstance(value, MethodType):
+            return self((value.__func__, value.__self__))
+        if isinstance(value, functools.partial):
+            return self((value.func, value.args, value.keywords))
+        if hasattr(value, "__dict__") and not isinstance(value, torch.jit.ScriptFunction):
+            return tuple((key, self(one)) for key, one in sorted(vars(value).items()))
+        return repr(value)  # with an address where a class has no words for its values: it counts as another one
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
 
 
 def copy_with(module: nn.Module, replacement: Callable[[str, nn.Parameter], nn.Parameter]) -> nn.Module:
@@ -160,6 +228,53 @@ def _run(module: nn.Module, call: Call, names: Collection[str], blocks: Collecti
     finally:
         torch.set_rng_state(state)
     return Capture(found, frozenset(reads.outside), frozenset(reads.between))
+
+
+def results_read(module: nn.Module, call: Call, names: Collection[str]) -> frozenset[str]:
+    """Return the blocks whose results behind the first are read by code outside of blocks. Runs as in ``capture``."""
+    try:
+        return _results_read(_hollow(module), call, names)
+    except Exception:
+        return _results_read(copy.deepcopy(module).cpu(), call, names)
+
+
+def _results_read(module: nn.Module, call: Call, names: Collection[str]) -> frozenset[str]:
+    reads = _ResultReads()
+    for name in names:
+        block = module.get_submodule(name)
+        block.register_forward_pre_hook(lambda *_: reads.enter())
+        block.register_forward_hook(lambda _, args, result, name=name: reads.leave(name, result))
+    state = torch.get_rng_state()
+    try:
+        with without_caches(module), torch.enable_grad(), reads:
+            call(module)
+    finally:
+        torch.set_rng_state(state)
+    return frozenset(reads.found)
+
+
+class _ResultReads(TorchFunctionMode):
+    """Notes the blocks whose results behind the first are arguments of functions outside of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+        self._results: dict[int, tuple[str, Tensor]] = {}  # kept, so that their ids stay theirs
+        self._running = 0
+
+    def enter(self) -> None:
+        self._running += 1
+
+    def leave(self, name: str, result: Any) -> None:
+        self._running -= 1
+        tensors = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        self._results.update({id(one): (name, one) for one in tensors[1:] if one is not tensors[0]})
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._running and function not in _READS_NO_VALUES:
+            ids = [id(one) for one in tree_leaves((args, kwargs))]
+            self.found.update(self._results[one][0] for one in ids if one in self._results)
+        return function(*args, **(kwargs or {}))
 
 
 class _Reads(TorchFunctionMode):

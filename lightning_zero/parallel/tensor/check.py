@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.parallel.tensor.blocks import copy_with
+from lightning_zero.parallel.tensor.blocks import OF_EVERY_MODULE, copy_with
 from lightning_zero.parallel.tensor.collectives import Ranks
 from lightning_zero.parallel.tensor.cuts import ParamRecord
 from lightning_zero.parallel.tensor.diagnosis import ModuleTrace, Suspect, relation, suspect
@@ -40,11 +40,19 @@ CutBlock = Callable[[nn.Module, Ranks], dict[str, ParamRecord]]
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that differs: its name in words, the error, and the change of the plan that would be right, if known."""
+    """A tensor that is compared.
+
+    Attributes:
+        tensor: Its name in words.
+        error: Of the ranks' tensors.
+        remedy: The change of the plan that would be right, if known.
+        is_part: The ranks have parts of it.
+    """
 
     tensor: str
     error: float
     remedy: str = ""
+    is_part: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,11 @@ class BlockCheck:
         return self.failure is None and not self.wrong
 
     @property
+    def returns_parts(self) -> bool:
+        """Whether a result behind the first is a rank's part."""
+        return any(one.is_part and one.tensor.startswith("result") for one in self.differences)
+
+    @property
     def error(self) -> float:
         """The largest error."""
         if self.failure is not None or not self.differences:
@@ -87,6 +100,7 @@ def check_block(
     *,
     explain: bool = True,
     exact: bool = True,
+    all_whole: bool = False,
 ) -> BlockCheck:
     """Compare a block that ``size`` simulated ranks compute in parts with the whole block.
 
@@ -97,6 +111,7 @@ def check_block(
         size: Number of ranks.
         explain: Find the first module that differs, where one does.
         exact: Compute in fp64, and in fp32 where an operator has none.
+        all_whole: Refuse results behind the first, with gradients, that are the ranks' parts: other code reads them.
     """
     cut = partial(_cut, plan=plan) if isinstance(plan, TensorPlan) else plan
     dtype = torch.float64 if exact else torch.float32
@@ -105,13 +120,13 @@ def check_block(
         expected = _run(copy.deepcopy(whole), replay(arguments, dtype))
     except (RuntimeError, NotImplementedError) as error:
         if exact:
-            return check_block(block, arguments, plan, size, explain=explain, exact=False)
+            return check_block(block, arguments, plan, size, explain=explain, exact=False, all_whole=all_whole)
         raise ValueError(
             f"A `{type(block).__name__}` cannot be run alone to verify its plan of tensor parallelism:"
             f" {type(error).__name__}: {error}"
         ) from error
     try:
-        differences = _compare(whole, arguments, cut=cut, size=size, expected=expected)
+        differences = _compare(whole, arguments, cut=cut, size=size, expected=expected, all_whole=all_whole)
     except Exception as error:
         check = BlockCheck(failure=error)
     else:
@@ -180,7 +195,8 @@ def _cut(module: nn.Module, ranks: Ranks, plan: TensorPlan) -> dict[str, ParamRe
 class _Result:
     """Results of a forward and a backward, and of a forward in ``eval`` without gradients."""
 
-    outputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]  # with gradients
+    left: Mapping[str, Sequence[Tensor]]  # tensors that the forwards leave on modules, by the attribute in words
     grads: Sequence[Tensor]  # that were put into the backward
     input_grads: Sequence[Tensor | None]
     param_grads: dict[str, Tensor | None]
@@ -198,26 +214,51 @@ def _run(
 ) -> _Result:
     inputs = tensors_of(arguments)
     params = dict(block.named_parameters())
+    before = _attributes(block)
     outputs = tensors_of(call_block(block, arguments))
     if not outputs:
         raise RuntimeError("it returns no tensor with a gradient")
+    left = _changed(before, _attributes(block))
+    backward = [*outputs, *(one for tensors in left.values() for one in tensors if one.requires_grad)]
     if grads is None:
         generator = torch.Generator().manual_seed(2)
-        grads = [torch.randn(one.shape, generator=generator).to(one.dtype) for one in outputs]
+        grads = [torch.randn(one.shape, generator=generator).to(one.dtype) for one in backward]
     elif ranks is not None:
-        grads = [_share_of(grad, output, ranks) for grad, output in zip(grads, outputs, strict=False)]
-    torch.autograd.backward(outputs, grads)
+        grads = [_share_of(grad, output, ranks) for grad, output in zip(grads, backward, strict=False)]
+    torch.autograd.backward(backward, grads)
+    before = _attributes(block)
     block.eval()
     with torch.no_grad():
         evaluated = _float_tensors(call_block(block, arguments))
+    left |= {f"{words} in evaluation": found for words, found in _changed(before, _attributes(block)).items()}
     return _Result(
         outputs=[one.detach() for one in outputs],
+        left={words: [one.detach() for one in found] for words, found in left.items()},
         grads=grads,
         input_grads=[one.grad for one in inputs],
         param_grads={name: param.grad for name, param in params.items()},
         evaluated=evaluated,
         records=records or {},
     )
+
+
+def _attributes(block: nn.Module) -> dict[str, list[Tensor]]:
+    """Return copies of the tensors among the buffers and attributes of all modules, with their graphs."""
+    found = {}
+    for name, child in block.named_modules():
+        given = {**child._buffers, **{key: one for key, one in vars(child).items() if key not in OF_EVERY_MODULE}}
+        for key, value in given.items():
+            tensors = [one.clone() for one in tree_leaves(value) if isinstance(one, Tensor)]
+            if tensors:
+                found[f"tensor that the forward leaves as `{f'{name}.{key}'.lstrip('.')}`"] = tensors
+    return found
+
+
+def _changed(before: Mapping[str, Sequence[Tensor]], after: Mapping[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+    def is_same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+        return len(one) == len(other) and all(map(torch.equal, one, other))
+
+    return {words: found for words, found in after.items() if not is_same(found, before.get(words, ()))}
 
 
 def _share_of(grad: Tensor, output: Tensor, ranks: Ranks) -> Tensor:
@@ -259,11 +300,12 @@ def _run_in_parts(
 
 
 def _compare(
-    whole: nn.Module, arguments: Arguments, *, cut: CutBlock, size: int, expected: _Result
+    whole: nn.Module, arguments: Arguments, *, cut: CutBlock, size: int, expected: _Result, all_whole: bool
 ) -> list[Difference]:
     parts = _run_in_parts(whole, arguments, cut=cut, size=size, grads=expected.grads)
     found = [
-        *_differences("result {}", expected.outputs, [part.outputs for part in parts]),
+        *_differences("result {}", expected.outputs, [part.outputs for part in parts], all_whole=all_whole),
+        *_left_differences(expected.left, [part.left for part in parts]),
         *_differences("result {} in evaluation", expected.evaluated, [part.evaluated for part in parts]),
         *_differences("gradient of input {}", expected.input_grads, [part.input_grads for part in parts]),
     ]
@@ -276,7 +318,11 @@ def _compare(
 
 
 def _differences(
-    words: str, expected: Sequence[Tensor | None], parts: Sequence[Sequence[Tensor | None]]
+    words: str,
+    expected: Sequence[Tensor | None],
+    parts: Sequence[Sequence[Tensor | None]],
+    *,
+    all_whole: bool = False,
 ) -> list[Difference]:
     """Compare tensors one by one. Behind the first, a tensor of the ranks may be their shard, as heads' weights are."""
     if any(len(part) != len(expected) for part in parts):
@@ -290,13 +336,37 @@ def _differences(
         if len(present) < len(shares):
             found.append(Difference(words.format(number), float("inf"), "it is missing on some ranks"))
             continue
-        dim = _sharded_dim(present[0], value, len(present)) if number else None
+        dim = _sharded_dim(present[0], value, len(present)) if number and not all_whole else None
         if dim is not None:
             present = [torch.cat(present, dim)]
         error = max(relative_error(share, value) for share in present)
         remedy = "" if error <= LIMIT else _remedy(relation(present, value))
-        found.append(Difference(words.format(number), error, remedy))
+        found.append(Difference(words.format(number), error, remedy, is_part=dim is not None))
     return found
+
+
+def _left_differences(
+    expected: Mapping[str, Sequence[Tensor]], parts: Sequence[Mapping[str, Sequence[Tensor]]]
+) -> list[Difference]:
+    """Compare the tensors that stay on modules, which code outside of the block may read."""
+    found = []
+    for words in dict.fromkeys(name for one in (expected, *parts) for name in one):
+        whole = expected.get(words, ())
+        shares = [part.get(words, ()) for part in parts]
+        error = float("inf")
+        if all(len(share) == len(whole) for share in shares):
+            error = max(_error(one, other) for share in shares for one, other in zip(share, whole, strict=True))
+        remedy = "" if error <= LIMIT else "return it, or leave its module out of the plan"
+        found.append(Difference(words, error, remedy))
+    return found
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    if torch.equal(found, expected):  # with infinities too, as masks have them
+        return 0.0
+    if found.is_complex():
+        found, expected = torch.view_as_real(found), torch.view_as_real(expected)
+    return relative_error(found, expected)
 
 
 def _remedy(found: str) -> str:

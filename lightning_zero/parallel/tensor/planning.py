@@ -5,15 +5,25 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
+from types import FunctionType, MethodType
 
 from torch import nn
 
-from lightning_zero.parallel.tensor.blocks import Block, Call, Capture, blocks_of, capture, distinct_blocks
+from lightning_zero.parallel.tensor.blocks import (
+    Block,
+    Call,
+    Capture,
+    blocks_of,
+    capture,
+    distinct_blocks,
+    results_read,
+)
 from lightning_zero.parallel.tensor.check import LIMIT, BlockCheck, check_block
 from lightning_zero.parallel.tensor.model_plan import model_plan
 from lightning_zero.parallel.tensor.plan import TensorParallel, TensorPlan, matches
-from lightning_zero.parallel.tensor.resolution import resolve
-from lightning_zero.parallel.tensor.search import find_plan, integers_of
+from lightning_zero.parallel.tensor.resolution import params_cut_apart, resolve
+from lightning_zero.parallel.tensor.search import find_plan, integers_of, reads_its_number
 from lightning_zero.parallel.tensor.streams import with_sequence
 from lightning_zero.parallel.tensor.vocabulary import is_vocabulary_rule, vocabulary_plan
 
@@ -97,11 +107,13 @@ def plan_model(module: nn.Module, options: TensorParallel, call: Call) -> ModelP
     if options.size == 1:
         numel = sum(param.numel() for param in module.parameters())
         return ModelPlan(TensorPlan({}), 1, (), numel, 0, ("one rank computes everything",))
-    return _Planner(module, options, call).plan()
+    return _Planner(module, options, call).plan(call)
 
 
 class _Planner:
     """One call of ``plan_model``."""
+
+    _call: Call
 
     def __init__(self, module: nn.Module, options: TensorParallel, call: Call) -> None:
         self._module = module
@@ -117,15 +129,16 @@ class _Planner:
         names = [*(block.name for block in self._blocks), *self._pieces]
         self._captured: Capture = capture(module, call, names, self._block_names)
 
-    def plan(self) -> ModelPlan:
+    def plan(self, call: Call) -> ModelPlan:
         """Plan the blocks, then the modules outside of them."""
-        blocks = [self._planned_block(block) for block in self._blocks]
-        plan = TensorPlan({})
-        for block in blocks:
-            plan = plan.merged(_spread(block, self._block_names))
+        self._call = call
+        blocks = [self._planned_block(block, of) for of in self._blocks for block in self._kinds(of)]
         outside = self._planned_pieces()
-        for piece in outside:
-            plan = plan.merged(piece.plan.under(piece.names[0]))
+        plan = self._merged([*blocks, *outside])
+        tied = params_cut_apart(self._module, plan) if self._options.plan == "auto" else []
+        if tied:
+            blocks = [self._without_tied(block, tied) for block in blocks]
+            plan = self._merged([*blocks, *outside])
         sections = resolve(self._module, plan, self._size).sections
         params = dict(self._module.named_parameters())
         self._refuse_uses(sections)
@@ -177,25 +190,80 @@ class _Planner:
 
     # -- Blocks --------------------------------------------------------------------------------------------------------
 
-    def _planned_block(self, block: Block) -> PlannedBlock:
+    def _kinds(self, block: Block) -> list[Block]:
+        """Return each block alone where their forward reads its number."""
         arguments = self._captured.arguments.get(block.name)
+        if arguments is None or len(block.names) == 1 or not reads_its_number(block.module, arguments):
+            return [block]
+        return [Block((name,), self._module.get_submodule(name)) for name in block.names]
+
+    def _planned_block(self, block: Block, of: Block, without: Collection[str] = ()) -> PlannedBlock:
+        """Plan a kind of block with the arguments of the first block that is alike but for its number."""
+        arguments = self._captured.arguments.get(of.name)
         given = None if self._given is None else _naming(block.module, self._given.within(block.name))
         if arguments is None:
             self._notes.append(f"`{block.name}` is not called, and stays whole")
             return self._planned(block.names, block.module, TensorPlan({}), None)
         if self._options.plan == "auto":
-            found = find_plan(block.module, arguments, self._size, given)
+            find = partial(find_plan, block.module, arguments, self._size, given, without=without)
+            found = find()
+            if found.check.returns_parts and self._is_result_read(block):
+                found = find(all_whole=True)
             if not self._options.sequence:
+                self._refuse_hooks(block, found.plan)
                 return self._planned(block.names, block.module, found.plan, found.check)
             given = found.plan
         plan = given or TensorPlan({})
         if self._options.sequence and not plan.sequence:
             plan = with_sequence(block.module, arguments, plan, self._size)
         check = check_block(block.module, arguments, plan, self._size)
+        if check.is_right and check.returns_parts and self._is_result_read(block):
+            check = check_block(block.module, arguments, plan, self._size, all_whole=True)
         if not check.is_right:
-            hint = self._hint(block.module, block.name, check)
+            hint = self._hint(block.module, of.name, check)
             self._refuse(_message(block.name, plan, check=check, size=self._size, hint=hint))
+        self._refuse_hooks(block, plan)
         return self._planned(block.names, block.module, plan, check)
+
+    def _is_result_read(self, block: Block) -> bool:
+        return not self._results_read.isdisjoint(block.names)
+
+    @cached_property
+    def _results_read(self) -> frozenset[str]:
+        return results_read(self._module, self._call, [name for name in self._block_names if name])
+
+    def _without_tied(self, planned: PlannedBlock, tied: Sequence[str]) -> PlannedBlock:
+        """Plan a kind of block anew, without the regions of parameters that are whole under another name."""
+        inside = [(name, one) for name in planned.names for one in tied if _is_inside(one, [name])]
+        if not inside:
+            return planned
+        for _, param in inside:
+            self._notes.append(f"the layers around `{param}` stay whole, because it is tied to a whole parameter")
+        without = {param.rpartition(".")[0].removeprefix(name).strip(".") for name, param in inside}
+        block = Block(planned.names, self._module.get_submodule(planned.names[0]))
+        of = next(one for one in self._blocks if block.name in one.names)
+        return self._planned_block(block, of, sorted(without))
+
+    def _merged(self, planned: Sequence[PlannedBlock]) -> TensorPlan:
+        plan = TensorPlan({})
+        for one in planned:
+            is_block = one.names[0] in self._block_names
+            plan = plan.merged(_spread(one, self._block_names) if is_block else one.plan.under(one.names[0]))
+        return plan
+
+    def _refuse_hooks(self, block: Block, plan: TensorPlan) -> None:
+        """Refuse forward hooks inside of blocks that are cut: they may see a rank's part."""
+        if not plan.rules:
+            return
+        for name in block.names:
+            for inner, child in self._module.get_submodule(name).named_modules():
+                if inner and (hook := _program_hook(child)):
+                    self._refuse(
+                        f"`{f'{name}.{inner}'.strip('.')}` has the forward hook `{hook}`, and its block is cut over"
+                        f" {self._size} tensor ranks: the hook may see a rank's part. Return what it takes from the"
+                        f" block, register it on `{name or 'the model'}` itself, or leave the block out of a"
+                        " `TensorPlan`; check='warn' trains all the same."
+                    )
 
     def _planned(
         self, names: tuple[str, ...], module: nn.Module, plan: TensorPlan, check: BlockCheck | None
@@ -268,6 +336,15 @@ class _Planner:
                 return []
             planned.append(self._planned((name,), module, plan, check))
         return planned
+
+
+def _program_hook(module: nn.Module) -> str:
+    """Return the name of a forward hook of the program, or nothing."""
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        shown = hook if isinstance(hook, (FunctionType, MethodType)) else type(hook)
+        if shown.__module__.partition(".")[0] not in ("torch", "transformers", "lightning_zero"):
+            return shown.__qualname__
+    return ""
 
 
 def _is_inside(name: str, blocks: Collection[str]) -> bool:

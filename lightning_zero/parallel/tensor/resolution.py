@@ -11,7 +11,7 @@ from lightning_zero.parallel.tensor.cuts import Sections
 from lightning_zero.parallel.tensor.forwards import is_transposed
 from lightning_zero.parallel.tensor.plan import Cut, CutArgument, Packed, Rule, SequenceWord, TensorPlan, matches
 
-__all__ = ["Resolution", "is_linear", "resolve"]
+__all__ = ["Resolution", "is_linear", "params_cut_apart", "resolve"]
 
 _COLUMNS = ("column", "column_gather")
 _ROWS = ("row", "row_split")
@@ -61,6 +61,23 @@ def resolve(module: nn.Module, plan: TensorPlan, size: int) -> Resolution:
         ValueError: A pattern names nothing, a size cannot be divided, or tied parameters are cut in one place only.
         TypeError: A rule is for another kind of module.
     """
+    found = _resolve(module, plan)
+    params = dict(module.named_parameters(remove_duplicate=False))
+    _require_sequence_rules(found)
+    _require_divisible(found, params, size)
+    _require_tied_alike(found, params)
+    return found
+
+
+def params_cut_apart(module: nn.Module, plan: TensorPlan) -> list[str]:
+    """Return the names under which tied parameters are cut, of those that are not cut alike under all their names."""
+    sections = _resolve(module, plan).sections
+    params = dict(module.named_parameters(remove_duplicate=False))
+    apart = [names for names in _names_of(params) if len({sections.get(name) for name in names}) > 1]
+    return [name for names in apart for name in names if name in sections]
+
+
+def _resolve(module: nn.Module, plan: TensorPlan) -> Resolution:
     modules = dict(module.named_modules(remove_duplicate=False))
     params = dict(module.named_parameters(remove_duplicate=False))
     plan.require_names([*modules, *params])
@@ -79,9 +96,6 @@ def resolve(module: nn.Module, plan: TensorPlan, size: int) -> Resolution:
     for pattern, given in plan.sequence.items():
         found.sequence.update({name: given for name in modules if matches(pattern, name)})
     found.partial.update(name for name in params if name not in found.sections and found.is_in_stream(name))
-    _require_sequence_rules(found)
-    _require_divisible(found, params, size)
-    _require_tied_alike(found, params)
     return found
 
 
@@ -198,11 +212,16 @@ def _require_divisible(found: Resolution, params: Mapping[str, Tensor], size: in
             )
 
 
-def _require_tied_alike(found: Resolution, params: Mapping[str, Tensor]) -> None:
+def _names_of(params: Mapping[str, Tensor]) -> list[list[str]]:
+    """Return the names of every parameter."""
     names: dict[int, list[str]] = {}
     for name, param in params.items():
         names.setdefault(id(param), []).append(name)
-    for tied in names.values():
+    return list(names.values())
+
+
+def _require_tied_alike(found: Resolution, params: Mapping[str, Tensor]) -> None:
+    for tied in _names_of(params):
         if len({found.sections.get(name) for name in tied}) > 1:
             shown = ", ".join(f"`{name}` ({'cut' if name in found.sections else 'whole'})" for name in tied)
             raise ValueError(

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_zero.parallel.tensor.blocks import NUMBERS
 from lightning_zero.parallel.tensor.check import BlockCheck, check_block, random_copy
 from lightning_zero.parallel.tensor.examples import Arguments, call_block, replay
 from lightning_zero.parallel.tensor.plan import TensorPlan
 from lightning_zero.parallel.tensor.regions import FoundRegion, find_regions
 from lightning_zero.parallel.tensor.resolution import is_linear
 
-__all__ = ["FoundPlan", "find_plan", "integers_of"]
+__all__ = ["FoundPlan", "find_plan", "integers_of", "reads_its_number"]
 
 _MOST_NAMES = 3  # integers of different names that are divided together
 _MOST_TRIES = 40
+
+_CheckBlock = Callable[[nn.Module, Arguments, TensorPlan, int], BlockCheck]
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,15 @@ class FoundPlan:
     check: BlockCheck
 
 
-def find_plan(block: nn.Module, arguments: Arguments, size: int, model_plan: TensorPlan | None = None) -> FoundPlan:
+def find_plan(
+    block: nn.Module,
+    arguments: Arguments,
+    size: int,
+    model_plan: TensorPlan | None = None,
+    *,
+    all_whole: bool = False,
+    without: Collection[str] = (),
+) -> FoundPlan:
     """Find a plan for a block that is verified; in the worst case it cuts nothing.
 
     Args:
@@ -39,27 +51,38 @@ def find_plan(block: nn.Module, arguments: Arguments, size: int, model_plan: Ten
         arguments: Of a call, from ``capture``.
         size: Number of ranks.
         model_plan: The plan that the model brings, relative to the block; used for the modules for which none is found.
+        all_whole: All results of the block must be whole.
+        without: Names of modules that stay whole, with the regions that they are in.
     """
-    regions = find_regions(block, arguments, size)
+    regions = [one for one in find_regions(block, arguments, size) if not _cuts_any(one.plan(), without)]
+    check = partial(check_block, explain=False, all_whole=all_whole)
+    if model_plan is not None and model_plan.on_names(without).rules:
+        model_plan = None
     found = _plan_of([region.plan() for region in regions])
     candidates = [found]
     if model_plan is not None:
         rest = _rest(model_plan, found)
         candidates = [found.merged(rest), found, model_plan] if rest.rules else [found, model_plan]
     for candidate in candidates:
-        result = _divide(block, arguments, candidate, size)
+        result = _divide(block, arguments, candidate, size, check)
         if result is not None:
             return result
-    return _find_in_part(block, arguments, regions, size)
+    return _find_in_part(block, arguments, regions, size, check)
 
 
-def _find_in_part(block: nn.Module, arguments: Arguments, regions: Sequence[FoundRegion], size: int) -> FoundPlan:
+def _cuts_any(plan: TensorPlan, names: Collection[str]) -> bool:
+    return any(rule == name or rule.startswith(f"{name}.") for rule in plan.rules for name in names)
+
+
+def _find_in_part(
+    block: nn.Module, arguments: Arguments, regions: Sequence[FoundRegion], size: int, check_plan: _CheckBlock
+) -> FoundPlan:
     """Keep the regions that verify alone, as they are or with whole tensors between their layers."""
     plan = TensorPlan({})
-    check = check_block(block, arguments, plan, size, explain=False)
+    check = check_plan(block, arguments, plan, size)
     for region in regions:
         for candidate in (region.plan(), region.gathered_plan()):
-            result = _divide(block, arguments, plan.merged(candidate), size) if candidate.rules else None
+            result = _divide(block, arguments, plan.merged(candidate), size, check_plan) if candidate.rules else None
             if result is not None:
                 plan, check = result.plan, result.check
                 break
@@ -88,7 +111,9 @@ def _rest(model_plan: TensorPlan, found: TensorPlan) -> TensorPlan:
     )
 
 
-def _divide(block: nn.Module, arguments: Arguments, plan: TensorPlan, size: int) -> FoundPlan | None:
+def _divide(
+    block: nn.Module, arguments: Arguments, plan: TensorPlan, size: int, check_plan: _CheckBlock
+) -> FoundPlan | None:
     """Divide integers that the forward reads, subset by subset, until the block computes the same."""
     for tries, divided in enumerate(_subsets(block, arguments, size)):
         if tries == _MOST_TRIES:
@@ -98,7 +123,7 @@ def _divide(block: nn.Module, arguments: Arguments, plan: TensorPlan, size: int)
             merged[name] = tuple(dict.fromkeys((*merged.get(name, ()), *attributes)))
         candidate = TensorPlan(plan.rules, divided=merged, arguments=plan.arguments)
         try:
-            check = check_block(block, arguments, candidate, size, explain=False)
+            check = check_plan(block, arguments, candidate, size)
         except ValueError:
             return None
         if check.is_right:
@@ -142,6 +167,23 @@ def integers_of(block: nn.Module, arguments: Arguments, size: int) -> list[tuple
         _watch(child, name, "", seen)
     call_block(watched, replay(arguments, torch.float32))
     return [place for place, value in seen.items() if value > 1 and value % size == 0]
+
+
+def reads_its_number(block: nn.Module, arguments: Arguments) -> bool:
+    """Say whether a block's forward reads its number in the list of blocks, so that others may compute other things."""
+    if not any(NUMBERS & vars(child).keys() for child in block.modules()):
+        return False
+    watched = random_copy(block, torch.float32)
+    seen: dict[tuple[str, str], int] = {}
+    for name, child in list(watched.named_modules()):
+        if NUMBERS & vars(child).keys():
+            _watch(child, name, "", seen)
+    try:
+        for is_training in (True, False):
+            call_block(watched.train(is_training), replay(arguments, torch.float32))
+    except Exception:
+        return True
+    return any(attribute in NUMBERS for _, attribute in seen)
 
 
 def _watch(owner: Any, module: str, prefix: str, seen: dict[tuple[str, str], int]) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -135,3 +136,50 @@ def test_a_model_that_asks_for_values_runs_with_them() -> None:
     assert capture(model, lambda one: one(torch.ones(2, 4)), ["blocks.0"]).arguments
     with pytest.raises(ValueError, match="The model cannot be run without values of its parameters"):
         capture(_on_meta(model), lambda one: one(torch.ones(2, 4)), ["blocks.0"])
+
+
+class Options:
+    """A configuration of a program."""
+
+    def __init__(self, norm: bool) -> None:
+        self.norm = norm
+
+
+def _softmax(scale: float) -> Any:
+    return lambda h: h.softmax(-1) * scale
+
+
+def _layer(**attributes: Any) -> nn.Module:
+    layer = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for key, value in attributes.items():
+        setattr(layer[0], key, value)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("one", "like", "other"),
+    [
+        (torch.tanh, torch.tanh, torch.relu),
+        (_softmax(5), _softmax(5), _softmax(6)),
+        ({"norm": [False]}, {"norm": [False]}, {"norm": [True]}),
+        (Options(False), Options(False), Options(True)),
+        (partial(torch.sum, dim=1), partial(torch.sum, dim=1), partial(torch.sum, dim=2)),
+        (torch.tensor(True), torch.tensor(True), torch.tensor(False)),
+        ({1, 2}, {2, 1}, {1, 3}),
+    ],
+    ids=["function", "closure", "dict", "object", "partial", "flag", "set"],
+)
+def test_blocks_that_differ_by_an_attribute_are_of_two_kinds(one: Any, like: Any, other: Any) -> None:
+    model = nn.Module()
+    model.blocks = nn.ModuleList([_layer(option=value, layer_idx=i) for i, value in enumerate((one, like, other))])
+    kinds = [block.names for block in distinct_blocks(model, blocks_of(model))]
+    assert kinds == [("blocks.0", "blocks.1"), ("blocks.2",)]
+
+
+def test_methods_of_a_block_are_alike_in_all_blocks() -> None:
+    model = nn.Module()
+    model.blocks = nn.ModuleList([_layer() for _ in range(2)])
+    for block in model.blocks:
+        block[0].act = block[0].extra_repr
+        block[0].around = [block, block[0].act]
+    assert len(distinct_blocks(model, blocks_of(model))) == 1

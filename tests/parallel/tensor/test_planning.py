@@ -213,3 +213,132 @@ def test_fewer_key_value_heads_than_ranks_are_named() -> None:
 def test_plans_that_do_not_fit_are_refused(family: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         _plan(family, **options)
+
+
+# -- Code that sees a part ---------------------------------------------------------------------------------------------
+
+
+class Mlp(nn.Module):
+    """A block whose subclasses do one more thing with the hidden features."""
+
+    def __init__(self, number: int = 0) -> None:
+        super().__init__()
+        self.norm, self.fc1, self.fc2 = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.layer_idx = number
+        self.register_buffer("peak", torch.zeros(()))
+
+    def features(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.fc1(self.norm(x)))
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.fc2(self.features(x))
+
+
+class Odd(Mlp):
+    def features(self, x: Tensor) -> Tensor:
+        h = super().features(x)
+        return h - h.mean(-1, keepdim=True) if self.layer_idx == 1 else h
+
+
+class Remembering(Mlp):
+    def features(self, x: Tensor) -> Tensor:
+        h = super().features(x)
+        self.aux = h.abs().mean()
+        return h
+
+
+class Counting(Mlp):
+    def features(self, x: Tensor) -> Tensor:
+        h = super().features(x)
+        self.peak.copy_(torch.maximum(self.peak, h.detach().abs().mean()))
+        return h
+
+
+class Returning(Mlp):
+    def forward(self, x: Tensor) -> Any:
+        h = self.features(x)
+        return x + self.fc2(h), h
+
+
+class Stack(nn.Module):
+    """Blocks, and perhaps a loss on what they return behind the first."""
+
+    def __init__(self, block: type[Mlp], reads: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.blocks = nn.Linear(16, 16), nn.ModuleList([block(number) for number in range(3)])
+        self.reads = reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, loss = self.stem(x), torch.zeros(())
+        for block in self.blocks:
+            result = block(x)
+            x, *more = result if isinstance(result, tuple) else (result,)
+            if more and self.reads:
+                loss = loss + more[0].square().mean()
+        return x + loss
+
+
+def _plan_stack(model: nn.Module, **options: Any) -> ModelPlan:
+    return plan_model(model, TensorParallel(size=2, **options), lambda one: one(torch.randn(2, 4, 16)))
+
+
+CUT = TensorPlan({"blocks.*.fc1": "column", "blocks.*.fc2": "row"})
+
+
+def test_a_block_that_reads_its_number_has_a_plan_of_its_own() -> None:
+    planned = _plan_stack(Stack(Odd))
+    assert [(one.names, planned.plan.rules.get(f"{one.names[0]}.fc1")) for one in planned.blocks] == [
+        (("blocks.0",), "column"), (("blocks.1",), None), (("blocks.2",), "column"),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="block `blocks.1` computes something else"):
+        _plan_stack(Stack(Odd), plan=CUT)
+
+
+def test_blocks_that_do_not_read_their_number_are_of_one_kind() -> None:
+    (planned,) = _plan_stack(Stack(Mlp)).blocks
+    assert (planned.names, planned.plan.rules["fc1"]) == (("blocks.0", "blocks.1", "blocks.2"), "column")
+
+
+@pytest.mark.parametrize(("block", "name"), [(Remembering, "aux"), (Counting, "peak")])
+def test_tensors_that_a_forward_leaves_on_modules_are_compared(block: type[Mlp], name: str) -> None:
+    assert _plan_stack(Stack(block)).plan.rules.get("blocks.*.fc1") != "column"
+    with pytest.raises(ValueError, match=f"the tensor that the forward leaves as `{name}` is off by"):
+        _plan_stack(Stack(block), plan=CUT)
+
+
+def test_results_behind_the_first_may_be_parts_if_no_code_reads_them() -> None:
+    assert _plan_stack(Stack(Returning)).plan.rules["blocks.*.fc1"] == "column"
+    assert _plan_stack(Stack(Returning), plan=CUT).plan.rules["blocks.*.fc1"] == "column"
+    assert _plan_stack(Stack(Returning, reads=True)).plan.rules.get("blocks.*.fc1") != "column"
+    with pytest.raises(ValueError, match="the result 1 is off by"):
+        _plan_stack(Stack(Returning, reads=True), plan=CUT)
+
+
+@pytest.mark.parametrize("plan", ["auto", CUT], ids=["auto", "given"])
+def test_forward_hooks_inside_of_cut_blocks_are_refused(plan: Any) -> None:
+    model = Stack(Mlp)
+    model.blocks[2].register_forward_hook(lambda *_: None)  # sees whole tensors
+    assert _plan_stack(model, plan=plan).cut_numel
+    model.blocks[2].fc1.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"`blocks.2.fc1` has the forward hook `.*<lambda>`, and its block is cut"):
+        _plan_stack(model, plan=plan)
+
+
+def test_hooks_of_pytorch_are_no_hooks_of_the_program() -> None:
+    model = Stack(Mlp)
+    nn.utils.spectral_norm(model.blocks[2].fc1)
+    assert _plan_stack(model).cut_numel
+
+
+def test_a_weight_that_is_tied_to_a_whole_one_stays_whole() -> None:
+    model = Stack(Mlp)
+    model.mirror = nn.Linear(32, 16)
+    model.mirror.weight = model.blocks[1].fc2.weight
+    planned = _plan_stack(model)
+    assert planned.cut_numel == 0
+    assert planned.notes == (
+        "the layers around `blocks.1.fc2.weight` stay whole, because it is tied to a whole parameter",
+    )
+    with pytest.raises(ValueError, match="cuts a tied parameter differently"):
+        _plan_stack(model, plan=CUT)
