@@ -67,9 +67,7 @@ _PARTITIONS = ("parameters", "uniform", "flops", "measured")
 _PARTITION_USE = (
     "Use 'parameters', 'uniform', 'type:Regex', 'flops', 'measured', or the list of the first blocks of the stages."
 )
-_POLICY_USE = (
-    "Use 'full', 'selective', 'offload' or 'auto'. 'partition' needs tensor parallelism, which does not exist yet."
-)
+_POLICY_USE = "Use 'full', 'selective', 'offload' or 'auto'. 'partition' does not exist yet."
 _SCHEDULE_USE = "Use 'gpipe', '1f1b', 'interleaved_1f1b' or 'zb_h1'."
 _DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -539,9 +539,9 @@ class _Reader:
                 self._say(f"pipeline.{key}", "ignored", "no number of stages above 1 is said")
 
     def _parallel(self) -> None:
-        """Refuse tensor and expert parallelism, which do not exist yet, unless they are off."""
+        """Refuse tensor parallelism, which is an option here, and expert parallelism, unless they are off."""
         for section, keys, why in (
-            ("tensor_parallel", ("autotp_size", "tp_size"), "tensor parallelism does not exist yet"),
+            ("tensor_parallel", ("autotp_size", "tp_size"), "here it is the option `tensor_parallel=...`"),
             ("moe", ("ep_size",), "expert parallelism does not exist yet"),
         ):
             sizes = [self._values[f"{section}.{key}"] for key in keys if self._said(f"{section}.{key}")]

@@ -159,13 +159,13 @@ class Large(nn.Module):
 
 def test_a_large_buffer_that_is_only_read_is_copied_in_the_first_forward_only(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[int] = []
-    original = module_state._copied
+    original = module_state.copies_of
 
     def spy(tensors: Any) -> Any:
         copied.append(sum(tensor.nbytes for tensor in tensors.values()))
         return original(tensors)
 
-    monkeypatch.setattr(module_state, "_copied", spy)
+    monkeypatch.setattr(module_state, "copies_of", spy)
     block = Large()
     model = nn.Sequential(block)
     checkpoint_activations(model, ActivationCheckpointing(modules=[Large]))

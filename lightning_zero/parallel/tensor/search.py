@@ -64,10 +64,10 @@ def find_plan(
         rest = _rest(model_plan, found)
         candidates = [found.merged(rest), found, model_plan] if rest.rules else [found, model_plan]
     for candidate in candidates:
-        result = _divide(block, arguments, candidate, size, check)
+        result = _divide(block, arguments, plan=candidate, size=size, check_plan=check)
         if result is not None:
             return result
-    return _find_in_part(block, arguments, regions, size, check)
+    return _find_in_part(block, arguments, regions=regions, size=size, check_plan=check)
 
 
 def _cuts_any(plan: TensorPlan, names: Collection[str]) -> bool:
@@ -75,14 +75,17 @@ def _cuts_any(plan: TensorPlan, names: Collection[str]) -> bool:
 
 
 def _find_in_part(
-    block: nn.Module, arguments: Arguments, regions: Sequence[FoundRegion], size: int, check_plan: _CheckBlock
+    block: nn.Module, arguments: Arguments, *, regions: Sequence[FoundRegion], size: int, check_plan: _CheckBlock
 ) -> FoundPlan:
     """Keep the regions that verify alone, as they are or with whole tensors between their layers."""
     plan = TensorPlan({})
     check = check_plan(block, arguments, plan, size)
     for region in regions:
         for candidate in (region.plan(), region.gathered_plan()):
-            result = _divide(block, arguments, plan.merged(candidate), size, check_plan) if candidate.rules else None
+            if not candidate.rules:
+                continue
+            merged = plan.merged(candidate)
+            result = _divide(block, arguments, plan=merged, size=size, check_plan=check_plan)
             if result is not None:
                 plan, check = result.plan, result.check
                 break
@@ -112,7 +115,7 @@ def _rest(model_plan: TensorPlan, found: TensorPlan) -> TensorPlan:
 
 
 def _divide(
-    block: nn.Module, arguments: Arguments, plan: TensorPlan, size: int, check_plan: _CheckBlock
+    block: nn.Module, arguments: Arguments, *, plan: TensorPlan, size: int, check_plan: _CheckBlock
 ) -> FoundPlan | None:
     """Divide integers that the forward reads, subset by subset, until the block computes the same."""
     for tries, divided in enumerate(_subsets(block, arguments, size)):

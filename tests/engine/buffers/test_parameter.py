@@ -27,6 +27,8 @@ from lightning_zero.errors import ReleasedParameterError
 class _Owner:
     """Knows one parameter; gathers it if it may."""
 
+    is_elsewhere = False
+
     def __init__(self, values: torch.Tensor | None = None) -> None:
         self.values = values
         self.dtype = torch.float32  # the parameter's own

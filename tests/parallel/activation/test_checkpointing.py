@@ -322,7 +322,7 @@ def test_an_error_in_a_forward_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"policy": "partition"}, "policy='partition'.` is not known.*needs tensor parallelism"),
+        ({"policy": "partition"}, "policy='partition'.` is not known.*'partition' does not exist yet"),
         ({"budget_bytes": 1}, "budget_bytes=1, policy='full'.`: the budget is a number of bytes"),
         (
             {"budget_bytes": -1, "policy": "auto"},
