@@ -17,12 +17,18 @@ parallelism (arXiv:2205.05198, section 4.2.2).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+
+from lightning_zero.comm import direct
+from lightning_zero.comm.peers import told_error
+from lightning_zero.errors import CollectiveError
 
 __all__ = [
     "ProcessGroupRanks",
@@ -55,7 +61,11 @@ class Ranks(Protocol):
 
 
 class ProcessGroupRanks:
-    """Ranks of a process group. Copies of a module share it. Tensors without values are not sent."""
+    """Ranks of a process group. Copies of a module share it. Tensors without values are not sent.
+
+    Raises:
+        CollectiveError: A rank of the group did not come in time, or has failed; from every method.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
@@ -67,29 +77,55 @@ class ProcessGroupRanks:
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> Tensor:
         """Return the sum, or the maximum, over the ranks in a new tensor."""
-        result = tensor.detach().clone(memory_format=torch.contiguous_format)
         if isinstance(tensor, FakeTensor):
+            return tensor.detach().clone(memory_format=torch.contiguous_format)
+        with self._named("sum" if not maximum else "maximum", tensor):
+            if direct.is_direct(tensor, self.group):
+                return direct.all_reduce(tensor, self.group, maximum=maximum)
+            result = tensor.detach().clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(result, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self.group)
             return result
-        dist.all_reduce(result, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self.group)
-        return result
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, in rank order."""
         tensor = tensor.detach().contiguous()
-        results = [torch.empty_like(tensor) for _ in range(self.size)]
         if isinstance(tensor, FakeTensor):
+            return [torch.empty_like(tensor) for _ in range(self.size)]
+        with self._named("gather", tensor):
+            if direct.is_direct(tensor, self.group):
+                return direct.all_gather(tensor, self.group)
+            results = [torch.empty_like(tensor) for _ in range(self.size)]
+            dist.all_gather(results, tensor, group=self.group)
             return results
-        dist.all_gather(results, tensor, group=self.group)
-        return results
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """Return this rank's shard, along ``dim``, of the sum over the ranks."""
         shards = [shard.contiguous() for shard in tensor.detach().chunk(self.size, dim)]
-        result = torch.empty_like(shards[self.rank])
         if isinstance(tensor, FakeTensor):
+            return torch.empty_like(shards[self.rank])
+        with self._named("reduce-scatter", tensor):
+            if direct.is_direct(tensor, self.group):
+                return direct.reduce_scatter(shards, self.group)
+            result = torch.empty_like(shards[self.rank])
+            dist.reduce_scatter(result, shards, group=self.group)
             return result
-        dist.reduce_scatter(result, shards, group=self.group)
-        return result
+
+    @contextmanager
+    def _named(self, operation: str, tensor: Tensor) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            start = (
+                f"Tensor rank {self.rank} of {self.size} (rank {dist.get_rank()}): the {operation} of activations of"
+                f" shape {tuple(tensor.shape)} failed"
+            )
+            if told := told_error():
+                raise CollectiveError(f"{start}.{told}") from None
+            raise CollectiveError(
+                f"{start}: {error}. A rank of the group has stopped, runs other layers, or was slower than `timeout`:"
+                " the first error of the other ranks says which. All ranks of a tensor group must run the same layers"
+                " on the same batches."
+            ) from None
 
 
 def copy_to_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:

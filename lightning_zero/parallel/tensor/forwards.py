@@ -85,7 +85,9 @@ class GatheredColumnForward(Divided):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return all features."""
         args, kwargs = copied((args, kwargs), self.ranks, self.region)
-        return gather_from_ranks(self.run(*args, **kwargs), self.ranks)
+        result = gather_from_ranks(self.run(*args, **kwargs), self.ranks)
+        self.region.forget_copy()
+        return result
 
 
 class RowForward(Divided):
@@ -158,6 +160,7 @@ class ExpertsForward(Divided):
         """Return the sum of the ranks' results."""
         args, kwargs = copied((args, kwargs), self.ranks, self.region)
         result = self.run(*args, **kwargs)
+        self.region.forget_copy()
         return tree_map_only(Tensor, partial(reduce_from_ranks, ranks=self.ranks), result)
 
 

@@ -35,7 +35,7 @@ class Region:
     def __init__(self, module: nn.Module, rank: int) -> None:
         self._rank = rank
         self._is_random = any(rate > 0 for _, _, rate in dropout_rates(module))
-        self._entrance: _Entrance | None = None  # of the region that was entered last
+        self._entrance: _Entrance | None = None  # of the region that was entered last, until it is left
         self._seed: int | None = None  # of the region that was entered last
         self._agreed: Tensor | None = None  # state of the generator in front of it
 
@@ -52,6 +52,10 @@ class Region:
             self._entrance = _Entrance(tensor, known)
         return known
 
+    def forget_copy(self) -> None:
+        """Release the copy of the last input: no layer with the same input follows."""
+        self._entrance = None
+
     def enter(self, tensor: Tensor, training: bool) -> None:
         """Draw this rank's own numbers from here on. ``tensor`` is on the device in question."""
         if not (self._is_random and training):
@@ -64,6 +68,7 @@ class Region:
 
     def leave(self, tensor: Tensor, training: bool) -> None:
         """Go on with the numbers that all ranks draw."""
+        self.forget_copy()
         if not (self._is_random and training):
             return
         generator = _generator_of(tensor.device)
@@ -74,19 +79,21 @@ class Region:
 
 
 class _Entrance:
-    """The input of a region and its copy, neither of which it keeps alive."""
+    """The input of a region, which it does not keep alive, and its copy.
+
+    The copy is kept: a linear layer saves a view of it for its backward, so nobody else may hold the copy itself.
+    """
 
     def __init__(self, tensor: Tensor, copy: Tensor) -> None:
-        self._tensor, self._copy = ref(tensor), ref(copy)
+        self._tensor, self._copy = ref(tensor), copy
         self._version = tensor._version
         self._has_graph = torch.is_grad_enabled()
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """Return the copy of a tensor that is the input and was not written into since."""
-        copy = self._copy()
-        if copy is None or self._tensor() is not tensor or self._has_graph != torch.is_grad_enabled():
+        if self._tensor() is not tensor or self._has_graph != torch.is_grad_enabled():
             return None
-        return copy if tensor._version == self._version else None
+        return self._copy if tensor._version == self._version else None
 
 
 def dropout_rates(module: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:

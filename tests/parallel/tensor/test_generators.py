@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from functools import cache
 
 import torch
@@ -134,6 +135,29 @@ def test_layers_with_the_same_input_share_one_sum_of_gradients() -> None:
     assert ranks.sums == 1
     assert x.grad is not None
     assert torch.equal(x.grad, torch.full((3,), 6.0))
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(4, 4, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.out(self.query(x) + self.key(x) * self.value(x))
+        return result
+
+
+def test_layers_on_batches_of_sequences_share_one_sum_and_keep_nothing() -> None:
+    # A linear layer saves a flat view of such an input, so that nothing else holds the copy.
+    ranks, module = _Counted(), _Attention()
+    cut_module(module, TensorPlan({"query": "column", "key": "column", "value": "column", "out": "row"}), ranks)
+    x = torch.randn(2, 3, 4, requires_grad=True) * 1.0
+    result, of_input = module(x), weakref.ref(x)
+    ranks.sums = 0
+    result.sum().backward()
+    assert ranks.sums == 1
+    del x, result
+    assert of_input() is None
 
 
 def test_a_changed_input_is_copied_again() -> None:
