@@ -32,7 +32,7 @@ from lightning_zero.storage.store import Accounts, Kind
 __all__ = ["DiskStore", "Visit"]
 
 _VISITS = 3
-_IDLE_BYTES = 2**22  # at least this much may stay awake
+_IDLE_BYTES = 2**22  # at least this much may stay in memory
 
 
 class _DiskRecord:
@@ -63,11 +63,11 @@ class _DiskRecord:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory while it is awake."""
+        """Bytes of memory while it is in memory."""
         return self.pages.content.nbytes
 
     @contextmanager
-    def awake(self, others: Sequence[_DiskRecord], written: Sequence[_DiskRecord]) -> Iterator[None]:
+    def in_memory(self, others: Sequence[_DiskRecord], written: Sequence[_DiskRecord]) -> Iterator[None]:
         """Have the values of ``others``, this one among them, in memory for a while."""
         for one in others:
             one.before_use()
@@ -97,7 +97,7 @@ class DiskStore(Accounts):
         self._largest_visit = 0
         self._waiting: deque[Visit] = deque()  # for room
         self.upcoming: deque[Visit] = deque()  # of steps in their thread, in order
-        self._idle: OrderedDict[int, _DiskRecord] = OrderedDict()  # awake because somebody used them, oldest first
+        self._idle: OrderedDict[int, _DiskRecord] = OrderedDict()  # in memory because somebody used them, oldest first
         self._use_lock = threading.RLock()  # of idle values
         self.on_failure: Callable[[], None] = lambda: None  # called before an error of the disks is raised
 

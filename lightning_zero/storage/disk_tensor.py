@@ -34,7 +34,7 @@ class RecordOwner(Protocol):
 
     name: str
 
-    def awake(self, others: Sequence[Any], written: Sequence[Any]) -> AbstractContextManager[None]:
+    def in_memory(self, others: Sequence[Any], written: Sequence[Any]) -> AbstractContextManager[None]:
         """Have the values of this tensor and of ``others`` in memory; those of ``written`` are changed."""
         ...
 
@@ -64,7 +64,7 @@ _WRITE_FIRST_ONLY = frozenset([
 class DiskTensor(torch.Tensor):
     """A tensor on a disk, read from its record when its values are used."""
 
-    sleeps = True
+    is_read_lazily = True
 
     @classmethod
     def __torch_function__(
@@ -157,7 +157,7 @@ def call_in_memory(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
 
 def _call(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     owners, written = _record_owners_in((args, kwargs)), _written(name, args, kwargs)
-    with owners[0].awake(owners, written), torch._C.DisableTorchFunctionSubclass():
+    with owners[0].in_memory(owners, written), torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
         # A written tensor is returned as it is; `to` and the like, which may return their argument, copy.
         given = {id(leaf) for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)} if written else set()

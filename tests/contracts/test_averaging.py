@@ -108,7 +108,7 @@ def test_averages_equal_ddps(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sample(["ema", "swa"]))
-def test_averages_of_what_sleeps_in_host_memory_equal_ddps(name: str, tmp_path: Path) -> None:
+def test_averages_of_offloaded_parameters_equal_ddps(name: str, tmp_path: Path) -> None:
     ours = [{"stage": stage, "offload": "cpu"} for stage in (1, 3)]
     worlds.run(parity, WORLD, name, str(tmp_path), ours, {"accumulate_grad_batches": 2})
 

@@ -1,4 +1,4 @@
-"""Wherever a shard sleeps and whenever it is stepped, the bits are those of training in memory."""
+"""Wherever a shard is stored and whenever it is stepped, the bits are those of training in memory."""
 
 from __future__ import annotations
 

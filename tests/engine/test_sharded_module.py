@@ -40,7 +40,7 @@ ALONE: dict[str, tuple[dict[str, Any], Sharding]] = {
 
 
 @pytest.mark.parametrize("name", list(ALONE))
-def test_a_rank_alone_gives_up_only_what_sleeps_elsewhere(name: str) -> None:
+def test_a_rank_alone_releases_only_what_is_stored_elsewhere(name: str) -> None:
     changes, expected = ALONE[name]
     options = replace(OPTIONS, **changes)
     assert options.sharding(1) == expected

@@ -26,7 +26,7 @@ def store(tmp_path: Path) -> Iterator[DiskStore]:
     store.close()
 
 
-def test_what_is_kept_sleeps_and_is_read_when_it_is_used(store: DiskStore) -> None:
+def test_kept_values_are_read_when_they_are_used(store: DiskStore) -> None:
     values = torch.randn(NUMEL)
     face = store.keep("optimizer", values, "states")
     store.drain()

@@ -52,7 +52,7 @@ class _Silent:
     def write_gradient(self, param: nn.Parameter, grad: torch.Tensor | None) -> None:
         raise AssertionError("wrote a gradient")
 
-    def awake(self, others: Sequence[Any], written: Sequence[Any]) -> AbstractContextManager[None]:
+    def in_memory(self, others: Sequence[Any], written: Sequence[Any]) -> AbstractContextManager[None]:
         raise AssertionError("asked for values")
 
 
@@ -99,7 +99,7 @@ def test_questions_are_answered_without_values(name: str, tensor: str) -> None:
 
 
 @pytest.mark.parametrize("tensor", ["DiskTensor", "DiskParameter"])
-def test_states_in_the_shape_of_what_sleeps_are_made_without_values(tensor: str) -> None:
+def test_states_in_the_shape_of_offloaded_values_are_made_without_values(tensor: str) -> None:
     owner = _Silent()
     asked = TENSORS[tensor](owner)
     for state in (torch.zeros_like(asked), torch.full_like(asked, 0.0), asked.new_zeros(4, 3)):

@@ -17,7 +17,7 @@ __all__ = ["DiskParameter"]
 class DiskParameter(OwnedParameter):
     """A parameter in the step window whose values are on a disk; see ``lightning_zero/storage/disk_tensor.py``."""
 
-    sleeps = True
+    is_read_lazily = True
 
     @property
     def data(self) -> torch.Tensor:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.buffers.parameter import operation_of
 from lightning_zero.errors import PipelineError, ShardedGradientError
-from lightning_zero.storage.residence import sleeping_class
+from lightning_zero.storage.residence import lazily_read_class
 from lightning_zero.trees import tree_map_only
 from lightning_zero_ops.flat import sq_norm
 from lightning_zero_ops.selfcheck import kernels_agree
@@ -146,7 +146,7 @@ class ShardedGradient(torch.Tensor):
         if is_elementwise(func, args, kwargs):
             if name not in _QUESTIONS and not name.startswith("."):
                 args, kwargs = cut_all(name, args, kwargs)
-            sleeping = sleeping_class(types)
+            sleeping = lazily_read_class(types)
             if sleeping is not None:
                 in_memory = sleeping.__torch_function__(func, types, args, kwargs)
                 return tree_map_only(torch.Tensor, cls._own, in_memory)

@@ -349,14 +349,14 @@ class ShardedOptimizer:
                     for call in self._flat_step.take_calls(buffer):
                         call()
         if group is self.optimizer.param_groups[-1]:
-            self._step_asleep()
+            self._finish_flat_steps()
         if not self.is_open:
             return {**group, "params": []}  # nothing is left that has a gradient
         self.states.fit(self._attached[id(param)] for param in left)
         self._strip(self._attached[id(param)] for param in left)
         return {**group, "params": left}
 
-    def _step_asleep(self) -> None:
+    def _finish_flat_steps(self) -> None:
         """Make the steps of buffers with flat states that are not deferred: once each, for all groups."""
         assert self._flat_step is not None
         due = [
