@@ -293,7 +293,8 @@ class _Kept:
     def _keep(self, value: Any, name: str) -> None:
         if isinstance(value, Tensor):
             if not value.requires_grad:
-                self._undo.append(partial(_write_back, value, version_of(value), value.detach().clone()))
+                memory = value.data if _has_plain_memory(value) else None
+                self._undo.append(partial(_write_back, value, version_of(value), value.detach().clone(), memory))
         elif _is_array(value):
             if value.nbytes > _MOST_OF_ARRAY:
                 self.large.append((name, value))
@@ -304,7 +305,7 @@ class _Kept:
             slots = slots_of(value)
             if slots:
                 self._undo.append(partial(assign_slots, value, slots))
-            if is_of_the_program(value):
+            if _has_kept_attributes(value):
                 self._undo.append(partial(_refill_with, vars(value), dict.clear, dict.update, dict(vars(value))))
 
     def _keep_items(self, value: Any) -> None:
@@ -336,6 +337,10 @@ def is_of_the_program(value: Any) -> bool:
     return hasattr(value, "__dict__") and _is_object(value)
 
 
+def _has_kept_attributes(value: Any) -> bool:
+    return is_of_the_program(value) or _is_pretrained_config(value)  # programs count and set flags in configurations
+
+
 def _is_object(value: Any) -> bool:
     return not isinstance(value, type) and type(value).__module__.partition(".")[0] not in LIBRARIES
 
@@ -359,7 +364,7 @@ def _held_by(value: Any) -> list[Any]:
     elif isinstance(value, MethodType):
         held.append(value.__self__)
     held += [one for one in slots_of(value).values() if one is not _MISSING]
-    return held + list(vars(value).values()) if is_of_the_program(value) else held
+    return held + list(vars(value).values()) if _has_kept_attributes(value) else held
 
 
 def slots_of(value: Any) -> dict[str, Any]:
@@ -437,10 +442,21 @@ def _write_array_back(array: Any, before: Any) -> None:
         array[...] = before
 
 
-def _write_back(tensor: Tensor, version: int, before: Tensor) -> None:
+def _write_back(tensor: Tensor, version: int, before: Tensor, memory: Tensor | None) -> None:
     if version_of(tensor) != version or version < 0:
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             tensor.copy_(before)
+    elif memory is not None:  # writes by `tensor.data` or `tensor.numpy()` are not counted, and this one is not either
+        if not tensor.is_set_to(memory):
+            tensor.data = memory
+        if tensor.device.type != "cpu" or not torch.equal(memory, before):  # a device's host does not wait
+            memory.copy_(before)
+
+
+def _has_plain_memory(tensor: Tensor) -> bool:
+    """Say whether a tensor has memory of its own class and layout, each element at its own address."""
+    is_plain = type(tensor) in (Tensor, nn.Buffer) and tensor.layout is torch.strided and not tensor.is_quantized
+    return is_plain and not tensor.is_inference() and 0 not in tensor.stride() and tensor.device.type != "meta"
 
 
 _OF_MODULES = frozenset(vars(nn.Module()))

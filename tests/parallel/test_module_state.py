@@ -240,6 +240,27 @@ def test_what_is_put_back_is_what_was_there() -> None:
     assert not hasattr(module, "new")
 
 
+def test_writes_that_pytorch_does_not_count_are_put_back() -> None:
+    """Counters in front of a pipeline's blocks counted descriptions and surveys too."""
+    module: Any = nn.Linear(2, 2)
+    module.counted, module.rebound, module.seen = torch.zeros(2), torch.zeros(2), torch.zeros(2)
+    module.alias = module.rebound[:1]
+    module.config = PretrainedConfig()
+    module.config.calls, module.config.inner = 0, {"calls": 0}
+    product = (torch.ones(2, requires_grad=True) * module.counted).sum()
+    with put_back(module.modules()):
+        module.counted.data += 1
+        module.rebound.data = torch.ones(3)
+        module.seen.numpy()[0] += 1
+        module.config.calls += 1
+        module.config.inner["calls"] += 1
+    assert [one.tolist() for one in (module.counted, module.rebound, module.seen)] == [[0.0, 0.0]] * 3
+    assert (module.config.calls, module.config.inner) == (0, {"calls": 0})
+    module.rebound += 1
+    assert module.alias.item() == 1
+    product.backward()  # what is put back is no write
+
+
 class Noise:
     """An object that is called like a function."""
 
@@ -351,6 +372,11 @@ class Config:
 
 class PretrainedConfig:
     use_cache = True
+    calls: int
+    inner: dict[str, int]
+
+
+PretrainedConfig.__module__ = "transformers.configuration_utils"
 
 
 def test_caches_of_hugging_face_are_turned_off_and_no_other_option_of_the_name() -> None:

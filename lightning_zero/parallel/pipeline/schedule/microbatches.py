@@ -46,11 +46,13 @@ def split_batch(batch: Any, number: int) -> list[Any]:
     copy.
 
     Raises:
-        ValueError: The tensors have no first dimension, or different ones.
+        ValueError: The tensors have no first dimension, or different ones; one of them cannot be cut, or lies in an
+            object that is not cut.
     """
     if number == 1:
         return [batch]
     size = _size_of(batch)
+    _require_cut(batch, size)
     number = max(min(number, size), 1)
     least, larger = divmod(size, number)
     starts = [index * least + min(index, larger) for index in range(number + 1)]
@@ -68,6 +70,60 @@ def _size_of(batch: Any) -> int:
             " Give every tensor the samples as its first dimension, or use `Pipeline(microbatches=1)`."
         )
     return next(iter(sizes))
+
+
+def _require_cut(batch: Any, size: int) -> None:
+    for path, tensor in _tensors(batch, "batch"):
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise ValueError(
+                f"A pipeline cuts batches along the first dimension of their tensors, and `{path}` is a tensor of the"
+                f" layout {kind}, which PyTorch does not cut without a copy. Let `collate_fn` return a dense (padded)"
+                " tensor, or use `Pipeline(microbatches=1)`."
+            )
+    for path, tensor in _hidden_tensors(batch, "batch"):
+        if tensor.ndim > 0 and tensor.shape[0] == size:
+            raise ValueError(
+                f"A pipeline cuts batches along the first dimension of their tensors, and `{path}`, which is as long as"
+                f" the batch ({size} samples), lies in an object that is not cut: every micro-batch would have all"
+                " samples. Let `collate_fn` put it into a dictionary, list, tuple, named tuple or dataclass, or use"
+                " `Pipeline(microbatches=1)`."
+            )
+
+
+def _hidden_tensors(value: Any, path: str, depth: int = _DEPTH) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors in objects, sets and deques, which are not cut, with their paths."""
+    for name, leaf in leaves_of(value, path):
+        if depth and not isinstance(leaf, (torch.Tensor, nn.Module, Dataset)):
+            for key, one in _uncut_in(leaf).items():
+                yield from _tensors(one, name + key)
+                yield from _hidden_tensors(one, name + key, depth - 1)
+
+
+def _uncut_in(leaf: Any) -> dict[str, Any]:
+    """Return the values that are not cut in a set, a deque, an object, or the rest of a dataclass, by path."""
+    if isinstance(leaf, (set, frozenset, deque)):
+        return {f"[{index}]": one for index, one in enumerate(leaf)}
+    if isinstance(leaf, _Rest):
+        return {f".{key}": one for key, one in leaf.attributes.items()}
+    if not _is_object(leaf):
+        return {}
+    return {f".{key}": one for key, one in {**getattr(leaf, "__dict__", {}), **slots_of(leaf)}.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rest:
+    """The attributes of a dataclass that are no fields."""
+
+    attributes: dict[str, Any]
+
+
+def _rest_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of a dataclass that are no fields."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, (type, Mapping, list, tuple)):
+        return {}
+    fields = {field.name for field in dataclasses.fields(value)}
+    return {key: one for key, one in getattr(value, "__dict__", {}).items() if key not in fields}
 
 
 def list_of_samples(batch: Any, num_samples: int | None) -> tuple[str, int, int] | None:
@@ -128,7 +184,12 @@ def _piece(value: Any, size: int, start: int, length: int) -> Any:
     if isinstance(value, (list, tuple)) and len(value) == size and not any(True for _ in _tensors(value, "")):
         piece = value[start : start + length]
         return piece if type(value) in (list, tuple) else type(value)(piece)
-    return rebuilt(value, same) if _is_container(value) else copy_of(value)
+    if not _is_container(value):
+        return copy_of(value)
+    result = rebuilt(value, same)
+    for key, one in _rest_of(value).items():
+        object.__setattr__(result, key, copy_of(one))
+    return result
 
 
 def _part(tensor: torch.Tensor, start: int, length: int) -> torch.Tensor:
@@ -186,9 +247,25 @@ class _Copier:
             return self._of_tensor(value)
         if _is_array(value):
             return value.copy()
-        if isinstance(value, (set, deque, bytearray)):
+        if isinstance(value, bytearray):
             return copy.copy(value)
-        return self._object(value) if _is_object(value) else rebuilt(value, self.copy)
+        if isinstance(value, frozenset):
+            return type(value)(map(self.copy, value))
+        if isinstance(value, (set, deque)):
+            return self._items(value)
+        if _is_object(value):
+            return self._object(value)
+        result = rebuilt(value, self.copy)
+        for key, one in _rest_of(value).items():
+            object.__setattr__(result, key, self.copy(one))
+        return result
+
+    def _items(self, value: Any) -> Any:
+        result = self._copies[id(value)] = copy.copy(value)
+        items = [self.copy(item) for item in value]
+        result.clear()
+        (result.update if isinstance(result, set) else result.extend)(items)
+        return result
 
     def _object(self, value: Any) -> Any:
         try:
@@ -255,7 +332,7 @@ def shapes_of(batch: Any) -> Hashable:
 def batch_digest(batch: Any) -> int:
     """Return a number that differs where the values of batches do, almost certainly: int64."""
     leaves = [leaf for _, leaf in leaves_of(batch, "batch")]
-    tensors = [leaf.detach().contiguous() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    tensors = [one.contiguous() for leaf in leaves if isinstance(leaf, torch.Tensor) for one in _parts(leaf.detach())]
     digest = 0
     for array in filter(_is_array, leaves):
         digest = zlib.crc32(str(array.tolist()).encode() if array.dtype.hasobject else array.tobytes(), digest)
@@ -264,6 +341,20 @@ def batch_digest(batch: Any) -> int:
             digest = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().tobytes(), digest)
     sums = [_weighted_sum(tensor) for tensor in tensors if tensor.device.type != "cpu"]
     return zlib.crc32(str(torch.stack(sums).tolist()).encode(), digest) if sums else digest  # the host waits once
+
+
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the strided tensors that a tensor is made of."""
+    if tensor.is_nested:
+        return (tensor.values(), tensor.offsets()) if tensor.layout is torch.jagged else tensor.unbind()
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return tensor.indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
 
 
 def _weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
@@ -286,8 +377,10 @@ def leaves_of(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
             yield from leaves_of(item, f"{path}[{index}]")
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+    elif dataclasses.is_dataclass(value) and not isinstance(value, (type, _Rest)):
         for field in dataclasses.fields(value):
             yield from leaves_of(getattr(value, field.name), f"{path}.{field.name}")
+        if rest := _rest_of(value):
+            yield path, _Rest(rest)
     else:
         yield path, value

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import UserDict, namedtuple
+from collections import UserDict, deque, namedtuple
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -22,6 +23,7 @@ from lightning_zero.parallel.pipeline.schedule.microbatches import (
 )
 
 Pair = namedtuple("Pair", "x y")
+X = torch.zeros(4)
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,77 @@ def test_a_copy_has_nothing_that_a_write_would_change() -> None:
     assert batch["sample"].names == ["a"]
     assert batch["box"].slotted.x is x
     assert not hasattr(batch["box"], "new")
+
+
+@dataclass
+class Cached:
+    x: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self.cache: dict[str, Any] = {"seen": 0}
+
+
+class Key:
+    """An object that is equal to itself alone."""
+
+    seen = 0
+
+
+def test_copies_and_pieces_are_deep_in_sets_deques_and_attributes_that_are_no_fields() -> None:
+    """A step that wrote into them counted descriptions too."""
+    key = Key()
+    batch = {
+        "x": torch.zeros(4),
+        "set": {key},
+        "deque": deque([[0], torch.zeros(())], maxlen=3),
+        "record": Cached(torch.zeros(4)),
+    }
+    for copied in (copy_of(batch), *split_batch(batch, 2)):
+        next(iter(copied["set"])).seen += 1
+        copied["deque"][0][0] += 1
+        copied["deque"][1].add_(1)
+        copied["record"].cache["seen"] += 1
+        assert copied["deque"].maxlen == 3
+        assert next(iter(copied["set"])).seen == copied["deque"][0][0] == copied["record"].cache["seen"] == 1
+    assert (key.seen, batch["deque"][0], batch["deque"][1].item(), batch["record"].cache) == (0, [0], 0, {"seen": 0})
+
+
+def _cached(values: torch.Tensor) -> Cached:
+    record = Cached(torch.zeros(4))
+    record.cache["y"] = values
+    return record
+
+
+UNCUT = [
+    ({"x": X, "o": SimpleNamespace(w=X)}, r"`batch\['o'\].w`, which is as long as"),
+    ({"x": X, "o": deque([SimpleNamespace(w=[X])])}, r"`batch\['o'\]\[0\].w\[0\]`, which is as long as"),
+    ({"x": X, "o": [_cached(X)]}, r"`batch\['o'\]\[0\].cache\['y'\]`, which is as long as"),
+    ({"x": X, "s": torch.eye(4).to_sparse()}, r"`batch\['s'\]` is a tensor of the layout sparse_coo"),
+]
+
+
+@pytest.mark.parametrize(("batch", "message"), UNCUT)
+def test_tensors_that_are_not_cut_are_refused(batch: Any, message: str) -> None:
+    """Every micro-batch had all samples, without an error."""
+    with pytest.raises(ValueError, match=message):
+        split_batch(batch, 2)
+    assert split_batch(batch, 1) == [batch]
+    assert len(split_batch({"x": torch.zeros(5), "o": SimpleNamespace(w=X)}, 2)) == 2
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "nested", "jagged"])
+def test_digests_tell_sparse_and_nested_batches_apart(layout: str) -> None:
+    def make(value: float) -> torch.Tensor:
+        dense = torch.tensor([[1.0, 0.0], [0.0, value]])
+        if layout in ("nested", "jagged"):
+            return torch.nested.nested_tensor(
+                [dense[0], dense[1][:1]] if value == 2 else [dense[0], dense[1]],
+                layout=torch.jagged if layout == "jagged" else torch.strided,
+            )
+        return {"coo": dense.to_sparse, "csr": dense.to_sparse_csr, "csc": dense.to_sparse_csc}[layout]()
+
+    assert batch_digest([make(1.0)]) == batch_digest([make(1.0)])
+    assert batch_digest([make(1.0)]) != batch_digest([make(2.0)])
 
 
 @pytest.mark.parametrize(
