@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
-__all__ = ["CollectiveError", "PipelineError", "ReleasedParameterError", "ShardedGradientError", "nearest"]
+__all__ = [
+    "CollectiveError",
+    "PipelineError",
+    "ReleasedParameterError",
+    "ShardedGradientError",
+    "nearest",
+    "noting_pipeline_errors",
+]
 
 
 class ReleasedParameterError(RuntimeError):
@@ -22,6 +31,25 @@ class CollectiveError(RuntimeError):
 
 class PipelineError(RuntimeError):
     """A step cannot be run in pipeline stages as it is."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        note = _noting.get()
+        if note is not None:
+            note(self)
+
+
+_noting: ContextVar[Callable[[PipelineError], None] | None] = ContextVar("noting", default=None)
+
+
+@contextmanager
+def noting_pipeline_errors(note: Callable[[PipelineError], None]) -> Iterator[None]:
+    """Call ``note`` with every ``PipelineError`` that is made: a program may catch one, and go on with a fallback."""
+    token = _noting.set(note)
+    try:
+        yield
+    finally:
+        _noting.reset(token)
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

@@ -16,6 +16,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 __all__ = [
     "TreeSpec",
+    "is_size",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_leaves",
@@ -25,14 +26,15 @@ __all__ = [
 ]
 
 
-def _is_size(value: Any) -> bool:
+def is_size(value: Any) -> bool:
+    """Say whether a value is a ``torch.Size``, a leaf."""
     return type(value) is torch.Size
 
 
-tree_flatten = partial(_pytree.tree_flatten, is_leaf=_is_size)
-tree_flatten_with_path = partial(_pytree.tree_flatten_with_path, is_leaf=_is_size)
-tree_leaves = partial(_pytree.tree_leaves, is_leaf=_is_size)
-tree_map = partial(_pytree.tree_map, is_leaf=_is_size)
+tree_flatten = partial(_pytree.tree_flatten, is_leaf=is_size)
+tree_flatten_with_path = partial(_pytree.tree_flatten_with_path, is_leaf=is_size)
+tree_leaves = partial(_pytree.tree_leaves, is_leaf=is_size)
+tree_map = partial(_pytree.tree_map, is_leaf=is_size)
 
 
 def tree_map_only(cls: type, function: Callable[[Any], Any], tree: Any) -> Any:

@@ -87,6 +87,7 @@ IN_CONTRACTS = {
     "lightning_zero/parallel/pipeline/tracing/replays.py": "tests/contracts/test_pipeline_programs.py",
     "lightning_zero/parallel/pipeline/stages/sources.py": "tests/contracts/test_pipeline_programs.py",
     "lightning_zero/parallel/pipeline/stages/subclasses.py": "tests/contracts/test_pipeline_outside_values.py",
+    "lightning_zero/parallel/pipeline/tracing/value_reads.py": "tests/contracts/test_pipeline_caught_errors.py",
     "lightning_zero/parallel/pipeline/tracing/user_hooks.py": "tests/contracts/test_pipeline_programs.py",
     "lightning_zero/parallel/tensor/attention.py": "tests/parallel/tensor/test_transform.py",
     "lightning_zero/parallel/tensor/diagnosis.py": "tests/parallel/tensor/test_check.py",

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 import weakref
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -703,3 +705,234 @@ def test_recurrent_layers_train_as_without_a_pipeline(make: Any, world: int) -> 
     for found in run(_fit, world, make, {"stages": world, "microbatches": 1, "schedule": "gpipe"}, batches()):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value)
+
+
+class FillsHead(nn.Module):
+    """Fills the containers that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 11)
+        self.seen: list[Tensor] = []
+
+    def forward(self, hidden: Tensor, store: dict[str, Any], batch: dict[str, Any]) -> Tensor:
+        store["losses"].append(hidden.pow(2).mean())
+        store["aux"] = hidden.abs().mean()
+        batch.pop("unused")
+        return self.linear(hidden)
+
+
+class Fills(Program):
+    """Adds losses that its head puts into containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = FillsHead()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        store: dict[str, Any] = {"losses": []}
+        found = {"ids": batch, "unused": batch}
+        losses = store["losses"]
+        logits = self.head(self.body(self.embedding(batch)), store, found)
+        assert "unused" not in found
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.flatten())
+        return loss + torch.stack(losses).sum() + store["aux"]
+
+
+class LastFillsBlock(Block):
+    tells = False
+
+    def forward(self, hidden: list[Tensor], losses: Any) -> Any:
+        result = super().forward(hidden[-1])
+        if self.tells:
+            losses.append(result.pow(2).mean())
+            hidden.append(result)
+        return [*hidden, result]
+
+
+class LastFills(Program):
+    """Gives its blocks lists, one of them with tensors that the stage before has sent; the last block fills both."""
+
+    block = LastFillsBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[3].tells = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        losses: list[Tensor] = []
+        hidden, sizes = [self.embedding(batch)], []
+        for block in self.blocks:
+            given = hidden
+            hidden = block(given, losses)
+            sizes.append(len(given))
+        assert sizes == [1, 2, 3, 5], sizes
+        return self.loss(hidden[-1], batch) + torch.stack(losses).sum()
+
+
+class SameBlock(Block):
+    """Keeps the tensor that it returns, twice."""
+
+    def forward(self, x: Tensor) -> Any:
+        self.aux = super().forward(x)
+        self.kept = [self.aux]
+        return self.aux
+
+
+class Same(Program):
+    """Adds a penalty for every tensor, which it tells apart by identity."""
+
+    block = SameBlock
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden, found = self.embedding(batch), {}
+        for block in self.blocks:
+            hidden = block(hidden)
+            found.update({id(one): one for one in (hidden, block.aux, *block.kept)})
+        assert len(found) == 4
+        return self.loss(hidden, batch) + torch.stack([one.pow(2).mean() for one in found.values()]).sum()
+
+
+@dataclass
+class Out:
+    aux: Tensor
+
+
+class DataclassBlock(Block):
+    def forward(self, x: Tensor) -> Any:
+        hidden = super().forward(x)
+        self.out = Out(hidden.pow(2).mean())
+        return hidden
+
+
+class Dataclasses(Gathers):
+    """Keeps its losses in registered dataclasses."""
+
+    block = DataclassBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        if Out not in torch.utils._pytree.SUPPORTED_NODES:
+            torch.export.register_dataclass(Out)
+
+    def losses(self) -> list[Tensor]:
+        return [block.out.aux for block in self.blocks]
+
+
+class ScaledBlock(Block):
+    def forward(self, x: Tensor, scale: float | None = None) -> Any:
+        if scale is None:
+            raise ValueError("a scale is needed")
+        return super().forward(x * scale)
+
+
+class TriesAgain(Program):
+    """Catches an error of its own that its blocks raise, and calls them with another argument."""
+
+    block = ScaledBlock
+
+    def body(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            try:
+                hidden = block(hidden)
+            except ValueError:
+                hidden = block(hidden, 0.5)
+        return hidden
+
+
+ALIKE = (Fills, LastFills, Same, Dataclasses, TriesAgain)
+
+
+@pytest.mark.parametrize("make", sample(ALIKE, Fills, LastFills, Same, TriesAgain), ids=lambda one: one.__name__)
+@pytest.mark.parametrize("schedule", sample(("1f1b", "interleaved_1f1b"), "1f1b"))
+def test_programs_that_fill_containers_compare_tensors_and_catch_own_errors_train_as_without_a_pipeline(
+    make: Any, schedule: str
+) -> None:
+    """Containers stayed empty, and one tensor was two, in silence; an error of the program was a refusal."""
+    expected = run(_fit, 1, make, {}, batches())[0]
+    for found in run(_fit, 2, make, _pipeline(schedule), batches()):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value)
+
+
+class NewObjectBlock(Block):
+    """Leaves its loss in a new object; the step finds the one before, or none, where it is lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out: Any = None
+        self.kept: dict[str, Any] = {}
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = super().forward(x)
+        self.keep(hidden.pow(2).mean())
+        return hidden
+
+    def keep(self, loss: Tensor) -> None:
+        self.out = SimpleNamespace(loss=loss)
+
+    def loss(self) -> Any:
+        return 0.0 if self.out is None else self.out.loss
+
+
+class NewObject(Gathers):
+    block = NewObjectBlock
+
+    def losses(self) -> list[Tensor]:
+        return [torch.as_tensor(block.loss()) for block in self.blocks]
+
+
+class FunctionBlock(NewObjectBlock):
+    def keep(self, loss: Tensor) -> None:
+        self.kept["loss"] = lambda: loss
+
+    def loss(self) -> Any:
+        return self.kept["loss"]() if self.kept else 0.0
+
+
+class NewFunction(NewObject):
+    block = FunctionBlock
+
+
+class InnerListBlock(NewObjectBlock):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = SimpleNamespace(items=[])
+
+    def keep(self, loss: Tensor) -> None:
+        self.out.items.append(SimpleNamespace(loss=loss))
+
+    def loss(self) -> Any:
+        found = sum(one.loss for one in self.out.items)
+        self.out.items.clear()
+        return found
+
+
+class InnerList(NewObject):
+    block = InnerListBlock
+
+
+class Holder(nn.Module):
+    def __init__(self, loss: Tensor) -> None:
+        super().__init__()
+        self.loss = loss
+
+
+class ModuleBlock(NewObjectBlock):
+    def keep(self, loss: Tensor) -> None:
+        self.out = Holder(loss)
+
+
+class NewModule(NewObject):
+    block = ModuleBlock
+
+
+OBJECTS = (NewObject, NewFunction, InnerList, NewModule)
+
+
+@pytest.mark.parametrize("make", sample(OBJECTS, NewObject, InnerList, NewModule), ids=lambda one: one.__name__)
+@pytest.mark.parametrize("schedule", sample(("1f1b", "interleaved_1f1b"), "1f1b"))
+def test_losses_that_blocks_put_into_new_objects_are_refused(make: Any, schedule: str) -> None:
+    """They were those of the last stage alone, in silence."""
+    with pytest.raises(BaseException, match=re.escape("leaves tensors outside of its modules")):
+        run(_fit, 2, make, _pipeline(schedule), batches())

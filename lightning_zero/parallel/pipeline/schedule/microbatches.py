@@ -343,10 +343,10 @@ def batch_digest(batch: Any) -> int:
     return zlib.crc32(str(torch.stack(sums).tolist()).encode(), digest) if sums else digest  # the host waits once
 
 
-def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _parts(tensor: Any) -> tuple[torch.Tensor, ...]:
     """Return the strided tensors that a tensor is made of."""
     if tensor.is_nested:
-        return (tensor.values(), tensor.offsets()) if tensor.layout is torch.jagged else tensor.unbind()
+        return (tensor.values(), tensor.offsets()) if tensor.layout is torch.jagged else tuple(tensor.unbind())
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce()
         return tensor.indices(), tensor.values()

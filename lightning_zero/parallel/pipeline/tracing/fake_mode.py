@@ -37,6 +37,7 @@ class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
     escapes: Escapes | None = None  # of a forward that is imagined
     has_guessed = False  # a result, since this was set
     refusal: Exception | None = None  # the last error of an operation between modules, whoever has caught it
+    is_dispatching = False  # an operation is running
     _is_imagining = False
     _is_drawn = False  # an operation is running whose random numbers have been drawn
 
@@ -67,13 +68,15 @@ class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
             self._is_imagining = was
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = self.refusal
+        before, was_dispatching, self.is_dispatching = self.refusal, self.is_dispatching, True
         try:
             result = self._dispatched(func, types, args, kwargs or {})
         except (PipelineError, *VALUES_NEEDED) as error:
             if not self._is_imagining:
                 self.refusal = error
             raise
+        finally:
+            self.is_dispatching = was_dispatching
         self.refusal = before  # an operation that this one is made of may have failed
         return result
 

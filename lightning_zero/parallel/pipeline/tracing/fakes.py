@@ -16,6 +16,7 @@ Tensors that a forward leaves outside of its module are told in ``escapes.py``.
 
 from __future__ import annotations
 
+import dis
 import itertools
 import weakref
 from collections import Counter, OrderedDict, deque
@@ -33,9 +34,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.nn.utils.stateless import _reparametrize_module
 
 from lightning_zero.errors import PipelineError
-from lightning_zero.parallel.module_state import set_field
+from lightning_zero.parallel.module_state import LIBRARIES, set_field
 from lightning_zero.parallel.pipeline.stages.sources import FOR_HOOKS, Origins, Shape, Source, describe_tensor, is_fake
 from lightning_zero.parallel.pipeline.tracing.attributes import Key, attribute_spaces
+from lightning_zero.parallel.pipeline.tracing.containers import Contents, refill
 from lightning_zero.parallel.pipeline.tracing.escapes import Escapes
 from lightning_zero.parallel.pipeline.tracing.fake_mode import VALUES_NEEDED, Mode, empty_like
 from lightning_zero.parallel.pipeline.tracing.object_state import ObjectState, SharedNumbers
@@ -56,12 +58,14 @@ __all__ = ["Fakes"]
 
 Fetch = Callable[[Source], Tensor | None]
 _Position = tuple[Key | None, int]  # see `Source`
+_Attribute = tuple[dict[str, Any], str, Any]  # the dictionary that has it, name, value
 
 _MOST_CALLS = 4096  # that are remembered
 _MISSING = object()
 _NUMBERS = (int, float, complex, str, torch.Size)
 _KNOWN_BY_IDENTITY = (nn.Module, type, Enum, FunctionType, BuiltinFunctionType, torch.Generator)  # and nothing else
 _KNOWN_BY_VALUE = (int, float, complex, str, bool, bytes, type(None), torch.Size, torch.dtype, torch.device)
+_PLAIN = (Tensor, *_KNOWN_BY_VALUE)
 
 
 class Fakes:
@@ -72,6 +76,9 @@ class Fakes:
         free: Parameters that code outside of these modules uses.
         unnoticed: Context of forwards on fakes, which the engine ignores.
         placed: The modules, and the chunk of each.
+
+    Attributes:
+        mode: Of the fakes.
     """
 
     def __init__(
@@ -83,7 +90,7 @@ class Fakes:
     ) -> None:
         self._names = names
         self._unnoticed = unnoticed
-        self._mode = Mode(allow_non_fake_inputs=True)
+        self.mode = Mode(allow_non_fake_inputs=True)
         self._parameters: dict[int, dict[str, nn.Parameter]] = {}  # of a module, as fakes
         self._free = free
         self._known: dict[nn.Parameter, Tensor] = {}  # of these, as fakes
@@ -102,6 +109,8 @@ class Fakes:
         self._outside: list[str] = []  # names of modules that have left fakes outside
         self._ever_outside = ""  # the first of these, in all runs
         self._shared = SharedNumbers(placed)
+        last = max((chunk for _, chunk in placed), default=0)
+        self._of_last_chunk = {id(module) for module, chunk in placed if chunk == last}  # nobody passes them over
 
     def begin(self, *, origins: Origins | None = None, fetch: Fetch | None = None) -> None:
         """Begin a run: register fakes of free parameters in advance, because converting them later reads ``grad``.
@@ -114,21 +123,21 @@ class Fakes:
         self._times.clear()
         self._sharing.clear()
         self._outside.clear()
-        self._origins = self._mode.origins = origins
+        self._origins = self.mode.origins = origins
         self._fetch = fetch
-        convert: Any = self._mode.fake_tensor_converter
+        convert: Any = self.mode.fake_tensor_converter
         for param in self._free:
             known = self._known.get(param)
             if known is None or (known.dtype, known.requires_grad) != (param.dtype, param.requires_grad):
-                with self._mode:
+                with self.mode:
                     known = torch.empty(param.shape, dtype=param.dtype, device=param.device)
                 self._known[param] = known.requires_grad_(param.requires_grad)
                 convert.set_tensor_memo(param, known)
 
     def end(self) -> None:
         """End a run: restore the attributes that modules passed over show as fakes."""
-        self._origins = self._mode.origins = self._fetch = None
-        self._mode.refusal = None
+        self._origins = self.mode.origins = self._fetch = None
+        self.mode.refusal = None
         while self._shown:
             attributes, name, value = self._shown.pop()
             _assign(attributes, name, value)
@@ -145,8 +154,8 @@ class Fakes:
 
     def require_unrefused(self) -> None:
         """Raise the error of an operation in this run that the program has caught, to go on without the value."""
-        if self._mode.refusal is not None:
-            raise self._mode.refusal
+        if self.mode.refusal is not None:
+            raise self.mode.refusal
 
     @property
     def advice(self) -> str:
@@ -156,7 +165,8 @@ class Fakes:
         return (
             f" `{self._outside[0]}` leaves tensors outside of its modules (in a global, a closure, a class, or another"
             " object), where other pipeline stages do not have them. If the step uses them, let the module return them,"
-            " or keep them in attributes of its own (`self.loss = ...`), which are sent."
+            " or keep them in attributes of its own (`self.loss = ...`, also in a list or dictionary), which are sent."
+            " A dataclass is sent after `torch.export.register_dataclass`."
         )
 
     def require_values(self, name: str, output: Any) -> None:
@@ -180,7 +190,7 @@ class Fakes:
         Raises:
             PipelineError: There are some.
         """
-        own = self._mode.own_references()
+        own = self.mode.own_references()
         if any(id(one) not in own for fake in results for one in weakref.getweakrefs(fake)):
             raise PipelineError(
                 "The step keeps a weak reference (`weakref.ref`) to a tensor that it computes of an earlier pipeline"
@@ -206,7 +216,7 @@ class Fakes:
         """
         number = self._times[self._names[id(module)]]
         call, inputs = self._call(module, args, kwargs, are_sources=are_sources)
-        return self._shown_result(module, call, inputs, number, are_sources=are_sources)
+        return self._shown_result(module, call, inputs, number, given=(args, kwargs), are_sources=are_sources)
 
     def described(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Outcome | None]:
         """Return the outputs of a module of this chunk as ``outputs`` does, and the outcome that other stages expect.
@@ -215,11 +225,11 @@ class Fakes:
         """
         number = self._times[self._names[id(module)]]
         call, inputs = self._call(module, args, kwargs, are_sources=False)
-        output = self._shown_result(module, call, inputs, number, are_sources=False)
+        output = self._shown_result(module, call, inputs, number, given=(args, kwargs), are_sources=False)
         return output, Outcome.of(output, call.left, has_shapes=not call.is_guess) if call.has_hooks else None
 
     def _shown_result(
-        self, module: nn.Module, call: _Call, inputs: Sequence[Any], number: int, *, are_sources: bool
+        self, module: nn.Module, call: _Call, inputs: Sequence[Any], number: int, *, given: Any, are_sources: bool
     ) -> Any:
         name = self._names[id(module)]
         self._times[name] += 1
@@ -235,12 +245,12 @@ class Fakes:
                 self._origins.mark(fake, source)
             return fake
 
-        return self._result(module, call, inputs, make)
+        return self._result(module, call, inputs, make, given=given)
 
     def _fetched(self, source: Source) -> Tensor | None:
         if self._fetch is None:
             return None
-        with self._mode.paused():
+        with self.mode.paused():
             return self._fetch(source)
 
     def gradients(self, outputs: Sequence[Any], inputs: Sequence[Any], has_graph: bool) -> tuple[Tensor, ...]:
@@ -249,7 +259,7 @@ class Fakes:
         known = [Shape(tuple(one.shape), _strides(one), one.dtype, one.device, has_graph, True) for one in leaves]
         if self._origins is None:
             return tuple(map(_zeros, known))
-        with self._mode:
+        with self.mode:
             found = tuple(map(empty_like, known))
         self._origins.derive(found, outputs)
         return found
@@ -257,22 +267,31 @@ class Fakes:
     def zeros(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the outputs of a call as zeros that take no memory."""
         call, inputs = self._call(module, args, kwargs, are_sources=False)
-        return self._result(module, call, inputs, lambda _, known: _zeros(known))
+        return self._result(module, call, inputs, lambda _, known: _zeros(known), given=(args, kwargs))
 
     def _result(
-        self, module: nn.Module, call: _Call, inputs: Sequence[Any], make: Callable[[int, Shape], Tensor]
+        self, module: nn.Module, call: _Call, inputs: Sequence[Any], make: Callable[[int, Shape], Tensor], *, given: Any
     ) -> Any:
-        leaves = [_again(leaf, inputs, partial(make, number)) for number, leaf in enumerate(call.leaves)]
+        leaves: list[Any] = []
+        for number, leaf in enumerate(call.leaves):
+            same = isinstance(leaf, _Same)
+            leaves.append(leaves[leaf.leaf] if same else _again(leaf, inputs, partial(make, number)))
         for shared in call.sharing:
             alike = [leaves[number] for number in shared.leaves] + [inputs[number] for number in shared.inputs]
             self._sharing += [(self._names[id(module)], one, one._version) for one in alike if not one.is_inference()]
-        output, left = tree_unflatten(leaves, call.spec)
+        output, left, filled = tree_unflatten(leaves, call.spec)
+        refill(given, filled)
         spaces = attribute_spaces(module) if left else {}
         for (child, kept, name), value in left.items():
             space = spaces[child, kept]
-            self._shown.append((space, name, space.get(name, _MISSING)))
-            space[name] = value
+            self._show(space, name, value)
+        for space, name, value in call.opaque:
+            self._show(space, name, value)
         return output
+
+    def _show(self, space: dict[str, Any], name: str, value: Any) -> None:
+        self._shown.append((space, name, space.get(name, _MISSING)))
+        _assign(space, name, value)
 
     def _fake(self, call: _Call, leaf: int, known: Shape) -> Tensor:
         """Return a fake that this run has not had yet: one of an earlier run, if nobody has changed it in place."""
@@ -282,7 +301,7 @@ class Fakes:
         is_same = old is not None and _describe(old) == replace(known, is_fake=True)
         if old is not None and is_same and not old._version and not old._backward_hooks:
             return old
-        with self._mode:
+        with self.mode:
             fake = empty_like(known)
             fake = fake.clone() if fake.requires_grad else fake  # a module's output may be changed in place
         made[number : number + 1] = [fake]
@@ -366,7 +385,7 @@ class Fakes:
             return fake.clone() if fake.requires_grad else fake
 
         def call(number: int, args: Any, kwargs: Any) -> Any:
-            with self._mode.paused():
+            with self.mode.paused():
                 results.append(hooks[number](*args, **kwargs))
             return results[-1]
 
@@ -378,13 +397,13 @@ class Fakes:
     ) -> _Call:
         """Run a forward, or its replacement, on fakes; describe its outputs and the attributes it sets."""
         self._fake_parameters(module)  # stay
-        self._escapes = self._mode.escapes = Escapes(inputs) if forward is None else None
-        before = self._mode.refusal
+        self._escapes = self.mode.escapes = Escapes(inputs) if forward is None else None
+        before = self.mode.refusal
         try:
             return self._imagined(module, inputs, spec, forward=forward)
         finally:
-            self._mode.escapes = None
-            self._mode.refusal = before  # hooks that only watch may read values
+            self.mode.escapes = None
+            self.mode.refusal = before  # hooks that only watch may read values
 
     def _require_settled(self, module: nn.Module, inputs: list[Any], spec: TreeSpec) -> None:
         """Refuse a forward that counts in a module or object of other chunks; see ``object_state.py``."""
@@ -421,7 +440,9 @@ class Fakes:
         """Note whether the forward that was imagined last has left tensors outside of its module."""
         escapes, self._escapes = self._escapes, None
         call.has_escapes = escapes is not None and escapes.found()
-        if call.has_escapes:
+        if not call.has_escapes:
+            call.opaque.clear()
+        else:
             self._outside.append(self._names[id(module)])
             self._ever_outside = self._ever_outside or self._names[id(module)]
         return call
@@ -430,36 +451,54 @@ class Fakes:
         self, module: nn.Module, inputs: list[Any], spec: TreeSpec, *, forward: Callable[[], Any] | None
     ) -> _Call:
         args, kwargs = tree_unflatten(inputs, spec)
-        self._mode.has_guessed, self._has_run_hooks = False, True
+        self.mode.has_guessed, self._has_run_hooks = False, True
         try:
             with (
                 self._unnoticed(),
-                self._mode.imagining(),
+                self.mode.imagining(),
                 _reparametrize_module(module, dict(self._fake_parameters(module))),
-                self._apart(module) as left,
+                self._apart(module) as (left, opaque),
             ):
                 real = [leaf for leaf in inputs if isinstance(leaf, Tensor) and not is_fake(leaf)]
                 versions = [leaf._version for leaf in real if not leaf.is_inference()]  # which views share
+                contents = Contents((args, kwargs))
                 output = self._forward(module, args, kwargs) if forward is None else forward()
+                filled = contents.changed() if id(module) in self._of_last_chunk else {}
+                if filled:
+                    contents.put_back()
                 self._require_same(tree_flatten((args, kwargs)), inputs, spec)
                 if [leaf._version for leaf in real if not leaf.is_inference()] != versions:
                     raise PipelineError("it writes into an argument that this stage has, which other stages do not see")
-                if self._mode.escapes is not None:
-                    self._mode.escapes.end(self._mode.own_references(), tree_leaves(output))
+                if self.mode.escapes is not None:
+                    self.mode.escapes.end(self.mode.own_references(), tree_leaves(output))
         except Exception as error:
+            if not self.mode.has_guessed and _is_raised_by_program(error):
+                raise  # as where the module computes
             raise PipelineError(
                 f"`{self._names[id(module)]}` lies on another pipeline stage, and its output could not be told"
                 f" from the shapes of its arguments: {_cause(error)}"
             ) from error
         positions = {
-            id(leaf): index for index, leaf in enumerate(inputs) if isinstance(leaf, Tensor) and not is_fake(leaf)
+            id(leaf): index
+            for index, leaf in enumerate(inputs)
+            if isinstance(leaf, Tensor) and (filled or not is_fake(leaf))
         }
-        leaves, out_spec = tree_flatten((output, left))
+        leaves, out_spec = tree_flatten((output, left, filled))
         places: list[_Position] = [(None, number) for number in range(len(tree_leaves(output)))]
         places += [(key, number) for key, value in left.items() for number in range(len(tree_leaves(value)))]
-        described = [_Input(positions[id(leaf)]) if id(leaf) in positions else _describe(leaf) for leaf in leaves]
-        sharing, guessed = _sharing(leaves, inputs), self._mode.has_guessed
-        return _Call(out_spec, described, places, sharing, is_guess=guessed, has_hooks=self._has_run_hooks)
+        places += [(None, number) for number in range(len(tree_leaves(filled)))]
+        first = {id(leaf): number for number, leaf in reversed(list(enumerate(leaves))) if isinstance(leaf, Tensor)}
+        described = [
+            _Input(positions[id(leaf)])
+            if id(leaf) in positions
+            else _Same(first[id(leaf)])
+            if first.get(id(leaf), number) != number
+            else _describe(leaf)
+            for number, leaf in enumerate(leaves)
+        ]
+        sharing, guessed = _sharing(leaves, inputs), self.mode.has_guessed
+        has_hooks = self._has_run_hooks
+        return _Call(out_spec, described, places, sharing, is_guess=guessed, has_hooks=has_hooks, opaque=opaque)
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward with the program's hooks; without them if they read values, as those that only watch do."""
@@ -523,9 +562,9 @@ class Fakes:
             number = next(numbers)
 
             def call(*args: Any, **kwargs: Any) -> Any:
-                if self._mode.escapes is not None:
-                    self._mode.escapes.ignore((args, kwargs))
-                with recording.hook(number, (args, kwargs)) as found, self._mode.paused():
+                if self.mode.escapes is not None:
+                    self.mode.escapes.ignore((args, kwargs))
+                with recording.hook(number, (args, kwargs)) as found, self.mode.paused():
                     found.append(results.popleft() if results else hook(*args, **kwargs))
                 return found[0]
 
@@ -543,14 +582,17 @@ class Fakes:
                 one.update({key: old.get(key, hook) for key, hook in one.items()})
 
     @contextmanager
-    def _apart(self, module: nn.Module) -> Iterator[dict[Key, Any]]:
+    def _apart(self, module: nn.Module) -> Iterator[tuple[dict[Key, Any], list[_Attribute]]]:
         """Show a forward fakes in place of the module's tensors, and restore its changes afterwards.
 
         Yields:
-            A dictionary for the fakes that it has left, by submodule, dictionary and name.
+            A dictionary for the fakes that it has left, by submodule, dictionary and name, and a list for the
+            attributes that it has set to objects, which may hold fakes.
         """
         left: dict[Key, Any] = {}
-        keys, spaces = zip(*attribute_spaces(module).items(), strict=True)
+        opaque: list[_Attribute] = []
+        submodules = {(name, "_modules"): child._modules for name, child in module.named_modules()}
+        keys, spaces = zip(*{**attribute_spaces(module), **submodules}.items(), strict=True)
         lists = {id(value): (value, list(value)) for space in spaces for value in space.values() if type(value) is list}
         before = [dict(space) for space in spaces]
         fakes: dict[int, Tensor] = {}  # by `id` of the tensor
@@ -563,7 +605,7 @@ class Fakes:
         objects = ObjectState(module)
         self._shared.changed = []
         try:
-            yield left
+            yield left, opaque
             for now, was in lists.values():
                 if len(now) != len(was) or any(mine is not given for mine, given in zip(now, was, strict=True)):
                     raise PipelineError(
@@ -583,6 +625,8 @@ class Fakes:
                     self._has_changed_attributes |= is_changed
                     if is_changed and any(map(is_fake, tree_leaves(value))):
                         left[*keys[number], name] = value
+                    elif is_changed and not all(isinstance(leaf, _PLAIN) for leaf in tree_leaves(value)):
+                        opaque.append((space, name, value))
                     if isinstance(value, _NUMBERS) and value != was and not keys[number][1]:
                         self._shared.changed.append((module.get_submodule(keys[number][0]), name, value))
                     _assign(space, name, was)
@@ -590,7 +634,7 @@ class Fakes:
 
     def _fake_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         if id(module) not in self._parameters:
-            with self._mode:
+            with self.mode:
                 self._parameters[id(module)] = {
                     name: nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device=param.device), False)
                     for name, param in module.named_parameters()
@@ -599,6 +643,20 @@ class Fakes:
         for name, param in module.named_parameters():
             fakes[name].requires_grad_(param.requires_grad)
         return fakes
+
+
+def _is_raised_by_program(error: BaseException) -> bool:
+    """Say whether a ``raise`` in code of the program, which has read no value, has made an error."""
+    trace = error.__traceback__
+    if isinstance(error, (PipelineError, *VALUES_NEEDED)) or "FakeTensor(" in str(error) or trace is None:
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    if str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] in LIBRARIES:
+        return False
+    raised = [one for one in dis.get_instructions(trace.tb_frame.f_code) if one.offset == trace.tb_lasti]
+    is_raise = bool(raised) and raised[0].opname == "RAISE_VARARGS"
+    return is_raise and (error.__context__ is None or _is_raised_by_program(error.__context__))
 
 
 def _cause(error: Exception) -> str:
@@ -631,6 +689,7 @@ class _Call:
         is_guess: Shapes were guessed.
         has_hooks: Hooks of the program, if there are any, have run.
         has_escapes: Its forward has left tensors outside of the module.
+        opaque: Attributes that it sets to objects in which fakes are.
         made: Fakes that stand for them, by leaf.
     """
 
@@ -641,6 +700,7 @@ class _Call:
     is_guess: bool = False
     has_hooks: bool = True
     has_escapes: bool = False
+    opaque: list[_Attribute] = field(default_factory=list)
     made: dict[int, list[Tensor]] = field(default_factory=dict)
 
     @property
@@ -649,7 +709,7 @@ class _Call:
         found: dict[Key, tuple[bool, ...]] = {}
         for (key, _), leaf in zip(self.positions, self.leaves, strict=True):
             if key is not None:
-                found[key] = (*found.get(key, ()), isinstance(leaf, (Shape, _Input)))
+                found[key] = (*found.get(key, ()), isinstance(leaf, (Shape, _Input, _Same)))
         return found
 
 
@@ -675,6 +735,13 @@ def _sharing(leaves: Sequence[Any], inputs: Sequence[Any]) -> list[_Sharing]:
 @dataclass(frozen=True)
 class _Input:
     """An output that is an input."""
+
+    leaf: int
+
+
+@dataclass(frozen=True)
+class _Same:
+    """An output or attribute that is the same tensor as an earlier one."""
 
     leaf: int
 

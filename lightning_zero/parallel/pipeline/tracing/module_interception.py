@@ -17,7 +17,9 @@ Note [Interception of calls]
 Note [Programs that catch errors]
     A step may have a ``try`` around its blocks, or around a value that it reads. If it catches the end of a run, the
     next call of a module ends the run once more, by an exception that ``except Exception`` does not catch; what is in
-    between has no part in the result. If it catches a refusal, the next call, or the end of the run, raises it again.
+    between has no part in the result. If it catches a refusal, the next call, or the end of the run, raises it again:
+    every ``PipelineError`` that is made between the modules is noted. A loop that tries again whatever happens is given
+    zeros after many times, so that it ends, and is refused then.
 """
 
 from __future__ import annotations
@@ -33,13 +35,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from lightning_zero.errors import PipelineError
+from lightning_zero.errors import PipelineError, noting_pipeline_errors
 from lightning_zero.parallel.module_state import version_of, without_caches
 from lightning_zero.parallel.pipeline.schedule.streams import RandomState
 from lightning_zero.parallel.pipeline.stages.sources import FOR_HOOKS, Origins, Shape, Source, is_fake
 from lightning_zero.parallel.pipeline.stages.split import PlacedModule, Split, modules_around
 from lightning_zero.parallel.pipeline.stages.subclasses import subclass_of
 from lightning_zero.parallel.pipeline.tracing.attributes import attribute_spaces
+from lightning_zero.parallel.pipeline.tracing.containers import Contents
 from lightning_zero.parallel.pipeline.tracing.conversions import conversions_watched
 from lightning_zero.parallel.pipeline.tracing.fake_mode import VALUES_NEEDED
 from lightning_zero.parallel.pipeline.tracing.fakes import Fakes
@@ -48,12 +51,14 @@ from lightning_zero.parallel.pipeline.tracing.loss_normalization import unwatche
 from lightning_zero.parallel.pipeline.tracing.outcomes import Attributes, Outcome
 from lightning_zero.parallel.pipeline.tracing.own_gradients import OwnGradients, enclosing_function, users_of_parameters
 from lightning_zero.parallel.pipeline.tracing.recomputation import Again, Checkpoints, NotedCall, NotedOutput, uncounted
+from lightning_zero.parallel.pipeline.tracing.value_reads import value_reads_refused
 from lightning_zero.parallel.writable import writable
 from lightning_zero.trees import tree_flatten, tree_leaves, tree_unflatten
 
 __all__ = ["Message", "ModuleInterception"]
 
 _HOST = torch.device("cpu")
+_MOST_TRIES = 100  # of a call that ends by an error
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,9 @@ class _Trace:
     has_failed_inside: bool = False  # a module that computes has raised an error
     is_computing: bool = False  # one of this chunk
     end: _BrokenOff | None = None  # the next chunk's first block was reached
-    refusal: PipelineError | None = None  # of a call, whoever has caught it
+    refusal: PipelineError | None = None  # of a call, or of code between them, whoever has caught it
+    raised: Counter[int] = field(default_factory=Counter)  # calls that a caught error has ended, by id of the module
+    has_given_up: bool = False  # a loop that catches all errors was given zeros
     gradients: GradientHooks = field(default_factory=GradientHooks)
     own: OwnGradients = field(default_factory=partial(OwnGradients, -1, {}))
     swaps: dict[int, tuple[Any, int, Tensor]] = field(default_factory=dict)  # fake leaf and version, by id -> received
@@ -269,9 +276,14 @@ class ModuleInterception:
         self._trace = trace
         trace.own = OwnGradients(trace.chunk, self._users)
         stand_in = None if trace.computes and trace.origins is None else self._fakes.gradients
+        mode = self._fakes.mode
         try:
             self._fakes.begin(origins=trace.origins, fetch=partial(self._fetched, trace))
             with (
+                noting_pipeline_errors(partial(self._note_refusal, trace)),
+                value_reads_refused(
+                    mode, lambda: not (trace.is_inside or mode.is_dispatching), lambda: self._fakes.advice
+                ),
                 self._keeping_buffers(),
                 trace.gradients.watched(lambda: not trace.is_computing),
                 trace.own.watched(lambda: not trace.is_inside, stand_in),
@@ -302,12 +314,25 @@ class ModuleInterception:
             with self._installed():
                 result = step()
         except (Exception, _CalledBehindEnd):
-            if trace.end is None:
+            if trace.end is None and not trace.has_given_up:
                 raise
+        if trace.has_given_up:
+            self._require_unrefused(trace)
+            raise PipelineError(
+                "The step calls a module again and again, whatever error the call ends by (`except:`, `except"
+                " BaseException:`). A pipeline stage ends its run of the step by an exception at the first block of the"
+                " next stage. Catch `Exception`, or limit the number of tries."
+            )
         if trace.end is not None:
             return False, trace.end.leaves
         self._require_unrefused(trace)
         return True, result
+
+    def _note_refusal(self, trace: _Trace, error: PipelineError) -> None:
+        """Note an error of code between the modules; those of operations are noted when they end."""
+        is_between = not (trace.is_inside or self._fakes.mode.is_dispatching or trace.end is not None)
+        if is_between and trace.computes and trace.origins is None and trace.refusal is None:
+            trace.refusal = error
 
     def _require_unrefused(self, trace: _Trace) -> None:
         """Raise the refusal that the program has caught, in a run that computes."""
@@ -374,14 +399,33 @@ class ModuleInterception:
         trace = self._trace
         if trace is None or trace.is_inside or id(module) not in self._places:  # a copy that the step has made
             return cls.__call__(module, *args, **kwargs)
-        if trace.end is not None:
-            raise _CalledBehindEnd
-        self._require_unrefused(trace)
+        if trace.raised[id(module)] >= _MOST_TRIES:
+            return self._given_up(module, trace, args=args, kwargs=kwargs)
+        reached = trace.reached
         try:
+            if trace.end is not None:
+                raise _CalledBehindEnd
+            self._require_unrefused(trace)
             return self._called(module, cls, trace=trace, args=args, kwargs=kwargs)
-        except PipelineError as error:
-            trace.refusal = error
+        except (PipelineError, _CalledBehindEnd, *VALUES_NEEDED) as error:
+            trace.raised[id(module)] += 1
+            if isinstance(error, PipelineError):
+                trace.refusal = error
             raise
+        except Exception:
+            trace.reached = reached  # the program may catch an error of its own, and call the module again
+            raise
+
+    def _given_up(self, module: nn.Module, trace: _Trace, *, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return zeros to a loop that catches every error, so that it ends; the step is refused."""
+        trace.has_given_up = True
+        trace.is_inside = True
+        try:
+            return self._fakes.zeros(module, args, kwargs)
+        except PipelineError:
+            return args[0] if args else None
+        finally:
+            trace.is_inside = False
 
     def _called(
         self, module: nn.Module, cls: type[nn.Module], *, trace: _Trace, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -411,6 +455,7 @@ class ModuleInterception:
             given = args, kwargs
             args, kwargs = self._with_received(trace, place, args, kwargs)
             trace.hidden = trace.hidden or _hidden(place.name, (args, kwargs))
+            contents = Contents((args, kwargs)) if args is not given[0] else None
         trace.is_inside = trace.is_computing = True
         try:
             with self._inside(), nullcontext() if place.block is None else unwatched():
@@ -425,6 +470,8 @@ class ModuleInterception:
             raise
         finally:
             trace.is_inside = trace.is_computing = False
+        if contents is not None:
+            contents.pass_on(given, {id(one): fake for fake, _, one in trace.swaps.values()})
         self._fakes.require_values(place.name, output)
         trace.gradients.mark_own(output)
         trace.own.note_own(output)
@@ -522,7 +569,9 @@ class ModuleInterception:
         if outcome is not None:
             trace.outcomes[place.name, trace.calls[place.name]] = outcome
         trace.calls[place.name] += 1
-        trace.origins.mark_own((output, self._fakes.shown[num_shown:]))
+        known = set(map(id, leaves))
+        filled = [leaf for leaf in tree_leaves((args, kwargs)) if id(leaf) not in known]
+        trace.origins.mark_own((output, self._fakes.shown[num_shown:], filled))
         return output
 
     def _fetched(self, trace: _Trace, source: Source) -> Tensor | None:
@@ -635,7 +684,7 @@ class ModuleInterception:
                     trace.own.note_given(fake)
                     trace.own.note_received(arrived)
                     trace.swaps[id(fake)] = (fake, version_of(fake), arrived)
-        leaves = [self._swapped(trace, place, leaf) for leaf in leaves]
+        given, leaves = leaves, [self._swapped(trace, place, leaf) for leaf in leaves]
         if any(is_fake(leaf) for leaf in leaves):
             raise PipelineError(
                 trace.hidden
@@ -644,6 +693,8 @@ class ModuleInterception:
                 " the value to every block, cut the list elsewhere (`Pipeline(partition=[...])`), or write"
                 f" `pipeline_step` and `pipeline_loss`.{self._fakes.advice}"
             )
+        if all(mine is leaf for mine, leaf in zip(given, leaves, strict=True)):
+            return args, kwargs  # a module may fill lists and dictionaries
         args, kwargs = tree_unflatten(leaves, spec)
         return args, kwargs
 

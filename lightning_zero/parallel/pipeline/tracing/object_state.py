@@ -122,8 +122,15 @@ def _held(module: nn.Module) -> Iterator[Any]:
             yield from value.values() if isinstance(value, Mapping) else (value,)
 
 
-def _has_fake(value: Any) -> bool:
-    return any(map(is_fake, tree_leaves(value)))
+def _has_fake(value: Any, depth: int = _DEPTH) -> bool:
+    """Say whether a value is, or holds, a fake; objects of the program may do so."""
+    for leaf in tree_leaves(value):
+        if is_fake(leaf):
+            return True
+        held = list(leaf) if isinstance(leaf, (set, frozenset)) else list((fields_of(leaf) or {}).values())
+        if held and depth and _has_fake(held, depth - 1):
+            return True
+    return False
 
 
 def _are_same(one: Iterable[Any], other: Iterable[Any]) -> bool:
