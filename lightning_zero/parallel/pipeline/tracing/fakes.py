@@ -58,7 +58,7 @@ __all__ = ["Fakes"]
 
 Fetch = Callable[[Source], Tensor | None]
 _Position = tuple[Key | None, int]  # see `Source`
-_Attribute = tuple[dict[str, Any], str, Any]  # the dictionary that has it, name, value
+_Attribute = tuple[Key, dict[str, Any], Any]  # key, the dictionary that has it, value
 
 _MOST_CALLS = 4096  # that are remembered
 _MISSING = object()
@@ -226,7 +226,9 @@ class Fakes:
         number = self._times[self._names[id(module)]]
         call, inputs = self._call(module, args, kwargs, are_sources=False)
         output = self._shown_result(module, call, inputs, number, given=(args, kwargs), are_sources=False)
-        return output, Outcome.of(output, call.left, has_shapes=not call.is_guess) if call.has_hooks else None
+        objects = [key for key, _, _ in call.opaque]
+        outcome = Outcome.of(output, call.left, objects=objects, has_shapes=not call.is_guess)
+        return output, outcome if call.has_hooks else None
 
     def _shown_result(
         self, module: nn.Module, call: _Call, inputs: Sequence[Any], number: int, *, given: Any, are_sources: bool
@@ -285,7 +287,7 @@ class Fakes:
         for (child, kept, name), value in left.items():
             space = spaces[child, kept]
             self._show(space, name, value)
-        for space, name, value in call.opaque:
+        for (_, _, name), space, value in call.opaque:
             self._show(space, name, value)
         return output
 
@@ -626,7 +628,7 @@ class Fakes:
                     if is_changed and any(map(is_fake, tree_leaves(value))):
                         left[*keys[number], name] = value
                     elif is_changed and not all(isinstance(leaf, _PLAIN) for leaf in tree_leaves(value)):
-                        opaque.append((space, name, value))
+                        opaque.append(((*keys[number], name), space, value))
                     if isinstance(value, _NUMBERS) and value != was and not keys[number][1]:
                         self._shared.changed.append((module.get_submodule(keys[number][0]), name, value))
                     _assign(space, name, was)

@@ -24,7 +24,7 @@ from lightning_zero.parallel.module_state import fields_of, set_field
 from lightning_zero.parallel.pipeline.stages.sources import is_fake
 from lightning_zero.trees import tree_leaves
 
-__all__ = ["ObjectState", "SharedNumbers"]
+__all__ = ["ObjectState", "SharedNumbers", "held_leaves"]
 
 _DEPTH = 3
 _NUMBERS = (bool, int, float, complex, str)
@@ -122,15 +122,17 @@ def _held(module: nn.Module) -> Iterator[Any]:
             yield from value.values() if isinstance(value, Mapping) else (value,)
 
 
-def _has_fake(value: Any, depth: int = _DEPTH) -> bool:
-    """Say whether a value is, or holds, a fake; objects of the program may do so."""
+def held_leaves(value: Any, depth: int = _DEPTH) -> Iterator[Any]:
+    """Yield the leaves of a value, and those in sets and objects of the program."""
     for leaf in tree_leaves(value):
-        if is_fake(leaf):
-            return True
+        yield leaf
         held = list(leaf) if isinstance(leaf, (set, frozenset)) else list((fields_of(leaf) or {}).values())
-        if held and depth and _has_fake(held, depth - 1):
-            return True
-    return False
+        if held and depth:
+            yield from held_leaves(held, depth - 1)
+
+
+def _has_fake(value: Any) -> bool:
+    return any(map(is_fake, held_leaves(value)))
 
 
 def _are_same(one: Iterable[Any], other: Iterable[Any]) -> bool:

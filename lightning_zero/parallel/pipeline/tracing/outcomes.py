@@ -8,7 +8,7 @@ Note [Late values]
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.pipeline.tracing.attributes import Key, attribute_spaces
+from lightning_zero.parallel.pipeline.tracing.object_state import held_leaves
 from lightning_zero.trees import TreeSpec, tree_flatten, tree_leaves
 
 __all__ = ["Attributes", "Outcome"]
@@ -31,19 +32,27 @@ class Outcome:
         spec: Of the output.
         leaves: Of the output.
         left: For each attribute with tensors that it sets, which leaves are tensors.
+        objects: Attributes that it sets to objects with tensors in them.
         has_shapes: Whether the shapes are known, and not guessed.
     """
 
     spec: TreeSpec
     leaves: tuple[_Leaf, ...]
     left: Mapping[Key, tuple[bool, ...]]
+    objects: Collection[Key]
     has_shapes: bool
 
     @staticmethod
-    def of(output: Any, left: Mapping[Key, tuple[bool, ...]], *, has_shapes: bool = True) -> Outcome:
+    def of(
+        output: Any,
+        left: Mapping[Key, tuple[bool, ...]],
+        *,
+        objects: Collection[Key] = (),
+        has_shapes: bool = True,
+    ) -> Outcome:
         """Return the outcome of a call that returned ``output``."""
         leaves, spec = tree_flatten(output)
-        return Outcome(spec, tuple(map(_describe, leaves)), left, has_shapes)
+        return Outcome(spec, tuple(map(_describe, leaves)), left, objects, has_shapes)
 
     def require_same(self, name: str, output: Any, attributes: Attributes) -> None:
         """Raise where a call differs from this description of it.
@@ -57,7 +66,7 @@ class Outcome:
         if not self._is_alike(now):
             raise _error(name, f"returns {_words(now)}, not {_words(self)} as")
         for key in attributes.changed():
-            if key not in self.left:
+            if key not in self.left and key not in self.objects:
                 raise _error(name, f"sets its attribute {_attribute(key)} to a tensor, unlike")
         for key, are_tensors in self.left.items():
             value = attributes.value(key)
@@ -93,7 +102,7 @@ class Attributes:
             for space_key, space in self._spaces.items()
             for name, value in space.items()
             if self._is_changed(self._before[space_key].get(name), value)
-            and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+            and any(isinstance(leaf, Tensor) for leaf in held_leaves(value))
         ]
 
     def _is_changed(self, was: Any, value: Any) -> bool:
