@@ -218,7 +218,7 @@ def test_tensors_that_are_not_cut_are_refused(batch: Any, message: str) -> None:
     assert len(split_batch({"x": torch.zeros(5), "o": SimpleNamespace(w=X)}, 2)) == 2
 
 
-@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "nested", "jagged"])
+@pytest.mark.parametrize("layout", ["sparse_coo", "csr", "csc", "nested", "jagged"])
 def test_digests_tell_sparse_and_nested_batches_apart(layout: str) -> None:
     def make(value: float) -> torch.Tensor:
         dense = torch.tensor([[1.0, 0.0], [0.0, value]])
@@ -227,7 +227,7 @@ def test_digests_tell_sparse_and_nested_batches_apart(layout: str) -> None:
                 [dense[0], dense[1][:1]] if value == 2 else [dense[0], dense[1]],
                 layout=torch.jagged if layout == "jagged" else torch.strided,
             )
-        return {"coo": dense.to_sparse, "csr": dense.to_sparse_csr, "csc": dense.to_sparse_csc}[layout]()
+        return {"sparse_coo": dense.to_sparse, "csr": dense.to_sparse_csr, "csc": dense.to_sparse_csc}[layout]()
 
     assert batch_digest([make(1.0)]) == batch_digest([make(1.0)])
     assert batch_digest([make(1.0)]) != batch_digest([make(2.0)])
