@@ -83,6 +83,7 @@ IN_CONTRACTS = {
     "lightning_zero/parallel/pipeline/tracing/object_state.py": "tests/contracts/test_pipeline_state_around.py",
     "lightning_zero/parallel/pipeline/stages/placed_attributes.py": "tests/contracts/test_pipeline_state_around.py",
     "lightning_zero/parallel/pipeline/stages/state_values.py": "tests/contracts/test_pipeline_state_around.py",
+    "lightning_zero/parallel/pipeline/stages/state_marks.py": "tests/parallel/pipeline/stages/test_state_around.py",
     "lightning_zero/parallel/pipeline/tracing/recomputation.py": "tests/contracts/test_pipeline_recomputation.py",
     "lightning_zero/parallel/pipeline/tracing/replays.py": "tests/contracts/test_pipeline_programs.py",
     "lightning_zero/parallel/pipeline/stages/sources.py": "tests/contracts/test_pipeline_programs.py",

@@ -169,6 +169,12 @@ ALIKE = {  # with two micro-batches
         (EMBEDDED, "self.seen.append(hidden.detach().mean())"),
         (LOSS, "self.seen.append(loss.detach())"),
     ),
+    "cleared-dictionary-of-an-object": (
+        (INIT, "import types\nself.state = types.SimpleNamespace(seen={}, n=0)"),
+        (FRONT, "self.state.seen.clear()\nself.state.n = 0"),
+        (EMBEDDED, "self.state.seen['hidden'] = hidden.detach().mean()"),
+        (LOSS, "self.state.seen['loss'] = loss.detach()\nself.state.n = loss.item()"),
+    ),
     "zeroed-buffer": (
         (INIT, "self.register_buffer('total', torch.zeros(()))"),
         (FRONT, "self.total.zero_()"),
@@ -195,7 +201,7 @@ ALIKE = {  # with two micro-batches
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sample([*ALIKE], "cleared-list", "object-in-front"))
+@pytest.mark.parametrize("name", sample([*ALIKE], "cleared-list", "cleared-dictionary-of-an-object", "object-in-front"))
 @pytest.mark.parametrize("schedule", sample(["1f1b", "interleaved_1f1b"], "1f1b"))
 def test_state_that_no_code_in_front_of_the_blocks_reads_late_trains(name: str, schedule: str) -> None:
     program = PipelineProgram(LINEAR, (ALIKE[name],), options={**ONE, "microbatches": 2, "schedule": schedule})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -105,6 +106,25 @@ class ObjectsInAList(Evaluates):
         return float(len(self.kept))
 
 
+class OfAnEarlierStage(Evaluates):
+    """Logs a value of the first stage, which rank 0 has and the last stage has not."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.hidden = self.first(batch[0])
+        x = self.hidden
+        for block in self.blocks:
+            x = block(x)
+        self.last(x)
+
+    def total(self) -> Any:
+        return self.hidden.mean()
+
+
+class Copies(LargeTensors):
+    def total(self) -> Any:
+        return float(len(copy.copy(self).kept))
+
+
 class Graphs(Net):
     """As programs for Lightning 1 were moved to Lightning 2."""
 
@@ -146,12 +166,17 @@ def test_hooks_read_on_all_stages_what_a_step_has_left(make: Any) -> None:
     assert found == [pytest.approx(expected, rel=1e-4)] * 2
 
 
-@pytest.mark.parametrize("make", [LargeTensors, ObjectsInAList])
+@pytest.mark.parametrize("make", [LargeTensors, ObjectsInAList, Copies])
 def test_hooks_that_read_what_the_last_stage_cannot_send_are_refused(make: Any) -> None:
     with pytest.raises(
         PipelineError, match="`kept` of .* is changed by a step after the blocks of .*, and read between"
     ):
         run(_fit, 2, make, True)
+
+
+def test_hooks_that_read_a_value_that_the_last_stage_does_not_have_are_refused() -> None:
+    with pytest.raises(PipelineError, match="`hidden` of `OfAnEarlierStage` is read between two steps on the last"):
+        run(_fit, 2, OfAnEarlierStage, True)
 
 
 def test_losses_with_graphs_that_a_hook_reads_are_refused() -> None:

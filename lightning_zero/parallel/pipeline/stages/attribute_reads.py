@@ -14,10 +14,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_zero.parallel.module_state import fields_of
 from lightning_zero.parallel.pipeline.stages.subclasses import original_class, subclass_of
 
 __all__ = ["AttributeReads", "Key", "Watch"]
@@ -26,6 +28,7 @@ Key = tuple[str, str]  # name of a module and of its attribute or module buffer
 
 _RESETS = frozenset({"clear", "copy_", "fill_", "zero_"})  # methods that overwrite all of the old value
 _ADDS = frozenset({"add", "append", "extend", "update"})  # methods of lists, sets and dictionaries that read nothing
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _LOADS = ("LOAD_CONST", "LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_SMALL_INT")
 
 
@@ -38,6 +41,7 @@ class Watch:
         is_noting: Other reads are noted.
         seen: Keys that were read before they were written.
         written: Keys that were written.
+        touched: Keys that were read or written in any way.
         refusal: The error of a read that the program may have caught.
     """
 
@@ -45,6 +49,7 @@ class Watch:
     is_noting: bool
     seen: set[Key] = field(default_factory=set)
     written: set[Key] = field(default_factory=set)
+    touched: set[Key] = field(default_factory=set)
     refusal: Exception | None = None
 
 
@@ -129,10 +134,22 @@ class AttributeReads:
                 cls.__delattr__(module, name)
                 self._note_write(module, name)
 
-            self._classes[cls] = subclass_of(
-                cls, {"__getattribute__": read, "__setattr__": write, "__delattr__": delete}
-            )
+            names = {"__getattribute__": read, "__setattr__": write, "__delattr__": delete}
+            self._classes[cls] = subclass_of(cls, names, copied=self._require_fresh)
         return self._classes[cls]
+
+    def _require_fresh(self, module: nn.Module) -> None:
+        """Refuse a copy of a module with attributes that must not be read."""
+        watch, name = self._watch, self._names.get(id(module))
+        if watch is None:
+            return
+        for key in sorted(watch.refused):
+            if key[0] == name and key not in watch.written:
+                self._raise(key, watch)
+
+    def _raise(self, key: Key, watch: Watch) -> None:
+        watch.refusal = self._refuse(key, bool(self._between))
+        raise watch.refusal
 
     def _note_write(self, module: nn.Module, name: str) -> None:
         if self._watch is not None and id(module) in self._names:
@@ -140,33 +157,60 @@ class AttributeReads:
 
     def _written(self, key: Key, watch: Watch) -> None:
         watch.written.add(key)
+        watch.touched.add(key)
         if self._between and isinstance(watch.refused, set):
             watch.refused.discard(key)
 
     def _note_read(self, module: nn.Module, name: str) -> None:
         watch, key = self._watch, (self._names[id(module)], name)
+        if watch is not None:
+            watch.touched.add(key)
         if watch is None or key in watch.written or not (watch.is_noting or key in watch.refused):
             return
         space = vars(module)
         value = space["_buffers"].get(name, space.get(name))
-        if isinstance(value, (Tensor, list, dict, set, deque)):
-            used = _use_above(2)
-            if used in _RESETS:
+        if isinstance(value, (Tensor, list, dict, set, deque)) or fields_of(value) is not None:
+            use = _use_above(value, 2)
+            if use is _Use.RESET:
                 self._written(key, watch)
-                return
-            if used in _ADDS and not isinstance(value, Tensor):
+            if use is not _Use.READ:
                 return
         if key in watch.refused:
-            watch.refusal = self._refuse(key, bool(self._between))
-            raise watch.refusal
+            self._raise(key, watch)
         watch.seen.add(key)
 
 
-def _use_above(depth: int) -> str | None:
-    """Return the attribute that code above this takes of the value that it reads now; "add" if it sets an item."""
+class _Use(Enum):
+    """Uses of an attribute's value."""
+
+    READ = "read"
+    ADD = "add"  # it reads nothing of the value, and does not overwrite all of it
+    RESET = "reset"
+
+
+def _use_above(value: Any, depth: int) -> _Use:
+    """Return the use of a value that the code above this reads now."""
     frame = sys._getframe(depth + 1)
     following = (one for one in dis.get_instructions(frame.f_code) if one.offset > frame.f_lasti)
-    first, second = next(following, None), next(following, None)
-    if first is not None and first.opname in _LOADS and second is not None and second.opname == "STORE_SUBSCR":
-        return "add"
-    return first.argval if first is not None and first.opname in ("LOAD_ATTR", "LOAD_METHOD") else None
+    is_part = False
+    while True:
+        first = next(following, None)
+        if first is None:
+            return _Use.READ
+        fields = None if isinstance(value, (Tensor, list, dict, set, deque)) else fields_of(value)
+        if fields is None or first.opname not in _ATTRIBUTES:
+            break
+        if first.argval not in fields:
+            return _Use.READ
+        value, is_part = fields[first.argval], True
+    if fields is not None:
+        return _Use.ADD if first.opname == "STORE_ATTR" else _Use.READ
+    if not isinstance(value, (Tensor, list, dict, set, deque)):
+        return _Use.READ
+    second = next(following, None)
+    if first.opname in _LOADS and second is not None and second.opname == "STORE_SUBSCR":
+        return _Use.ADD
+    if first.opname in _ATTRIBUTES and first.argval in _RESETS:
+        return _Use.ADD if is_part else _Use.RESET
+    is_added = first.opname in _ATTRIBUTES and first.argval in _ADDS and not isinstance(value, Tensor)
+    return _Use.ADD if is_added else _Use.READ

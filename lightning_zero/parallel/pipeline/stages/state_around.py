@@ -32,23 +32,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.errors import PipelineError
-from lightning_zero.parallel.module_state import fields_of
+from lightning_zero.parallel.module_state import fields_of, unregistered_modules
 from lightning_zero.parallel.pipeline.stages.attribute_reads import AttributeReads, Key, Watch
 from lightning_zero.parallel.pipeline.stages.split import Split
-from lightning_zero.parallel.pipeline.stages.state_values import (
-    MOST_BYTES,
-    Appended,
-    Fields,
-    Mark,
-    assign,
-    differ,
-    fingerprint,
-    has_fake,
-    mark,
-    packed_change,
-    take_fields,
-    unpacked,
-)
+from lightning_zero.parallel.pipeline.stages.state_marks import MOST_BYTES, Mark, differ, fingerprint, has_fake, mark
+from lightning_zero.parallel.pipeline.stages.state_values import Packing, Taking, Untaken
 
 __all__ = ["Change", "StateAround"]
 
@@ -58,7 +46,6 @@ _SENT = (
     f"numbers, strings, tensors of up to {MOST_BYTES} bytes without a graph, and lists, dictionaries and attributes of"
     " objects of them"
 )
-_PLAIN = (bool, int, float, complex, str, type(None))
 _OF_MODULES = frozenset(vars(nn.Module()))
 _FRAMEWORKS = ("lightning", "pytorch_lightning")
 
@@ -78,14 +65,13 @@ class Change:
     Attributes:
         key: Module and attribute.
         is_buffer: It is a module buffer.
-        is_in_place: The object is the same as before the batch.
         value: The new one.
         fingerprint: Of a value that is not sent and that code in front of the blocks may have changed; else None.
+            ``UNSENT`` if code behind the blocks is known to change it.
     """
 
     key: Key
     is_buffer: bool
-    is_in_place: bool
     value: Any
     fingerprint: Any = None
 
@@ -98,11 +84,13 @@ class _View:
         values: Fingerprints.
         changed: Keys that this batch has changed.
         read: The last micro-batch that has read a key before it has written it.
+        touched: Keys that were read or written in any way.
     """
 
     values: dict[Key, Any]
     changed: set[Key]
     read: dict[Key, int]
+    touched: set[Key]
 
 
 class _Kept:
@@ -118,6 +106,7 @@ class _Kept:
         all: These, and modules with a place that other stages run.
         ignored: Names of attributes that are not looked at.
         reset: Keys of modules with a place that code behind the blocks changes.
+        before: Values before the batch, and their marks.
     """
 
     def __init__(self, module: nn.Module, split: Split, stage: int) -> None:
@@ -127,16 +116,17 @@ class _Kept:
                   for child in module.get_submodule(place.name).modules()}  # fmt: skip
         inside |= {id(child) for metric in filter(_is_metric, module.modules()) for child in metric.modules()}
         self.around = {name: child for name, child in module.named_modules() if id(child) not in inside}
+        self.around |= _modules_in_containers(module, split)
         self._placed = _modules_elsewhere(module, split, stage)
         self.all = {**self._placed, **self.around}
         self.ignored = _OF_MODULES.union(*map(_of_framework, {type(child) for child in self.around.values()}))
         self.reset: set[Key] = set()
-        self._before: dict[Key, tuple[Any, Any]] = {}  # object and mark
+        self.before: dict[Key, tuple[Any, Any]] = {}
 
     def begin(self, *, is_new: bool) -> None:
         """Mark all values; also those of modules with a place, if it is the first batch of a kind."""
         items = self._items_of(self.all) if is_new else self.items()
-        self._before = {key: (value, mark(value)) for key, _, value in items}
+        self.before = {key: (value, mark(value, is_kept=True)) for key, _, value in items}
 
     def items(self) -> Iterator[tuple[Key, bool, Any]]:
         """Yield keys, whether they are module buffers, and values of everything that is kept alike."""
@@ -163,20 +153,16 @@ class _Kept:
         """Say whether a value is another one than before the batch, or has changed in place."""
         child = self.all[key[0]]
         value = child._buffers.get(key[1], vars(child).get(key[1], Mark.MISSING))
-        before = self._before.get(key)
+        before = self.before.get(key)
         return before is None or before[0] is not value or before[1] != mark(value)
 
     def changed(self) -> set[Key]:
         """Return the keys of all values that have changed."""
-        return {key for key in {key for key, _, _ in self.items()} | self._before.keys() if self.has_changed(key)}
-
-    def before(self, key: Key) -> tuple[Any, Any]:
-        """Return the object before the batch, and its mark."""
-        return self._before.get(key, (Mark.MISSING, None))
+        return {key for key in {key for key, _, _ in self.items()} | self.before.keys() if self.has_changed(key)}
 
     def all_keys(self) -> set[Key]:
         """Return the keys that are kept alike, now or before the batch."""
-        before = {key for key in self._before if key[0] in self.around or key in self.reset}
+        before = {key for key in self.before if key[0] in self.around or key in self.reset}
         return before | {key for key, _, _ in self.items()}
 
     def changed_in_places(self) -> dict[Key, Any]:
@@ -205,6 +191,7 @@ class StateAround:
         self._kept = _Kept(module, split, stage)
         self._watching = AttributeReads(self._kept.all, self._kept.around, self._kept.ignored, self._refusal)
         self._root = type(module).__name__
+        self._is_last = stage == (split.num_chunks - 1) % split.stages
         self._split = split
         self._device = device
         self._is_repeated = is_repeated
@@ -212,6 +199,7 @@ class StateAround:
         self._behind: dict[str, dict[int, set[Key]]] = {}  # changed behind a chunk, by name of the step's method
         self._reads: dict[str, dict[int, set[Key]]] = {}  # in later micro-batches of first batches, likewise
         self._stale: set[Key] = set()  # that the last stage has not sent
+        self._sent: dict[str, set[Key]] = {}  # that it has sent, which the others may have changed since, likewise
         # - The batch that is running
         self._name = ""  # of its method
         self._is_noting = False
@@ -229,8 +217,11 @@ class StateAround:
         for (name, key), value in buffers.items():
             space: dict[str, Any] = self._kept.around[name]._buffers
             old = space.get(key)
-            device = self._device if old is None else old.device
-            assign(space, key, old, value.to(device), is_in_place=True)
+            if old is None or old.shape != value.shape:
+                space[key] = value.to(self._device if old is None else old.device)
+            else:
+                with torch.inference_mode(old.is_inference()), torch.no_grad():
+                    old.copy_(value)
 
     def begin(self, name: str, *, is_new: bool) -> None:
         """Begin a batch.
@@ -256,10 +247,13 @@ class StateAround:
         with nullcontext() if watch is None else self._watching.watched(watch):
             yield
         if self._is_noting:
-            read = self._views[chunk].read if chunk in self._views else {}
-            read.update(dict.fromkeys(() if watch is None else watch.seen, index))
+            before = self._views.get(chunk)
+            read, touched = ({}, set()) if before is None else (before.read, before.touched)
+            if watch is not None:
+                read.update(dict.fromkeys(watch.seen, index))
+                touched |= watch.touched
             values = {key: fingerprint(value) for key, _, value in self._kept.items()}
-            self._views[chunk] = _View(values, self._kept.changed(), read)
+            self._views[chunk] = _View(values, self._kept.changed(), read, touched)
 
     def _watch_of(self, chunk: int, index: int) -> Watch | None:
         is_last = chunk == self._split.num_chunks - 1
@@ -316,8 +310,8 @@ class StateAround:
 
     def _is_behind(self, key: Key, view: _View, last: _View) -> bool:
         """Say whether code behind a chunk has changed a value."""
-        if key not in last.changed and (not self._is_repeated or key not in view.changed):
-            return False  # if stages have different values, they had them before
+        if key not in last.changed and not (self._is_repeated and key in view.changed & last.touched):
+            return False  # the stages had different values before, or the last one runs no code that changes it
         if key in last.values and last.values[key] is None:  # a fake, whose value an earlier stage has
             return key in last.changed and key not in view.changed
         return differ(view.values.get(key, Mark.MISSING), last.values.get(key, Mark.MISSING))
@@ -328,8 +322,9 @@ class StateAround:
             if differ(view.values.get(key, Mark.MISSING), last.values.get(key, Mark.MISSING)):
                 raise PipelineError(
                     f"`{'.'.join(filter(None, key))}` of `{self._root}` is changed on the pipeline stage of chunk"
-                    f" {chunk} alone, and read on the last stage: a hook on a block, or a block, has taken it from"
-                    " values (`output.norm().item()`) that the last stage does not have. Keep a tensor"
+                    f" {chunk} alone, and read on the last stage: by code for rank 0 (`if self.global_rank == 0`,"
+                    " `@rank_zero_only`), which is to run on all ranks then, or by a block or a hook on one, from"
+                    " values (`output.norm().item()`) that the last stage does not have: keep a tensor"
                     " (`output.norm().detach()`), which is sent."
                 )
 
@@ -349,15 +344,23 @@ class StateAround:
         """Return the state that this batch has changed, on the last stage."""
         known = set().union(*self._behind.get(self._name, {}).values()) if self._is_repeated else set()
         now = {key: (is_buffer, value) for key, is_buffer, value in self._kept.items()}
+        sent = self._sent.setdefault(self._name, set())
+        packing = Packing(self._kept.before, self._device)
         found = []
         for key in sorted(self._kept.all_keys()):
             is_buffer, value = now.get(key, (False, Mark.MISSING))
-            if key in known or self._kept.has_changed(key):
-                before, was = self._kept.before(key)
-                is_in_place = before is value
-                packed = packed_change(value, was, self._device, is_in_place=is_in_place)
-                is_told = packed is Mark.UNSENT and key not in known and self._is_repeated
-                found.append(Change(key, is_buffer, is_in_place, packed, fingerprint(value) if is_told else None))
+            has_changed = self._kept.has_changed(key)
+            if key in known or has_changed or key in sent:
+                pack = packing.pack if key in known or has_changed else packing.unchanged
+                packed = pack(key, value)
+                sent.add(key)
+                is_elsewhere = has_fake(value)
+                (self._stale.add if is_elsewhere else self._stale.discard)(key)
+                told = None
+                if packed is Mark.UNSENT and self._is_repeated and not is_elsewhere:
+                    told = Mark.UNSENT if key in known else fingerprint(value)
+                found.append(Change(key, is_buffer, packed, told))
+        self._watching.watch_between_steps(self._stale)
         return found
 
     def take(self, changes: Iterable[Change]) -> None:
@@ -367,27 +370,23 @@ class StateAround:
             PipelineError: A micro-batch of this batch has read an old value.
         """
         behind = self._behind.setdefault(self._name, {})
-        filled: dict[int, Any] = {}  # objects that were filled, which other attributes may hold as well
-        for change in changes:
+        ordered = sorted(changes, key=lambda change: change.value is not Mark.UNSENT)  # others may refer to these
+        taking = Taking(self._kept.before, self._stale, self._device)
+        for change in ordered:
             if self._is_repeated or not self._kept.has_changed(change.key):  # by code that the last stage does not run
                 known = set().union(*behind.values())
-                old = self._kept.space(change.key, is_buffer=change.is_buffer).get(change.key[1])
-                differs = self._take(change) or id(old) in filled
-                if differs and change.is_in_place and not isinstance(old, _PLAIN):
-                    filled[id(old)] = old
+                differs = self._take(change, taking)
                 if differs and change.key in self._kept.reset:
                     self._require_one_microbatch(change.key)
                 elif differs and change.key not in known:
                     self._note_behind(change.key)
         self._watching.watch_between_steps(self._stale)
 
-    def _take(self, change: Change) -> bool:
+    def _take(self, change: Change, taking: Taking) -> bool:
         """Take over a value; say whether this stage had another one."""
         key = change.key
         space = self._kept.space(key, is_buffer=change.is_buffer)
         old = space.get(key[1], Mark.MISSING)
-        if isinstance(change.value, Appended):
-            return self._take_items(key, old, change.value)
         if change.value is Mark.UNSENT:
             is_same = self._kept.has_changed(key) and not has_fake(old)
             if is_same and change.fingerprint is not None:
@@ -395,29 +394,16 @@ class StateAround:
             if not is_same:
                 self._stale.add(key)
             return not is_same
-        new = unpacked(change.value, self._device)
-        if isinstance(new, Fields):
-            return self._take_fields(key, old, new)
-        self._stale.discard(key)
-        differs = differ(fingerprint(old), fingerprint(new)) or has_fake(old)
-        if differs:
-            assign(space, key[1], old, new, is_in_place=change.is_in_place)
-        return differs
-
-    def _take_fields(self, key: Key, old: Any, new: Fields) -> bool:
-        differs = None if key in self._stale else take_fields(old, new)
-        if differs is None:
-            self._stale.add(key)
-        return differs is not False
-
-    def _take_items(self, key: Key, old: Any, appended: Appended) -> bool:
-        if type(old) is not list or len(old) < appended.start or key in self._stale:
+        try:
+            new, differs = taking.take(change.value, old)
+        except Untaken:
             self._stale.add(key)
             return True
-        mine, items = old[appended.start :], unpacked(appended.items, self._device)
-        differs = differ(fingerprint(mine), fingerprint(items)) or has_fake(mine)
-        if differs:
-            old[appended.start :] = items
+        self._stale.discard(key)
+        if new is Mark.MISSING:
+            space.pop(key[1], None)
+        elif new is not old:
+            space[key[1]] = new
         return differs
 
     def _note_behind(self, key: Key) -> None:
@@ -437,6 +423,12 @@ class StateAround:
     def _refusal(self, key: Key, is_between: bool) -> PipelineError:
         if not is_between:
             return self._error(key, None)
+        if self._is_last:
+            return PipelineError(
+                f"`{'.'.join(filter(None, key))}` of `{self._root}` is read between two steps on the last pipeline"
+                " stage, which does not have its value: an earlier stage has computed it. Log it in the step"
+                " (`self.log`), or let code after the blocks keep a value that they use."
+            )
         return PipelineError(
             f"`{'.'.join(filter(None, key))}` of `{self._root}` is changed by a step after the blocks of"
             f" `{self._split.blocks}`, and read between two steps on a pipeline stage that does not have the new value:"
@@ -464,6 +456,18 @@ class StateAround:
 def _is_metric(module: nn.Module) -> bool:
     """Say whether a module is a metric, whose states are merged."""
     return any(cls.__module__.startswith("torchmetrics.") for cls in type(module).__mro__)
+
+
+def _modules_in_containers(module: nn.Module, split: Split) -> dict[str, nn.Module]:
+    """Return the modules in plain lists, dictionaries and objects around the blocks, with their submodules."""
+    places = [module.get_submodule(place.name) for place in split.places]
+    inside = {id(child) for place in places for _, held in unregistered_modules(place) for child in held.modules()}
+    found: dict[str, nn.Module] = {}
+    for number, (name, held) in enumerate(unregistered_modules(module)):
+        for key, child in held.named_modules(prefix=f"{name.partition('.')[2]}[{number}]"):
+            if id(child) not in inside and not isinstance(child, torch.jit.ScriptModule) and not _is_metric(child):
+                found[key] = child
+    return found
 
 
 def _modules_elsewhere(module: nn.Module, split: Split, stage: int) -> dict[str, nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copyreg import _reconstructor  # type: ignore[attr-defined]
 from functools import cache
 from typing import Any
@@ -11,11 +12,21 @@ from torch import nn
 __all__ = ["original_class", "subclass_of"]
 
 
-def subclass_of(cls: type[nn.Module], names: dict[str, Any]) -> type[nn.Module]:
-    """Return a subclass of the same name with other methods; ``type(module).total = ...`` changes ``cls`` itself."""
+def subclass_of(
+    cls: type[nn.Module], names: dict[str, Any], *, copied: Callable[[nn.Module], None] | None = None
+) -> type[nn.Module]:
+    """Return a subclass of the same name with other methods; ``type(module).total = ...`` changes ``cls`` itself.
+
+    Args:
+        cls: The class.
+        names: The methods.
+        copied: Is called with a module before it is copied or pickled.
+    """
 
     def reduce(module: nn.Module, protocol: Any) -> Any:
         """Let copies and pickles be of the original class."""
+        if copied is not None:
+            copied(module)
         reduced = cls.__reduce_ex__(module, protocol)
         if isinstance(reduced, str):
             return reduced
