@@ -3,9 +3,9 @@
 Note [Metrics]
     Metric objects are updated on the last stage, micro-batch by micro-batch. Afterwards their states go to the other
     stages, so every rank computes them, over the ranks of its own stage: one per copy of the model. The value of a step
-    is that of all its micro-batches together: the metric starts a step empty, is computed at its end, and is merged
-    with the states it held. A metric whose states cannot be merged is right at the end of an epoch, and refused in a
-    step.
+    is that of all its micro-batches together: the states of the metric's calls are collected, and computed at the end.
+    A metric whose states cannot be merged is right at the end of an epoch, and refused in a step of several
+    micro-batches.
     Wrappers of torchmetrics count no updates. The metrics inside of them are treated like any other, and the numbers
     and tensors of a wrapper's own (the window of a running mean) go to the other stages as they are.
 """
@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,25 +82,28 @@ class Logs:
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        self.on_rank_zero = RankZeroCalls(module)
+        self.on_rank_zero = RankZeroCalls(module, partial(_Metrics, self._note_read))
         self._calls: dict[str, dict[int, _Call]] = {}  # by key, by micro-batch
         self._sizes: dict[int, int] = {}  # samples of the micro-batches that have run
+        self._read: set[str] = set()  # names whose values later micro-batches have read of the Trainer
         # - The run that is recorded
         self._index = 0  # of its micro-batch
         self._numbers: Counter[str] = Counter()  # of its calls
+        self._names: set[str] = set()  # under which it has logged
 
     @contextmanager
     def microbatch(self, index: int, size: int) -> Iterator[None]:
         """Record calls of a run of a micro-batch with a number of samples, by which values are averaged."""
         self._index, self._sizes[index] = index, size
         self._numbers.clear()
+        self._names.clear()
         self.on_rank_zero.begin(index)
         yield
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record instead of logging, also calls of a ``self.log`` that was bound before."""
-        self._calls, self._sizes = {}, {}
+        self._calls, self._sizes, self._read = {}, {}, set()
         results = getattr(getattr(self._module, "_trainer", None), "_results", None)
         with ExitStack() as stack:
             stack.enter_context(self.on_rank_zero.recording())
@@ -115,6 +119,7 @@ class Logs:
         options = {**dict(zip(names, args, strict=False)), **options}
         key = f"{name}/{options.get('on_step')}/{options.get('on_epoch')}"
         self._numbers[key] += 1
+        self._names.add(name)
         of_key = self._calls.setdefault(f"{key}/{self._numbers[key]}", {})
         if self._index in of_key and is_fake(value):  # another chunk of this stage has computed it
             return
@@ -151,14 +156,80 @@ class Logs:
         reduced = _reduced(values, [one.weight for one in computed], options.get("reduce_fx", "mean"))
         return LoggedValue(key, name, reduced.cpu(), None, options)
 
+    def _note_read(self, key: str) -> None:
+        """Refuse a read of a logged value that this step has logged: the Trainer has that of the batch before."""
+        name = key.removesuffix("_step").removesuffix("_epoch")
+        earlier = (call.name for calls in self._calls.values() for index, call in calls.items() if index < self._index)
+        if {key, name} & self._names.union(earlier):
+            raise _is_read(key)
+        if self._index > 0:
+            self._read |= {key, name}
+
     def replay(self, logged: Sequence[LoggedValue], sync_group: Any, device: torch.device) -> None:
-        """Log on this rank; values averaged over ranks are averaged over the copies of the model. Collective then."""
+        """Log on this rank; values averaged over ranks are averaged over the copies of the model. Collective then.
+
+        Raises:
+            PipelineError: A micro-batch has read a value that an earlier one logs.
+        """
+        for name in sorted(self._read & {one.name for one in logged}):
+            raise _is_read(name)
         for one in logged:
             options = dict(one.options)
             if options.get("sync_dist") and options.get("sync_dist_group") is None:
                 options["sync_dist_group"] = sync_group
             value = self._module.get_submodule(one.metric) if one.metric is not None else one.value.to(device)
             self._module.log(one.name, value, **options)
+
+
+def _is_read(name: str) -> PipelineError:
+    return PipelineError(
+        f"A step reads {name!r} of the Trainer's logged values (`trainer.callback_metrics`) and logs it itself. Stages"
+        " of a pipeline log after the batch, so that the value would be that of the batch before. Keep the value in a"
+        " variable or an attribute, or read it in `on_train_batch_end`."
+    )
+
+
+class _Metrics(dict[str, Any]):
+    """A dictionary of the Trainer's logged values that notes which ones are read."""
+
+    def __init__(self, note: Callable[[str], None], values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self._note = note
+
+    def __getitem__(self, name: str) -> Any:
+        self._note(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a value."""
+        self._note(name)
+        return super().get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        self._note(str(name))
+        return super().__contains__(name)
+
+    def __iter__(self) -> Iterator[str]:
+        for name in super().__iter__():
+            self._note(name)
+            yield name
+
+    def keys(self) -> Any:
+        """Return the names."""
+        return dict(self._noted()).keys()
+
+    def values(self) -> Any:
+        """Return the values."""
+        return dict(self._noted()).values()
+
+    def items(self) -> Any:
+        """Return names and values."""
+        return dict(self._noted()).items()
+
+    def _noted(self) -> Iterator[tuple[str, Any]]:
+        for name, value in super().items():
+            self._note(name)
+            yield name, value
 
 
 _OF_RESULTS = ("sync_dist_fn", "metric_attribute")  # options that Lightning makes of those of a call
@@ -168,7 +239,7 @@ class MetricStates:
     """The metric objects of a module over a step of several micro-batches, and their way to the other stages.
 
     Call protocol:
-        1. ``begin`` before the micro-batches.
+        1. ``begin`` before the micro-batches, which run in ``recording``.
         2. ``collect`` behind them, on the last stage.
         3. ``apply`` on the other stages.
 
@@ -189,6 +260,7 @@ class MetricStates:
         self._metrics: dict[str, Metric] = {}
         self._wrappers: dict[str, WrapperMetric] = {}
         self._held: dict[str, tuple[int, dict[str, Any]]] = {}  # states before the step
+        self._of_forwards: dict[str, dict[str, Any]] = {}  # states of its calls, of metrics that can be merged
         self._attributes: dict[str, dict[str, Any]] = {}  # of the wrappers before the step
         self._caches: dict[str, Any] = {}  # of the wrappers before the step
 
@@ -233,23 +305,44 @@ class MetricStates:
         return torch.zeros(())
 
     def begin(self) -> None:
-        """Store the states of the metrics, and reset those that can be merged."""
+        """Store the states of the metrics."""
         self._share_in_groups()
         found = self._found()
         self._wrappers = {name: one for name, one in found.items() if isinstance(one, WrapperMetric)}
         self._metrics = {name: one for name, one in found.items() if name not in self._wrappers}
         self._attributes = {name: _attributes(wrapper) for name, wrapper in self._wrappers.items()}
         self._caches = {name: vars(wrapper).get("_forward_cache") for name, wrapper in self._wrappers.items()}
-        self._held = {}
+        self._held, self._of_forwards = {}, {}
         for name, metric in self._metrics.items():
             metric.process_group = metric.process_group or self._group
             states = {key: _copy(value) for key, value in metric.metric_state.items()}
             self._held[name] = (metric._update_count, states)
-        for metric in self._metrics.values():
-            if _is_mergeable(metric):
-                metric.reset()
 
-    def collect(self, logged: Sequence[LoggedValue]) -> dict[str, Any]:
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Collect the states of calls of metrics, which give a step's value."""
+        metrics = {name: one for name, one in self._metrics.items() if _is_mergeable(one)}
+        for name, metric in metrics.items():
+            vars(metric)["_reduce_states"] = partial(self._reduce, name, metric)
+        try:
+            yield
+        finally:
+            for metric in metrics.values():
+                vars(metric).pop("_reduce_states", None)
+
+    def _reduce(self, name: str, metric: Metric, before: dict[str, Any]) -> None:
+        """Merge the states of a call, which a metric has, with those before it."""
+        reduce: Any = type(metric)._reduce_states
+        of_call = {key: _copy(value) for key, value in metric.metric_state.items()}
+        if name in self._of_forwards:
+            reduce(metric, self._of_forwards[name])
+            self._of_forwards[name] = {key: _copy(value) for key, value in metric.metric_state.items()}
+            _bind(metric, of_call)
+        else:
+            self._of_forwards[name] = of_call
+        reduce(metric, before)
+
+    def collect(self, logged: Sequence[LoggedValue], num_microbatches: int) -> dict[str, Any]:
         """Finish the step on the last stage and return its metric states for the others, in host memory."""
         in_step = {one.metric for one in logged if one.metric and one.options.get("on_step", True) is not False}
         self._require_known()
@@ -257,27 +350,22 @@ class MetricStates:
         message: dict[str, Any] = {name: changed for name in self._wrappers if (changed := self._changed(name))}
         for name, metric in self._metrics.items():
             held, states = self._held[name]
-            mergeable = _is_mergeable(metric)
-            if metric._update_count == (0 if mergeable else held):
-                _set(metric, held, states)
+            now = metric.metric_state
+            if metric._update_count == held and all(_is_same(states[key], value) for key, value in now.items()):
                 continue
-            if not mergeable and name in in_step and metric._forward_cache is not None:
-                raise PipelineError(
-                    f"The value of `{name}` in a step cannot be told from its micro-batches, because"
-                    f" `{type(metric).__name__}` cannot merge states. Log it with `on_step=False, on_epoch=True`."
-                )
-            new = {key: value[0:] if isinstance(value, list) else value for key, value in metric.metric_state.items()}
-            if mergeable:
-                if metric._forward_cache is not None:
-                    metric._forward_cache = _compute_here(metric)
-                metric._update_count += held
-                if held:
-                    metric._reduce_states(states)
-            lists = {key: new[key] if mergeable else new[key][len(states[key]) :] for key in new
-                     if isinstance(new[key], list)}  # fmt: skip
-            tensors = {key: value for key, value in metric.metric_state.items() if not isinstance(value, list)}
-            message[name] = (metric._update_count, _to(tensors, "cpu"), _to(lists, "cpu"),
-                             _to(metric._forward_cache, "cpu"))  # fmt: skip
+            if num_microbatches > 1 and metric._forward_cache is not None:
+                if name in self._of_forwards:
+                    metric._forward_cache = _computed_of(metric, self._of_forwards[name])
+                elif name in in_step and not _is_mergeable(metric):
+                    raise PipelineError(
+                        f"The value of `{name}` in a step cannot be told from its micro-batches, because"
+                        f" `{type(metric).__name__}` cannot merge states. Log it with `on_step=False, on_epoch=True`,"
+                        " or use `Pipeline(microbatches=1)`."
+                    )
+            lists = {key: (kept := _num_same(states[key], value), _to(value[kept:], "cpu"))
+                     for key, value in now.items() if isinstance(value, list)}  # fmt: skip
+            tensors = {key: value for key, value in now.items() if not isinstance(value, list)}
+            message[name] = (metric._update_count, _to(tensors, "cpu"), lists, _to(metric._forward_cache, "cpu"))
         return message
 
     def _require_known(self) -> None:
@@ -310,8 +398,8 @@ class MetricStates:
                 _set(metric, held, states)
                 continue
             count, tensors, lists, cache = message[name]
-            tails = {key: states[key] + _to(tail, metric.device) for key, tail in lists.items()}
-            _set(metric, count, {**_to(tensors, metric.device), **tails})
+            whole = {key: states[key][:kept] + _to(tail, metric.device) for key, (kept, tail) in lists.items()}
+            _set(metric, count, {**_to(tensors, metric.device), **whole})
             metric._forward_cache = _to(cache, metric.device)
 
 
@@ -337,8 +425,10 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def _is_mergeable(metric: Metric) -> bool:
     reductions = [getattr(one, "__name__", None) for one in metric._reductions.values()]
-    return metric.full_state_update is False and all(
-        name in ("dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min") for name in reductions
+    return (
+        metric.full_state_update is False
+        and not metric.dist_sync_on_step
+        and all(name in ("dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min") for name in reductions)
     )
 
 
@@ -366,19 +456,39 @@ class _Mark:
 
 
 def _set(metric: Metric, count: int, states: dict[str, Any]) -> None:
-    for key, value in states.items():
-        setattr(metric, key, value)
+    _bind(metric, states)
     metric._update_count = count
     metric._computed = None
 
 
-def _compute_here(metric: Metric) -> Any:
-    """Compute a metric of this rank's states alone."""
+def _bind(metric: Metric, states: dict[str, Any]) -> None:
+    for key, value in states.items():
+        setattr(metric, key, value)
+
+
+def _computed_of(metric: Metric, states: dict[str, Any]) -> Any:
+    """Compute a metric of other states, on this rank alone."""
+    now, computed = metric.metric_state, metric._computed
     metric._to_sync, metric._should_unsync, metric._computed = False, False, None
     try:
+        _bind(metric, states)
         return metric.compute()
     finally:
-        metric._to_sync, metric._should_unsync, metric._computed = metric.sync_on_compute, True, None
+        metric._to_sync, metric._should_unsync, metric._computed = metric.sync_on_compute, True, computed
+        _bind(metric, now)
+
+
+def _num_same(before: list[Any], now: list[Any]) -> int:
+    """Return with how many of its earlier items a list begins: all of them, or none."""
+    is_grown = len(now) >= len(before) and all(one is two for one, two in zip(before, now, strict=False))
+    return len(before) if is_grown else 0
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    """Say whether a state has the values of its copy."""
+    if isinstance(now, list):
+        return isinstance(before, list) and len(before) == len(now) == _num_same(before, now)
+    return isinstance(before, Tensor) and before.dtype == now.dtype and torch.equal(before, now)
 
 
 def _copy(value: Any) -> Any:

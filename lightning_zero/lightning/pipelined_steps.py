@@ -170,7 +170,7 @@ class PipelinedSteps:
                 "training_step", batch, rest=rest, context=context, number=self._pipeline.num_microbatches
             )
         self.runner.hooks.require_none()  # it has run the step
-        with self._denominated(step), self._logs.recording(), torch.enable_grad():
+        with self._denominated(step), self._logs.recording(), self._metrics.recording(), torch.enable_grad():
             outputs = self.runner.train(step, loss_of, reduces=reduces)
         if reduces:
             self.runner.hooks.add_joined(self._steps.sum_shared_gradients())
@@ -369,7 +369,7 @@ class PipelinedSteps:
         self._metrics.begin()
         self._trainer_state.begin()
         step = self._prepare(name, batch, rest=rest, context=context, number=1)
-        with self._logs.recording():
+        with self._logs.recording(), self._metrics.recording():
             return self.runner.evaluate(step, name)
 
     # -- Messages between stages ---------------------------------------------------------------------------------------
@@ -379,7 +379,7 @@ class PipelinedSteps:
         message: list[Any] = [None] * 7
         if self.runner.is_last:
             logged = self._logs.merged()
-            metrics, changes = self._metrics.collect(logged), self.runner.around.changes()
+            metrics, changes = self._metrics.collect(logged, len(self._sizes)), self.runner.around.changes()
             draws, told, of_trainer = self._draws.told(), self._logs.on_rank_zero.told(), self._trainer_state.changes()
             message = [value, logged, metrics, changes, draws, told, of_trainer]
         last = self.runner.last_stage

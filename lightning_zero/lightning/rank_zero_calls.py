@@ -2,8 +2,9 @@
 
 Note [Code for rank 0]
     Only the last stage runs code behind the blocks, and rank 0 is on the first one. ``self.print`` and ``log_metrics``
-    of loggers are recorded per micro-batch, like ``self.log``. A step that asks by itself whether it runs on rank 0, or
-    uses ``logger.experiment``, cannot be served in this way: nothing happens, and a warning says so.
+    of loggers are recorded per micro-batch, like ``self.log``. A step that asks by itself whether it runs on rank 0,
+    uses ``logger.experiment`` or calls other methods of loggers cannot be served in this way: nothing happens on rank
+    0, and a warning says so.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from inspect import getattr_static
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import lightning.fabric.loggers.logger as fabric_loggers
@@ -57,15 +60,18 @@ class RankZeroCalls:
 
     Args:
         module: The LightningModule.
+        metrics_of: Returns what the program gets for a dictionary of the Trainer's logged values.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, metrics_of: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self._module = module
         self._calls: dict[int, list[_Call]] = {}  # by micro-batch
         self._index = 0  # of the micro-batch that runs
         self._uses: set[tuple[str, str]] = set()  # by steps on this rank, with their lines
         self._has_warned = False
-        self._class_of = cache(partial(_asked, self._note))  # of trainers
+        self._class_of = cache(partial(_asked, self._note, metrics_of))  # of trainers
+        self._strategy_class_of = cache(partial(_asked, self._note, None))
+        self._logger_class_of = cache(partial(_called, self._note))
         self._experiment = _experiment(self._note)  # of loggers on other ranks than 0
 
     def begin(self, index: int) -> None:
@@ -84,8 +90,10 @@ class RankZeroCalls:
             for number, logger in enumerate(loggers):
                 record = partial(self._record, number, "log_metrics")
                 stack.enter_context(replaced(logger, "log_metrics", record))
+                stack.enter_context(_of_class(logger, self._logger_class_of))
             if trainer is not None:
                 stack.enter_context(_of_class(trainer, self._class_of))
+                stack.enter_context(_of_class(trainer.strategy, self._strategy_class_of))
             stack.enter_context(replaced(fabric_loggers, "_DummyExperiment", self._experiment))
             yield
 
@@ -130,9 +138,9 @@ class RankZeroCalls:
             found = ", ".join(f"`{name}` ({line})" for name, line in sorted(uses))
             rank_zero_warn(
                 f"A step uses {found} where only the last pipeline stage runs it, which is not rank 0: code for rank 0"
-                " does nothing there. `self.log`, `self.print` and `self.logger.log_metrics` work. For the rest keep"
-                " the value in an attribute of the LightningModule, and use it in `on_train_batch_end` or"
-                " `on_validation_batch_end`, which run on all ranks."
+                " does nothing there, and the loggers of rank 0 are not called. `self.log`, `self.print` and"
+                " `self.logger.log_metrics` work. For the rest keep the value in an attribute of the LightningModule,"
+                " and use it in `on_train_batch_end` or `on_validation_batch_end`, which run on all ranks."
             )
 
 
@@ -152,17 +160,27 @@ def replaced(value: Any, name: str, by: Any) -> Iterator[None]:
 
 @contextmanager
 def _of_class(value: Any, cls: Callable[[type], type]) -> Iterator[None]:
-    """Give an object another class for a while, made of its own."""
+    """Give an object another class for a while, made of its own, if its class allows that."""
     before = type(value)
-    value.__class__ = cls(before)
+    try:
+        value.__class__ = cls(before)
+    except TypeError:  # it has slots, or is final
+        yield
+        return
     try:
         yield
     finally:
         value.__class__ = before
 
 
-def _asked(note: Callable[[str, int], None], cls: type) -> type:
-    """Return a class of trainers that call ``note`` where a program asks them for the rank."""
+def _asked(note: Callable[[str, int], None], metrics_of: Any, cls: type) -> type:
+    """Return a class of trainers and strategies that call ``note`` where a program asks them for the rank.
+
+    Args:
+        note: Is called with the name, and the depth of the frame that asks.
+        metrics_of: Returns what a program gets for a dictionary of logged values; None for a strategy.
+        cls: Their own class.
+    """
 
     def property_of(name: str) -> Any:
         def read(trainer: Any) -> Any:
@@ -172,7 +190,28 @@ def _asked(note: Callable[[str, int], None], cls: type) -> type:
 
         return property(read)
 
-    names = {name: property_of(name) for name in ("is_global_zero", "global_rank")}
+    def metrics(name: str) -> Any:
+        return property(lambda trainer: metrics_of(getattr(super(found, trainer), name)))
+
+    names = {name: property_of(name) for name in ("is_global_zero", "global_rank", "local_rank") if hasattr(cls, name)}
+    if metrics_of is not None:
+        names |= {name: metrics(name) for name in ("callback_metrics", "logged_metrics", "progress_bar_metrics")}
+    found = type(cls.__name__, (cls,), {**names, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    return found
+
+
+def _called(note: Callable[[str, int], None], cls: type) -> type:
+    """Return a class of loggers that call ``note`` where a program calls one of their methods."""
+
+    def method_of(name: str) -> Any:
+        def call(logger: Any, *args: Any, **kwargs: Any) -> Any:
+            note(f"logger.{name}", 2)
+            return getattr(super(found, logger), name)(*args, **kwargs)
+
+        return call
+
+    public = (name for name in dir(cls) if not name.startswith("_"))
+    names = {name: method_of(name) for name in public if isinstance(getattr_static(cls, name), FunctionType)}
     found = type(cls.__name__, (cls,), {**names, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
     return found
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from transformers.utils import ModelOutput
 
 from lightning_zero.config import Pipeline
+from lightning_zero.errors import PipelineError
 from lightning_zero.lightning.strategy import ZeroStrategy
 from tests.lightning_programs import Block, Net, data, seeded, trainer
 from tests.sampling import sample
@@ -156,8 +157,11 @@ class AsksForRank(Program):
         loss = self.loss(batch)
         if self.global_rank == 0:
             self.outputs.append(1)
+        if self.local_rank == 0:
+            self.outputs.append(1)
         if self.logger is not None:
             self.logger.experiment.add_image("image", 1)
+            self.logger.note(loss)
         return loss
 
 
@@ -167,6 +171,9 @@ class Writes(Remembers):
         from lightning.fabric.loggers.logger import rank_zero_experiment
 
         return rank_zero_experiment(lambda logger: _Experiment())(self)
+
+    def note(self, loss: Any) -> None:
+        """Do what a method of a hand-written logger does."""
 
 
 class _Experiment:
@@ -178,9 +185,74 @@ def test_code_for_rank_zero_that_is_not_reached_is_warned_of() -> None:
     _, found = _alike(AsksForRank, _pipeline(), logs=True)
     (message,) = {one for one in found[0][-1] if "which is not rank 0" in one}
     assert "`global_rank` (test_pipeline_logs.py:" in message
+    assert "`local_rank` (test_pipeline_logs.py:" in message
+    assert "`logger.note` (test_pipeline_logs.py:" in message
     assert "`logger.experiment.add_image` (test_pipeline_logs.py:" in message
     assert "is_global_zero" not in message
     assert not [one for one in found[1][-1] if "which is not rank 0" in one]
+
+
+class CountsOnRankZero(Program):
+    """Changes attributes on rank 0 alone in front of the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.is_global_zero:
+            self.outputs.append(batch_idx)
+            self.count += 1
+        return self.loss(batch)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("count", float(self.count), rank_zero_only=True)
+
+
+def test_rank_zero_keeps_what_it_alone_changes_in_front_of_the_blocks() -> None:
+    pipeline = _pipeline("gpipe", 1)
+    expected = run(_fit, 1, CountsOnRankZero, {}, {"pieces": 1})[0]
+    first, last = run(_fit, 2, CountsOnRankZero, {"pipeline": pipeline}, {"pieces": 1})
+    assert (first[3], first[1]) == (expected[3], pytest.approx(expected[1], rel=1e-5))
+    assert last[3] == []
+
+
+class ReadsRankZeros(CountsOnRankZero):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("count", float(self.count))
+        return loss
+
+
+def test_what_rank_zero_alone_has_counted_is_not_read_on_the_last_stage() -> None:
+    with pytest.raises(PipelineError, match=r"`count` of `ReadsRankZeros` is changed .* by code for rank 0"):
+        run(_fit, 2, ReadsRankZeros, {"pipeline": _pipeline("gpipe", 1)}, {"pieces": 1})
+
+
+class ReadsLogged(Program):
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        weight = 1.0
+        if self.place == "front":
+            weight += float(self.trainer.callback_metrics.get("own", 0.0))
+        loss = self.loss(batch) * weight
+        self.log("own", loss.detach())
+        if self.place == "behind":
+            loss = loss * self.trainer.callback_metrics["own"]
+        return loss
+
+
+@pytest.mark.parametrize("place", ["front", "behind"])
+def test_a_logged_value_that_the_step_reads_again_is_refused(place: str) -> None:
+    with pytest.raises(PipelineError, match="A step reads 'own' of the Trainer's logged values"):
+        run(_fit, 2, partial(ReadsLogged, place), {"pipeline": _pipeline(pieces=2)}, {"pieces": 2})
+
+
+def test_a_logged_value_of_the_batch_before_is_read_in_front_of_the_blocks() -> None:
+    _alike(partial(ReadsLogged, "front"), _pipeline("gpipe", 1))
 
 
 class SetsRate(Program):

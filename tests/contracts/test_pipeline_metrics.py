@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchmetrics import MeanSquaredError, MetricCollection, MetricTracker
-from torchmetrics.aggregation import MeanMetric, RunningMean
+from torchmetrics import MeanSquaredError, MetricCollection, MetricTracker, PearsonCorrCoef
+from torchmetrics.aggregation import MeanMetric, RunningMean, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision, MulticlassRecall
 from torchmetrics.wrappers import (
     BootStrapper,
@@ -209,6 +209,51 @@ class Reduces(Program):
             self.log(name, loss, on_step=False, on_epoch=True, reduce_fx=name)
         self.log("function", loss, on_step=False, on_epoch=True, reduce_fx=torch.sum)
         return loss
+
+
+class ReadsMetrics(Program):
+    """Reads metrics in a step, and resumes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.error, self.correlation = SumMetric(), MeanSquaredError(), PearsonCorrCoef()
+        self.seen.persistent(True)
+
+    def on_fit_start(self) -> None:
+        self.seen.load_state_dict({"sum_value": torch.tensor(5.0)})  # as a checkpoint does
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits, labels = self.logits(batch[0]).flatten(0, 1), batch[1].flatten()
+        self.seen.update(float(len(batch[0])))
+        self.log("seen", self.seen.compute(), reduce_fx="max", on_step=False, on_epoch=True)
+        self.error.update(logits[:, 0].detach(), logits[:, 1].detach())
+        self.log("error", self.error.compute(), on_step=False, on_epoch=True)
+        self.log("updates", float(self.error.update_count), reduce_fx="max", on_step=False, on_epoch=True)
+        self.log("total", self.error.total.float(), reduce_fx="max", on_step=False, on_epoch=True)
+        if self.global_step == 1:
+            self.error.reset()
+        return F.cross_entropy(logits, labels)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        logits = self.logits(batch[0]).flatten(0, 1)
+        self.correlation(logits[:, 0], logits[:, 1])
+        self.log("correlation", self.correlation)
+
+
+def _running(rank: int, world: int, options: dict[str, Any], batch: int) -> dict[str, float]:
+    lightning = trainer(rank, world, ZeroStrategy(**options), max_epochs=1, accumulate_grad_batches=8 // batch)
+    module = seeded(ReadsMetrics)
+    lightning.fit(module, _loader(1, 0, batch), _loader(1, 0, 8))
+    logged = {key: float(value) for key, value in lightning.callback_metrics.items() if key != "loss"}
+    return {**logged, "at the end": float(module.seen.compute()), "of all": float(module.error.compute())}
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_metrics_that_a_step_reads_are_those_without_a_pipeline(microbatches: int) -> None:
+    expected = run(_running, 1, {"stage": 0}, 8 // microbatches)[0]
+    schedule = "gpipe" if microbatches == 1 else "1f1b"
+    for found in run(_running, 2, _pipeline(2, microbatches=microbatches, schedule=schedule), 8):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def _log(rank: int, world: int, options: dict[str, Any], batch: int) -> dict[str, float]:
