@@ -27,7 +27,7 @@ __all__ = ["AttributeReads", "Key", "Watch"]
 Key = tuple[str, str]  # name of a module and of its attribute or module buffer
 
 _RESETS = frozenset({"clear", "copy_", "fill_", "zero_"})  # methods that overwrite all of the old value
-_ADDS = frozenset({"add", "append", "extend", "update"})  # methods of lists, sets and dictionaries that read nothing
+_ADDS = frozenset({"__setitem__", "add", "append", "extend", "update"})  # methods of containers that read nothing
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _LOADS = ("LOAD_CONST", "LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_SMALL_INT")
 
