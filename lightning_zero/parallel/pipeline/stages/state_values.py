@@ -263,7 +263,13 @@ class Taking:
         if id(sent) not in self._taken:
             before, self._differs = self._differs, False
             base = None if sent.place is None else self._found(sent)
-            new = self._unless_same(old, self._made(sent)) if base is None else self._filled(base, sent)
+            new = self._made(sent) if base is None else self._filled(base, sent)
+            if base is None or isinstance(base, (tuple, frozenset)):  # this stage may have bound an equal one
+                is_plain = isinstance(sent.items, (tuple, list)) and not any(
+                    isinstance(one, Node) for one in sent.items
+                )
+                self._differs = self._differs and not is_plain  # its items were compared with those of another one
+                new = self._unless_same(old, new)
             self._taken[id(sent)] = sent, new, self._differs
             self._differs |= before
         _, new, has_changed = self._taken[id(sent)]
@@ -357,14 +363,13 @@ class Taking:
             new = [self._of(item, old) for item, old in zip(node.items, olds, strict=True)]
             if len(new) == len(held) and all(one is two for one, two in zip(new, held, strict=True)):
                 return base
-            self._differs = True
             return getattr(base, "_make", type(base))(new)
         new = [self._of(item, Mark.MISSING) for item in node.items]
         if not differ(fingerprint(base), fingerprint(set(new))):
             return base
-        self._differs = True
         if isinstance(base, frozenset):
             return frozenset(new)
+        self._differs = True
         set.clear(base)
         set.update(base, new)
         return base

@@ -103,7 +103,6 @@ class Fakes:
         # - The run
         self._times: Counter[str] = Counter()  # calls by name of the module
         self._sharing: list[tuple[str, Tensor, int]] = []  # module, tensor that shares memory with others, and version
-        self._origins: Origins | None = None  # of a run on fakes
         self._fetch: Fetch | None = None  # of a run that computes
         self._escapes: Escapes | None = None  # of the forward that was imagined last
         self._outside: list[str] = []  # names of modules that have left fakes outside
@@ -123,7 +122,7 @@ class Fakes:
         self._times.clear()
         self._sharing.clear()
         self._outside.clear()
-        self._origins = self.mode.origins = origins
+        self.mode.origins = origins
         self._fetch = fetch
         convert: Any = self.mode.fake_tensor_converter
         for param in self._free:
@@ -136,7 +135,7 @@ class Fakes:
 
     def end(self) -> None:
         """End a run: restore the attributes that modules passed over show as fakes."""
-        self._origins = self.mode.origins = self._fetch = None
+        self.mode.origins = self._fetch = None
         self.mode.refusal = None
         while self._shown:
             attributes, name, value = self._shown.pop()
@@ -243,8 +242,8 @@ class Fakes:
             if fetched is not None:
                 return fetched
             fake = self._fake(call, leaf, known)
-            if self._origins is not None and are_sources:
-                self._origins.mark(fake, source)
+            if self.mode.origins is not None and are_sources:
+                self.mode.origins.mark(fake, source)
             return fake
 
         return self._result(module, call, inputs, make, given=given)
@@ -259,11 +258,11 @@ class Fakes:
         """Return fakes, or zeros in a survey, for gradients that the step computes in a run that computes nothing."""
         leaves = [leaf_of(one) for one in inputs]
         known = [Shape(tuple(one.shape), _strides(one), one.dtype, one.device, has_graph, True) for one in leaves]
-        if self._origins is None:
+        if self.mode.origins is None:
             return tuple(map(_zeros, known))
         with self.mode:
             found = tuple(map(empty_like, known))
-        self._origins.derive(found, outputs)
+        self.mode.origins.derive(found, outputs)
         return found
 
     def zeros(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -338,7 +337,7 @@ class Fakes:
 
     def _call_with_hooks(self, module: nn.Module, inputs: list[Any], spec: TreeSpec, *, are_sources: bool) -> _Call:
         """Describe a call in which hooks of the program run; see ``replays.py``."""
-        is_alike = self._origins is None and has_hooks_only(module) and all(map(_is_known, inputs))
+        is_alike = self.mode.origins is None and has_hooks_only(module) and all(map(_is_known, inputs))
         hooks = tuple(map(kind_of_hook, hooks_of_users(module)))
         first = {id(leaf): number for number, leaf in reversed(list(enumerate(inputs)))}
         same = tuple(first[id(leaf)] for leaf in inputs if isinstance(leaf, Tensor))  # hooks are given these themselves
@@ -538,8 +537,8 @@ class Fakes:
                 fetched = self._fetched(source)
                 if fetched is not None:
                     leaves[position] = fetched
-                elif self._origins is not None:
-                    self._origins.mark(leaf, source)
+                elif self.mode.origins is not None:
+                    self.mode.origins.mark(leaf, source)
                 marked[id(leaves[position])] = leaves[position]
                 found[position] = leaf, leaves[position]
             recording.note_outputs(name, found, is_inner=child is not module)
