@@ -10,9 +10,11 @@ from lightning_zero_ops.attention import causal_attention
 from lightning_zero_ops.cross_entropy import linear_cross_entropy
 from lightning_zero_ops.flat import accumulate_, clip_value_, sq_norm_and_finite
 from lightning_zero_ops.gated import geglu, swiglu
+from lightning_zero_ops.grouped import grouped_linear
 from lightning_zero_ops.lion import lion_step_
 from lightning_zero_ops.norms import layer_norm, rms_norm
 from lightning_zero_ops.patch import Change, Patch, patch_model, unpatch_model
+from lightning_zero_ops.permute import permute_tokens, unpermute_tokens
 from lightning_zero_ops.quantize import dequantize_blockwise, dequantize_reduce, quantize_blockwise
 from lightning_zero_ops.rotary import apply_rotary
 from lightning_zero_ops.rounding import round_stochastic
@@ -29,10 +31,12 @@ __all__ = [
     "dequantize_blockwise",
     "dequantize_reduce",
     "geglu",
+    "grouped_linear",
     "layer_norm",
     "linear_cross_entropy",
     "lion_step_",
     "patch_model",
+    "permute_tokens",
     "quantize_blockwise",
     "rms_norm",
     "round_stochastic",
@@ -40,4 +44,5 @@ __all__ = [
     "sq_norm_and_finite",
     "swiglu",
     "unpatch_model",
+    "unpermute_tokens",
 ]

@@ -30,6 +30,7 @@ LEVELS: dict[str, int] = {
     "lightning_zero.comm": 2,
     "lightning_zero.compat": 2,
     "lightning_zero.storage": 2,
+    "lightning_zero.moe": 3,
     "lightning_zero.parallel.activation": 4,
     "lightning_zero.parallel.tensor": 4,
     "lightning_zero.parallel.pipeline.schedule": 4,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 SNAPSHOT = Path(__file__).with_name("public_api.txt")
-MODULES = ("lightning_zero", "lightning_zero_ops")
+MODULES = ("lightning_zero", "lightning_zero.moe", "lightning_zero_ops")
 
 
 def _signature(value: Any) -> str:

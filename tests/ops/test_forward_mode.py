@@ -12,12 +12,15 @@ from torch.autograd import forward_ad
 from lightning_zero_ops import (
     apply_rotary,
     geglu,
+    grouped_linear,
     layer_norm,
     linear_cross_entropy,
+    permute_tokens,
     quantize_blockwise,
     rms_norm,
     round_stochastic,
     swiglu,
+    unpermute_tokens,
 )
 
 X, W = torch.randn(4, 8), torch.ones(8)
@@ -30,6 +33,9 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "linear_cross_entropy": lambda x: linear_cross_entropy(X, x, torch.zeros(4, dtype=torch.int64)),
     "quantize_blockwise": lambda x: quantize_blockwise(x.view(-1))[1],
     "round_stochastic": lambda x: round_stochastic(x.view(-1), 0),
+    "grouped_linear": lambda x: grouped_linear(X, x.view(1, 4, 8), None, torch.tensor([4], dtype=torch.int32)),
+    "permute_tokens": lambda x: permute_tokens(x, torch.arange(4), torch.arange(4).view(4, 1)),
+    "unpermute_tokens": lambda x: unpermute_tokens(x, None, torch.arange(4), torch.arange(4).view(4, 1)),
 }
 
 

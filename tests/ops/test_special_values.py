@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero_ops import adamw, adamw_int8, flat, gated, lion, norms, quantize, rotary, rounding, sgd
+from lightning_zero_ops import adamw, adamw_int8, flat, gated, lion, norms, permute, quantize, rotary, rounding, sgd
 from tests.ops.accuracy import assert_same_specials, specials
 from tests.ops.processes import interpreted
 
@@ -52,6 +52,26 @@ def _rotary() -> None:
     for dtype in DTYPES.values():
         x, cos = specials(NUMEL, dtype).view(1, 5, 20, 10), specials(200, dtype).view(1, 20, 10)
         assert_same_specials([rotary._launch(x, cos, cos + 1)], [rotary._reference(x, cos, cos + 1)])
+
+
+def _permute() -> None:
+    for dtype in DTYPES.values():
+        slots = torch.randperm(40)
+        rows = torch.empty(40, dtype=torch.int64)
+        rows[slots] = torch.arange(40)
+        slots[rows[:5]] = -1
+        rows[:5] = -1
+        index = (slots, rows.view(20, 2))
+        x, y, weights = specials(NUMEL, dtype).view(20, 50), specials(2 * NUMEL, dtype).view(40, 50), torch.rand(20, 2)
+        assert_same_specials([permute._launch_permute(x, *index)], [permute._permute_reference(x, *index)])
+        for given in (None, weights):
+            found, expected = (
+                permute._launch_unpermute(y, given, *index),
+                permute._unpermute_reference(y, given, *index),
+            )
+            assert_same_specials([found], [expected])
+        saved = (x, y, weights, *index)
+        assert_same_specials(permute._launch_unpermute_backward(*saved), permute._unpermute_backward_reference(*saved))
 
 
 def _quantize(bits: int) -> None:
@@ -118,6 +138,7 @@ INTERPRETED: dict[str, Callable[[], None]] = {
     "layer_norm": partial(_norm, True),
     **{activation: partial(_gated, activation) for activation in ("silu", "gelu", "gelu_tanh")},
     "rotary": _rotary,
+    "permute": _permute,
     "quantize-8": partial(_quantize, 8),
     "quantize-4": partial(_quantize, 4),
     "flat": _flat,

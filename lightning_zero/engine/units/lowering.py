@@ -25,7 +25,10 @@ _LOWERED: dict[type[nn.Module], frozenset[str]] = {
     nn.MultiheadAttention: _IN_PROJECTIONS,
     **dict.fromkeys(_CONVOLUTIONS, _WEIGHT),
 }
-_LOWERED_OF_OTHERS = {"transformers.pytorch_utils.Conv1D": _WEIGHT}
+_LOWERED_OF_OTHERS = {
+    "transformers.pytorch_utils.Conv1D": _WEIGHT,
+    "lightning_zero.moe.experts.StackedLinear": _WEIGHT,
+}
 _CODE = ("forward", "_conv_forward")  # methods that decide which operation takes the weight
 
 

@@ -1,0 +1,310 @@
+"""Experts of any class as one module with stacked parameters.
+
+Note [Stacked parameters]
+    A parameter of an expert is a slice of a parameter ``[E, ...]`` that has its name, so experts are one unit, one
+    optimizer state and one tensor in a checkpoint each, on any number of ranks (ADR 0053). The user's module itself is
+    a template without values: it is called with slices by ``torch.func.functional_call``.
+
+Note [One pass or a loop]
+    Where every parameter belongs to an ``nn.Linear`` and every token is computed by itself, the template runs once on
+    all tokens, and its linear layers are grouped products. Whether tokens are computed by themselves is tried with the
+    first expert on a few random tokens: inputs of linear layers and the result must be those of each token alone. All
+    other experts run one after the other on their rows, and so do those of which a hook sees the linear layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lightning_zero_ops import grouped_linear
+
+__all__ = ["Experts", "StackedLinear", "StackedParameters"]
+
+_NUM_TRIED = 3  # tokens
+_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}  # of rounding; 16 bits: 0.05
+
+
+class StackedParameters(nn.Module):
+    """Stacked parameters and buffers of one module of the experts; holds them under its name."""
+
+
+class StackedLinear(StackedParameters):
+    """Those of an ``nn.Linear``: its matrices go only into matrix products."""
+
+
+class Experts(nn.Module):
+    """``E`` modules of one structure, whose parameters are stacked under the names of the first one's.
+
+    Args:
+        modules: The experts, with their initial values.
+        hidden_size: H, size of a token and of a result.
+
+    Raises:
+        ValueError: The modules differ in parameters, or a result has another size than a token.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], hidden_size: int) -> None:
+        super().__init__()
+        self._num_experts = len(modules)
+        self._hidden_size = hidden_size
+        # Name in the template, and name here: another one for parameters that the template shares.
+        self._names = _stack(self, modules)
+        is_grouped = _has_linear_parameters_only(modules[0]) and _computes_rows_alone(modules[0], hidden_size)
+        template = copy.deepcopy(modules[0]).to("meta")
+        _check_size(template, hidden_size)
+        # In a tuple, so that they are no submodules, whose parameters have no values.
+        self._hidden = (_grouped(template) if is_grouped else template,)
+        self._is_grouped = is_grouped
+
+    def extra_repr(self) -> str:
+        """Show number and class."""
+        return f"{self._num_experts} x {type(self._hidden[0]).__name__}, is_grouped={self._is_grouped}"
+
+    def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        """Compute each row by its expert.
+
+        Args:
+            rows: (M, H), sorted by expert.
+            offsets: (E,) int32: where the rows of each expert end.
+
+        Returns:
+            (M, H); rows from ``offsets[-1]`` on mean nothing.
+        """
+        template = self._hidden[0]
+        if template.training != self.training:
+            template.train(self.training)
+        values = {name: self.get_parameter_or_buffer(mine) for name, mine in self._names.items()}
+        run = self._run_at_once if self._is_grouped else self._run_in_turn
+        return run(template, values, rows, offsets)
+
+    def get_parameter_or_buffer(self, name: str) -> Tensor:
+        """Return a stacked tensor by its name."""
+        path, _, key = name.rpartition(".")
+        found: Tensor = getattr(self.get_submodule(path), key)
+        return found
+
+    def _run_at_once(self, template: nn.Module, values: dict[str, Tensor], rows: Tensor, offsets: Tensor) -> Tensor:
+        layers = [one for one in template.modules() if isinstance(one, _GroupedLinear)]
+        for one in layers:
+            one.offsets = offsets
+        try:
+            return self._checked(functional_call(template, values, (rows,), tie_weights=False), rows)
+        finally:
+            for one in layers:
+                one.offsets = None
+
+    def _run_in_turn(self, template: nn.Module, values: dict[str, Tensor], rows: Tensor, offsets: Tensor) -> Tensor:
+        slices = {name: stacked.unbind() for name, stacked in values.items()}
+        results, start = [], 0
+        for expert, stop in enumerate(offsets.tolist()):
+            # One expert runs on no rows where none has any, so that all parameters have gradients.
+            if stop > start or (expert == 0 and int(offsets[-1]) == 0):
+                mine = {name: parts[expert] for name, parts in slices.items()}
+                part = functional_call(template, mine, (rows[start:stop],), tie_weights=False)
+                results.append(self._checked(part, rows[start:stop]))
+            start = stop
+        results.append(results[0].new_zeros(len(rows) - start, self._hidden_size))
+        return torch.cat(results)
+
+    def _checked(self, result: Any, rows: Tensor) -> Tensor:
+        """Return the tensor of a result, which may be a tuple as in DeepSpeed, where a bias follows."""
+        tensor: Tensor = result[0] if isinstance(result, tuple) else result
+        if tensor.shape != rows.shape:
+            raise ValueError(_wrong_size(self._hidden[0], tuple(rows.shape), tensor))
+        return tensor
+
+
+# -- Stacking ----------------------------------------------------------------------------------------------------------
+
+
+def _stack(owner: nn.Module, modules: Sequence[nn.Module]) -> dict[str, str]:
+    """Register the stacked tensors of modules below ``owner``; return the name of each by that in the template."""
+    tensors = [_tensors(one) for one in modules]
+    names: dict[str, str] = {}
+    known: dict[int, str] = {}
+    for name, first in tensors[0].items():
+        if id(first) in known:
+            names[name] = known[id(first)]
+            continue
+        parts = [_matching(index, one, name, first) for index, one in enumerate(tensors)]
+        names[name] = known[id(first)] = name
+        path, _, key = name.rpartition(".")
+        holder = _holder(owner, path, modules[0])
+        stacked = torch.stack([part.detach() for part in parts])
+        if isinstance(first, nn.Parameter):
+            holder.register_parameter(key, nn.Parameter(stacked, requires_grad=first.requires_grad))
+        else:
+            holder.register_buffer(key, stacked)
+    return names
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+
+
+def _matching(index: int, tensors: dict[str, Tensor], name: str, first: Tensor) -> Tensor:
+    found = tensors.get(name)
+    if found is None or (found.shape, found.dtype) != (first.shape, first.dtype):
+        other = "no such parameter" if found is None else f"{found.dtype} of {tuple(found.shape)}"
+        raise ValueError(
+            f"`expert` has modules that differ: `{name}` is {first.dtype} of {tuple(first.shape)} in the first one, and"
+            f" {other} in the one at {index}. Give all experts one structure; only values may differ."
+        )
+    return found
+
+
+def _holder(owner: nn.Module, path: str, template: nn.Module) -> nn.Module:
+    """Return the module below ``owner`` that holds the tensors of a submodule; make those on the way."""
+    holder = owner
+    names = path.split(".") if path else []
+    for depth, name in enumerate(names):
+        if name not in holder._modules:
+            is_linear = type(template.get_submodule(".".join(names[: depth + 1]))) is nn.Linear
+            holder.add_module(name, StackedLinear() if is_linear else StackedParameters())
+        holder = holder._modules[name]  # type: ignore[assignment]
+    return holder
+
+
+# -- One pass ----------------------------------------------------------------------------------------------------------
+
+
+class _GroupedLinear(nn.Module):
+    """A linear layer whose weight is that of the expert of each row. Runs between tensors of ``functional_call``.
+
+    Args:
+        layer: Of the template; shows what is stacked.
+    """
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.in_features = layer.in_features
+        self.out_features = layer.out_features
+        self.weight = layer.weight
+        self.bias = layer.bias
+        self.offsets: Tensor | None = None
+
+    def forward(self, rows: Tensor) -> Tensor:
+        assert self.offsets is not None, "called outside of `Experts`"
+        weight, bias = self.weight, self.bias
+        device = rows.device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            lowered = None if bias is None else bias.to(dtype)
+            return grouped_linear(rows.to(dtype), weight.to(dtype), lowered, self.offsets)
+        return grouped_linear(rows, weight, bias, self.offsets)
+
+
+def _grouped(template: nn.Module) -> nn.Module:
+    """Put grouped layers in the place of the linear layers of a template."""
+    if type(template) is nn.Linear:
+        return _GroupedLinear(template)
+    layers: dict[nn.Module, _GroupedLinear] = {}
+    for parent in list(template.modules()):
+        for name, child in parent._modules.items():
+            if type(child) is nn.Linear:
+                parent._modules[name] = layers.setdefault(child, _GroupedLinear(child))
+    return template
+
+
+def _has_linear_parameters_only(module: nn.Module) -> bool:
+    """Whether all tensors are those of linear layers that nothing watches."""
+    layers = [one for one in module.modules() if type(one) is nn.Linear]
+    owned = sum(len(one._parameters) for one in layers)
+    total = sum(len(one._parameters) + len(one._buffers) for one in module.modules())
+    return owned == total and not any(_has_hooks(one) or "forward" in vars(one) for one in layers)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
+@torch.no_grad()
+def _computes_rows_alone(module: nn.Module, hidden_size: int) -> bool:
+    """Try whether each token is computed by itself, also inside; False for one that cannot be tried."""
+    first = next(module.parameters(), None)
+    if first is None or first.is_meta:
+        return first is not None  # without values there is nothing to compare, and tokens alone are the rule
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(_NUM_TRIED, hidden_size, generator=generator).to(first)
+    state = [one.training for one in module.modules()]
+    devices = [first.device] if first.is_cuda else []
+    module.eval()
+    try:
+        with torch.random.fork_rng(devices):
+            together = _watched(module, tokens)
+            alone = [_watched(module, tokens[index : index + 1]) for index in range(_NUM_TRIED)]
+    except Exception:  # of the user's forward, which has its own ways with so few tokens
+        return False
+    finally:
+        for one, was in zip(module.modules(), state, strict=True):
+            one.training = was
+    joined = [torch.cat(parts) for parts in zip(*alone, strict=False)]
+    return len(joined) == len(together) and all(map(_agree, joined, together))
+
+
+def _watched(module: nn.Module, tokens: Tensor) -> list[Tensor]:
+    """Return the inputs of linear layers in the order of calls, and the result."""
+    seen: list[Tensor] = []
+
+    def watch(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        seen.append(inputs[0].clone())
+
+    with contextlib.ExitStack() as stack:
+        for one in module.modules():
+            if type(one) is nn.Linear:
+                stack.callback(one.register_forward_pre_hook(watch).remove)
+        result = module(tokens)
+    return [*seen, result[0] if isinstance(result, tuple) else result]
+
+
+def _agree(one: Tensor, other: Tensor) -> bool:
+    tolerance = _TOLERANCE.get(one.dtype, 0.05)
+    is_matrix = one.dim() == 2 and len(one) == _NUM_TRIED
+    return is_matrix and one.shape == other.shape and torch.allclose(one, other, rtol=tolerance, atol=tolerance)
+
+
+def _check_size(template: nn.Module, hidden_size: int) -> None:
+    """Run the template without values.
+
+    Raises:
+        ValueError: The result has another shape than the tokens.
+    """
+    dtype = next((one.dtype for one in template.parameters() if one.is_floating_point()), torch.get_default_dtype())
+    tokens = torch.empty(_NUM_TRIED, hidden_size, dtype=dtype, device="meta")
+    with torch.no_grad():
+        try:
+            result = template(tokens)
+        except Exception as error:
+            if _is_of_sizes(error):
+                raise ValueError(
+                    f"`expert` (`{type(template).__name__}`) does not take tokens of `hidden_size={hidden_size}`:"
+                    f" {error}"
+                ) from error
+            return  # it needs values; its results are looked at in the forward
+    tensor = result[0] if isinstance(result, tuple) else result
+    if tensor.shape != tokens.shape:
+        raise ValueError(_wrong_size(template, tuple(tokens.shape), tensor))
+
+
+def _is_of_sizes(error: Exception) -> bool:
+    """Whether an operation refused its sizes, and not tensors without values."""
+    is_runtime = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
+    return is_runtime and "meta" not in str(error)
+
+
+def _wrong_size(template: nn.Module, shape: tuple[int, ...], result: Any) -> str:
+    found = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+    return (
+        f"`expert` (`{type(template).__name__}`) must return the shape of its input, {shape}, because its results are"
+        f" added per token, got {found}. Let its last layer have `hidden_size={shape[-1]}` features."
+    )

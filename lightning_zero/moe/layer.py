@@ -1,0 +1,215 @@
+"""The layer: a mixture of experts with DeepSpeed's arguments."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import get_args
+
+from torch import Tensor, nn
+
+from lightning_zero.moe.dispatch import dispatch
+from lightning_zero.moe.experts import Experts
+from lightning_zero.moe.routing import NoisyGatePolicy, Router, ScoreFunction, capacity_of
+
+__all__ = ["MoE"]
+
+
+class MoE(nn.Module):
+    """A mixture of experts: each token is computed by ``k`` of ``num_experts`` modules.
+
+    The arguments are those of ``deepspeed.moe.layer.MoE``; ``docs/experts.md`` has a table of what differs.
+
+    Args:
+        hidden_size: Size of a token, of the input and of the output.
+        expert: One module, of which every expert starts as a copy, or ``num_experts`` modules of one structure. Gets
+            ``(rows, hidden_size)`` and returns that shape.
+        num_experts: Number of experts, on all ranks together.
+        ep_size: Ranks over which experts are distributed; 1 is the only one so far.
+        k: Experts per token.
+        capacity_factor: With ``drop_tokens``: an expert takes at most this times its even share of tokens in training.
+        eval_capacity_factor: The same in evaluation.
+        min_capacity: With ``drop_tokens``: the least number of tokens that an expert takes if it gets them.
+        use_residual: Compute every token by a further module too, and mix both results by learned coefficients
+            (Residual MoE, arXiv:2201.05596).
+        noisy_gate_policy: In training ``"RSample"`` adds Gumbel noise to the logits that choose experts, and
+            ``"Jitter"`` multiplies the router's input by random numbers within 1 %.
+        drop_tokens: Whether tokens above the capacity of an expert are dropped by it.
+        use_rts: With ``drop_tokens`` and ``k=1``: drop random tokens in training, in the place of the last ones.
+        use_tutel: Refused: the dispatch is the same with and without Tutel.
+        enable_expert_tensor_parallelism: Refused: tensor parallelism is an option of the strategy.
+        top2_2nd_expert_sampling: With ``k=2``: draw the second expert in training by Gumbel noise.
+        shared_expert: A module that computes every token as well; its result is added.
+        score_function: ``"softmax"`` or ``"sigmoid"`` of the router's logits.
+        z_loss_factor: Adds this times the mean squared log-sum-exp of the logits to the auxiliary loss.
+        bias_balancing: Choose experts by scores plus a bias, which ``balance_experts`` updates (arXiv:2408.15664).
+
+    Raises:
+        ValueError: An argument is out of range, or does not exist here.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        expert: nn.Module | Sequence[nn.Module],
+        num_experts: int = 1,
+        ep_size: int = 1,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 4,
+        use_residual: bool = False,
+        noisy_gate_policy: NoisyGatePolicy | None = None,
+        drop_tokens: bool = False,
+        use_rts: bool = True,
+        use_tutel: bool = False,
+        enable_expert_tensor_parallelism: bool = False,
+        top2_2nd_expert_sampling: bool = False,
+        *,
+        shared_expert: nn.Module | None = None,
+        score_function: ScoreFunction = "softmax",
+        z_loss_factor: float = 0.0,
+        bias_balancing: bool = False,
+    ) -> None:
+        super().__init__()
+        _check_sizes(num_experts, ep_size, k)
+        _check_capacities(capacity_factor, eval_capacity_factor, min_capacity)
+        _check_choices(noisy_gate_policy, score_function, z_loss_factor)
+        _refuse("use_tutel", use_tutel, "the dispatch is one permutation and grouped products in any case")
+        _refuse(
+            "enable_expert_tensor_parallelism",
+            enable_expert_tensor_parallelism,
+            "experts are not cut over tensor ranks",
+        )
+        modules = _modules(expert, num_experts)
+        self.hidden_size = hidden_size
+        self.num_experts = num_experts
+        self.k = k
+        self.drop_tokens = drop_tokens
+        self.capacity_factor = capacity_factor
+        self.eval_capacity_factor = eval_capacity_factor
+        self.min_capacity = min_capacity
+        self.router = Router(
+            hidden_size,
+            num_experts,
+            k=k,
+            noisy_gate_policy=noisy_gate_policy,
+            use_rts=use_rts,
+            top2_2nd_expert_sampling=top2_2nd_expert_sampling,
+            score_function=score_function,
+            z_loss_factor=z_loss_factor,
+            is_balanced=bias_balancing,
+        )
+        self.experts = Experts(modules, hidden_size)
+        self.shared_expert = shared_expert
+        self.mlp = copy.deepcopy(modules[0]) if use_residual else None
+        self.coefficient = nn.Linear(hidden_size, 2) if use_residual else None
+
+    def extra_repr(self) -> str:
+        """Show the sizes."""
+        return f"hidden_size={self.hidden_size}, num_experts={self.num_experts}, k={self.k}"
+
+    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute tokens.
+
+        Args:
+            hidden_states: ``(..., hidden_size)``; no tokens are fine.
+            used_token: ``(...)`` bool or 0 and 1: the experts do not compute other tokens; None: all are used.
+
+        Returns:
+            The output, with the shape and dtype of the input (the dtype of the experts under autocast); the auxiliary
+            loss, ``()`` fp32, not yet multiplied by any factor of yours; the number of tokens that chose each expert
+            here, before any was dropped, ``(num_experts,)`` int64.
+
+        Raises:
+            ValueError: Tokens have another size.
+        """
+        if hidden_states.shape[-1:] != (self.hidden_size,):
+            raise ValueError(
+                f"`hidden_states` must have shape (..., {self.hidden_size}) for `hidden_size={self.hidden_size}`, got"
+                f" {tuple(hidden_states.shape)}."
+            )
+        tokens = hidden_states.reshape(-1, self.hidden_size)
+        routing = self.router(tokens, used_token)
+        output = dispatch(tokens, routing, self.experts, capacity=self._capacity(len(tokens)))
+        output = output.view(hidden_states.shape)
+        output = self._with_residual(output, hidden_states)
+        if self.shared_expert is not None:
+            output = output + _first(self.shared_expert(hidden_states))
+        return output, routing.aux_loss, routing.counts
+
+    def _capacity(self, num_tokens: int) -> int | None:
+        if not self.drop_tokens:
+            return None
+        factor = self.capacity_factor if self.training else self.eval_capacity_factor
+        return capacity_of(num_tokens, self.num_experts, k=self.k, factor=factor, min_capacity=self.min_capacity)
+
+    def _with_residual(self, output: Tensor, hidden_states: Tensor) -> Tensor:
+        if self.mlp is None or self.coefficient is None:
+            return output
+        shares: Tensor = self.coefficient(hidden_states).softmax(-1)
+        return output * shares[..., :1] + _first(self.mlp(hidden_states)) * shares[..., 1:]
+
+
+def _first(result: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """Return the tensor of a result, which may be a tuple as in DeepSpeed, where a bias follows."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _modules(expert: nn.Module | Sequence[nn.Module], num_experts: int) -> list[nn.Module]:
+    if isinstance(expert, nn.Module) and not isinstance(expert, nn.ModuleList):
+        return [expert] * num_experts
+    modules = list(expert)
+    if len(modules) != num_experts:
+        raise ValueError(
+            f"`expert` has {len(modules)} modules for `num_experts={num_experts}`. Give one per expert, or a single"
+            " module, of which every expert is a copy."
+        )
+    return modules
+
+
+# -- Checks ------------------------------------------------------------------------------------------------------------
+
+
+def _check_sizes(num_experts: int, ep_size: int, k: int) -> None:
+    if num_experts < 1:
+        raise ValueError(f"`num_experts={num_experts}` must be 1 or more.")
+    if ep_size < 1 or num_experts % ep_size:
+        raise ValueError(
+            f"`num_experts={num_experts}` does not divide by `ep_size={ep_size}`. Every rank of a group has as many"
+            " experts; use a divisor of `num_experts`."
+        )
+    if ep_size != 1:
+        raise ValueError(
+            f"`ep_size={ep_size}`: expert parallelism does not exist yet. Use `ep_size=1`: every rank computes all"
+            " experts, and stage 3 shards their parameters over the ranks."
+        )
+    if not 1 <= k <= num_experts:
+        raise ValueError(
+            f"`k={k}` is out of range: a token uses 1 to `num_experts={num_experts}` experts. Lower `k`, or raise"
+            " `num_experts`."
+        )
+
+
+def _check_capacities(factor: float, eval_factor: float, min_capacity: int) -> None:
+    for name, value in {"capacity_factor": factor, "eval_capacity_factor": eval_factor}.items():
+        if not 0.0 < value < float("inf"):
+            raise ValueError(
+                f"`{name}={value}` must be a number above 0. For no dropping at all use `drop_tokens=False`."
+            )
+    if min_capacity < 0:
+        raise ValueError(f"`min_capacity={min_capacity}` must be 0 or more.")
+
+
+def _check_choices(noise: str | None, score_function: str, z_loss_factor: float) -> None:
+    if noise is not None and noise not in get_args(NoisyGatePolicy):
+        raise ValueError(f"`noisy_gate_policy={noise!r}` is not known. Use 'RSample', 'Jitter' or None.")
+    if score_function not in get_args(ScoreFunction):
+        raise ValueError(f"`score_function={score_function!r}` is not known. Use 'softmax' or 'sigmoid'.")
+    if not z_loss_factor >= 0.0:
+        raise ValueError(f"`z_loss_factor={z_loss_factor}` must be 0 or more.")
+
+
+def _refuse(name: str, value: bool, reason: str) -> None:
+    if value:
+        raise ValueError(f"`{name}=True` does not exist here, because {reason}. Leave it out.")
