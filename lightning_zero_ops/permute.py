@@ -92,17 +92,19 @@ def _plain(y: Tensor, weights: Tensor | None, rows: Tensor) -> Tensor:
 def _unpermute_backward_reference(
     grad: Tensor, y: Tensor, weights: Tensor, slots: Tensor, rows: Tensor
 ) -> tuple[Tensor, Tensor]:
-    grad_y, grad_weights = torch.zeros_like(y), torch.zeros_like(weights)
     if not len(grad):
-        return grad_y, grad_weights
-    flat, flat_grad = weights.view(-1), grad_weights.view(-1)
+        return torch.zeros_like(y), torch.zeros_like(weights)
+    grad_y = torch.empty_like(y)
+    along = weights.new_empty(len(y), dtype=_arithmetic(y))
+    has_gaps, tokens = _has_gaps(slots), _tokens(slots, rows)
+    factors = weights.view(-1)[slots.clamp(min=0)].to(along.dtype).unsqueeze(1)
     for piece in _pieces(y):
-        found = slots[piece] >= 0
-        mine = slots[piece][found]
-        token = grad.index_select(0, mine // rows.shape[1]).to(_arithmetic(y))
-        flat_grad[mine] = (token * y[piece][found].to(token.dtype)).sum(1).to(weights.dtype)
-        grad_y[piece][found] = (token * flat[mine].to(token.dtype).unsqueeze(1)).to(y.dtype)
-    return grad_y, grad_weights
+        slope, value = grad.index_select(0, tokens[piece]).to(along.dtype), y[piece].to(along.dtype)
+        torch.sum(slope * value, 1, out=along[piece])
+        slope *= factors[piece]
+        grad_y[piece] = slope.masked_fill_((slots[piece] < 0).unsqueeze(1), 0.0) if has_gaps else slope
+    picked = along[rows.clamp(min=0).view(-1)].view(rows.shape)
+    return grad_y, picked.masked_fill_(rows < 0, 0.0).to(weights.dtype)
 
 
 def _arithmetic(tensor: Tensor) -> torch.dtype:

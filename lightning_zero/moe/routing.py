@@ -129,15 +129,15 @@ class Router(nn.Module):
         experts = self._select(logits.detach(), scores.detach())
         if used_token is not None:
             experts = experts.masked_fill((used_token.reshape(-1) == 0).unsqueeze(1), len(self.weight))
-        chosen = _one_hot(experts, len(self.weight))
-        counts = chosen.sum((0, 1))
+        by_choice = _count(experts, len(self.weight))
+        counts = by_choice.sum(0)
         if self.training and self.expert_bias is not None:
             self.load = counts if self.load is None else self.load + counts
         return Routing(
             experts=experts,
             scores=scores.gather(1, experts.clamp(max=len(self.weight) - 1)),
             priority=self._priority(experts, scores.detach()),
-            aux_loss=self._aux_loss(logits, shares, chosen.to(dtype)),
+            aux_loss=self._aux_loss(logits, shares, by_choice.to(dtype)),
             counts=counts,
         )
 
@@ -167,11 +167,11 @@ class Router(nn.Module):
             return None
         return scores.gather(1, experts.clamp(max=len(self.weight) - 1))
 
-    def _aux_loss(self, logits: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+    def _aux_loss(self, logits: Tensor, shares: Tensor, by_choice: Tensor) -> Tensor:
         """Return the loss of ``Note [DeepSpeed's gates]`` and the z-loss (arXiv:2202.08906), 0 for no tokens."""
         num_tokens = max(len(logits), 1)
-        counted = chosen[:, 0] if self._k <= 2 else chosen.sum(1) / self._k
-        loss = len(self.weight) * ((shares.sum(0) / num_tokens) * (counted.sum(0) / num_tokens)).sum()
+        counted = by_choice[0] if self._k <= 2 else by_choice.sum(0) / self._k
+        loss = len(self.weight) * ((shares.sum(0) / num_tokens) * (counted / num_tokens)).sum()
         if self._z_loss_factor:
             loss = loss + self._z_loss_factor * logits.logsumexp(1).square().sum() / num_tokens
         return loss
@@ -183,9 +183,9 @@ def capacity_of(num_tokens: int, num_experts: int, *, k: int, factor: float, min
     return max(math.ceil(round(num_tokens * k * factor / num_experts, 6)), min_capacity)
 
 
-def _one_hot(experts: Tensor, num_experts: int) -> Tensor:
-    """Return (T, k, E) int64; a choice of expert E is a row of zeros. ``F.one_hot`` waits for the device."""
-    return (experts.unsqueeze(-1) == torch.arange(num_experts, device=experts.device)).long()
+def _count(experts: Tensor, num_experts: int) -> Tensor:
+    """Return (k, E) int64: tokens by choice and expert. ``torch.bincount`` waits for the device."""
+    return (experts.unsqueeze(-1) == torch.arange(num_experts, device=experts.device)).sum(0)
 
 
 def _gumbel(like: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.config import MixedPrecision
+from lightning_zero.engine.units.lowering import Lowering
 from lightning_zero.moe import MoE
 from tests import worlds
 from tests.references import WIDTH, Case, TinyGPT, train
@@ -94,20 +95,10 @@ def test_mixtures_are_units_or_parts_of_them(units: Any) -> None:
     assert worlds.run(_find_units, 2, units) == [{}, {}]
 
 
-def _compute_dtypes(rank: int, world: int) -> dict[str, str]:
-    from lightning_zero.engine.engine import ZeroEngine
-
-    engine = ZeroEngine(3, precision=MixedPrecision(compute_dtype=torch.bfloat16))
-    module = engine.shard(Routed(k=2))
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = module(torch.zeros(1, 3, dtype=torch.int64)).float().sum()
-    loss.backward()
-    found = {name: str(one.dtype) for name, one in module.blocks[0].named_parameters()}  # type: ignore[index,union-attr]
-    engine.close()
-    return found
-
-
 def test_matrices_of_linear_experts_compute_in_16_bits_and_the_router_in_fp32() -> None:
-    found = worlds.run(_compute_dtypes, 2)[0]
-    assert found["moe.experts.0.weight"] == "torch.bfloat16"
-    assert found["moe.router.weight"] == found["moe.experts.0.bias"] == "torch.float32"
+    moe = Block(k=2).moe
+    lowering = Lowering(moe, MixedPrecision(compute_dtype=torch.bfloat16))
+    up = moe.experts.get_submodule("0")
+    assert lowering.dtype(up.get_parameter("weight"), up, "weight") == torch.bfloat16
+    assert lowering.dtype(up.get_parameter("bias"), up, "bias") == torch.float32
+    assert lowering.dtype(moe.router.weight, moe.router, "weight") == torch.float32
