@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime
 import pickle
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import Enum
@@ -265,10 +265,6 @@ class Taking:
             base = None if sent.place is None else self._found(sent)
             new = self._made(sent) if base is None else self._filled(base, sent)
             if base is None or isinstance(base, (tuple, frozenset)):  # this stage may have bound an equal one
-                is_plain = isinstance(sent.items, (tuple, list)) and not any(
-                    isinstance(one, Node) for one in sent.items
-                )
-                self._differs = self._differs and not is_plain  # its items were compared with those of another one
                 new = self._unless_same(old, new)
             self._taken[id(sent)] = sent, new, self._differs
             self._differs |= before
@@ -310,13 +306,23 @@ class Taking:
         if node.made_by is None:
             raise Untaken
         if isinstance(items, dict):
-            return {key: self._of(item, Mark.MISSING) for key, item in items.items()}
-        held = [self._of(item, Mark.MISSING) for item in items]
+            return dict(zip(items, self._new_items(items.values()), strict=True))
+        held = self._new_items(items)
         if isinstance(node.made_by, bytes):
             cls = pickle.loads(node.made_by)
             return getattr(cls, "_make", cls)(held)
         made: Any = {"list": list, "set": set, "frozenset": frozenset, "deque": deque}[node.kind]
         return made(held, *node.made_by)
+
+    def _new_items(self, items: Iterable[Any]) -> list[Any]:
+        """Return the items of a container of which the whole is compared, and not item by item."""
+        held = []
+        for item in items:
+            before = self._differs
+            held.append(self._of(item, Mark.MISSING))
+            if not isinstance(item, Node):
+                self._differs = before
+        return held
 
     def _filled(self, base: Any, node: Node) -> Any:
         """Give an object the content of another stage's; return it, or one to be bound in its place."""
@@ -359,12 +365,13 @@ class Taking:
         """Return a tuple of other items, or write the items of a set."""
         held = list(base)
         if isinstance(base, tuple):
-            olds = held if len(held) == len(node.items) else [Mark.MISSING] * len(node.items)
-            new = [self._of(item, old) for item, old in zip(node.items, olds, strict=True)]
-            if len(new) == len(held) and all(one is two for one, two in zip(new, held, strict=True)):
+            if len(held) != len(node.items):
+                return getattr(base, "_make", type(base))(self._new_items(node.items))
+            new = [self._of(item, old) for item, old in zip(node.items, held, strict=True)]
+            if all(one is two for one, two in zip(new, held, strict=True)):
                 return base
             return getattr(base, "_make", type(base))(new)
-        new = [self._of(item, Mark.MISSING) for item in node.items]
+        new = self._new_items(node.items)
         if not differ(fingerprint(base), fingerprint(set(new))):
             return base
         if isinstance(base, frozenset):

@@ -7,7 +7,7 @@ import enum
 import types
 from collections.abc import Callable
 from decimal import Decimal
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning
 import numpy
@@ -163,6 +163,46 @@ def _module_in_a_list() -> list[nn.Module]:
     held.register_buffer("mean", torch.zeros(2))
     held.calls = 0
     return [held]
+
+
+_EQUAL_CHANGES: dict[
+    str, tuple[Callable[[], Any], Callable[[Any], Any]]
+] = {  # before the batch, and code before the blocks
+    "tuple": (lambda: (1,), lambda old: (*old, 2)),
+    "frozenset": (lambda: frozenset([1]), lambda old: old | {2}),
+    "set": (lambda: {1}, lambda old: old.add(2) or old),
+    "new set": (lambda: {1}, lambda old: {*old, 2}),
+    "list": (lambda: [1], lambda old: old.append(2) or old),
+    "new list": (lambda: [1], lambda old: [*old, 2]),
+    "dict": (lambda: {"a": 1}, lambda old: old.update(b=2) or old),
+    "new dict": (lambda: {"a": 1}, lambda old: {**old, "b": 2}),
+    "deque": (lambda: collections.deque([1], 2), lambda old: old.append(2) or old),
+    "new deque": (lambda: collections.deque([1], 2), lambda old: collections.deque([*old, 2], 2)),
+    "named tuple": (lambda: _Pair(1, 2), lambda old: old._replace(right=3)),
+    "set in a dict": (lambda: {"a": {1}}, lambda old: old["a"].add(2) or old),
+    "tuple in a dict": (lambda: {"a": (1,)}, lambda old: old.update(a=(1, 2)) or old),
+}
+
+
+class _Pair(NamedTuple):
+    left: int
+    right: int
+
+
+@pytest.mark.parametrize("name", _EQUAL_CHANGES)
+def test_a_change_that_all_stages_make_is_none_of_code_after_the_blocks(name: str) -> None:
+    make, change = _EQUAL_CHANGES[name]
+    last, first = Net(), Net()
+    behind, front = _around(last), _around(first)
+    for module, around in ((last, behind), (first, front)):
+        module.seen = make()
+        around.begin("training_step", is_new=False)
+        module.seen = change(module.seen)
+    kept = first.seen
+    front.take(behind.changes())
+    assert not set().union(*front._behind["training_step"].values())
+    assert first.seen is kept
+    assert first.seen == last.seen
 
 
 def test_attributes_and_buffers_of_modules_in_plain_lists_are_sent() -> None:
