@@ -63,7 +63,7 @@ class _DiskRecord:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory while it is in memory."""
+        """Bytes of memory that the values take while they are loaded."""
         return self.pages.content.nbytes
 
     @contextmanager
