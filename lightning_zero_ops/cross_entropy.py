@@ -44,13 +44,15 @@ Note [Sums over chunks]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from lightning_zero_ops.cut_cross_entropy import CutRows, Terms
 from lightning_zero_ops.registry import (
     cdiv,
     check_devices,
@@ -74,27 +76,17 @@ _SUM_ROWS = 4096
 _SCRATCH_TOKENS = 64
 
 
-@dataclass(frozen=True)
-class _Terms:
-    """Constants over rows: see Note [Formula]. ``softcap`` and ``z_loss`` are 0 where there is none."""
-
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    softcap: float
-
-
 # -- Reference ---------------------------------------------------------------------------------------------------------
 
 
-def _rows_reference(logits: Tensor, target: Tensor, losses: Tensor, factor: Tensor, terms: _Terms) -> None:
+def _rows_reference(logits: Tensor, target: Tensor, losses: Tensor, factor: Tensor, terms: Terms) -> None:
     """Write the losses of a chunk, and put ``factor`` times their gradients in the place of the logits."""
     for start in range(0, len(target), _SCRATCH_TOKENS):
         part = slice(start, start + _SCRATCH_TOKENS)
         _few_rows_reference(logits[part], target[part], losses[part], factor, terms)
 
 
-def _few_rows_reference(logits: Tensor, target: Tensor, losses: Tensor, factor: Tensor, terms: _Terms) -> None:
+def _few_rows_reference(logits: Tensor, target: Tensor, losses: Tensor, factor: Tensor, terms: Terms) -> None:
     vocabulary = logits.shape[1]
     value = logits.float()
     value = torch.tanh(value / terms.softcap).mul_(terms.softcap) if terms.softcap else value
@@ -208,7 +200,7 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
 # -- Launcher ----------------------------------------------------------------------------------------------------------
 
 
-def _launch_rows(logits: Tensor, target: Tensor, losses: Tensor, factor: Tensor, terms: _Terms) -> None:
+def _launch_rows(logits: Tensor, target: Tensor, losses: Tensor, factor: Tensor, terms: Terms) -> None:
     block = min(next_power_of_2(logits.shape[1]), _MAX_BLOCK)
     with on_device_of(logits):
         _rows_kernel[(len(target),)](
@@ -303,19 +295,19 @@ def _headroom(x: Tensor, target: Tensor, ignore_index: int, is_mean: bool) -> Te
 
 
 def _chunked(
-    rows: Callable[[Tensor, Tensor, Tensor, Tensor, _Terms], None],
+    rows: Callable[[Tensor, Tensor, Tensor, Tensor, Terms], None],
     x: Tensor,
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None,
-    terms: _Terms,
+    terms: Terms,
     is_mean: bool,
     chunk_tokens: int,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the loss and the gradients that are needed (of x, weight, bias), times the headroom."""
     _check(x, weight, target, bias)
-    _check_labels(target, len(weight), terms.ignore_index)
+    _check_labels(target, len(weight) * (rows.size if isinstance(rows, CutRows) else 1), terms.ignore_index)
     _, grad_x, grad_weight, grad_bias = _empty_results(x, weight, bias, needs)
     chunks = _Chunks.plan(x, weight, chunk_tokens)
     total_weight = (
@@ -358,11 +350,11 @@ def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
 
 
 def _reference(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *settings: Any) -> Any:
-    return _chunked(_rows_reference, x, weight, target, bias, _Terms(*settings[:4]), *settings[4:])
+    return _chunked(_rows_reference, x, weight, target, bias, Terms(*settings[:4]), *settings[4:])
 
 
 def _launch(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *settings: Any) -> Any:
-    return _chunked(_launch_rows, x, weight, target, bias, _Terms(*settings[:4]), *settings[4:])
+    return _chunked(_launch_rows, x, weight, target, bias, Terms(*settings[:4]), *settings[4:])
 
 
 # -- Registration ------------------------------------------------------------------------------------------------------
@@ -394,14 +386,17 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor 
     if torch.is_grad_enabled():
 
         def again(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return _whole(x, weight, target, bias, _Terms(*ctx.settings[:4]), ctx.settings[4])
+            return _whole(x, weight, target, bias, Terms(*ctx.settings[:4]), ctx.settings[4])
 
         grad_x, grad_weight, grad_bias = differentiable_gradients(again, (x, weight, bias), grad)
         return grad_x, grad_weight, None, grad_bias, *rest
     factor = grad / _headroom(x, target, ctx.settings[0], ctx.settings[4])
-    needs = ctx.settings[-1]
-    scaled = [_times(part, factor) if is_needed else None for part, is_needed in zip(grads, needs, strict=True)]
-    return scaled[0], scaled[1], None, scaled[2], *rest
+    grad_x, grad_weight, grad_bias = _scaled(grads, factor, ctx.settings[-1])
+    return grad_x, grad_weight, None, grad_bias, *rest
+
+
+def _scaled(grads: Sequence[Tensor], factor: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+    return [_times(grad, factor) if is_needed else None for grad, is_needed in zip(grads, needs, strict=True)]
 
 
 def _times(grad: Tensor, factor: Tensor) -> Tensor:
@@ -420,7 +415,7 @@ def _is_batched(tensor: Tensor) -> bool:
     return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
 
 
-def _whole(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, terms: _Terms, is_mean: bool) -> Tensor:
+def _whole(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, terms: Terms, is_mean: bool) -> Tensor:
     """Return the loss in plain PyTorch with whole logits; for second derivatives."""
     logits = torch.nn.functional.linear(x, weight, bias).float()
     logits = terms.softcap * torch.tanh(logits / terms.softcap) if terms.softcap else logits
@@ -444,6 +439,39 @@ _op = define(
     setup_context=_setup_context,
 )
 
+# -- Over a group of ranks ---------------------------------------------------------------------------------------------
+
+
+class _CutLinearCrossEntropy(torch.autograd.Function):
+    """The same with rows of the weight per rank. Collective in forward; backward sends nothing."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, group: dist.ProcessGroup, *rest: Any
+    ) -> Tensor:
+        *settings, needs = rest
+        loss, *grads = _chunked(
+            CutRows(group), x, weight, target, bias, Terms(*settings[:4]), settings[4], settings[5], needs
+        )
+        if needs[0]:
+            dist.all_reduce(grads[0], group=group)
+        ctx.save_for_backward(target, *grads)
+        ctx.headroom = _headroom(x, target, settings[0], settings[4])
+        ctx.needs = needs
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "`linear_cross_entropy(group=...)` has no second derivatives (`create_graph=True`). Gather the logits,"
+                " or use a whole `weight` without a group."
+            )
+        _, *parts = ctx.saved_tensors
+        grad_x, grad_weight, grad_bias = _scaled(parts, grads[0] / ctx.headroom, ctx.needs)
+        return grad_x, grad_weight, None, grad_bias, *(None,) * 8
+
+
 # -- Public function ---------------------------------------------------------------------------------------------------
 
 
@@ -459,8 +487,14 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     chunk_tokens: int | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Return the cross-entropy of ``x @ weight.T + bias`` without ever holding all logits.
+
+    With a ``group`` each of its ranks has consecutive rows of the weight, in rank order, and the same ``x`` and
+    ``target``. Forward is then collective: per token a maximum and one sum of three numbers are exchanged, and the
+    gradient of ``x`` is summed over the ranks, so ``x`` needs no further reduction. Losses have the same bits on every
+    rank. There are no second derivatives, and losses are computed by PyTorch's operations, not by the Triton kernel.
 
     Under autocast ``x``, ``weight`` and ``bias`` are cast as for ``torch.nn.functional.linear``. Gradients are made in
     forward where they are needed, and kept until backward, which may run again where its graph was retained. Second
@@ -468,9 +502,9 @@ def linear_cross_entropy(
 
     Args:
         x: ``(..., H)`` hidden states, fp32, bf16 or fp16.
-        weight: ``(V, H)`` in the dtype of ``x``.
+        weight: ``(V, H)`` in the dtype of ``x``; with a group this rank's ``(V / size, H)``.
         target: ``(...)`` int64 labels.
-        bias: ``(V,)`` in the dtype of ``x``, or None.
+        bias: ``(V,)`` in the dtype of ``x``, or None; with a group this rank's ``(V / size,)``.
         ignore_index: Tokens with this label have no loss and no gradient.
         reduction: The mean over the other tokens (NaN where there are none), or their sum.
         label_smoothing: As in ``torch.nn.functional.cross_entropy``.
@@ -478,13 +512,15 @@ def linear_cross_entropy(
         softcap: Logits ``l`` become ``softcap * tanh(l / softcap)``.
         chunk_tokens: Tokens that are projected at a time. None: about 128 MiB of logits, more with large vocabularies
             (Note [Length of chunks]), or half of the tokens where that needs fewer bytes (Note [Sums over chunks]).
+        group: The tensor ranks that the vocabulary is cut over. None: ``weight`` is whole.
 
     Returns:
         The loss, 0-dim fp32.
 
     Raises:
         TypeError: Another dtype, or several.
-        ValueError: Shapes that do not fit, options out of range, on CPUs labels outside of the vocabulary.
+        ValueError: Shapes that do not fit, options out of range, on CPUs labels outside of the vocabulary and ranks
+            with different numbers of rows (on a GPU the loss is NaN).
     """
     _check_options(reduction, label_smoothing, z_loss, softcap, chunk_tokens)
     check_devices("linear_cross_entropy", x=x, weight=weight, target=target, bias=bias)
@@ -500,19 +536,12 @@ def linear_cross_entropy(
     needs = [
         torch.is_grad_enabled() and tensor is not None and (tensor.requires_grad or is_needed) for tensor in inputs
     ]
-    loss: Tensor = _op(
-        inputs[0],
-        inputs[1],
-        target.reshape(-1).contiguous(),
-        inputs[2],
-        ignore_index,
-        label_smoothing,
-        z_loss,
-        softcap or 0.0,
-        reduction == "mean",
-        chunk_tokens or 0,
-        needs,
-    )[0]
+    tensors = (inputs[0], inputs[1], target.reshape(-1).contiguous(), inputs[2])
+    is_mean = reduction == "mean"
+    settings = (ignore_index, label_smoothing, z_loss, softcap or 0.0, is_mean, chunk_tokens or 0, needs)
+    loss: Tensor = (
+        _op(*tensors, *settings)[0] if group is None else _CutLinearCrossEntropy.apply(*tensors, group, *settings)  # type: ignore[no-untyped-call]
+    )
     return loss
 
 

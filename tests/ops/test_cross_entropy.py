@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_zero_ops import cross_entropy, linear_cross_entropy
+from lightning_zero_ops.cut_cross_entropy import Terms
 from tests.ops.accuracy import assert_close, assert_same_specials, fresh
 from tests.ops.ahead_of_time import Compilation, assert_lean
 from tests.ops.processes import CAPABILITIES, compiled, interpreted
@@ -65,7 +66,7 @@ def _with_gradients(function: Any, x: Tensor, weight: Tensor, target: Tensor, bi
 
 def _interpret(dtype: str, softcap: float, smoothing: float, z_loss: float) -> None:
     """Compare the launchers with the references; the interpreter truncates, so 16 bits may be one unit apart."""
-    terms = cross_entropy._Terms(-100, smoothing, z_loss, softcap)
+    terms = Terms(-100, smoothing, z_loss, softcap)
     for tokens, vocabulary in ((1, 1), (3, 63), (2, 1000), (2, 9001)):
         logits = (3 * torch.randn(tokens, vocabulary + 7)).to(DTYPES[dtype])[:, :vocabulary]
         target = torch.randint(vocabulary, (tokens,))
@@ -109,7 +110,7 @@ def _special_rows(rows: Any, softcap: float, smoothing: float, z_loss: float, dt
         for at, value in changes:
             row[at] = value
     target, losses = torch.tensor([label for _, label in SPECIAL_ROWS.values()]), torch.empty(len(SPECIAL_ROWS))
-    rows(logits, target, losses, torch.tensor(0.25), cross_entropy._Terms(-100, smoothing, z_loss, softcap))
+    rows(logits, target, losses, torch.tensor(0.25), Terms(-100, smoothing, z_loss, softcap))
     return [losses, logits]
 
 
@@ -350,7 +351,7 @@ def test_huge_logits_have_the_loss_of_pytorch(dtype: str) -> None:
     expected = F.cross_entropy(F.linear(x, weight).float(), target)
     torch.testing.assert_close(linear_cross_entropy(x, weight, target), expected)
     torch.testing.assert_close(
-        cross_entropy._whole(x, weight, target, None, cross_entropy._Terms(-100, 0.0, 0.0, 0.0), True), expected
+        cross_entropy._whole(x, weight, target, None, Terms(-100, 0.0, 0.0, 0.0), True), expected
     )
 
 
