@@ -9,7 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_zero import ZeroEngine
 from tests import worlds
+
+_ENGINES = []
 
 
 def _sum(rank: int, world: int, scale: float) -> tuple[int, torch.Tensor, float]:
@@ -37,6 +40,16 @@ def _hang(rank: int, world: int) -> None:
 
 def _nothing(rank: int, world: int) -> None:
     pass
+
+
+def _leave_an_engine(rank: int, world: int) -> None:
+    engine = ZeroEngine(stage=3)
+    engine.shard(torch.nn.Linear(2, 2))
+    _ENGINES.append(engine)  # as a cycle or a traceback would keep it
+
+
+def _threads(rank: int, world: int) -> int:
+    return len(os.listdir(f"/proc/{os.getpid()}/task"))
 
 
 def _poison(rank: int, world: int) -> tuple[bool, bool]:
@@ -101,3 +114,12 @@ def test_uninitialised_memory_is_nan() -> None:
 def test_collectives_are_counted_in_bytes_sent() -> None:
     answers = worlds.run(_ledger, 2)
     assert answers == [{"all_gather": 16, "all_reduce": 8, "send": 20}, {"all_gather": 16, "all_reduce": 8}]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads by /proc")
+def test_threads_of_an_engine_that_a_call_leaves_open_end_with_the_call() -> None:
+    worlds.run(_leave_an_engine, 2)
+    before = worlds.run(_threads, 2)
+    for _ in range(3):
+        worlds.run(_leave_an_engine, 2)
+    assert worlds.run(_threads, 2) == before

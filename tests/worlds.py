@@ -32,6 +32,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, ProcessGroup, Store
 
+from lightning_zero.comm.groups import destroy_all
+
 __all__ = ["Ledger", "RankError", "close", "count_collectives", "poisoned_memory", "run", "seed", "slow_collectives"]
 
 GRACE_S = 3.0  # how long the other ranks may still answer after the first error
@@ -209,7 +211,7 @@ def _serve(connection: Connection, rank: int, world: int, folder: str) -> None:
             continue
         store = FileStore(os.path.join(folder, f"store{number}"), world)
         connection.send_bytes(_answer(_call(fn, args, rank, world, store, timeout_s)))
-        gc.collect()  # engines that the call left open: threads of their groups wake a hundred times a second
+        gc.collect()  # engines that the call left open
 
 
 def _call(fn: Callable[..., Any], args: Sequence[Any], rank: int, world: int, store: Store, timeout_s: float) -> Any:
@@ -223,6 +225,7 @@ def _call(fn: Callable[..., Any], args: Sequence[Any], rank: int, world: int, st
         return _failure(error)
     finally:
         torch.set_default_dtype(torch.float32)
+        destroy_all()  # groups of engines that the call left open: each wakes a hundred times a second
         dist.destroy_process_group()
 
 

@@ -35,7 +35,7 @@ from torch._C._distributed_c10d import PrefixStore
 from lightning_zero.comm.peers import Peers, PeersError
 from lightning_zero.errors import CollectiveError
 
-__all__ = ["GroupSet", "Lent", "borrow", "lend"]
+__all__ = ["GroupSet", "Lent", "borrow", "destroy_all", "lend"]
 
 _MOST_SETS = 4  # over the same ranks
 _FREE, _USED, _USED_AND_BROKEN, _BROKEN = range(4)  # on a rank; the highest of all ranks counts
@@ -240,8 +240,8 @@ def lend(user: Any, name: str, ranks: Sequence[int], make: Callable[[], _Set]) -
 
 
 @atexit.register
-def _close_at_exit() -> None:
-    """Give all groups back: their threads must not outlive the interpreter they call into."""
+def destroy_all() -> None:
+    """Give all groups back, also those in use: their threads must not outlive the interpreter they call into."""
     for pools in list(_POOLS.values()):
         for pool in pools.values():
             for one in pool.sets:
