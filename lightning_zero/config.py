@@ -42,7 +42,7 @@ Moments = Literal["fp32", "bf16", "int8"]
 
 ``"int8"``: a byte each, with one scale for 256 elements. Arithmetic is fp32, and so are moments in checkpoints.
 """
-CheckpointPolicy = Literal["full", "selective", "offload", "auto"]
+CheckpointPolicy = Literal["full", "selective", "offload", "partition", "auto"]
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1"]
 ReduceTime = Literal["auto", "step", "microbatch"]
 StepTime = Literal["auto", "now", "deferred", "backward"]
@@ -67,7 +67,7 @@ _PARTITIONS = ("parameters", "uniform", "flops", "measured")
 _PARTITION_USE = (
     "Use 'parameters', 'uniform', 'type:Regex', 'flops', 'measured', or the list of the first blocks of the stages."
 )
-_POLICY_USE = "Use 'full', 'selective', 'offload' or 'auto'. 'partition' does not exist yet."
+_POLICY_USE = "Use 'full', 'selective', 'offload', 'partition' or 'auto'."
 _SCHEDULE_USE = "Use 'gpipe', '1f1b', 'interleaved_1f1b' or 'zb_h1'."
 _DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -237,7 +237,8 @@ class ActivationCheckpointing:
         modules: Classes, or names of classes, whose calls are checkpointed; by default the repeated blocks.
         every: Checkpoint every n-th of the modules; the others keep their activations.
         policy: Tensors of a call that are kept. ``"full"``: its inputs. ``"selective"``: the results of matrix products
-            and attention too. ``"offload"``: its inputs, in host memory. ``"auto"``: after two steps the cheapest of
+            and attention too. ``"offload"``: its inputs, in host memory. ``"partition"``: with ``tensor_parallel``, a
+            piece of each of its inputs; the tensor ranks have one each. ``"auto"``: after two steps the cheapest of
             everything, selective, full and offload that a forecast says will fit.
         budget_bytes: With ``"auto"``: bytes the chosen modules may keep on a rank; None: the free bytes of the GPU.
         preserve_rng_state: Compute again with the same random numbers (dropout). Costs a little time; off is right only

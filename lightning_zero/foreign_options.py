@@ -88,7 +88,9 @@ FOREIGN_OPTIONS: dict[str, str] = {
     "loss_scale_window": f"Use {_LOSS_SCALE} with `window`.",
     "hysteresis": f"Use {_LOSS_SCALE} with `hysteresis`.",
     "min_loss_scale": f"Use {_LOSS_SCALE} with `min_scale`.",
-    "partition_activations": f"Use {_CHECKPOINTING} Activations are not partitioned over ranks.",
+    "partition_activations": (
+        "Use `activation_checkpointing=ActivationCheckpointing(policy='partition')` with `tensor_parallel=...`."
+    ),
     "cpu_checkpointing": "Use `activation_checkpointing=ActivationCheckpointing(policy='offload')`.",
     "contiguous_memory_optimization": f"Use {_CHECKPOINTING}",
     "synchronize_checkpoint_boundary": f"Use {_CHECKPOINTING}",

@@ -185,6 +185,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             self.offload.check(self.stage, in_pipeline=self.pipeline is not None)
         self.step = step
         self.activation_checkpointing = ActivationCheckpointing.of(activation_checkpointing)
+        _check_partition(self.activation_checkpointing, TensorParallel.of(tensor_parallel))
         self.async_save = async_save
         self.weights_only = weights_only
         self._start_method = start_method
@@ -358,7 +359,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             if self._layer_sync is not None:
                 self._layer_sync.apply(module)
             self.precision_plugin.convert_module(module)
-            checkpoint_activations(module, self.activation_checkpointing)
+            ranks = None if self._tensor is None else self._tensor.ranks_of(module)
+            checkpoint_activations(module, self.activation_checkpointing, ranks)
             engine = ZeroEngine(**recipe if is_fitting else {**recipe, "offload": self._offload_without_optimizer()})
             self._steps = None
             if split is None:
@@ -747,6 +749,26 @@ def _tensor_parallel(tensor_parallel: TensorParallel | dict[str, Any] | int | No
     """Return the options of tensor parallelism over two or more ranks, or None."""
     options = TensorParallel.of(tensor_parallel)
     return None if options is None or options.size == 1 else options
+
+
+def _check_partition(options: ActivationCheckpointing | None, tensor_parallel: TensorParallel | None) -> None:
+    """Refuse to divide activations over tensor ranks that do not exist, or have parts of them.
+
+    Raises:
+        ValueError: The policy is ``"partition"``, without tensor parallelism or with sequence parallelism.
+    """
+    if options is None or options.policy != "partition":
+        return
+    if tensor_parallel is None:
+        raise ValueError(
+            "`ActivationCheckpointing(policy='partition')` divides the inputs of blocks over tensor ranks, and there"
+            " are none. Use it with `tensor_parallel=...`, or policy='full' or 'offload'."
+        )
+    if tensor_parallel.sequence:
+        raise ValueError(
+            "`ActivationCheckpointing(policy='partition')` divides inputs of blocks that all tensor ranks have, and"
+            " with `TensorParallel(sequence=True)` each has its own part of the sequence already. Use policy='full'."
+        )
 
 
 def _communication(

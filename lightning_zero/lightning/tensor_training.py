@@ -146,6 +146,11 @@ class TensorTraining:
             dist.broadcast(values, group=self.groups.tensor_group, group_src=0)
             param.data.copy_(values)
 
+    def ranks_of(self, module: nn.Module) -> ProcessGroupRanks:
+        """Return the ranks that the layers of a module that is cut call."""
+        ranks: ProcessGroupRanks = vars(module)[_KEY].ranks
+        return ranks
+
     def lines(self, module: nn.Module) -> list[str]:
         """Return the grid, the plan and the check of every block in words."""
         return [

@@ -9,6 +9,7 @@ Tensors of a call that are kept, besides its result:
 ``selective``  its inputs and the results of matrix products and attention, the expensive part of the forward
                (arXiv:2205.05198, section 5)
 ``offload``    its inputs, in host memory; they come back while the block after it goes backward
+``partition``  this rank's piece of its inputs; the ranks of a tensor group have one each (``partition.py``)
 ``auto``       as one of these, or all; which one is known after two steps (``forecast.py``)
 =============  =====================================================================================================
 """
@@ -31,6 +32,7 @@ from lightning_zero.blocks import modules_of_classes, repeated_blocks
 from lightning_zero.config import ActivationCheckpointing
 from lightning_zero.parallel.activation.forecast import Forecast
 from lightning_zero.parallel.activation.input_versions import with_first_inputs
+from lightning_zero.parallel.activation.partition import Gathering, PartitionedInputs, ReplicatedInputs
 from lightning_zero.parallel.module_state import RunAgain, is_empty_cache, version_of
 from lightning_zero.parallel.writable import writable
 from lightning_zero.storage.copies import Copies, Landing
@@ -39,8 +41,16 @@ from lightning_zero.trees import tree_map_only
 __all__ = ["checkpoint_activations", "forecast_of"]
 
 
-def checkpoint_activations(module: nn.Module, options: ActivationCheckpointing | None) -> list[nn.Module]:
+def checkpoint_activations(
+    module: nn.Module, options: ActivationCheckpointing | None, tensor_ranks: Gathering | None = None
+) -> list[nn.Module]:
     """Checkpoint the chosen modules below ``module`` in place, and no others; return them in the order of the model.
+
+    Args:
+        module: Is cut already if there is tensor parallelism.
+        options: None: nothing is checkpointed.
+        tensor_ranks: The tensor group of this rank, over which ``"partition"`` divides inputs; without it the policy
+            keeps as much as ``"full"``.
 
     Raises:
         ValueError: A class in ``options.modules`` matches nothing, or ``module`` has no repeated blocks.
@@ -53,8 +63,9 @@ def checkpoint_activations(module: nn.Module, options: ActivationCheckpointing |
     chosen = [found for _, found in _chosen(module, options)]
     forecast = Forecast(options.budget_bytes, _is_product) if options.policy == "auto" else None
     lane = _Lane(forecast)
+    partition = PartitionedInputs(tensor_ranks) if options.policy == "partition" and tensor_ranks is not None else None
     for child in chosen:
-        _Forward(child, options, lane, forecast)
+        _Forward(child, options, lane=lane, partition=partition, forecast=forecast)
     return chosen
 
 
@@ -87,15 +98,23 @@ class _Forward:
     """Stands in for the ``forward`` of one module. Copies of the module get a copy that is theirs."""
 
     def __init__(
-        self, module: nn.Module, options: ActivationCheckpointing, lane: _Lane, forecast: Forecast | None
+        self,
+        module: nn.Module,
+        options: ActivationCheckpointing,
+        *,
+        lane: _Lane,
+        partition: PartitionedInputs | None,
+        forecast: Forecast | None,
     ) -> None:
         self.module = module
         self.forecast = forecast
         self._options = options
         self._lane = lane
+        self._partition = partition
         self.stands_in_for = module.__dict__.get("forward")  # somebody else's stand-in
         self._unwritten: set[tuple[int, str]] = set()  # see `RunAgain`
         self._inputs = _Inputs()
+        self._replicated = ReplicatedInputs()  # of the module's inputs
         module.forward = self
 
     def remove(self) -> None:
@@ -115,11 +134,15 @@ class _Forward:
             policy = self.forecast.policy or "offload"
         if policy == "none":
             return run(*args, **kwargs)
+        if self._partition is not None and torch.compiler.is_compiling():
+            return _run_eagerly(self, *args, **kwargs)
         if any(map(is_empty_cache, kwargs.values())):
             _tell_of_caches()
             kwargs = {name: None if is_empty_cache(value) else value for name, value in kwargs.items()}
         if not torch.compiler.is_compiling():  # compiled code recomputes values, and writes to buffers once
             run = RunAgain(self.module, run, self._unwritten)
+            if self._partition is not None:
+                run, args, kwargs = self._partition.send(run, args, kwargs, self._replicated)
             if policy != "offload":
                 run, args, kwargs = with_first_inputs(run, type(self.module).__name__, args, kwargs)
         call = partial(
@@ -132,6 +155,12 @@ class _Forward:
         elif policy == "offload":
             run, args, kwargs = self._lane.send(run, args, kwargs, self._inputs)
         return call(run, *args, **kwargs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _run_eagerly(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Make a call between two graphs: a gather is not part of one."""
+    return call(*args, **kwargs)
 
 
 @cache

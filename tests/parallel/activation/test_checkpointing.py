@@ -322,13 +322,12 @@ def test_an_error_in_a_forward_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"policy": "partition"}, "policy='partition'.` is not known.*'partition' does not exist yet"),
         ({"budget_bytes": 1}, "budget_bytes=1, policy='full'.`: the budget is a number of bytes"),
         (
             {"budget_bytes": -1, "policy": "auto"},
             "budget_bytes=-1, policy='auto'.`: the budget is a number of bytes",
         ),
-        ({"policy": "some"}, "policy='some'.` is not known. Use 'full', 'selective', 'offload' or 'auto'"),
+        ({"policy": "some"}, "policy='some'.` is not known. Use 'full', 'selective', 'offload', 'partition' or 'auto'"),
         ({"every": 0}, "every=0.` must be a number of modules"),
     ],
     ids=str,
