@@ -6,7 +6,7 @@ Importing the package registers the strategy names ``zero_0`` to ``zero_3`` with
 from lightning_zero.boxes import Box, Part
 from lightning_zero.checkpoint.export import export_safetensors
 from lightning_zero.checkpoint.pretrained import load_pretrained
-from lightning_zero.config import ActivationCheckpointing, Communication, MixedPrecision, Offload, Pipeline, Sharding
+from lightning_zero.config import ActivationCheckpointing, Communication, MixedPrecision, Offload, Pipeline
 from lightning_zero.engine.access.statistics import EngineStats
 from lightning_zero.engine.engine import ZeroEngine, gathered
 from lightning_zero.errors import CollectiveError, PipelineError, ReleasedParameterError, ShardedGradientError
@@ -19,6 +19,7 @@ from lightning_zero.lightning.strategy import ZeroStrategy, register_strategies
 from lightning_zero.parallel.pipeline.stages.specs import LayerSpec, TiedLayerSpec
 from lightning_zero.parallel.tensor.plan import Cut, CutArgument, Packed, TensorParallel, TensorPlan
 from lightning_zero.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from lightning_zero.sharding import Sharding
 
 __version__ = "0.1.0"
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_zero.errors import nearest
 from lightning_zero.option_checks import checked_fields, from_fields
+from lightning_zero.sharding import Sharding
 
 __all__ = [
     "ActivationCheckpointing",
@@ -29,7 +30,6 @@ __all__ = [
     "ReduceTime",
     "STEP_USE",
     "Schedule",
-    "Sharding",
     "StepTime",
     "last_target",
 ]
@@ -70,31 +70,6 @@ _PARTITION_USE = (
 _POLICY_USE = "Use 'full', 'selective', 'offload', 'partition' or 'auto'."
 _SCHEDULE_USE = "Use 'gpipe', '1f1b', 'interleaved_1f1b' or 'zb_h1'."
 _DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """A ZeRO stage as three answers: which of the three is kept sharded? (arXiv:1910.02054, section 5)."""
-
-    params: bool
-    grads: bool
-    optim: bool
-
-    @classmethod
-    def from_stage(cls, stage: int) -> Sharding:
-        """Return the answers of a stage.
-
-        Raises:
-            ValueError: ``stage`` is not 0, 1, 2 or 3.
-        """
-        if type(stage) is not int or stage not in (0, 1, 2, 3):
-            raise ValueError(f"`stage={stage!r}` is not a ZeRO stage. Use 0, 1, 2 or 3.")
-        return cls(params=stage >= 3, grads=stage >= 2, optim=stage >= 1)
-
-    @property
-    def stage(self) -> int:
-        """The ZeRO stage with these answers."""
-        return int(self.params) + int(self.grads) + int(self.optim)
 
 
 @checked_fields()
@@ -210,12 +185,14 @@ class Offload:
         offload: Offload | None = cls(optimizer="cpu") if value == "cpu" else from_fields(cls, value)
         return offload
 
-    def check(self, stage: int, *, in_pipeline: bool = False) -> None:
+    def check(self, sharding: Sharding, *, in_pipeline: bool = False) -> None:
         """Refuse fields that a stage, or a pipeline, does not support.
 
         Raises:
-            ValueError: Parameters are to be offloaded below stage 3, or something to disks in a pipeline.
+            ValueError: Parameters are to be offloaded that are whole on every rank, or to disks where they are sharded
+                over nodes, or something to disks in a pipeline.
         """
+        stage = sharding.stage
         if in_pipeline and self.uses_disks:
             raise ValueError(
                 "`pipeline` with `Offload(optimizer='nvme')` or `params='nvme'` does not exist yet. Use 'cpu', or no"
@@ -225,6 +202,11 @@ class Offload:
             raise ValueError(
                 f"`Offload(params={self.params!r})` needs `stage=3`, because parameters are whole on every rank below"
                 f" it (got `stage={stage}`). Use stage 3, or `offload='cpu'` for the optimizer alone."
+            )
+        if self.params == "nvme" and sharding.params not in ("none", 1, "world"):
+            raise ValueError(
+                f"`Offload(params='nvme')` does not work with `{sharding}` yet: the parameters of a node are kept in"
+                " memory. Use `Offload(params='cpu', optimizer='nvme')`, or `params='world'` in `Sharding`."
             )
 
 

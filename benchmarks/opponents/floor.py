@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from benchmarks.models import UNITS
 from benchmarks.opponents import Clock, fused_adamw
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import Communication, Sharding
+from lightning_zero.config import Communication
 from lightning_zero.engine.units.partition import Territory, choose_territories
 from lightning_zero.layout import FlatLayout
+from lightning_zero.sharding import ShardedOver
 
 __all__ = ["FloorSide"]
 
@@ -24,7 +25,7 @@ class FloorSide:
 
     def __init__(self, model: nn.Module, *, stage: int) -> None:
         self.model = model
-        self.sharding = Sharding.from_stage(stage)
+        self.sharding = ShardedOver.from_stage(stage)
         self.communicator = Communicator(Communication(), torch.device("cpu"))
         self.units = [_FlatUnit(territory, self.communicator) for territory in choose_territories(model, UNITS)]
         self.optimizer = fused_adamw([unit.shard if self.sharding.optim else unit.full for unit in self.units])

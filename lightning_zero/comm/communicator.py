@@ -161,10 +161,16 @@ class Communicator:
         process_group: The ranks that share a model; the default group when None. Without an initialised process group
             the world is one rank and nothing is sent.
         device: Device of the tensors.
+        ranks: Some of them, in ascending order; by default all.
     """
 
     def __init__(
-        self, config: Communication, device: torch.device, process_group: dist.ProcessGroup | None = None
+        self,
+        config: Communication,
+        device: torch.device,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         # - Who takes part
         self.world_size = 1
@@ -179,31 +185,56 @@ class Communicator:
         self._late: deque[_LateGather] = deque()  # in the order in which all ranks start them
         self._loan = 0  # of the groups
         self._config = config
+        self._process_group = process_group
+        self._own_ranks = [0]  # of the default group
         self._along: list[Communicator] = []  # over parts of the ranks
         # - Cost since the last reset
         self.sent_bytes: Counter[str] = Counter()
+        self.across_nodes: Counter[str] = Counter()  # those of them that go to other nodes, as far as that is known
+        self._is_across = False  # all peers are on other nodes
         self.calls: Counter[str] = Counter()
         self.waits = Waits(device)
         if dist.is_available() and dist.is_initialized():
-            self._borrow_groups(config, process_group)
+            own = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+            self._borrow_groups(own if ranks is None else ranks)
+
+    def among(self, ranks: Sequence[int], *, is_across: bool) -> Communicator:
+        """Return a communicator over some of the ranks; otherwise as ``along``. Collective: these ranks.
+
+        Args:
+            ranks: In ascending order.
+            is_across: Each is on another node.
+        """
+        part = self._adopt(Communicator(self._config, self.device, self._process_group, ranks=ranks))
+        part._is_across = is_across
+        return part
 
     def along(self, process_group: dist.ProcessGroup) -> Communicator:
         """Return a communicator over a part of the ranks. Collective: the ranks of ``process_group``.
 
         It ends with this one, and its calls are counted as this one's.
         """
-        part = Communicator(self._config, self.device, process_group)
+        return self._adopt(Communicator(self._config, self.device, process_group))
+
+    def _adopt(self, part: Communicator) -> Communicator:
         part.sent_bytes, part.calls, part.running = self.sent_bytes, self.calls, self.running
+        part.across_nodes = self.across_nodes
         self._along.append(part)
         return part
 
-    def _borrow_groups(self, config: Communication, process_group: dist.ProcessGroup | None) -> None:
-        self.world_size = dist.get_world_size(process_group)
-        self.rank = dist.get_rank(process_group)
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of the default group that take part, in the order of their ranks here."""
+        return list(self._own_ranks)
+
+    def _borrow_groups(self, ranks: Sequence[int]) -> None:
+        self._own_ranks = list(ranks)
+        self.world_size = len(ranks)
+        self.rank = self._own_ranks.index(dist.get_rank())
         if self.world_size == 1:
             return
-        self._backend = config.backend or dist.get_backend(process_group)
-        self._groups = borrow(self, process_group, self._backend, config.timeout_s)
+        self._backend = self._config.backend or dist.get_backend(self._process_group)
+        self._groups = borrow(self, self._own_ranks, self._backend, self.timeout_s)
         self._loan = self._groups.loan
         if lets_device_wait(self.device, self._backend):
             self.waits = Waits(self.device, [self._groups.gather, self._groups.reduce])
@@ -279,7 +310,7 @@ class Communicator:
             self._late.popleft().start()
 
     def reduce_scatter(
-        self, shard: torch.Tensor, full: torch.Tensor, what: str, *, divisor: int | None = None
+        self, shard: torch.Tensor, full: torch.Tensor, what: str, *, divisor: float | None = None
     ) -> Pending:
         """Add ``full`` over the ranks, divide, and write this rank's part into ``shard``.
 
@@ -585,6 +616,7 @@ class Communicator:
     def reset_stats(self) -> None:
         """Start counting anew."""
         self.sent_bytes.clear()
+        self.across_nodes.clear()
         self.calls.clear()
         for one in (self, *self._along):
             one.waits.reset()
@@ -645,6 +677,8 @@ class Communicator:
         if failure is not None:
             raise self.failure(failure.what, RuntimeError(failure.reason))
         self.sent_bytes[kind] += sent_bytes
+        if self._is_across:
+            self.across_nodes[kind] += sent_bytes
         self.calls[kind] += 1
 
     def _ranks(self) -> range:
@@ -664,13 +698,13 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype in _SENT_AS_THEY_ARE else tensor.view(-1).view(torch.uint8)
 
 
-def _divided_sum(full: torch.Tensor, world_size: int, divisor: int) -> Any:
+def _divided_sum(full: torch.Tensor, world_size: int, divisor: float) -> Any:
     if full.dtype == torch.float16 or divisor != world_size:  # in 16 bits the sum may overflow before it is divided
         return dist._make_nccl_premul_sum(1.0 / divisor)  # type: ignore[attr-defined]
     return dist.ReduceOp.AVG
 
 
-def _divided_sum_in_rank_order(out: torch.Tensor, chunks: dict[int, torch.Tensor], divisor: int) -> None:
+def _divided_sum_in_rank_order(out: torch.Tensor, chunks: dict[int, torch.Tensor], divisor: float) -> None:
     """Write ``(chunks[0] + chunks[1] + …) / divisor`` into ``out``, which may be one of the chunks.
 
     The chunks of the ranks before ``out``'s own serve as the accumulator, so nothing is overwritten before it is read.

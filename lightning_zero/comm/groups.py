@@ -190,9 +190,8 @@ def _await(store: Any, key: str) -> bytes:
 _POOLS: WeakKeyDictionary[Any, dict[str, _Pool]] = WeakKeyDictionary()  # by default group
 
 
-def borrow(user: Any, process_group: Any, backend: str, timeout_s: float) -> GroupSet:
-    """Return a set of groups over the ranks of ``process_group`` for ``user``. Collective: these ranks."""
-    ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+def borrow(user: Any, ranks: Sequence[int], backend: str, timeout_s: float) -> GroupSet:
+    """Return a set of groups over some ranks of the default group for ``user``. Collective: these ranks."""
     is_part = len(ranks) < dist.get_world_size()
     timeout = timedelta(seconds=timeout_s)
     name = f"{'-'.join(map(str, ranks)) if is_part else 'all'}/{backend}/{timeout_s}"

@@ -31,6 +31,7 @@ from lightning_zero.foreign_options import FOREIGN_TO_ENGINE
 from lightning_zero.grid import Grid
 from lightning_zero.microbatch import Microbatch
 from lightning_zero.option_checks import checked_arguments
+from lightning_zero.sharding import Sharding
 
 __all__ = ["ZeroEngine", "engine_of", "gathered"]
 
@@ -59,7 +60,8 @@ class ZeroEngine:
     and train as ever: ``loss.backward(); optimizer.step(); optimizer.zero_grad()``.
 
     Args:
-        stage: 0 shards nothing, 1 optimizer states, 2 gradients too, 3 parameters too.
+        stage: 0 shards nothing, 1 optimizer states, 2 gradients too, 3 parameters too; or ``Sharding``, which says for
+            each of the three over which ranks, or a dict of its fields.
         units: Classes, or names of classes, whose modules are gathered and reduced as one. By default repeated blocks,
             embeddings and output heads.
         communication: Dtype of reductions, prefetch, timeout.
@@ -76,13 +78,13 @@ class ZeroEngine:
             of ``lightning_zero.config.Moments``. Arithmetic is fp32, and so are moments in checkpoints.
 
     Raises:
-        ValueError: ``stage`` is not 0, 1, 2 or 3, or ``moments`` or ``step`` is not known.
+        ValueError: ``stage`` is not 0, 1, 2, 3 or a ``Sharding``, or ``moments`` or ``step`` is not known.
     """
 
     @checked_arguments(use=_USE, foreign=FOREIGN_TO_ENGINE, unchecked=["stage"])
     def __init__(
         self,
-        stage: int = 3,
+        stage: int | Sharding | dict[str, Any] = 3,
         *,
         units: Sequence[str | type[nn.Module]] | str | type[nn.Module] | None = None,
         communication: Communication | None = None,
@@ -94,7 +96,7 @@ class ZeroEngine:
         step: StepTime = "auto",
         moments: Moments = "fp32",
     ) -> None:
-        self.stage = stage
+        self.stage = Sharding.of(stage).stage
         self._state = EngineState(
             EngineOptions(
                 stage=stage,
@@ -408,6 +410,7 @@ class ZeroEngine:
         self._state.recover()
         buffer.window.take_gradient(index)
         compare_assigned([buffer.window], self._state.communicator)
+        buffer.gradients.refuse_in_node(index)
         return self._state.sharded.whole.gradient(buffer, index)
 
     def records(self) -> list[ParameterRecord]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +14,7 @@ from torch import nn
 
 from lightning_zero.comm.agreement import require_same
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import Communication, MixedPrecision, Moments, Offload, Sharding, StepTime
+from lightning_zero.config import Communication, MixedPrecision, Moments, Offload, StepTime
 from lightning_zero.engine.access.gathered import GatheredParams
 from lightning_zero.engine.access.offloaded_states import OffloadedStates
 from lightning_zero.engine.access.param_index import ParamIndex
@@ -37,6 +39,7 @@ from lightning_zero.engine.units.placement import Placement
 from lightning_zero.engine.units.remote_params import RemoteParams
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.grid import Grid, GridPlaces, check_places
+from lightning_zero.sharding import NodeRanks, ShardedOver, Sharding, ShardingScope
 from lightning_zero.storage.store import DeviceStore
 
 __all__ = ["EngineOptions", "ShardedModule"]
@@ -52,6 +55,14 @@ _SAME_BUFFERS = (
     "On a grid all ranks get the module buffers of rank 0. Keep a value that differs, such as the first row of a part,"
     " in a plain attribute."
 )
+_NO_PIPELINE = (
+    "does not work with a pipeline yet: the ranks of its stages may lie in several nodes. Use a stage from 0 to 3, or"
+    " no pipeline."
+)
+_NO_GRID = (
+    "does not work with tensor parallelism or another grid yet: its groups have nodes of their own. Use a stage from 0"
+    " to 3, or no grid."
+)
 _REMEDY = (
     "Build the same model, with the same options, on every rank: the rank, its data and random numbers must not"
     " change the layers."
@@ -62,7 +73,7 @@ _REMEDY = (
 class EngineOptions:
     """The options of a ``ZeroEngine``; see there."""
 
-    stage: int
+    stage: int | Sharding | dict[str, Any]
     units: Sequence[str | type[nn.Module]] | None
     communication: Communication
     precision: MixedPrecision
@@ -75,9 +86,16 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         """Refuse options that are not known, or do not go together."""
-        Sharding.from_stage(self.stage)
+        scopes = self.scopes
         if self.offload is not None:
-            self.offload.check(self.stage, in_pipeline=self.parts_group is not None)
+            self.offload.check(scopes, in_pipeline=self.parts_group is not None)
+        if scopes.has_nodes and self.parts_group is not None:
+            raise ValueError(f"`{scopes}` {_NO_PIPELINE}")
+
+    @property
+    def scopes(self) -> Sharding:
+        """The option ``stage`` as scopes."""
+        return Sharding.of(self.stage)
 
     @property
     def moment_format(self) -> MomentFormat:
@@ -89,20 +107,26 @@ class EngineOptions:
         """When units are stepped."""
         return _TIMINGS[self.step]
 
-    def sharding(self, world_size: int) -> Sharding:
-        """Return the tensors kept sharded; a single rank gives up only those to be offloaded (ADR 0016)."""
-        sharding = Sharding.from_stage(self.stage)
+    def sharding(self, world_size: int, node: int = 1) -> ShardedOver:
+        """Return the scopes of tensors; a single rank gives up only those to be offloaded (ADR 0016).
+
+        Args:
+            world_size: Ranks over which a buffer is cut.
+            node: Of them in a node.
+        """
+        sharding = self.scopes.over(world_size, node)
         if world_size > 1 or (self.offload is not None and self.offload.params is not None):
             return sharding
         is_offloaded = self.offload is not None and self.offload.optimizer is not None
-        leaves = sharding.grads and (is_offloaded or not self.timing.keeps_gradients)
-        return Sharding(params=False, grads=leaves, optim=False)
+        leaves = bool(sharding.grads) and (is_offloaded or not self.timing.keeps_gradients)
+        grads = ShardingScope.WORLD if leaves else ShardingScope.NONE
+        return ShardedOver(ShardingScope.NONE, grads, ShardingScope.NONE)
 
     def facts(self, device: torch.device) -> dict[str, str]:
         """Return the options that decide collectives and their sums; paths, threads and timeouts may differ."""
         units = None if self.units is None else [one if isinstance(one, str) else one.__name__ for one in self.units]
         facts = {
-            "stage": self.stage,
+            "stage": self.scopes,
             "units": units,
             "step": self.step,
             "moments": self.moments,
@@ -150,16 +174,18 @@ class ShardedModule:
         self._param_index = param_index
         device = options.device or _device_of(module)
         self._lowering = Lowering(module, options.precision)
+        self._launched = _launched_node()
         # - Ranks
         self.communicator = Communicator(options.communication, device, options.process_group)
         self._compare(module, holders, grid, awaited)
-        self._groups = GridGroups(grid, self.communicator, options.sharding)
+        self._node = self._node_size(grid)
+        self._groups = GridGroups(grid, self.communicator, self._sharding_over, node=self._node)
         self.world_communicator = self.communicator  # all ranks of the model, other parts included
         self.parts: PipelinePeers | None = None  # of a model that is cut; None if it is whole
         if holders is not None:
             self.parts = self._take_part(module, holders, grid)
             self.world_communicator = Communicator(options.communication, device)
-        self._sharding = options.sharding(self.communicator.world_size)
+        self._sharding = self._sharding_over(self.communicator.world_size)
         # - Memory
         absent = [] if param_index.remote_params is None else param_index.remote_params.params
         territories = choose_territories(module, options.units, {id(param) for param in absent})
@@ -184,7 +210,7 @@ class ShardedModule:
         prefetch = options.communication.prefetch
         self.timing = options.timing(self.communicator)
         self.timing.check(
-            stage=options.stage, is_pipeline=self.parts is not None, obstacle=self.placement.obstacle_in_backward
+            stage=options.scopes.stage, is_pipeline=self.parts is not None, obstacle=self.placement.obstacle_in_backward
         )
         reducer = self.timing.reducer(param_index.units, prefetch)
         order = PassOrder(param_index.units, self.communicator, reducer, prefetch)
@@ -197,7 +223,7 @@ class ShardedModule:
             broadcast_buffers=self.module_buffers.broadcast,
             check_module=self.membership.require,
             show_original=lambda unit: self.whole.show_original(unit),
-            reduces_each_backward=self._sharding.grads,
+            reduces_each_backward=bool(self._sharding.grads),
         )
         self.step_devices = StepDevices(param_index.units, device, options.moment_format)
         fixed = options.offload.step_device if options.offload else None
@@ -215,7 +241,7 @@ class ShardedModule:
         )
         self.rounded_writes = RoundedWrites(self.communicator.rank)
         self.statistics = Statistics(
-            options.stage,
+            options.scopes,
             param_index.units,
             param_index.by_id,
             communicator=self.communicator,
@@ -225,6 +251,30 @@ class ShardedModule:
             moments=options.moment_format,
             lowering=self._lowering,
         )
+
+    def _sharding_over(self, world_size: int) -> ShardedOver:
+        return self._options.sharding(world_size, self._node)
+
+    def _node_size(self, grid: Grid | None) -> int:
+        """Return how many ranks of a node share something that others do not; 1 for none. Collective: all ranks.
+
+        Raises:
+            ValueError: The ranks cannot be divided into such nodes.
+        """
+        scopes, ranks = self._options.scopes, self.communicator.ranks
+        if scopes.has_nodes and grid is not None:
+            raise ValueError(f"`{scopes}` {_NO_GRID}")
+        node = scopes.node_size(ranks, self._launched)
+        if not self._options.sharding(len(ranks), node).has_nodes:
+            return 1
+        place = None if self._launched is None else self._launched.place
+        is_elsewhere = scopes.uses_launcher and place is not None and place != _rank() % node
+        if self.communicator.any_is(is_elsewhere, "comparison of nodes"):
+            raise ValueError(
+                f"`{scopes}`: the ranks of a node must be neighbours, and on some node `LOCAL_RANK` is not the rank's"
+                f" remainder by {node}. Start the ranks node by node, as `torchrun` does."
+            )
+        return node
 
     @property
     def ranks_per_batch(self) -> int:
@@ -243,6 +293,8 @@ class ShardedModule:
             options = self._options.facts(self.communicator.device)
             facts = {**options, **model_facts(module, holders), **buffer_facts(module)}
             facts.update({} if grid is None else grid.facts())
+            if self._options.scopes.has_nodes:
+                facts["the ranks of a node (`LOCAL_WORLD_SIZE`)"] = str(self._launched and self._launched.number)
             require_same(self.communicator, facts, "models or options", _REMEDY)
         if grid is not None:
             self._compare_grids(module, grid, awaited)
@@ -356,6 +408,16 @@ def _refuse_parts_without_values(module: nn.Module, grid: Grid, awaited: set[tup
                 " device. Initial values are those of the whole parameter, so make the module on the CPU before it is"
                 " cut, or call `load_pretrained` before it is sharded."
             )
+
+
+def _launched_node() -> NodeRanks | None:
+    """Return the ranks of this node as the launcher says; None if it does not."""
+    number, place = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("LOCAL_RANK")
+    return None if number is None else NodeRanks(int(number), None if place is None else int(place))
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _checksum(buffer: torch.Tensor) -> str:

@@ -80,6 +80,7 @@ class UnitOwner:
             return gradients.show_sum(index)
         if index not in gradients.has_grad:
             return None
+        gradients.refuse_in_node(index)
         _refuse_in_backward(buffer, index)
         if gradients.is_spent:
             if gradients.is_ahead or not is_called_by(nn.Module.zero_grad):

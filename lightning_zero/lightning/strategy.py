@@ -37,7 +37,6 @@ from lightning_zero.config import (
     Moments,
     Offload,
     Pipeline,
-    Sharding,
     StepTime,
 )
 from lightning_zero.dtensors import refuse_dtensors
@@ -63,6 +62,7 @@ from lightning_zero.parallel.activation.forecast import Forecast
 from lightning_zero.parallel.pipeline.stages.specs import SpecifiedLayers
 from lightning_zero.parallel.pipeline.stages.split import Split, split_module
 from lightning_zero.parallel.tensor.plan import TensorParallel
+from lightning_zero.sharding import Sharding
 
 __all__ = ["ZeroStrategy", "register_strategies"]
 
@@ -99,7 +99,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
 
     Args:
         stage: Tensors that are kept sharded over the ranks. 0: none; 1: optimizer states; 2: gradients as well;
-            3: parameters as well.
+            3: parameters as well. Or ``Sharding``, which says for each over which ranks, for example those of a node;
+            a dict of its fields is taken too (docs/sharding.md).
         units: Modules whose parameters are gathered and reduced together, by class or class name, usually the
             repeated block: ``["Block"]``. By default they are found in the module.
         pipeline: Cut the model into this many pipeline stages, or ``Pipeline``, or a dict of its fields.
@@ -140,7 +141,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
     @checked_arguments(use=_USE, foreign=FOREIGN_OPTIONS, unchecked=["stage"])
     def __init__(
         self,
-        stage: Literal[0, 1, 2, 3] = 3,
+        stage: Union[int, Sharding, dict[str, Any]] = 3,
         units: Union[Sequence[Union[str, type[nn.Module]]], str, type[nn.Module], None] = None,
         pipeline: Union[int, Pipeline, dict[str, Any], None] = None,
         tensor_parallel: Union[int, TensorParallel, dict[str, Any], None] = None,
@@ -167,13 +168,15 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         precision_plugin: Optional[Precision] = None,
     ) -> None:
         # - Options of the user
-        self.stage = Sharding.from_stage(stage).stage
+        self.sharding = Sharding.of(stage)
+        self.stage = self.sharding.stage
         self.state_dict_type = state_dict_type or ("sharded" if self.stage == 3 else "full")
         self.units = units
         self.pipeline = _pipeline(pipeline)
         if self.pipeline is not None:
             self.pipeline.check(self.stage)
         self.tensor_parallel = _tensor_parallel(tensor_parallel)
+        self._refuse_groups_with_nodes()
         self.masters = masters
         self.lowered = lowered
         self.moments = moments
@@ -182,7 +185,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self.timeout = timedelta(seconds=self.communication.timeout_s)
         self.offload = Offload.of(offload)
         if self.offload is not None:
-            self.offload.check(self.stage, in_pipeline=self.pipeline is not None)
+            self.offload.check(self.sharding, in_pipeline=self.pipeline is not None)
         self.step = step
         self.activation_checkpointing = ActivationCheckpointing.of(activation_checkpointing)
         _check_partition(self.activation_checkpointing, TensorParallel.of(tensor_parallel))
@@ -209,6 +212,34 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self._random_states: tuple[list[dict[str, Any]], int] | None = None
         self._stored: dict[int, dict[str, Hashable]] = {}
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+
+    def _refuse_groups_with_nodes(self) -> None:
+        """Refuse scopes of a node beside other groups of ranks.
+
+        Raises:
+            ValueError: There are both.
+        """
+        others = {"pipeline": self.pipeline, "tensor_parallel": self.tensor_parallel}
+        found = [name for name, option in others.items() if option is not None]
+        if self.sharding.has_nodes and found:
+            raise ValueError(
+                f"`stage={self.sharding}` does not work with `{found[0]}` yet: its groups of ranks would have nodes of"
+                f" their own. Use a stage from 0 to 3, or no `{found[0]}`."
+            )
+
+    def _scopes(self) -> Sharding:
+        """Return the scopes with the number of ranks of this node.
+
+        Raises:
+            ValueError: The ranks of a node are not neighbours.
+        """
+        number = self.num_processes
+        if self.sharding.uses_launcher and self.global_rank % number != self.local_rank:
+            raise ValueError(
+                f"`stage={self.sharding}`: the ranks of a node must be neighbours, and rank {self.global_rank} is"
+                f" number {self.local_rank} of the {number} of its node. Start the ranks node by node."
+            )
+        return self.sharding.with_node(number)
 
     @classmethod
     def from_deepspeed(
@@ -413,7 +444,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
     def _recipe(self) -> dict[str, Any]:
         """Arguments of the engine."""
         return {
-            "stage": self.stage,
+            "stage": self._scopes(),
             "units": self.units,
             "communication": self.communication,
             "precision": engine_precision(self.precision_plugin, masters=self.masters, lowered=self.lowered),
@@ -542,7 +573,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Agree on a step of fewer micro-batches. Collective at the end of an epoch: all ranks."""
-        if self.stage < 2 and self.world_size > 1:
+        if (self.stage < 2 or self.sharding.waits_in_node) and self.world_size > 1:
             agree_on_last_step(self.engine, self._sharded_module.trainer)
 
     def batch_to_device(self, batch: Any, device: Optional[torch.device] = None, dataloader_idx: int = 0) -> Any:
@@ -589,7 +620,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Run the step; choose the policy of activation checkpointing when the first ones have been made."""
-        if self.stage >= 2 and self.world_size > 1:
+        if self.stage >= 2 and not self.sharding.waits_in_node and self.world_size > 1:
             closure = partial(self._backward_of_step, closure)
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._forecast is not None and self._forecast.policy is None:

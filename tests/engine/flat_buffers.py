@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import Communication, Sharding
+from lightning_zero.config import Communication
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.group import BufferGroup
 from lightning_zero.engine.buffers.home import HomeMaker
 from lightning_zero.engine.buffers.spec import BufferKind
+from lightning_zero.sharding import ShardedOver
 from lightning_zero.storage.store import DeviceStore
 
 CPU = torch.device("cpu")
@@ -32,7 +33,7 @@ def numbered_buffer(
     with torch.inference_mode(False):
         params = [nn.Parameter(values_of(index, 0.25)) for index in range(len(SHAPES))]
     names = [f"p{index}" for index in range(len(SHAPES))]
-    sharding, communicator = Sharding.from_stage(stage), Communicator(Communication(), CPU)
+    sharding, communicator = ShardedOver.from_stage(stage), Communicator(Communication(), CPU)
     buffer = FlatBuffer(
         "block",
         params,

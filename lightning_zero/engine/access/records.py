@@ -125,7 +125,7 @@ def _record_here(
 ) -> ParameterRecord:
     """Return the record of a parameter that lies here; without ``is_saved`` another part saves it."""
     buffer, index = place
-    segment = buffer.layout.segment(index, buffer.communicator.rank) if is_saved else None
+    segment = buffer.layout.segment(index, buffer.place) if is_saved else None
     shape, part = buffer.layout.slots[index].shape, buffer.part(index)
     return ParameterRecord(
         name=names[0],

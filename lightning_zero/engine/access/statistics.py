@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import torch
 from torch.optim import Optimizer
@@ -16,6 +16,7 @@ from lightning_zero.engine.optim.flat_step import BufferSlot
 from lightning_zero.engine.optim.moments import MomentFormat
 from lightning_zero.engine.units.lowering import Lowering
 from lightning_zero.engine.units.unit import Unit
+from lightning_zero.sharding import Sharding, ShardingScope
 from lightning_zero.storage.residence import is_in_memory
 from lightning_zero.storage.store import Accounts, DeviceStore, Kind
 
@@ -36,6 +37,8 @@ class EngineStats:
         disk: Bytes of these kinds that are offloaded to disks.
         traffic: Bytes this rank has sent since ``reset_stats``: ``all_gather``, ``reduce_scatter``, ``broadcast``
             (buffers), ``control``.
+        across_nodes: Those of them that were sent by calls over nodes, where ``stage`` has a scope of a node; else
+            nothing is known, and they are zero.
         calls: Number of calls of each of these.
         wait_s: Seconds this rank has waited for collectives: the host, and over NCCL the GPU, as far as it has come.
         peak_gathered: Most bytes of whole parameters that were alive at once.
@@ -48,6 +51,7 @@ class EngineStats:
     host: dict[str, int]
     disk: dict[str, int]
     traffic: dict[str, int]
+    across_nodes: dict[str, int]
     calls: dict[str, int]
     wait_s: float
     peak_gathered: int
@@ -63,7 +67,7 @@ class Statistics:
     """Counts for one engine.
 
     Args:
-        stage: ZeRO stage, as the user gave it.
+        sharding: The option ``stage``.
         units: The engine's units.
         places: Where its parameters lie, by ``id``.
         communicator: That of the shards.
@@ -76,7 +80,7 @@ class Statistics:
 
     def __init__(
         self,
-        stage: int,
+        sharding: Sharding,
         units: Sequence[Unit],
         places: Mapping[int, BufferSlot],
         *,
@@ -87,7 +91,7 @@ class Statistics:
         moments: MomentFormat,
         lowering: Lowering,
     ) -> None:
-        self._stage = stage
+        self._sharding = sharding
         self._units = units
         self._places = places
         self._communicator = communicator
@@ -107,13 +111,14 @@ class Statistics:
             host["optimizer"] += host_bytes
         traffic = dict.fromkeys(("all_gather", "reduce_scatter", "broadcast", "control"), 0)
         return EngineStats(
-            stage=self._stage,
+            stage=self._sharding.stage,
             world_size=self._communicator.world_size,
             num_units=sum(1 for unit in self._units if unit.buffers),
             memory=memory,
             host=host,
             disk=self._held(self._disk),
             traffic={**traffic, **self._communicator.sent_bytes},
+            across_nodes={key: self._communicator.across_nodes[key] for key in ("all_gather", "reduce_scatter")},
             calls={**traffic, **self._communicator.calls},
             wait_s=self._communicator.wait_s,
             peak_gathered=self._store.peak("gathered"),
@@ -135,13 +140,15 @@ class Statistics:
         leaving = [buffer for buffer in trained if buffer.sharding.grads]
         host_grads = sum(_gradient_bytes(buffer) for buffer in leaving if buffer.home.where == "host")
         disk_grads = sum(_gradient_bytes(buffer) for buffer in leaving if buffer.home.where == "disk")
-        sent_grads = sum(map(_sent_gradients, trained))
-        sent = sent_grads + sum(map(_sent_params, buffers))
+        grads, params = [_sent_gradients(buffer) for buffer in trained], [_sent_params(buffer) for buffer in buffers]
+        sent_grads = sum(map(sum, grads))
+        sent = sent_grads + sum(map(sum, params))
+        across = sum(one.across_nodes for one in (*grads, *params))
         dtypes = sorted({_short(buffer.kind.compute) for buffer in buffers})
         reduce = sorted({_short(buffer.kind.reduce) for buffer in trained})
         return [
-            f"ZeRO stage {self._stage} on {self._communicator.world_size} rank(s), {self._communicator.device.type}:"
-            f" {total:,} parameters, {sum(map(_whole_numel, trained)):,} trained",
+            f"ZeRO stage {self._sharding.stage} on {self._communicator.world_size} rank(s),"
+            f" {self._communicator.device.type}: {total:,} parameters, {sum(map(_whole_numel, trained)):,} trained",
             f"units: {sum(1 for unit in self._units if unit.buffers)}, the largest `{largest.name}`"
             f" with {largest.numel:,} parameters; prefetch {self._prefetch}" + self._places_of_units(),
             f"dtypes: compute {', '.join(dtypes)}; gradients {', '.join(reduce) or 'none'}"
@@ -149,7 +156,7 @@ class Statistics:
             + self._lowering.plan(),
             f"memory per rank: parameters {_size(memory['parameters'])}, masters {_size(memory['optimizer'])},"
             f" gradients {_size(grad_bytes - host_grads - disk_grads)}"
-            + (f", gathered at most about {_size(self._gathered_estimate())}" if self._stage == 3 else "")
+            + (f", gathered at most about {_size(self._gathered_estimate())}" if self._sharding.stage == 3 else "")
             + (
                 f"; in host memory: parameters {_size(host['parameters'])}, masters {_size(host['optimizer'])},"
                 f" gradients {_size(host_grads)}"
@@ -158,7 +165,27 @@ class Statistics:
             )
             + ("" if self._disk is None else self._on_disk(self._disk, disk_grads)),
             f"sent per rank and step: {_size(sent)}"
-            f" (gradients {_size(sent_grads)}, parameters {_size(sent - sent_grads)})",
+            f" (gradients {_size(sent_grads)}, parameters {_size(sent - sent_grads)})"
+            + (f", {_size(sent - across)} inside a node and {_size(across)} across nodes" if across else ""),
+            *self._nodes(buffers),
+        ]
+
+    def _nodes(self, buffers: Sequence[FlatBuffer]) -> list[str]:
+        """Say over which ranks tensors are kept sharded, if not all are over all ranks or none."""
+        split = next((buffer for buffer in buffers if buffer.nodes is not None), None)
+        if split is None or split.nodes is None:
+            return [] if not self._sharding.has_nodes else [f"scopes: {self._sharding} is one level on these ranks"]
+        inner, outer = split.nodes.inner, split.nodes.outer
+        over = {
+            ShardingScope.NONE: "on each rank",
+            ShardingScope.NODE: f"over the {inner.world_size} ranks of a node",
+            ShardingScope.WORLD: f"over {inner.world_size * outer.world_size} ranks",
+        }
+        sharding = split.sharding
+        return [
+            f"scopes: parameters {over[sharding.params]}, gradients {over[sharding.grads]}, optimizer states"
+            f" {over[sharding.optim]}; {outer.world_size} nodes, rank {self._communicator.rank} in that of"
+            f" {_ranks(inner.ranks)}, its ranges reduced with {_ranks(outer.ranks)}"
         ]
 
     def _places_of_units(self) -> str:
@@ -209,25 +236,44 @@ def _whole_numel(buffer: FlatBuffer) -> int:
     return sum(slot.numel if (part := parts[index]) is None else prod(part.whole) for index, slot in slots)
 
 
-def _sent_gradients(buffer: FlatBuffer) -> int:
+class _Sent(NamedTuple):
+    """Bytes that a rank sends: to ranks of its node, or of a group that has no nodes, and to other nodes."""
+
+    inside: int
+    across_nodes: int
+
+    @classmethod
+    def once(cls, buffer: FlatBuffer, itemsize: int) -> _Sent:
+        """Return the bytes of one gather or reduction of a buffer in a dtype."""
+        nbytes, num_ranks = buffer.layout.padded_numel * itemsize, buffer.communicator.world_size
+        if buffer.nodes is None:
+            return cls(nbytes // num_ranks * (num_ranks - 1), 0)
+        inner, outer = buffer.nodes.inner.world_size, buffer.nodes.outer.world_size
+        return cls(nbytes // inner * (inner - 1), nbytes // num_ranks * (outer - 1))
+
+
+def _sent_gradients(buffer: FlatBuffer) -> _Sent:
     """Return the bytes that a rank sends to reduce a buffer's gradients once."""
-    return buffer.layout.shard_numel * buffer.kind.reduce.itemsize * (buffer.communicator.world_size - 1)
+    return _Sent.once(buffer, buffer.kind.reduce.itemsize)
 
 
-def _sent_params(buffer: FlatBuffer) -> int:
+def _sent_params(buffer: FlatBuffer) -> _Sent:
     """Return the bytes that a rank sends to gather a buffer's parameters in a step; gradients at stage 0."""
-    num_ranks, sharding = buffer.communicator.world_size, buffer.sharding
-    gathered = buffer.whole.flat.nbytes // num_ranks * (num_ranks - 1)
-    if sharding.params:
-        return 2 * gathered
+    sharding, gathered = buffer.sharding, _Sent.once(buffer, buffer.kind.compute.itemsize)
+    if sharding.params:  # those of other nodes are gathered behind a step alone
+        return _Sent(2 * gathered.inside, gathered.across_nodes if buffer.kind.trained else 0)
     if not buffer.kind.trained:
-        return 0
+        return _Sent(0, 0)
     return gathered if sharding.optim else _sent_gradients(buffer)
 
 
 def _gradient_bytes(buffer: FlatBuffer) -> int:
     numel = buffer.layout.shard_numel if buffer.sharding.grads else buffer.layout.padded_numel
     return numel * buffer.kind.reduce.itemsize
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"ranks {', '.join(map(str, ranks))}"
 
 
 def _short(dtype: torch.dtype) -> str:

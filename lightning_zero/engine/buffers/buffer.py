@@ -26,10 +26,9 @@ from torch import nn
 
 from lightning_zero.boxes import Part
 from lightning_zero.comm.communicator import Communicator, Pending
-from lightning_zero.config import Sharding
 from lightning_zero.engine.buffers.aliases import Aliases
 from lightning_zero.engine.buffers.gradients import BufferGradients
-from lightning_zero.engine.buffers.group import BufferGroup
+from lightning_zero.engine.buffers.group import BufferGroup, NodeLevels
 from lightning_zero.engine.buffers.home import HomeMaker
 from lightning_zero.engine.buffers.labels import label
 from lightning_zero.engine.buffers.original import Original, RoundedWrites
@@ -48,6 +47,7 @@ from lightning_zero.engine.buffers.update import Update
 from lightning_zero.engine.buffers.whole import WholeBuffer
 from lightning_zero.engine.buffers.window import BufferWindow
 from lightning_zero.grid import ParamAxes
+from lightning_zero.sharding import ShardedOver
 from lightning_zero.storage.references import num_tensors_in
 from lightning_zero.storage.residence import ordinary
 from lightning_zero.storage.store import DeviceStore, ShardStore
@@ -63,7 +63,7 @@ class FlatBuffer:
         params: The parameters, with their values on any device; they are bound to the buffer.
         names: Their fully qualified names.
         kind: The dtypes.
-        sharding: The tensors that are kept sharded.
+        sharding: The scopes in which tensors are kept sharded.
         group: The ranks over which it is cut.
         axes: The parameters on the grid, by name.
         store: Memory of the device.
@@ -78,7 +78,7 @@ class FlatBuffer:
         names: Sequence[str],
         *,
         kind: BufferKind,
-        sharding: Sharding,
+        sharding: ShardedOver,
         group: BufferGroup,
         store: DeviceStore,
         axes: Mapping[str, ParamAxes] | None = None,
@@ -117,6 +117,16 @@ class FlatBuffer:
         """Moves shards: of the ranks over which the buffer is cut."""
         return self._spec.communicator
 
+    @property
+    def place(self) -> int:
+        """The shard of this rank among those of the buffer."""
+        return self._spec.group.place
+
+    @property
+    def nodes(self) -> NodeLevels | None:
+        """The ranks over which the buffer is cut in two levels; None: in one."""
+        return self._spec.group.nodes
+
     def part(self, index: int) -> Part | None:
         """Return the part of a slot's parameter that this rank has; None: all of it."""
         return self._spec.part(index)
@@ -136,6 +146,7 @@ class FlatBuffer:
     def defer(self, update: Update) -> None:
         """Take a step that is made later."""
         self.values.defer(update)
+        self.values.mark_node_stale()
         if not self.sharding.params:
             self._become_stale()
 
@@ -175,7 +186,7 @@ class FlatBuffer:
             return self.original.gather()
         with torch.inference_mode(False), torch.no_grad():
             self.whole.allocate()
-            return self.values.shard.gather_into(self.whole.flat, self.communicator, f"unit `{self.name}`")
+            return self.values.gather_into(self.whole.flat)
 
     def serve(self, *, in_original: bool = False) -> Pending:
         """Take part in a gather, with its ``in_original``, whose result is not needed here. Collective: all ranks."""
@@ -186,7 +197,7 @@ class FlatBuffer:
             return self.original.serve()
         with torch.inference_mode(False), torch.no_grad():
             full = torch.empty_like(self.whole.flat)
-            return self.values.shard.gather_into(full, self.communicator, f"unit `{self.name}`")
+            return self.values.gather_into(full)
 
     @property
     def shown(self) -> torch.Tensor:
@@ -487,7 +498,7 @@ class FlatBuffer:
             self.original.accept()
             return
         if self.sharding.params:
-            self.values.put_shard(self.whole.flat[slice(*self.layout.shard_range(self.communicator.rank))])
+            self.values.put_params(self.whole.flat[self._spec.params_range])
         self._written = True
 
     def refresh_master(self, but_for: Set[int] = frozenset()) -> None:
@@ -537,13 +548,14 @@ class FlatBuffer:
         Collective at stages 1 and 2: all ranks.
         """
         is_rounded = self.values.flush()
+        self.values.mark_node_stale()
         with torch.inference_mode(False), torch.no_grad(), label("publish", self.name):
             if not is_rounded and not (self.is_resting and not self.sharding.params):
                 self.values.round()
             if self.original is not None and self.original.flat is not None and not self.sharding.params:
                 return self.original.gather()  # they are rounded when they are shown as they compute
             if self.sharding.optim and not self.sharding.params:
-                return self.communicator.all_gather(self.whole.flat, self.values.shard.values, f"unit `{self.name}`")
+                return self._spec.group.all_gather(self.whole.flat, self.values.shard.values, f"unit `{self.name}`")
         return None
 
     def accept_stepped(self, written: Set[int]) -> bool:
@@ -569,6 +581,7 @@ class FlatBuffer:
         self.refresh_master(but_for=written)
         with torch.inference_mode(False), torch.no_grad():
             self.values.round()
+        self.values.mark_node_stale()
         if self.sharding.params or not self.sharding.optim or self.communicator.world_size == 1:
             return False
         self._become_stale()

@@ -1,5 +1,11 @@
 """The gradients of one flat buffer: summed on this rank, averaged over the ranks, kept for the step.
 
+Note [Sums of nodes]
+    Gradients that are sharded over the ranks of a node wait there for the last micro-batch: ``reduce`` averages over
+    the node, ``end_node_reduce`` adds the result to the node's sum of earlier micro-batches, and the last one goes on
+    with ``reduce_over_nodes``, once a step. Until then nobody has the average, so reading it is refused. Gradients that
+    are sharded over all ranks are reduced in both halves every time.
+
 Note [Two dtypes]
     The average is kept in the dtype of reductions. Whoever writes it before the step (unscaling, hooks, clipping) gets
     it in the dtype that is stepped, so that nothing is rounded twice; where these differ, or where the average is not
@@ -28,6 +34,7 @@ from lightning_zero.engine.buffers.parameter import (
 )
 from lightning_zero.engine.buffers.spec import BufferSpec
 from lightning_zero.engine.buffers.stepped import SteppedValues
+from lightning_zero.sharding import ShardingScope
 from lightning_zero.storage.references import num_tensors_in
 from lightning_zero.storage.store import ShardStore
 
@@ -40,7 +47,8 @@ class BufferGradients:
     Call protocol, with n padded elements on N ranks:
 
     1. ``accumulate``, any number of times: the local sums are n elements.
-    2. ``reduce``, wait, ``finish_reduce``; at stage 0 ``gather_reduced`` and wait. ``reduced`` is the own range.
+    2. ``reduce`` and wait; with nodes ``end_node_reduce``, and unless it is to wait in the node ``reduce_over_nodes``
+       and wait; then ``finish_reduce``; at stage 0 ``gather_reduced`` and wait. ``reduced`` is the own range.
     3. ``agreed`` and ``mark_reduced``: the ranks know who had a gradient, and parameters say so.
     4. The step reads ``unscaled`` and ``factor``, or the result of ``for_writing``. 1 may come first: sums are kept.
     5. ``forget``.
@@ -59,6 +67,9 @@ class BufferGradients:
         self.used: set[int] = set()  # slots with a gradient on this rank since the ranks last agreed
         self.left: set[int] = set()  # slots whose gradient is still where autograd has put it
         self._target: torch.Tensor | None = None  # where a running reduction writes
+        self._node_sum: torch.Tensor | None = None  # see Note [Sums of nodes]: (n / ranks of a node,)
+        self._sent: torch.Tensor | None = None  # the same, while it is reduced over the nodes
+        self.waits_in_node = False  # there are gradients in ``_node_sum``, or zeros on this rank; the same on all
         # - The average over the ranks
         self.has_grad: set[int] = set()  # slots with a gradient on some rank, in ``reduced``
         self.given_out: set[int] = set()  # slots whose segment a program has read: it may be assigned again
@@ -131,9 +142,14 @@ class BufferGradients:
         return not self._spec.sharding.grads and (bool(self.sums.slots) or self._retained is not None)
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether gradients of micro-batches wait for the last one, on each rank or in each node."""
+        return self.is_summing or self.waits_in_node
+
+    @property
     def waiting(self) -> set[int]:
         """The slots with such a gradient."""
-        return self.sums.slots | (self.has_grad if self._retained is not None else set())
+        return self.sums.slots | (self.has_grad if self._retained is not None or self.waits_in_node else set())
 
     def is_sum(self, index: int, grad: torch.Tensor) -> bool:
         """Say whether a tensor is the local sum that ``show_sum`` returns."""
@@ -159,8 +175,9 @@ class BufferGradients:
     # -- The average over the ranks --------------------------------------------------------------------------------
 
     def reduce(self) -> Pending:
-        """Start averaging the local sums over the ranks; ``finish_reduce`` when the result has been waited for.
+        """Start averaging the local sums over the ranks, with nodes over those of this one.
 
+        ``finish_reduce`` when the result has been waited for, with nodes ``end_node_reduce``.
         Collective: all ranks, also those without a gradient: a missing gradient counts as zero.
         ZeRO (arXiv:1910.02054) section 5.2.
         """
@@ -173,13 +190,45 @@ class BufferGradients:
                 elif spec.factor(index) != 1.0:  # in the dtype of reductions; local sums are those of the program
                     local[slot.offset : slot.stop].mul_(spec.factor(index))
             if spec.sharding.grads and spec.communicator.world_size > 1:
-                self._target = spec.store.create("gradients", spec.layout.shard_numel, spec.kind.reduce)
+                numel = spec.node_range.stop - spec.node_range.start  # without nodes the shard's
+                self._target = spec.store.create("gradients", numel, spec.kind.reduce)
             else:
-                self._target = local[spec.shard_range]
-            if self._reduced is not None and spec.sharding.grads and self._is_as_reduced:
-                self._home.fetch_gradient(self._reduced)
-            what = f"gradients of unit `{spec.name}`"
-            return spec.communicator.reduce_scatter(self._target, local, what, divisor=spec.group.divisor)
+                self._target = local[spec.node_range]
+            if not self.has_nodes:
+                self._fetch_earlier()
+            return spec.group.reduce_scatter(self._target, local, f"gradients of unit `{spec.name}`")
+
+    def _fetch_earlier(self) -> None:
+        """Start bringing an average to the device, beside the reduction that is to be added to it."""
+        if self._reduced is not None and self._spec.sharding.grads and self._is_as_reduced:
+            self._home.fetch_gradient(self._reduced)
+
+    def end_node_reduce(self) -> None:
+        """Add a node's average to that of earlier micro-batches. No collective."""
+        spec, target = self._spec, self._target
+        assert target is not None
+        if self._node_sum is None:
+            self._node_sum = target
+        else:
+            with torch.inference_mode(False), torch.no_grad():
+                self._node_sum.add_(target)
+            spec.store.release("gradients", target.nbytes)
+        self._target = None
+        self.sums.slots.clear()
+        self.sums.give_up()
+
+    def reduce_over_nodes(self) -> Pending:
+        """Start averaging the nodes' sums; ``finish_reduce`` when the result has been waited for.
+
+        Collective: the ranks with this one's place in their nodes.
+        """
+        spec = self._spec
+        self._sent, self._node_sum = self._node_sum, None
+        assert self._sent is not None
+        with torch.inference_mode(False), torch.no_grad():
+            self._target = spec.store.create("gradients", spec.layout.shard_numel, spec.kind.reduce)
+            self._fetch_earlier()
+            return spec.group.reduce_scatter_over_nodes(self._target, self._sent, f"gradients of unit `{spec.name}`")
 
     @property
     def _is_as_reduced(self) -> bool:
@@ -202,7 +251,7 @@ class BufferGradients:
         """Add the average to the gradient shard of before. No collective; stage 0 still needs ``gather_reduced``."""
         spec, target, local = self._spec, self._target, self.sums.flat
         assert target is not None
-        assert local is not None
+        self._drop_sent()
         with torch.inference_mode(False), torch.no_grad():
             self._home.end_fetch(self._reduced if self._is_as_reduced else None)
             if self._retained is not None:
@@ -214,11 +263,19 @@ class BufferGradients:
                 target = self._home.keep_gradient(target)
         is_own_range = spec.sharding.optim or spec.sharding.grads
         self._reduced, self._target = (target if is_own_range else local), None
+        if self.has_nodes:  # the local sums were given up; those that are there are of a late gradient
+            return
         self.sums.slots.clear()
         if spec.sharding.grads:
             if spec.communicator.world_size > 1:
                 self.sums.give_up()
             self.sums.flat = None  # on one rank the local sum is the average
+
+    def _drop_sent(self) -> None:
+        """Give up the node's sum that was reduced over the nodes."""
+        if self._sent is not None:
+            self._spec.store.release("gradients", self._sent.nbytes)
+        self._sent = None
 
     def _add_to_earlier(self, target: torch.Tensor, earlier: torch.Tensor) -> torch.Tensor:
         """Add to the average that is there, in its memory, as PyTorch does: a program may keep it."""
@@ -244,11 +301,29 @@ class BufferGradients:
         self._written.copy_(self.reduced)
 
     def serve(self) -> Pending:
-        """Take part in a reduction that is for nothing. Collective: all ranks."""
+        """Take part in a reduction that is for nothing, with nodes in this one. Collective: all ranks of it."""
         spec = self._spec
         with torch.inference_mode(False), torch.no_grad():
             zeros = torch.zeros(spec.layout.padded_numel, dtype=spec.kind.reduce, device=spec.store.device)
-            return spec.communicator.reduce_scatter(zeros[spec.shard_range], zeros, f"gradients of unit `{spec.name}`")
+            return spec.group.reduce_scatter(zeros[spec.node_range], zeros, f"gradients of unit `{spec.name}`")
+
+    def serve_over_nodes(self) -> Pending:
+        """Take part in its second half. Collective: the ranks with this one's place in their nodes."""
+        spec = self._spec
+        with torch.inference_mode(False), torch.no_grad():
+            numel = spec.node_range.stop - spec.node_range.start
+            zeros = torch.zeros(numel, dtype=spec.kind.reduce, device=spec.store.device)
+            what = f"gradients of unit `{spec.name}`"
+            return spec.group.reduce_scatter_over_nodes(zeros[: spec.layout.shard_numel], zeros, what)
+
+    @property
+    def has_nodes(self) -> bool:
+        """Whether a reduction has two halves: in the nodes, and over them."""
+        return self._spec.group.nodes is not None
+
+    def waits_for_last(self, reach: ShardingScope) -> bool:
+        """Say whether gradients stay in the nodes behind a reduction that goes as far as ``reach`` says."""
+        return self._spec.sharding.grads is ShardingScope.NODE and reach is ShardingScope.NODE
 
     def gather_reduced(self) -> Pending | None:
         """Start gathering the average where every rank steps everything (stage 0). Collective there: all ranks."""
@@ -259,10 +334,16 @@ class BufferGradients:
             what = f"gradients of unit `{spec.name}`"
             return spec.communicator.all_gather(self.reduced, self.reduced[spec.shard_range], what)
 
-    def agreed(self, indices: Iterable[int]) -> None:
-        """Take note of slots that have a gradient on some rank: the ranks have agreed."""
+    def agreed(self, indices: Iterable[int], reach: ShardingScope = ShardingScope.WORLD) -> None:
+        """Take note of slots that have a gradient on some rank: the ranks have agreed.
+
+        Args:
+            indices: The slots.
+            reach: How far the reductions of the backward went.
+        """
         agreed = set(indices)
         self.has_grad |= agreed
+        self.waits_in_node = self.waits_for_last(reach) and bool(self.has_grad)
         self.assigned.agree(agreed)
         self.used.clear()
 
@@ -309,6 +390,7 @@ class BufferGradients:
                 f"A gradient was assigned to a parameter of unit `{self._spec.name}`, whose gradients were stepped in"
                 " the backward (`step='backward'`). Call `optimizer.zero_grad()` before, or use `step='auto'`."
             )
+        self.refuse_in_node(index)
         own = self._spec.own_range
         flat = segment.detach().as_subclass(torch.Tensor).reshape(-1)
         self.sums.slots.discard(index)
@@ -324,8 +406,21 @@ class BufferGradients:
                 own.segment(index, values).reshape(-1).copy_(flat)
         self.has_grad.add(index)
 
+    def refuse_in_node(self, index: int) -> None:
+        """Refuse the use of a gradient that waits in the nodes.
+
+        Raises:
+            RuntimeError: It does.
+        """
+        if self.waits_in_node and index in self.has_grad:
+            raise RuntimeError(
+                f"The gradient of `{self._spec.layout.slots[index].name}` is a sum of each node, and is averaged over"
+                " the nodes in the last micro-batch (`Sharding(grads='node')`). Use it after `microbatch(last=True)`,"
+                " in a LightningModule in `on_before_optimizer_step`, or use `Sharding(grads='world')`."
+            )
+
     def _assign_retained(self, index: int, flat: torch.Tensor) -> None:
-        shard = OwnRange(self._spec.layout, self._spec.communicator.rank, is_sharded=True)
+        shard = OwnRange(self._spec.layout, self._spec.group.place, is_sharded=True)
         if self._retained is None:
             self._retained = torch.zeros(shard.numel, dtype=self._spec.kind.reduce, device=self._spec.store.device)
         first = self._spec.own_range.elements(index)[0]
@@ -379,6 +474,7 @@ class BufferGradients:
             self._zero(dropped)  # the next gradient is added to it
         else:
             self._drop_average()
+            self._drop_node_sum()
         for index in gone - self.given_out:
             if has_class(params[index], ReducedParameter):
                 restore_class(params[index])
@@ -389,13 +485,27 @@ class BufferGradients:
             self._give_back_reduced()
         self._reduced = self._retained = self.factor = self._written = self._kept = None
 
-    def abandon(self) -> None:
+    def _drop_node_sum(self) -> None:
+        if self._node_sum is not None:
+            self._spec.store.release("gradients", self._node_sum.nbytes)
+        self._node_sum, self.waits_in_node = None, False
+
+    def abandon(self, reach: ShardingScope = ShardingScope.WORLD) -> None:
         """Drop the sums of a backward that an error has ended; the average before it stays. No collective.
 
         Where an average was there before, a reduction that has ended leaves the sum of both, as in plain PyTorch. At
-        stage 0 no rank has the average whole any more where a reduction has begun: it goes, too.
+        stage 0 no rank has the average whole any more where a reduction has begun: it goes, too. So do sums of nodes
+        whose reduction over the nodes may have begun, with the average that they were to be added to.
+
+        Args:
+            reach: How far the reductions of the backward went.
         """
         spec, target, self._target = self._spec, self._target, None
+        self._drop_sent()
+        if not self.waits_in_node:
+            self._drop_node_sum()
+        elif not self.waits_for_last(reach):
+            self.has_grad.clear()
         self._kept = None
         self.assigned.brought.clear()
         self._home.end_fetch(None)
@@ -431,6 +541,7 @@ class BufferGradients:
     def _zero(self, indices: set[int]) -> None:
         if not indices:
             return
+        self._zero_node_sum(indices)
         self._values.flush()  # a step, maybe another optimizer's, reads the same tensor
         self.settle()
         for values in (self.reduced, self._written):
@@ -438,9 +549,16 @@ class BufferGradients:
                 for index in indices:
                     self._spec.own_range.segment(index, values).zero_()
         if self._retained is not None:
-            shard = OwnRange(self._spec.layout, self._spec.communicator.rank, is_sharded=True)
+            shard = OwnRange(self._spec.layout, self._spec.group.place, is_sharded=True)
             for index in indices:
                 shard.segment(index, self._retained).zero_()
+
+    def _zero_node_sum(self, indices: set[int]) -> None:
+        if self._node_sum is None:
+            return
+        first, stop = self._spec.node_range.start, self._spec.node_range.stop
+        for slot in (self._spec.layout.slots[index] for index in indices):
+            self._node_sum[max(slot.offset - first, 0) : max(min(slot.stop, stop) - first, 0)].zero_()
 
     def spend(self) -> None:
         """Give up the average, which a step in the backward has taken. ``forget`` ends it."""

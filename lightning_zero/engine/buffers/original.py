@@ -46,7 +46,7 @@ class Original:
     @property
     def needs_others(self) -> bool:
         """Whether ``gather`` is a collective."""
-        return self._spec.sharding.optim and self._spec.communicator.world_size > 1
+        return bool(self._spec.sharding.optim) and self._spec.communicator.world_size > 1
 
     def gather(self) -> Pending:
         """Start gathering the masters. Collective unless every rank has all of them: all ranks."""
@@ -69,7 +69,7 @@ class Original:
             own.copy_(self._values.stepped)
             if not self.needs_others:
                 return Pending(spec.communicator, what)
-            return spec.communicator.all_gather(flat, own, what)
+            return spec.group.all_gather(flat, own, what)
 
     def is_changed(self) -> bool:
         """Say whether the own range differs from the master: a write through ``.data`` leaves no other trace."""
@@ -94,7 +94,7 @@ class Original:
             elif self._needs_master():
                 values.keep_master(self._own())
             if self._spec.sharding.params:
-                values.put_shard(self.flat[self._spec.shard_range].to(self._spec.kind.compute))
+                values.put_params(self.flat[self._spec.params_range].to(self._spec.kind.compute))
             self.round()
 
     def _needs_master(self) -> bool:

@@ -10,11 +10,11 @@ from torch import nn
 
 from lightning_zero.boxes import Part
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import Sharding
 from lightning_zero.engine.buffers.group import BufferGroup
 from lightning_zero.engine.buffers.own_range import OwnRange
 from lightning_zero.grid import ParamAxes
 from lightning_zero.layout import FlatLayout
+from lightning_zero.sharding import ShardedOver, ShardingScope
 from lightning_zero.storage.store import DeviceStore
 
 __all__ = ["BufferKind", "BufferSpec"]
@@ -55,25 +55,27 @@ class BufferSpec:
         name: Of the unit, for errors.
         params: The parameters.
         kind: The dtypes.
-        sharding: The tensors that are kept sharded.
+        sharding: The scopes in which tensors are kept sharded.
         group: The ranks over which it is cut.
         axes: The parameters on the grid, by slot; those that are not named have the factor 1 and are whole.
         store: Memory of the device.
         layout: Slots, shards and segments.
         own_range: The range that this rank steps.
         shard_range: Elements ``[start, stop)`` of this rank's shard.
+        node_range: Those of its range in a node with several nodes, which the shard is a piece of; else the shard's.
     """
 
     name: str
     params: list[nn.Parameter]
     kind: BufferKind
-    sharding: Sharding
+    sharding: ShardedOver
     group: BufferGroup
     axes: Mapping[int, ParamAxes]
     store: DeviceStore
     layout: FlatLayout
     own_range: OwnRange
     shard_range: slice
+    node_range: slice
 
     @property
     def communicator(self) -> Communicator:
@@ -89,6 +91,11 @@ class BufferSpec:
         return self.axes[index].part if index in self.axes else None
 
     @property
+    def params_range(self) -> slice:
+        """The elements of the compute shard that is kept between uses."""
+        return self.node_range if self.sharding.params is ShardingScope.NODE else self.shard_range
+
+    @property
     def has_parts(self) -> bool:
         """Whether other groups of ranks have other parts of the parameters."""
         return any(axes.part is not None for axes in self.axes.values())
@@ -100,7 +107,7 @@ class BufferSpec:
         names: Sequence[str],
         *,
         kind: BufferKind,
-        sharding: Sharding,
+        sharding: ShardedOver,
         group: BufferGroup,
         store: DeviceStore,
         axes: Mapping[str, ParamAxes] | None = None,
@@ -110,8 +117,8 @@ class BufferSpec:
         known = {index: axes[key] for index, key in enumerate(names) if axes is not None and key in axes}
         shapes = [(key, tuple(param.shape)) for key, param in zip(names, params, strict=True)]
         layout = FlatLayout.build(shapes, communicator.world_size)
-        own_range = OwnRange(layout, communicator.rank, is_sharded=sharding.optim)
-        shard_range = slice(*layout.shard_range(communicator.rank))
+        own_range = OwnRange(layout, group.place, is_sharded=bool(sharding.optim))
+        shard_range = slice(*layout.shard_range(group.place))
         return BufferSpec(
             name=name,
             params=list(params),
@@ -123,4 +130,5 @@ class BufferSpec:
             layout=layout,
             own_range=own_range,
             shard_range=shard_range,
+            node_range=group.node_range(layout.padded_numel),
         )

@@ -11,6 +11,7 @@ from lightning_zero.engine.buffers.home import DeviceHome, HomeMaker, PlannedSte
 from lightning_zero.engine.buffers.rounding import Rounding
 from lightning_zero.engine.buffers.spec import BufferSpec
 from lightning_zero.engine.buffers.update import StepThread, Update
+from lightning_zero.sharding import ShardingScope
 from lightning_zero.storage.residence import is_in_memory, ordinary
 from lightning_zero.storage.store import ShardStore
 
@@ -45,10 +46,11 @@ class SteppedValues:
         frozen_home = away or (self._shard_home if self._shard_home.is_apart else self.home)
         self._master_home = self.home if spec.kind.trained else frozen_home
         # - Values
-        own = full[spec.shard_range]
+        own = full[spec.params_range]
         is_kept = spec.sharding.params
         self.shard = self._shard_home.keep_shard(own) if is_kept else Shard(own, spec.store, spec.store)
-        self.raw_computed = self.shard.values if spec.sharding.optim else full  # whether or not a step is due
+        self.raw_computed = self._own_part() if spec.sharding.optim else full  # whether or not a step is due
+        self._is_node_stale = False  # the shard holds a node's range, and other nodes have stepped pieces of it
         self.master: torch.Tensor | None = None
         if exact is not None:
             self.keep_master(exact[spec.own_range.start : spec.own_range.stop])
@@ -82,10 +84,47 @@ class SteppedValues:
             self.shard.values = full[self._spec.shard_range]
             self.raw_computed = self.shard.values if self._spec.sharding.optim else full
 
-    def put_shard(self, values: torch.Tensor) -> None:
-        """Overwrite this rank's shard (stage 3)."""
+    def put_params(self, values: torch.Tensor) -> None:
+        """Overwrite the shard that is kept between uses (stage 3)."""
         with torch.inference_mode(False), torch.no_grad():
             self.shard.put(values)
+
+    def _own_part(self) -> torch.Tensor:
+        """Return the own range in the shard, which holds that of a node if parameters are sharded over one."""
+        spec = self._spec
+        first = spec.own_range.start - spec.params_range.start
+        return self.shard.values[first : first + spec.own_range.numel]
+
+    # -- The range of a node ---------------------------------------------------------------------------------------
+
+    def mark_node_stale(self) -> None:
+        """Note that every rank steps its piece, or has: the next gather brings those of the other nodes.
+
+        All ranks at the same place of the program, because a gather of one range takes all nodes.
+        """
+        self._is_node_stale = self._spec.sharding.params is ShardingScope.NODE
+
+    def gather_into(self, full: torch.Tensor) -> Pending:
+        """Start gathering the shards that are kept between uses (stage 3) into ``full``: (n,). Collective: all ranks.
+
+        Where a shard is a node's range, the ranks of the node have all of them; behind a step the pieces of the other
+        nodes come first, once, and the shard keeps them.
+        """
+        spec, what = self._spec, f"unit `{self._spec.name}`"
+        if spec.sharding.params is not ShardingScope.NODE:
+            return self.shard.gather_into(full, spec.communicator, what)
+        assert spec.group.nodes is not None
+        if not self._is_node_stale:
+            return self.shard.gather_into(full, spec.group.nodes.inner, what)
+        self._is_node_stale = False
+        node = full[spec.node_range]
+        over_nodes = spec.group.nodes.outer.all_gather(node, self.raw_computed, what)
+
+        def keep() -> None:
+            over_nodes.wait()
+            self.put_params(node)
+
+        return spec.group.nodes.inner.all_gather_later(full, keep, what)
 
     def take_writes(self, but_for: Set[int]) -> torch.Tensor | None:
         """Take over writes into the compute shard into the master; see ``Home.take_writes``."""
@@ -179,7 +218,7 @@ class SteppedValues:
         self._shard_home = self.home.on_device()
         with torch.inference_mode(False), torch.no_grad():
             before, self.shard = self.shard, self._shard_home.keep_shard(self.shard.values)
-        self.raw_computed = self.shard.values
+        self.raw_computed = self._own_part()
         before.give_back()
 
     def take_back(self) -> None:
@@ -249,9 +288,10 @@ class SteppedValues:
         if rounding is not None:
             rounding.land()
         if self.master is not None and not self._is_rounded():
-            if self._spec.sharding.params:
-                self.put_shard(self.master)
+            if self._spec.sharding.params is ShardingScope.WORLD:
+                self.put_params(self.master)
             else:
+                self.shard.await_uploads()
                 self.raw_computed.copy_(self.master)
         self._rounded.clear()
 

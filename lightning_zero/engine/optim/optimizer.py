@@ -311,7 +311,7 @@ class ShardedOptimizer:
     def _refuse_local_gradients(self) -> None:
         """Refuse a step while micro-batches wait for the last one: it would be another one on every rank."""
         for buffer, index in self.places:
-            if buffer.gradients.is_summing and index in buffer.gradients.waiting:
+            if buffer.gradients.is_waiting and index in buffer.gradients.waiting:
                 raise RuntimeError(
                     f"`optimizer.step()` was called behind `microbatch(last=False)`: the gradient of"
                     f" `{buffer.layout.slots[index].name}` waits on every rank for the last micro-batch, and is not"

@@ -97,7 +97,7 @@ class WholeGradients:
         """Take over changes to gradients. Collective: all ranks that have assigned some by hand."""
         wanted = by_buffer(places)
         for buffer, indices in wanted:
-            if buffer.gradients.is_summing and indices & buffer.gradients.waiting:
+            if buffer.gradients.is_waiting and indices & buffer.gradients.waiting:
                 raise RuntimeError(
                     f"The gradients of unit `{buffer.name}` are used as a whole (their norm, clipping, unscaling), and"
                     " wait on every rank for the last micro-batch. Use them behind `microbatch(last=True)`, in a"

@@ -42,6 +42,7 @@ from lightning_zero.engine.runtime.passes import Passes
 from lightning_zero.engine.runtime.reduction import Reducer
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.microbatch import Microbatch
+from lightning_zero.sharding import ShardingScope
 
 __all__ = ["Backward"]
 
@@ -128,7 +129,8 @@ class Backward:
             self._order.finish()
         if self._is_reducing:
             running.reduces = True
-            self._reducer.begin()
+            is_last = self.microbatch is Microbatch.LAST
+            self._reducer.begin(ShardingScope.WORLD if is_last else ShardingScope.NODE)
             if running.has_own_pass:
                 self._passes.begin("backward" if running.runs_whole_graph else "backward of inputs")
         if not running.is_explicit:

@@ -5,6 +5,9 @@ that is unused on some ranks counts as zero there; one that is unused on all kee
 leaves it alone. A gradient that arrives after its unit was reduced (reentrant checkpointing of a shared parameter, a
 rank that was overtaken) is reduced once more, on all ranks.
 
+Where ranks are in nodes a reduction has two halves: the sum of a node, and that over the nodes, which starts when the
+next unit does and runs beside it. All ranks start both in one order.
+
 Most backwards use the parameters that the last one of their kind has used. Where the ranks agree on the end of a
 backward anyway (see the note in ``order``), each also says whether this is so; if it is on all ranks, the message is
 not sent, because its result is known.
@@ -20,6 +23,7 @@ from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.labels import label
 from lightning_zero.engine.units.unit import Unit
+from lightning_zero.sharding import ShardingScope
 
 __all__ = ["Reducer"]
 
@@ -38,19 +42,31 @@ class Reducer:
         self._communicator = communicator
         self._max_in_flight = in_flight
         self._in_flight: list[tuple[Unit, FlatBuffer, Pending]] = []
+        self._over_nodes: list[tuple[Unit, FlatBuffer, Pending]] = []  # second halves that are running
+        self._reach = ShardingScope.WORLD  # how far the reductions of this backward go
+        self._owed: list[tuple[FlatBuffer, Pending]] = []  # first halves of an abandoned backward
+        self._owed_reach = ShardingScope.WORLD
         self._late: set[Unit] = set()  # got a gradient after their reduction had started
         self._last: dict[Hashable, tuple[bytes, bytes]] = {}  # flags of this rank, and of any, by kind of pass
 
-    def begin(self) -> None:
-        """Begin a backward."""
+    def begin(self, reach: ShardingScope = ShardingScope.WORLD) -> None:
+        """Begin a backward.
+
+        Args:
+            reach: How far gradients are reduced that may wait in their node for the last micro-batch.
+        """
+        self._reach = reach
         for unit in self._units:
             unit.begin_backward()
 
     def before_gradient(self, unit: Unit) -> None:
-        """Make room for a gradient that comes after its unit's reduction has started."""
+        """Make room for a gradient that comes after its unit's reduction has started.
+
+        Second halves go on: other nodes may wait for this rank before they start theirs, and their sums are apart.
+        """
         if unit.is_reduced:
             self._late.add(unit)
-            self._drain(0)
+            self._drain_nodes(0)
 
     def start(self, unit: Unit) -> None:
         """Start reducing a unit's gradients, with zeros where it has none. Collective: all ranks."""
@@ -59,7 +75,8 @@ class Reducer:
         unit.begin_reduce()
         self._announce(unit)
         for buffer in unit.reducing_buffers:
-            self._drain(max(self._max_in_flight - 1, 0))
+            self._drain_nodes(max(self._max_in_flight - 1, 0))
+            self._drain_over_nodes(self._max_in_flight)
             with label("reduce", unit.name):
                 self._in_flight.append((unit, buffer, buffer.gradients.reduce()))
             if self._max_in_flight == 0:
@@ -95,20 +112,40 @@ class Reducer:
 
     def abandon(self) -> None:
         """Drop the gradients of a backward that an error has ended. No collective; ``settle`` is to follow."""
+        self._owed += [(buffer, pending) for _, buffer, pending in self._in_flight]
+        self._owed_reach = self._reach
         self._in_flight.clear()
         self._late.clear()
         self._last.clear()
+        self._over_nodes.clear()
         for unit in self._units:
-            unit.abandon_backward()
+            unit.abandon_backward(self._reach)
 
     def serve(self, unit: Unit) -> None:
         """Take part in a reduction of an abandoned backward. Collective: all ranks."""
+        self._serve_owed()
         self._announce(unit)
         for buffer in unit.reducing_buffers:
-            buffer.gradients.serve().wait()
+            pending = buffer.gradients.serve()
+            pending.wait()
+            self._serve_over_nodes(buffer)
 
     def settle(self) -> None:
-        """Wait for the agreements of abandoned backwards. Collective: all ranks have come behind them."""
+        """Finish the reductions and agreements of abandoned backwards. Collective: all ranks have come behind them."""
+        self._serve_owed()
+
+    def _serve_owed(self) -> None:
+        """Take part in the second halves of reductions whose first half this rank has started."""
+        while self._owed:
+            buffer, pending = self._owed[0]
+            pending.wait()
+            self._serve_over_nodes(buffer)
+            del self._owed[0]
+
+    def _serve_over_nodes(self, buffer: FlatBuffer) -> None:
+        gradients = buffer.gradients
+        if gradients.has_nodes and not gradients.waits_for_last(self._owed_reach):
+            gradients.serve_over_nodes().wait()
 
     # -- For subclasses that act in the backward -------------------------------------------------------------------
 
@@ -124,11 +161,31 @@ class Reducer:
     # -- The reductions that run -----------------------------------------------------------------------------------
 
     def _drain(self, keep: int) -> None:
+        self._drain_nodes(keep)
+        self._drain_over_nodes(keep)
+
+    def _drain_nodes(self, keep: int) -> None:
+        """Finish reductions but for the last ones; with nodes their first halves, behind which the second begin."""
         while len(self._in_flight) > keep:
             unit, buffer, pending = self._in_flight[0]
+            gradients = buffer.gradients
             with label("reduce", unit.name):
                 pending.wait()
                 del self._in_flight[0]
+                if gradients.has_nodes:
+                    gradients.end_node_reduce()
+                    if not gradients.waits_for_last(self._reach):
+                        self._over_nodes.append((unit, buffer, gradients.reduce_over_nodes()))
+                    continue
+                gradients.finish_reduce()
+            self._after_reduction(unit, buffer)
+
+    def _drain_over_nodes(self, keep: int) -> None:
+        while len(self._over_nodes) > keep:
+            unit, buffer, pending = self._over_nodes[0]
+            with label("reduce", unit.name):
+                pending.wait()
+                del self._over_nodes[0]
                 buffer.gradients.finish_reduce()
             self._after_reduction(unit, buffer)
 
@@ -160,7 +217,7 @@ class Reducer:
         for buffer in buffers:
             used = agreed[position : position + len(buffer.params)]
             position += len(buffer.params)
-            buffer.gradients.agreed(index for index, flag in enumerate(used) if flag)
+            buffer.gradients.agreed((index for index, flag in enumerate(used) if flag), self._reach)
         for unit in late:
             unit.reopen()
             self.start(unit)

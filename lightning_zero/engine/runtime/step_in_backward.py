@@ -22,6 +22,7 @@ from lightning_zero.engine.optim.optimizer_in_backward import OptimizerInBackwar
 from lightning_zero.engine.runtime.reduction import Reducer
 from lightning_zero.engine.runtime.step_timing import StepTiming
 from lightning_zero.engine.units.unit import Unit
+from lightning_zero.sharding import ShardingScope
 
 __all__ = ["StepInBackward", "SteppingReducer"]
 
@@ -40,8 +41,11 @@ class SteppingReducer(Reducer):
         self.optimizer: OptimizerInBackward | None = None  # set when it is attached
         self._promises: dict[Unit, tuple[torch.Tensor, Pending]] = {}  # whether all gradients have arrived everywhere
 
-    def begin(self) -> None:
+    def begin(self, reach: ShardingScope = ShardingScope.WORLD) -> None:
         """Begin a backward.
+
+        Args:
+            reach: See ``Reducer.begin``.
 
         Raises:
             RuntimeError: Gradients of an earlier backward were stepped, and `step` or `zero_grad` did not follow.
@@ -56,7 +60,7 @@ class SteppingReducer(Reducer):
                         f" `optimizer.zero_grad()`, and `{missing}` is missing (unit `{unit.name}`). Call it, or use"
                         " `step='auto'`."
                     )
-        super().begin()
+        super().begin(reach)
 
     def _announce(self, unit: Unit) -> None:
         """Tell the other ranks whether all gradients of a unit have arrived here. Collective: all ranks, in order."""
@@ -65,7 +69,8 @@ class SteppingReducer(Reducer):
         self._promises[unit] = flag, self._communicator.agree_later(flag, what, dist.ReduceOp.MIN)
 
     def settle(self) -> None:
-        """Wait for the agreements of abandoned backwards. Collective: all ranks have made them."""
+        """Wait for the agreements of abandoned backwards too. Collective: all ranks have made them."""
+        super().settle()
         while self._promises:
             self._promises.popitem()[1][1].wait()
 

@@ -13,7 +13,8 @@ from typing import Literal
 import torch
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import Offload, OffloadTarget, Sharding, last_target
+from lightning_zero.config import Offload, OffloadTarget, last_target
+from lightning_zero.sharding import ShardedOver
 from lightning_zero.storage.copies import memory_of
 
 __all__ = ["Memory", "fill", "free_bytes", "memories_of_units"]
@@ -63,7 +64,7 @@ def memories_of_units(
     offload: Offload,
     numels: Sequence[tuple[int, int]],
     *,
-    sharding: Sharding,
+    sharding: ShardedOver,
     communicator: Communicator,
     itemsize: int,
 ) -> list[Memory]:
@@ -72,7 +73,7 @@ def memories_of_units(
     Args:
         offload: The option.
         numels: All and trained parameters of each unit.
-        sharding: The tensors that are kept sharded.
+        sharding: The scopes in which tensors are kept sharded.
         communicator: Over the ranks; the one with the least memory decides.
         itemsize: Bytes of a parameter as it computes.
     """

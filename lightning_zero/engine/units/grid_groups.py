@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import Sharding
-from lightning_zero.engine.buffers.group import BufferGroup
+from lightning_zero.engine.buffers.group import BufferGroup, NodeLevels
 from lightning_zero.grid import Grid, ParamAxes
+from lightning_zero.sharding import ShardedOver, ShardingScope
 
 __all__ = ["GridGroups"]
 
@@ -19,11 +19,17 @@ class GridGroups:
     Args:
         grid: The ranks as a grid; None: every buffer is cut over all ranks.
         everyone: Of all ranks of the engine.
-        sharding: Returns the tensors that are kept sharded over a number of ranks.
+        sharding: Returns the scopes in which tensors are kept sharded over a number of ranks.
+        node: Ranks per node, where something is sharded over those of a node; neighbours.
     """
 
-    def __init__(self, grid: Grid | None, everyone: Communicator, sharding: Callable[[int], Sharding]) -> None:
+    def __init__(
+        self, grid: Grid | None, everyone: Communicator, sharding: Callable[[int], ShardedOver], *, node: int = 1
+    ) -> None:
         self._all = BufferGroup.of_all(everyone)
+        if node > 1:
+            assert grid is None
+            self._all = replace(self._all, nodes=_levels(everyone, node))
         self._sharding = sharding
         self._groups: dict[str, BufferGroup] = {}
         self._grid = grid
@@ -52,10 +58,17 @@ class GridGroups:
         """Return a group by its name; None: all ranks."""
         return self._all if name is None else self._groups[name]
 
-    def sharding(self, name: str | None) -> Sharding:
+    def sharding(self, name: str | None) -> ShardedOver:
         """Return the tensors of a buffer that are kept sharded over its group.
 
         On a grid one rank steps an element, at every stage; see Note [Counted once] in ``grid``.
         """
         sharding = self._sharding(self.group(name).communicator.world_size)
-        return replace(sharding, optim=True) if self._grid is not None else sharding
+        return replace(sharding, optim=ShardingScope.WORLD) if self._grid is not None else sharding
+
+
+def _levels(everyone: Communicator, node: int) -> NodeLevels:
+    """Return the communicators inside nodes of so many neighbours, and over them. Collective: all ranks."""
+    first, place = everyone.rank // node * node, everyone.rank % node
+    inner, outer = everyone.ranks[first : first + node], everyone.ranks[place::node]
+    return NodeLevels(everyone.among(inner, is_across=False), everyone.among(outer, is_across=True))

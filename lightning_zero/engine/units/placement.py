@@ -8,11 +8,12 @@ from functools import partial
 import torch
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import Offload, Sharding, last_target
+from lightning_zero.config import Offload, last_target
 from lightning_zero.engine.buffers.disk_home import DiskHome
 from lightning_zero.engine.buffers.home import HomeMaker, HostHome
 from lightning_zero.engine.units.capacity import Memory, memories_of_units
 from lightning_zero.engine.units.partition import Territory
+from lightning_zero.sharding import ShardedOver
 from lightning_zero.storage.copies import Copies, first_call_of_thread
 from lightning_zero.storage.disk import DiskStore
 from lightning_zero.storage.downloads import Downloads
@@ -32,7 +33,7 @@ class Placement:
         offload: The option; None for nothing.
         territories: The units to be, in order.
         communicator: Over the ranks that share the model.
-        sharding: The tensors that are kept sharded.
+        sharding: The scopes in which tensors are kept sharded.
         itemsize: Bytes of a parameter as it computes, for ``fraction="auto"``.
         copies: The streams of the device.
 
@@ -46,7 +47,7 @@ class Placement:
         territories: Sequence[Territory],
         *,
         communicator: Communicator,
-        sharding: Sharding,
+        sharding: ShardedOver,
         itemsize: int,
         copies: Copies,
     ) -> None:

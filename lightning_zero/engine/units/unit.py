@@ -11,6 +11,7 @@ from torch import nn
 from lightning_zero.comm.communicator import Pending
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.labels import label
+from lightning_zero.sharding import ShardingScope
 
 __all__ = ["Unit", "UnitState"]
 
@@ -305,9 +306,9 @@ class Unit:
         self.is_reduced = False
         self.ran_forward = self.ran_forward and has_more_backwards
 
-    def abandon_backward(self) -> None:
-        """Drop the gradients of a backward that an error has ended."""
+    def abandon_backward(self, reach: ShardingScope) -> None:
+        """Drop the gradients of a backward that an error has ended, whose reductions went as far as ``reach``."""
         self.arrived.clear()
         self.is_reduced = False
         for buffer in self.buffers:
-            buffer.gradients.abandon()
+            buffer.gradients.abandon(reach)

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import Communication, Sharding
+from lightning_zero.config import Communication
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.group import BufferGroup
 from lightning_zero.engine.buffers.parameter import ReleasedParameter
 from lightning_zero.engine.buffers.spec import BufferKind
+from lightning_zero.sharding import ShardedOver
 from lightning_zero.storage.store import DeviceStore
 from tests import worlds
 from tests.engine.flat_buffers import (
@@ -100,7 +101,7 @@ def _fill(rank: int, world: int, stage: int) -> None:
         [param],
         ["p"],
         kind=kind,
-        sharding=Sharding.from_stage(stage),
+        sharding=ShardedOver.from_stage(stage),
         group=BufferGroup.of_all(communicator),
         store=DeviceStore(CPU),
     )

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import Communication, Sharding
+from lightning_zero.config import Communication
 from lightning_zero.engine.buffers.disk_home import DiskHome
 from lightning_zero.engine.buffers.group import BufferGroup
 from lightning_zero.engine.buffers.home import DeviceHome, Home, HostHome
 from lightning_zero.engine.buffers.spec import BufferKind, BufferSpec
+from lightning_zero.sharding import ShardedOver
 from lightning_zero.storage.disk import DiskStore
 from lightning_zero.storage.host import HostStore
 from lightning_zero.storage.nvme import NvmeStore
@@ -32,7 +33,7 @@ def _check(rank: int, world: int, place: str, folder: str, check: Callable[[Home
         [torch.nn.Parameter(torch.zeros(40))],
         ["p"],
         kind=kind,
-        sharding=Sharding.from_stage(2),
+        sharding=ShardedOver.from_stage(2),
         group=BufferGroup.of_all(Communicator(Communication(), CPU)),
         store=DeviceStore(CPU),
     )

@@ -4,9 +4,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import Communication, Sharding
+from lightning_zero.config import Communication
 from lightning_zero.engine.units.grid_groups import GridGroups
 from lightning_zero.grid import Grid, ParamAxes
+from lightning_zero.sharding import ShardedOver
 from tests import worlds
 
 
@@ -14,7 +15,7 @@ def _groups(rank: int, world: int) -> None:
     everyone = Communicator(Communication(), torch.device("cpu"))
     pairs = [dist.new_group([first, first + 1]) for first in (0, 2)]
     grid = Grid({"all": None, "pair": pairs[rank // 2]}, 2, {"weight": ParamAxes("pair")})
-    groups = GridGroups(grid, everyone, lambda ranks: Sharding.from_stage(0))
+    groups = GridGroups(grid, everyone, lambda ranks: ShardedOver.from_stage(0))
     assert groups.name_of("weight") == "pair"
     assert groups.name_of("bias") is None
     pair, every = groups.group("pair"), groups.group(None)
@@ -38,7 +39,7 @@ def test_groups_of_a_grid_end_and_count_with_the_engines_communicator() -> None:
 def _one(rank: int, world: int) -> None:
     everyone = Communicator(Communication(), torch.device("cpu"))
     alone = [dist.new_group([one]) for one in range(world)][rank]
-    group = GridGroups(Grid({"alone": alone}, 4), everyone, Sharding.from_stage).group("alone")
+    group = GridGroups(Grid({"alone": alone}, 4), everyone, ShardedOver.from_stage).group("alone")
     full = torch.full((8,), 6.0)
     group.communicator.reduce_scatter(full, full, "test", divisor=group.divisor).wait()
     assert full.tolist() == [1.5] * 8

@@ -12,12 +12,13 @@ from torch import nn
 
 import lightning_zero.engine
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import Communication, MixedPrecision, Sharding
+from lightning_zero.config import Communication, MixedPrecision
 from lightning_zero.engine.buffers.parameter import ReleasedParameter
 from lightning_zero.engine.units.grid_groups import GridGroups
 from lightning_zero.engine.units.lowering import Lowering
 from lightning_zero.engine.units.partition import build_unit, choose_territories
 from lightning_zero.engine.units.unit import Unit, UnitState
+from lightning_zero.sharding import ShardedOver
 from lightning_zero.storage.store import DeviceStore
 from tests import worlds
 
@@ -28,7 +29,7 @@ def make_unit(module: nn.Module, stage: int, **options: Any) -> Unit:
     """Return the whole module as one unit. Collective."""
     communication = Communication()
     precision = MixedPrecision(**options)
-    groups = GridGroups(None, Communicator(communication, CPU), lambda ranks: Sharding.from_stage(stage))
+    groups = GridGroups(None, Communicator(communication, CPU), lambda ranks: ShardedOver.from_stage(stage))
     return build_unit(
         choose_territories(module, [])[0],
         0,
