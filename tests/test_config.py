@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero.config import Communication, MixedPrecision, Sharding
+from lightning_zero.config import Communication, MixedPrecision
 from lightning_zero.errors import nearest
+from lightning_zero.sharding import ShardedOver, Sharding, ShardingScope
 
 fp64, fp32, bf16, fp16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 
@@ -19,15 +20,24 @@ fp64, fp32, bf16, fp16 = torch.float64, torch.float32, torch.bfloat16, torch.flo
     [(0, False, False, False), (1, False, False, True), (2, False, True, True), (3, True, True, True)],
 )
 def test_a_stage_is_three_answers(stage: int, params: bool, grads: bool, optim: bool) -> None:
-    sharding = Sharding.from_stage(stage)
-    assert sharding == Sharding(params=params, grads=grads, optim=optim)
-    assert sharding.stage == stage
+    sharding = ShardedOver.from_stage(stage)
+    assert (bool(sharding.params), bool(sharding.grads), bool(sharding.optim)) == (params, grads, optim)
+    assert Sharding.of(stage).over(4, 2) == sharding
+    assert Sharding.of(stage).stage == stage
+
+
+def test_a_node_of_one_rank_or_of_all_is_no_node() -> None:
+    hybrid = Sharding(params="node", grads="node")
+    assert hybrid.over(4, 2) == ShardedOver(ShardingScope.NODE, ShardingScope.NODE, ShardingScope.WORLD)
+    assert hybrid.over(4, 1) == ShardedOver.from_stage(1)
+    assert hybrid.over(4, 4) == ShardedOver.from_stage(3)
+    assert hybrid.stage == 3
 
 
 @pytest.mark.parametrize("stage", [4, -1, "2", None, True, 1.5])
 def test_other_stages_are_refused(stage: Any) -> None:
     with pytest.raises(ValueError, match="is not a ZeRO stage. Use 0, 1, 2 or 3"):
-        Sharding.from_stage(stage)
+        Sharding.of(stage)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +84,7 @@ def test_a_compute_dtype_that_is_not_of_16_bits_is_refused(dtype: torch.dtype) -
         MixedPrecision(compute_dtype=dtype)
 
 
-@pytest.mark.parametrize("options", [Communication(), MixedPrecision(), Sharding.from_stage(3)])
+@pytest.mark.parametrize("options", [Communication(), MixedPrecision(), Sharding.of(3)])
 def test_options_do_not_change(options: Any) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(options, dataclasses.fields(options)[0].name, None)

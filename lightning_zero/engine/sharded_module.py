@@ -6,6 +6,7 @@ import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -174,18 +175,17 @@ class ShardedModule:
         self._param_index = param_index
         device = options.device or _device_of(module)
         self._lowering = Lowering(module, options.precision)
-        self._launched = _launched_node()
         # - Ranks
         self.communicator = Communicator(options.communication, device, options.process_group)
         self._compare(module, holders, grid, awaited)
-        self._node = self._node_size(grid)
-        self._groups = GridGroups(grid, self.communicator, self._sharding_over, node=self._node)
+        node = self._node_size(grid)
+        self._groups = GridGroups(grid, self.communicator, partial(options.sharding, node=node), node=node)
         self.world_communicator = self.communicator  # all ranks of the model, other parts included
         self.parts: PipelinePeers | None = None  # of a model that is cut; None if it is whole
         if holders is not None:
             self.parts = self._take_part(module, holders, grid)
             self.world_communicator = Communicator(options.communication, device)
-        self._sharding = self._sharding_over(self.communicator.world_size)
+        self._sharding = options.sharding(self.communicator.world_size, node)
         # - Memory
         absent = [] if param_index.remote_params is None else param_index.remote_params.params
         territories = choose_territories(module, options.units, {id(param) for param in absent})
@@ -252,23 +252,20 @@ class ShardedModule:
             lowering=self._lowering,
         )
 
-    def _sharding_over(self, world_size: int) -> ShardedOver:
-        return self._options.sharding(world_size, self._node)
-
     def _node_size(self, grid: Grid | None) -> int:
         """Return how many ranks of a node share something that others do not; 1 for none. Collective: all ranks.
 
         Raises:
             ValueError: The ranks cannot be divided into such nodes.
         """
-        scopes, ranks = self._options.scopes, self.communicator.ranks
+        scopes, ranks, launched = self._options.scopes, self.communicator.ranks, _launched_node()
         if scopes.has_nodes and grid is not None:
             raise ValueError(f"`{scopes}` {_NO_GRID}")
-        node = scopes.node_size(ranks, self._launched)
+        node = scopes.node_size(ranks, launched)
         if not self._options.sharding(len(ranks), node).has_nodes:
             return 1
-        place = None if self._launched is None else self._launched.place
-        is_elsewhere = scopes.uses_launcher and place is not None and place != _rank() % node
+        place = launched.place if launched is not None and scopes.uses_launcher else None
+        is_elsewhere = place is not None and place != _rank() % node
         if self.communicator.any_is(is_elsewhere, "comparison of nodes"):
             raise ValueError(
                 f"`{scopes}`: the ranks of a node must be neighbours, and on some node `LOCAL_RANK` is not the rank's"
@@ -294,7 +291,8 @@ class ShardedModule:
             facts = {**options, **model_facts(module, holders), **buffer_facts(module)}
             facts.update({} if grid is None else grid.facts())
             if self._options.scopes.has_nodes:
-                facts["the ranks of a node (`LOCAL_WORLD_SIZE`)"] = str(self._launched and self._launched.number)
+                launched = _launched_node()
+                facts["the number of ranks of a node (`LOCAL_WORLD_SIZE`)"] = str(launched and launched.number)
             require_same(self.communicator, facts, "models or options", _REMEDY)
         if grid is not None:
             self._compare_grids(module, grid, awaited)

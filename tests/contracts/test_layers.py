@@ -26,6 +26,7 @@ LEVELS: dict[str, int] = {
     "lightning_zero.microbatch": 1,
     "lightning_zero.option_checks": 1,
     "lightning_zero.schedules": 1,
+    "lightning_zero.sharding": 1,
     "lightning_zero.trees": 1,
     "lightning_zero.comm": 2,
     "lightning_zero.compat": 2,

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.config import Communication, MixedPrecision, Offload, Sharding
+from lightning_zero.config import Communication, MixedPrecision, Offload
 from lightning_zero.engine.access.param_index import ParamIndex
 from lightning_zero.engine.buffers.parameter import owner_of
 from lightning_zero.engine.sharded_module import EngineOptions, ShardedModule
 from lightning_zero.engine.units.unit import Unit
+from lightning_zero.sharding import ShardedOver, ShardingScope
 
 OPTIONS = EngineOptions(
     stage=3,
@@ -27,14 +28,14 @@ OPTIONS = EngineOptions(
     step="auto",
     moments="fp32",
 )
-NOTHING = Sharding(params=False, grads=False, optim=False)
-GRADIENTS = Sharding(params=False, grads=True, optim=False)
+NOTHING = ShardedOver.from_stage(0)
+GRADIENTS = replace(NOTHING, grads=ShardingScope.WORLD)
 
-ALONE: dict[str, tuple[dict[str, Any], Sharding]] = {
+ALONE: dict[str, tuple[dict[str, Any], ShardedOver]] = {
     "resident": ({}, NOTHING),
     "offloaded": ({"offload": Offload(optimizer="cpu")}, GRADIENTS),
     "offloaded-stage1": ({"offload": Offload(optimizer="cpu"), "stage": 1}, NOTHING),
-    "offloaded-parameters": ({"offload": Offload(optimizer="cpu", params="cpu")}, Sharding.from_stage(3)),
+    "offloaded-parameters": ({"offload": Offload(optimizer="cpu", params="cpu")}, ShardedOver.from_stage(3)),
     "in-the-backward": ({"step": "backward"}, GRADIENTS),
 }
 
@@ -44,7 +45,7 @@ def test_a_rank_alone_releases_only_what_is_stored_elsewhere(name: str) -> None:
     changes, expected = ALONE[name]
     options = replace(OPTIONS, **changes)
     assert options.sharding(1) == expected
-    assert options.sharding(2) == Sharding.from_stage(options.stage)
+    assert options.sharding(2) == ShardedOver.from_stage(options.stage)
 
 
 def test_options_that_are_not_known_are_refused() -> None:

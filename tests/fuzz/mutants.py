@@ -58,8 +58,8 @@ def unused_counts_as_zero() -> Iterator[None]:
     """A parameter that no rank used has a gradient of zeros."""
     agreed = BufferGradients.agreed
 
-    def all_of_them(self: BufferGradients, indices: Any) -> None:
-        agreed(self, list(indices) and range(len(self._spec.params)))
+    def all_of_them(self: BufferGradients, indices: Any, *reach: Any) -> None:
+        agreed(self, list(indices) and range(len(self._spec.params)), *reach)
 
     with mock.patch.object(BufferGradients, "agreed", all_of_them):
         yield

@@ -1,11 +1,5 @@
 """The gradients of one flat buffer: summed on this rank, averaged over the ranks, kept for the step.
 
-Note [Sums of nodes]
-    Gradients that are sharded over the ranks of a node wait there for the last micro-batch: ``reduce`` averages over
-    the node, ``end_node_reduce`` adds the result to the node's sum of earlier micro-batches, and the last one goes on
-    with ``reduce_over_nodes``, once a step. Until then nobody has the average, so reading it is refused. Gradients that
-    are sharded over all ranks are reduced in both halves every time.
-
 Note [Two dtypes]
     The average is kept in the dtype of reductions. Whoever writes it before the step (unscaling, hooks, clipping) gets
     it in the dtype that is stepped, so that nothing is rounded twice; where these differ, or where the average is not
@@ -22,6 +16,7 @@ import torch
 from lightning_zero.comm.communicator import Pending
 from lightning_zero.engine.buffers.assigned_gradients import AssignedSources
 from lightning_zero.engine.buffers.local_sums import LocalSums
+from lightning_zero.engine.buffers.node_sums import NodeSums
 from lightning_zero.engine.buffers.own_range import OwnRange
 from lightning_zero.engine.buffers.parameter import (
     ReducedParameter,
@@ -67,9 +62,7 @@ class BufferGradients:
         self.used: set[int] = set()  # slots with a gradient on this rank since the ranks last agreed
         self.left: set[int] = set()  # slots whose gradient is still where autograd has put it
         self._target: torch.Tensor | None = None  # where a running reduction writes
-        self._node_sum: torch.Tensor | None = None  # see Note [Sums of nodes]: (n / ranks of a node,)
-        self._sent: torch.Tensor | None = None  # the same, while it is reduced over the nodes
-        self.waits_in_node = False  # there are gradients in ``_node_sum``, or zeros on this rank; the same on all
+        self.nodes = NodeSums(spec)
         # - The average over the ranks
         self.has_grad: set[int] = set()  # slots with a gradient on some rank, in ``reduced``
         self.given_out: set[int] = set()  # slots whose segment a program has read: it may be assigned again
@@ -144,12 +137,12 @@ class BufferGradients:
     @property
     def is_waiting(self) -> bool:
         """Whether gradients of micro-batches wait for the last one, on each rank or in each node."""
-        return self.is_summing or self.waits_in_node
+        return self.is_summing or self.nodes.are_waiting
 
     @property
     def waiting(self) -> set[int]:
         """The slots with such a gradient."""
-        return self.sums.slots | (self.has_grad if self._retained is not None or self.waits_in_node else set())
+        return self.sums.slots | (self.has_grad if self._retained is not None or self.nodes.are_waiting else set())
 
     def is_sum(self, index: int, grad: torch.Tensor) -> bool:
         """Say whether a tensor is the local sum that ``show_sum`` returns."""
@@ -205,14 +198,8 @@ class BufferGradients:
 
     def end_node_reduce(self) -> None:
         """Add a node's average to that of earlier micro-batches. No collective."""
-        spec, target = self._spec, self._target
-        assert target is not None
-        if self._node_sum is None:
-            self._node_sum = target
-        else:
-            with torch.inference_mode(False), torch.no_grad():
-                self._node_sum.add_(target)
-            spec.store.release("gradients", target.nbytes)
+        assert self._target is not None
+        self.nodes.add(self._target)
         self._target = None
         self.sums.slots.clear()
         self.sums.give_up()
@@ -223,12 +210,11 @@ class BufferGradients:
         Collective: the ranks with this one's place in their nodes.
         """
         spec = self._spec
-        self._sent, self._node_sum = self._node_sum, None
-        assert self._sent is not None
         with torch.inference_mode(False), torch.no_grad():
             self._target = spec.store.create("gradients", spec.layout.shard_numel, spec.kind.reduce)
             self._fetch_earlier()
-            return spec.group.reduce_scatter_over_nodes(self._target, self._sent, f"gradients of unit `{spec.name}`")
+            what = f"gradients of unit `{spec.name}`"
+            return spec.group.reduce_scatter_over_nodes(self._target, self.nodes.send(), what)
 
     @property
     def _is_as_reduced(self) -> bool:
@@ -251,7 +237,7 @@ class BufferGradients:
         """Add the average to the gradient shard of before. No collective; stage 0 still needs ``gather_reduced``."""
         spec, target, local = self._spec, self._target, self.sums.flat
         assert target is not None
-        self._drop_sent()
+        self.nodes.end_sending()
         with torch.inference_mode(False), torch.no_grad():
             self._home.end_fetch(self._reduced if self._is_as_reduced else None)
             if self._retained is not None:
@@ -270,12 +256,6 @@ class BufferGradients:
             if spec.communicator.world_size > 1:
                 self.sums.give_up()
             self.sums.flat = None  # on one rank the local sum is the average
-
-    def _drop_sent(self) -> None:
-        """Give up the node's sum that was reduced over the nodes."""
-        if self._sent is not None:
-            self._spec.store.release("gradients", self._sent.nbytes)
-        self._sent = None
 
     def _add_to_earlier(self, target: torch.Tensor, earlier: torch.Tensor) -> torch.Tensor:
         """Add to the average that is there, in its memory, as PyTorch does: a program may keep it."""
@@ -321,10 +301,6 @@ class BufferGradients:
         """Whether a reduction has two halves: in the nodes, and over them."""
         return self._spec.group.nodes is not None
 
-    def waits_for_last(self, reach: ShardingScope) -> bool:
-        """Say whether gradients stay in the nodes behind a reduction that goes as far as ``reach`` says."""
-        return self._spec.sharding.grads is ShardingScope.NODE and reach is ShardingScope.NODE
-
     def gather_reduced(self) -> Pending | None:
         """Start gathering the average where every rank steps everything (stage 0). Collective there: all ranks."""
         spec = self._spec
@@ -343,7 +319,7 @@ class BufferGradients:
         """
         agreed = set(indices)
         self.has_grad |= agreed
-        self.waits_in_node = self.waits_for_last(reach) and bool(self.has_grad)
+        self.nodes.are_waiting = self.nodes.wait_for_last(reach) and bool(self.has_grad)
         self.assigned.agree(agreed)
         self.used.clear()
 
@@ -412,7 +388,7 @@ class BufferGradients:
         Raises:
             RuntimeError: It does.
         """
-        if self.waits_in_node and index in self.has_grad:
+        if self.nodes.are_waiting and index in self.has_grad:
             raise RuntimeError(
                 f"The gradient of `{self._spec.layout.slots[index].name}` is a sum of each node, and is averaged over"
                 " the nodes in the last micro-batch (`Sharding(grads='node')`). Use it after `microbatch(last=True)`,"
@@ -474,7 +450,7 @@ class BufferGradients:
             self._zero(dropped)  # the next gradient is added to it
         else:
             self._drop_average()
-            self._drop_node_sum()
+            self.nodes.drop()
         for index in gone - self.given_out:
             if has_class(params[index], ReducedParameter):
                 restore_class(params[index])
@@ -484,11 +460,6 @@ class BufferGradients:
         if self._reduced is not None and self._spec.sharding.grads:
             self._give_back_reduced()
         self._reduced = self._retained = self.factor = self._written = self._kept = None
-
-    def _drop_node_sum(self) -> None:
-        if self._node_sum is not None:
-            self._spec.store.release("gradients", self._node_sum.nbytes)
-        self._node_sum, self.waits_in_node = None, False
 
     def abandon(self, reach: ShardingScope = ShardingScope.WORLD) -> None:
         """Drop the sums of a backward that an error has ended; the average before it stays. No collective.
@@ -501,10 +472,10 @@ class BufferGradients:
             reach: How far the reductions of the backward went.
         """
         spec, target, self._target = self._spec, self._target, None
-        self._drop_sent()
-        if not self.waits_in_node:
-            self._drop_node_sum()
-        elif not self.waits_for_last(reach):
+        self.nodes.end_sending()
+        if not self.nodes.are_waiting:
+            self.nodes.drop()
+        elif not self.nodes.wait_for_last(reach):
             self.has_grad.clear()
         self._kept = None
         self.assigned.brought.clear()
@@ -541,7 +512,7 @@ class BufferGradients:
     def _zero(self, indices: set[int]) -> None:
         if not indices:
             return
-        self._zero_node_sum(indices)
+        self.nodes.zero(indices)
         self._values.flush()  # a step, maybe another optimizer's, reads the same tensor
         self.settle()
         for values in (self.reduced, self._written):
@@ -552,13 +523,6 @@ class BufferGradients:
             shard = OwnRange(self._spec.layout, self._spec.group.place, is_sharded=True)
             for index in indices:
                 shard.segment(index, self._retained).zero_()
-
-    def _zero_node_sum(self, indices: set[int]) -> None:
-        if self._node_sum is None:
-            return
-        first, stop = self._spec.node_range.start, self._spec.node_range.stop
-        for slot in (self._spec.layout.slots[index] for index in indices):
-            self._node_sum[max(slot.offset - first, 0) : max(min(slot.stop, stop) - first, 0)].zero_()
 
     def spend(self) -> None:
         """Give up the average, which a step in the backward has taken. ``forget`` ends it."""

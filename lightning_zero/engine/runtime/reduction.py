@@ -144,7 +144,7 @@ class Reducer:
 
     def _serve_over_nodes(self, buffer: FlatBuffer) -> None:
         gradients = buffer.gradients
-        if gradients.has_nodes and not gradients.waits_for_last(self._owed_reach):
+        if gradients.has_nodes and not gradients.nodes.wait_for_last(self._owed_reach):
             gradients.serve_over_nodes().wait()
 
     # -- For subclasses that act in the backward -------------------------------------------------------------------
@@ -174,7 +174,7 @@ class Reducer:
                 del self._in_flight[0]
                 if gradients.has_nodes:
                     gradients.end_node_reduce()
-                    if not gradients.waits_for_last(self._reach):
+                    if not gradients.nodes.wait_for_last(self._reach):
                         self._over_nodes.append((unit, buffer, gradients.reduce_over_nodes()))
                     continue
                 gradients.finish_reduce()

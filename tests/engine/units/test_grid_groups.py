@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication
+from lightning_zero.engine.buffers.group import BufferGroup, NodeLevels
 from lightning_zero.engine.units.grid_groups import GridGroups
 from lightning_zero.grid import Grid, ParamAxes
+from lightning_zero.layout import FlatLayout
 from lightning_zero.sharding import ShardedOver
 from tests import worlds
 
@@ -48,3 +55,21 @@ def _one(rank: int, world: int) -> None:
 
 def test_a_sum_over_one_rank_is_divided_by_the_data_ranks_too() -> None:
     worlds.run(_one, 2)
+
+
+@pytest.mark.parametrize(("inner", "outer"), [(2, 2), (2, 3), (3, 2), (4, 2), (8, 16)])
+def test_shards_of_nodes_tile_a_buffer_and_lie_in_the_ranges_of_their_nodes(inner: int, outer: int) -> None:
+    everyone: Any = SimpleNamespace(world_size=inner * outer)
+    layout = FlatLayout.build([("weight", (7, 5)), ("bias", (11,))], inner * outer)
+    found = []
+    for node, place in itertools.product(range(outer), range(inner)):
+        levels: Any = NodeLevels(
+            SimpleNamespace(rank=place, world_size=inner), SimpleNamespace(rank=node, world_size=outer)
+        )
+        group = BufferGroup(everyone, everyone, inner * outer, nodes=levels)
+        start, stop = layout.shard_range(group.place)
+        of_node = group.node_range(layout.padded_numel)
+        # Piece `node` of range `place`: a gather over the nodes fills the range in their order.
+        assert (start, stop) == (of_node.start + node * (stop - start), of_node.start + (node + 1) * (stop - start))
+        found.append((start, stop))
+    assert sorted(found) == [layout.shard_range(rank) for rank in range(inner * outer)]

@@ -1,0 +1,481 @@
+"""Parameters, gradients and optimizer states that are kept sharded over the ranks of a node, or over all.
+
+Four ranks are two nodes of two. The reference averages gradients over each node and then over the nodes, so that every
+bit is compared; the data of all ranks differ, and plain SGD with a large step makes a lost sum loud.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.checkpoint import directory
+from lightning_zero.config import Communication, MixedPrecision, Offload
+from lightning_zero.engine.buffers.gradients import BufferGradients
+from lightning_zero.engine.buffers.group import BufferGroup
+from lightning_zero.engine.buffers.stepped import SteppedValues
+from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.grid import Grid
+from lightning_zero.lightning.strategy import ZeroStrategy
+from lightning_zero.sharding import Sharding
+from tests import worlds
+from tests.checkpoint import programs
+from tests.references import (
+    Outcome,
+    Replica,
+    TinyGPT,
+    adamw,
+    difference,
+    token_loss,
+    train,
+    train_reference,
+    train_zero,
+)
+
+NODE = 2
+PATIENCE_S = 300.0
+ROWS = [
+    (params, grads, optim)
+    for optim in ("none", "node", "world")
+    for grads in ("none", "node", "world")
+    for params in ("none", "node", "world")
+    if [("none", "node", "world").index(one) for one in (params, grads, optim)]
+    == sorted(("none", "node", "world").index(one) for one in (params, grads, optim))
+]
+TWO_LEVELS = [row for row in ROWS if "node" in row[:2]]
+HYBRID, SECONDARY, GRADIENTS = ("node", "node", "world"), ("node", "world", "world"), ("none", "node", "world")
+
+
+def _sharding(row: tuple[str, str, str], node: int | None = None) -> Sharding:
+    """Return the scopes of a row, with a number of ranks in the place of the node's."""
+    params, grads, optim = (node if node is not None and scope == "node" else scope for scope in row)
+    return Sharding(params=params, grads=grads, optim=optim)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def _launched(rank: int, node: int = NODE) -> Iterator[None]:
+    """Set the environment as a launcher of nodes does."""
+    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(node), "LOCAL_RANK": str(rank % node)}):
+        yield
+
+
+class _NodeReplica(Replica):
+    """Averages gradients over the node, adds up micro-batches there if they wait, and averages over nodes.
+
+    Args:
+        waits: Gradients wait in the node for the last micro-batch.
+    """
+
+    def __init__(self, module: nn.Module, rank: int, world: int, *, waits: bool) -> None:
+        super().__init__(module, rank, world, average="each")
+        self._sums: dict[nn.Parameter, list[Tensor]] = {}  # of each node
+        self._waits_in_node = waits
+
+    def _mean_over_ranks(self, parameter: nn.Parameter) -> Tensor | None:
+        nodes = self._means_over_nodes(parameter)
+        if nodes is not None and parameter in self._sums:
+            nodes = [one + other for one, other in zip(self._sums[parameter], nodes, strict=True)]
+        if self._waits_in_node and not self._is_last:
+            if nodes is not None:
+                self._sums[parameter] = nodes
+            return None
+        nodes = nodes or self._sums.get(parameter)
+        self._sums.pop(parameter, None)
+        return None if nodes is None else _in_order(nodes).div_(len(nodes))
+
+    def _means_over_nodes(self, parameter: nn.Parameter) -> list[Tensor] | None:
+        used = torch.tensor(float(parameter.grad is not None))
+        torch.distributed.all_reduce(used, torch.distributed.ReduceOp.MAX)
+        if not used:
+            return None
+        local = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        ranks = [torch.empty_like(local) for _ in range(self.world)]
+        torch.distributed.all_gather(ranks, local.detach().contiguous())
+        return [_in_order(ranks[first : first + NODE]).div_(NODE) for first in range(0, self.world, NODE)]
+
+
+def _in_order(values: list[Tensor]) -> Tensor:
+    total = values[0].clone()
+    for other in values[1:]:
+        total += other
+    return total
+
+
+def _train_in_nodes(program: Callable[[Any], None], rank: int, world: int, row: tuple[str, str, str]) -> Outcome:
+    """Run a program on whole copies that sum in two levels. Collective."""
+    worlds.seed()
+    trainer = _NodeReplica(TinyGPT(), rank, world, waits=row[1] == "node")
+    program(trainer)
+    weights = {name: trainer.full_param(param) for name, param in trainer.module.named_parameters()}
+    return Outcome(trainer.losses, weights, {name: one.clone() for name, one in trainer.module.named_buffers()})
+
+
+def _sgd(module: nn.Module) -> Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=1.0)
+
+
+def _program(
+    optimizer: Callable[[nn.Module], Optimizer], micro_batches: int = 1, max_norm: float | None = None
+) -> Callable[[Any], None]:
+    return partial(train, loss=token_loss, optimizer=optimizer, micro_batches=micro_batches, max_norm=max_norm)
+
+
+def _check(
+    rank: int,
+    world: int,
+    row: tuple[str, str, str],
+    *,
+    program: Callable[[Any], None],
+    tolerance: float = 0.0,
+    **options: Any,
+) -> str:
+    """Return what differs from the sums in two levels, or in one where no scope is a node's. Collective."""
+    with _launched(rank):
+        actual = train_zero(TinyGPT, program, rank, world, stage=_sharding(row), units=("Block",), **options)  # type: ignore[arg-type]
+    if row in TWO_LEVELS:
+        expected = _train_in_nodes(program, rank, world, row)
+    else:
+        expected = train_reference(TinyGPT, program, rank, world)
+    found = difference(actual, expected, tolerance)
+    return f"{row}: {found}" if found else ""
+
+
+# -- Values ------------------------------------------------------------------------------------------------------------
+
+
+def _every_row(rank: int, world: int) -> list[str]:
+    program = _program(_sgd)
+    outcomes = [_check(rank, world, row, program=program) for row in ROWS]
+    stage3 = train_reference(TinyGPT, program, rank, world)
+    with _launched(rank):
+        hybrid = train_zero(TinyGPT, program, rank, world, stage=_sharding(HYBRID), units=("Block",))  # type: ignore[arg-type]
+    return [*outcomes, difference(hybrid, stage3, 1e-6)]
+
+
+def test_every_nested_row_trains_with_the_bits_of_its_sums() -> None:
+    assert len(ROWS) == 10
+    for found in worlds.run(_every_row, 4, timeout_s=PATIENCE_S):
+        assert not any(found), found
+
+
+def _accumulated(rank: int, world: int) -> list[str]:
+    found = []
+    for row in (GRADIENTS, HYBRID, SECONDARY):
+        found.append(_check(rank, world, row, program=_program(_sgd, 3)))
+        found.append(_check(rank, world, row, program=_program(adamw, 2)))
+        # The norm is summed in another order.
+        found.append(_check(rank, world, row, program=_program(adamw, 2, 0.05), tolerance=1e-6))
+    return found
+
+
+def test_micro_batches_wait_in_the_node_and_are_clipped_over_all() -> None:
+    for found in worlds.run(_accumulated, 4, timeout_s=PATIENCE_S):
+        assert not any(found), found
+
+
+def _with_options(rank: int, world: int, path: str) -> list[str]:
+    found = []
+    for row in (HYBRID, SECONDARY):
+        for options in (
+            {"offload": Offload(optimizer="cpu", params="cpu")},
+            {"offload": Offload(optimizer="nvme", path=path)},
+            {"step": "deferred", "communication": Communication(prefetch=0)},
+        ):
+            found.append(_check(rank, world, row, program=_program(adamw, 2), **options))
+        found.append(_check(rank, world, row, program=_program(adamw), step="backward"))
+    found.append(_check(rank, world, GRADIENTS, program=_program(adamw, 2), offload=Offload(optimizer="cpu")))
+    return found
+
+
+def test_offloaded_deferred_and_early_steps_have_the_same_bits(tmp_path: Path) -> None:
+    for found in worlds.run(_with_options, 4, str(tmp_path), timeout_s=PATIENCE_S):
+        assert not any(found), found
+
+
+# -- Mutants -----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _no_sum_over_nodes() -> Iterator[None]:
+    reduce = BufferGroup.reduce_scatter_over_nodes
+
+    def lost(self: BufferGroup, shard: Tensor, node_sum: Tensor, what: str) -> Any:
+        pending = reduce(self, torch.empty_like(shard), node_sum.clone(), what)
+        shard.copy_(node_sum.chunk(node_sum.numel() // shard.numel())[self.nodes.outer.rank])  # type: ignore[union-attr]
+        return pending
+
+    with mock.patch.object(BufferGroup, "reduce_scatter_over_nodes", lost):
+        yield
+
+
+@contextlib.contextmanager
+def _not_divided_by_nodes() -> Iterator[None]:
+    reduce = BufferGroup.reduce_scatter_over_nodes
+
+    def undivided(self: BufferGroup, shard: Tensor, node_sum: Tensor, what: str) -> Any:
+        return reduce(self, shard, node_sum.mul_(2), what)
+
+    with mock.patch.object(BufferGroup, "reduce_scatter_over_nodes", undivided):
+        yield
+
+
+@contextlib.contextmanager
+def _stale_copies() -> Iterator[None]:
+    with mock.patch.object(SteppedValues, "mark_node_stale", return_value=None):
+        yield
+
+
+@contextlib.contextmanager
+def _forgotten_micro_batches() -> Iterator[None]:
+    end = BufferGradients.end_node_reduce
+
+    def last_only(self: BufferGradients) -> None:
+        self.nodes.drop()
+        end(self)
+
+    with mock.patch.object(BufferGradients, "end_node_reduce", last_only):
+        yield
+
+
+MUTANTS = (_no_sum_over_nodes, _not_divided_by_nodes, _stale_copies, _forgotten_micro_batches)
+
+
+def _mutated(rank: int, world: int) -> list[str]:
+    found = []
+    for mutant in MUTANTS:
+        with mutant():
+            found.append(_check(rank, world, HYBRID, program=_program(_sgd, 2), tolerance=1e-6))
+    return found
+
+
+def test_lost_sums_wrong_divisors_and_stale_copies_are_found() -> None:
+    for found in zip(*worlds.run(_mutated, 4, timeout_s=PATIENCE_S), strict=True):
+        assert any(found)
+
+
+# -- Copies of a node --------------------------------------------------------------------------------------------------
+
+
+def _copies(rank: int, world: int, path: str) -> None:
+    for row in (HYBRID, SECONDARY):
+        engine, model, optimizer = programs.make(_sharding(row, NODE), 0, units=("Block",))  # type: ignore[arg-type]
+        programs.step(engine, model, optimizer, 0)
+        _assert_whole(engine, model, "a step")
+        directory.save(engine, programs.snapshot(engine, model, optimizer), path + row[1], full=False)
+        programs.step(engine, model, optimizer, 1)
+        with engine.gathered(model, write="rank0"), torch.no_grad():
+            if rank == 0:
+                for param in model.parameters():
+                    param.add_(1.0)
+        _assert_whole(engine, model, "a write of rank 0")
+        with engine.gathered(model, write="all"), torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.5)
+        _assert_whole(engine, model, "a write of all")
+        programs.restore(engine, model, optimizer, path + row[1])
+        _assert_whole(engine, model, "a load")
+        engine.offload_states()
+        engine.reload_states()
+        _assert_whole(engine, model, "states were away")
+        engine.close()
+
+
+def _assert_whole(engine: ZeroEngine, model: nn.Module, behind: str) -> None:
+    """Compare what forwards see with the masters of all ranks."""
+    expected = {name: engine.full_param(param) for name, param in model.named_parameters()}
+    with engine.gathered(model):
+        for name, param in model.named_parameters():
+            assert torch.equal(param, expected[name]), f"`{name}` is stale behind {behind}"
+
+
+def test_copies_of_a_node_are_never_stale(tmp_path: Path) -> None:
+    worlds.run(_copies, 4, str(tmp_path / "checkpoint"), timeout_s=PATIENCE_S)
+
+
+# -- Checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def _save(rank: int, world: int, stage: Any, path: str) -> Any:
+    engine, model, optimizer = programs.make(stage, 0)
+    for number in range(2):
+        programs.step(engine, model, optimizer, number)
+    directory.save(engine, programs.snapshot(engine, model, optimizer), path, full=False)
+    held = programs.held(engine, optimizer)
+    engine.close()
+    return held
+
+
+def _load(rank: int, world: int, stages: list[Any], path: str) -> list[Any]:
+    found = []
+    for stage in stages:
+        engine, model, optimizer = programs.make(stage, 1)
+        programs.restore(engine, model, optimizer, path)
+        found.append(programs.held(engine, optimizer))
+        programs.step(engine, model, optimizer, 2)
+        engine.close()
+    return found
+
+
+def test_checkpoints_resume_with_other_scopes_and_worlds_to_the_bit(tmp_path: Path) -> None:
+    hybrid, secondary = _sharding(HYBRID, NODE), _sharding(SECONDARY, NODE)
+    for name, stage, others in (("hybrid", hybrid, [secondary, 1, 3]), ("three", 3, [hybrid])):
+        path = str(tmp_path / name)
+        saved = programs.whole(worlds.run(_save, 4, stage, path, timeout_s=PATIENCE_S))
+        for world, stages in ((4, others), (2, [3]), (1, [0])):
+            for held in zip(*worlds.run(_load, world, stages, path, timeout_s=PATIENCE_S), strict=True):
+                loaded = programs.whole(list(held))
+                assert loaded.keys() == saved.keys()
+                for parameter, slots in saved.items():
+                    for slot, value in slots.items():
+                        assert torch.equal(loaded[parameter][slot], value), (name, world, parameter, slot)
+
+
+# -- Bytes -------------------------------------------------------------------------------------------------------------
+
+WIDTH, DEPTH = 64, 3
+NUMEL = WIDTH * WIDTH * DEPTH
+
+
+def _cost(rank: int, world: int, row: tuple[str, str, str], micro_batches: int) -> dict[str, Any]:
+    """Return what the third step sent, and the bytes that were kept in it."""
+    engine = ZeroEngine(_sharding(row, NODE), units=("Linear",), precision=MixedPrecision(compute_dtype=torch.bfloat16))
+    module = engine.shard(nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)]))
+    optimizer = engine.attach(torch.optim.AdamW(module.parameters(), lr=1e-3))
+    kept: list[dict[str, int]] = []
+
+    def step() -> None:
+        kept.clear()
+        for index in range(micro_batches):
+            with engine.microbatch(last=index == micro_batches - 1):
+                with engine.scope("training_step"), torch.autocast("cpu", torch.bfloat16):
+                    loss = module(torch.ones(2, WIDTH)).float().square().mean()
+                with engine.backward_scope():
+                    loss.backward()
+            kept.append(engine.stats().memory)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        step()
+    engine.internals.fits.reset_stats()
+    with worlds.count_collectives() as ledger:
+        step()
+    stats, plan = engine.stats(), engine.plan()
+    engine.close()
+    return {"payload": ledger.payload, "stats": stats, "kept": list(kept), "plan": plan}
+
+
+def _costs(rank: int, world: int) -> list[dict[str, Any]]:
+    return [_cost(rank, world, row, 2) for row in (GRADIENTS, HYBRID, SECONDARY)]
+
+
+def test_bytes_inside_and_across_nodes_and_in_memory_follow_the_formulas() -> None:
+    nodes = inner = NODE
+    over_nodes = NUMEL * (nodes - 1) // (inner * nodes)  # elements that a rank sends to other nodes at a time
+    in_node = NUMEL * (inner - 1) // inner
+    for answers in worlds.run(_costs, 4, timeout_s=PATIENCE_S):
+        for row, answer in zip((GRADIENTS, HYBRID, SECONDARY), answers, strict=True):
+            stats, (between, behind) = answer["stats"], answer["kept"]
+            gathers = 1 if row[0] == "none" else 2 * 2  # a forward and a backward of two micro-batches
+            reductions = 1 if row[1] == "node" else 2
+            assert stats.traffic["all_gather"] == 2 * (gathers * in_node + over_nodes), row
+            assert stats.traffic["reduce_scatter"] == 4 * (2 * in_node + reductions * over_nodes), row
+            assert stats.across_nodes == {"all_gather": 2 * over_nodes, "reduce_scatter": 4 * reductions * over_nodes}
+            assert answer["payload"] == stats.traffic["all_gather"] + stats.traffic["reduce_scatter"]
+            assert between["parameters"] == 2 * (NUMEL if row[0] == "none" else NUMEL // inner), row
+            assert between["gradients"] == 4 * NUMEL // (inner if row[1] == "node" else inner * nodes), row
+            assert behind["gradients"] == 4 * NUMEL // (inner * nodes), row
+            assert 0 <= behind["optimizer"] - 12 * NUMEL // (inner * nodes) <= 8 * DEPTH, row
+            assert "2 nodes" in answer["plan"][-1]
+            assert "across nodes" in answer["plan"][-2]
+
+
+# -- Refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"params": "world", "grads": "node"}, "is not nested: `params='world'` is sharded over more ranks than"),
+        ({"params": "node", "grads": "none"}, "is not nested: `params='node'`.*for example `grads='node'`"),
+        ({"params": 2, "grads": 4}, "has nodes of several sizes"),
+        ({"params": 2, "grads": "node"}, "has nodes of several sizes"),
+        ({"params": 0}, r"`Sharding\(params=0\)` must be a number of ranks, 1 or more"),
+        ({"params": "rack"}, r"`Sharding\(params='rack'\)` is not known. Use 'none', 'node', 'world' or a number"),
+    ],
+)
+def test_scopes_that_are_not_nested_or_not_known_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sharding(**options)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [(range(3), "nodes of 2 .* have different numbers: {0: 2, 1: 1}"), (range(4), "")],
+)
+def test_nodes_of_different_sizes_are_refused(ranks: range, message: str) -> None:
+    from lightning_zero.sharding import NodeRanks
+
+    scopes = _sharding(HYBRID)
+    if not message:
+        assert scopes.node_size(ranks, NodeRanks(2)) == 2
+        return
+    with pytest.raises(ValueError, match=message):
+        scopes.node_size(ranks, NodeRanks(2))
+
+
+def _refused(rank: int, world: int) -> None:
+    def shard(row: tuple[str, str, str], node: int | None = None, grid: Grid | None = None, **options: Any) -> Any:
+        engine = ZeroEngine(_sharding(row, node), units=("Block",), **options)
+        return engine, engine.shard(TinyGPT(), grid=grid)
+
+    with mock.patch.dict(os.environ):
+        os.environ.pop("LOCAL_WORLD_SIZE", None)
+        with pytest.raises(ValueError, match="the launcher has not set `LOCAL_WORLD_SIZE`"):
+            shard(HYBRID)
+    with _launched(rank // 2), pytest.raises(ValueError, match="the ranks of a node must be neighbours"):
+        shard(HYBRID)
+    with pytest.raises(ValueError, match="3 ranks per node do not divide the 4 ranks"):
+        shard(HYBRID, 3)
+    with pytest.raises(ValueError, match="does not work with tensor parallelism or another grid yet"):
+        shard(HYBRID, 2, Grid({}, 4))
+    with pytest.raises(ValueError, match=r"`Offload\(params='nvme'\)` does not work with `Sharding"):
+        shard(HYBRID, 2, offload=Offload(params="nvme", path="/nowhere"))
+
+    engine, module = shard(HYBRID, 2)
+    optimizer = engine.attach(_sgd(module))
+    with engine.microbatch(last=False):
+        token_loss(module, rank, 0).backward()
+    weight = module.embedding.weight
+    for use in (
+        lambda: engine.grad_norm(),
+        lambda: engine.full_grad(weight),
+        lambda: weight.grad,
+        lambda: engine.clip_grad_norm(optimizer, 1.0),
+        optimizer.step,
+    ):
+        with pytest.raises(RuntimeError, match="last micro-batch"):
+            use()
+    optimizer.zero_grad()
+    assert engine.grad_norm() == 0.0
+    engine.close()
+
+
+def test_nodes_that_cannot_be_and_sums_of_nodes_are_refused_by_name() -> None:
+    worlds.run(_refused, 4, timeout_s=PATIENCE_S)
+
+
+@pytest.mark.parametrize("option", [{"pipeline": 2}, {"tensor_parallel": 2}], ids=["pipeline", "tensor-parallel"])
+def test_a_strategy_refuses_scopes_of_a_node_beside_other_groups(option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"does not work with `{next(iter(option))}` yet"):
+        ZeroStrategy(stage={"params": "node", "grads": "node"}, **option)
