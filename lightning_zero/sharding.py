@@ -53,6 +53,10 @@ class ShardingScope(IntEnum):
     NODE = 1
     WORLD = 2
 
+    def ranks(self, num_ranks: int, node: int) -> int:
+        """Return the number of ranks of the scope, given those of all and of a node."""
+        return {ShardingScope.NONE: 1, ShardingScope.NODE: node, ShardingScope.WORLD: num_ranks}[self]
+
 
 @dataclass(frozen=True)
 class NodeRanks:

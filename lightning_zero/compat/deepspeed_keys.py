@@ -17,6 +17,7 @@ __all__ = [
 ]
 
 _FLAT = "gradients and parameters are exchanged in the flat buffers of units; `units` says what a unit is"
+_SCOPES = "it is not translated: give `stage={}` for N ranks (docs/sharding.md)"
 _FREED = "at stage 3 a unit is freed after each use; `communication.prefetch` says how many are gathered before"
 _ALWAYS_READ = "disks are read and written beside the computation"
 _INFERENCE = "it configures `deepspeed.init_inference`, not training"
@@ -164,7 +165,7 @@ IGNORED: dict[str, str] = {
     "zero_optimization.enable_sanity_checks": "the checks are always made",
     "zero_optimization.ignore_unused_parameters": "parameters may be unused on any rank, in any step",
     "zero_optimization.save_muon_momentum_buffer_in_memory": "it belongs to Muon on disks, which does not exist here",
-    "zero_optimization.mics_hierarchical_params_gather": "there are no groups of ranks with a copy each",
+    "zero_optimization.mics_hierarchical_params_gather": "gathers of parameters of a node stay in the node",
     **dict.fromkeys(
         (f"zero_optimization.leaf_module.{key}" for key in ("classes", "names", "name_suffixes")),
         "modules may be skipped on any rank, in any step",
@@ -260,12 +261,12 @@ FEATURES: dict[str, str] = {
     "gradient_allreduce_op": "gradients are averaged, not summed",
     "data_types.param_dtype": "parameters have the dtypes that the precision says",
     "data_types.buffer_dtype": "module buffers have the dtypes that the module gives them",
-    "zero_optimization.zero_hpz_partition_size": "groups of ranks with a copy each do not exist yet",
+    "zero_optimization.zero_hpz_partition_size": _SCOPES.format("Sharding(params=N, grads='world')"),
     "zero_optimization.zero_quantized_weights": "quantized gathers do not exist yet",
     "zero_optimization.zero_quantized_nontrainable_weights": "quantized gathers do not exist yet",
     "zero_optimization.zero_quantized_gradients": "quantized reductions do not exist yet",
     "zero_optimization.zeropp_loco_param": "quantized reductions do not exist yet",
-    "zero_optimization.mics_shard_size": "groups of ranks with a copy each do not exist yet",
+    "zero_optimization.mics_shard_size": _SCOPES.format("Sharding(params=N, grads=N)"),
     "zero_optimization.zenflow": "asynchronous, approximate steps of offloaded states do not exist",
 }
 """Keys that would change the training, and do not exist here, by path: why. Their value says whether they are on."""

@@ -197,6 +197,7 @@ class ShardedModule:
             territories,
             communicator=self.communicator,
             sharding=self._sharding,
+            params_ranks=self._sharding.params.ranks(self.communicator.world_size, node),
             itemsize=itemsize,
             copies=self.store.copies,
         )

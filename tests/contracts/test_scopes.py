@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -30,6 +31,7 @@ from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.sharding import Sharding
 from tests import worlds
 from tests.checkpoint import programs
+from tests.lightning_programs import Net, Ranks, assert_equal, loader, seeded, trainer, weights
 from tests.references import (
     Outcome,
     Replica,
@@ -479,3 +481,44 @@ def test_nodes_that_cannot_be_and_sums_of_nodes_are_refused_by_name() -> None:
 def test_a_strategy_refuses_scopes_of_a_node_beside_other_groups(option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"does not work with `{next(iter(option))}` yet"):
         ZeroStrategy(stage={"params": "node", "grads": "node"}, **option)
+
+
+# -- Lightning ---------------------------------------------------------------------------------------------------------
+
+
+class _RanksOfNodes(Ranks):
+    """The processes that the test runs in, as nodes of two."""
+
+    def local_rank(self) -> int:
+        return self.global_rank() % NODE
+
+    def node_rank(self) -> int:
+        return self.global_rank() // NODE
+
+
+def _fit(rank: int, world: int) -> None:
+    found = []
+    nodes = {"environment": _RanksOfNodes(rank, world), "devices": NODE, "num_nodes": world // NODE}
+    for stage, options in (({"params": "node", "grads": "node"}, nodes), (3, {})):
+        strategy = ZeroStrategy(stage=stage)  # type: ignore[arg-type]
+        run = trainer(rank, world, strategy, max_epochs=1, accumulate_grad_batches=2, gradient_clip_val=0.1, **options)
+        run.fit(seeded(Net), loader(rank, world))
+        found.append(weights(run))
+        assert strategy.engine.stats().across_nodes["reduce_scatter"] > 0 or stage == 3
+    assert_equal(*found, atol=1e-6)
+
+
+def test_a_fit_on_nodes_of_the_trainer_agrees_with_stage_3() -> None:
+    worlds.run(_fit, 4, timeout_s=PATIENCE_S)
+
+
+@pytest.mark.parametrize("as_class", [True, False], ids=["class", "dict"])
+def test_scopes_are_options_in_yaml(as_class: bool) -> None:
+    fields = {"params": 4, "grads": 4, "optim": "world"}
+    stage = {"class_path": "lightning_zero.Sharding", "init_args": fields} if as_class else fields
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(ZeroStrategy, "strategy")
+    given = {"strategy": {"class_path": "lightning_zero.ZeroStrategy", "init_args": {"stage": stage}}}
+    strategy = parser.instantiate_classes(parser.parse_object(given)).strategy
+    assert strategy.sharding == Sharding(params=4, grads=4, optim="world")
+    assert strategy.stage == 3

@@ -44,8 +44,8 @@ class Reducer:
         self._in_flight: list[tuple[Unit, FlatBuffer, Pending]] = []
         self._over_nodes: list[tuple[Unit, FlatBuffer, Pending]] = []  # second halves that are running
         self._reach = ShardingScope.WORLD  # how far the reductions of this backward go
-        self._owed: list[tuple[FlatBuffer, Pending]] = []  # first halves of an abandoned backward
-        self._owed_reach = ShardingScope.WORLD
+        self._owed: list[tuple[FlatBuffer, Pending]] = []  # first halves of an abandoned backward that go on
+        self._owed_reach = ShardingScope.WORLD  # of that backward
         self._late: set[Unit] = set()  # got a gradient after their reduction had started
         self._last: dict[Hashable, tuple[bytes, bytes]] = {}  # flags of this rank, and of any, by kind of pass
 
@@ -112,7 +112,7 @@ class Reducer:
 
     def abandon(self) -> None:
         """Drop the gradients of a backward that an error has ended. No collective; ``settle`` is to follow."""
-        self._owed += [(buffer, pending) for _, buffer, pending in self._in_flight]
+        self._owed += [(one, pending) for _, one, pending in self._in_flight if one.gradients.has_nodes]
         self._owed_reach = self._reach
         self._in_flight.clear()
         self._late.clear()
@@ -126,8 +126,7 @@ class Reducer:
         self._serve_owed()
         self._announce(unit)
         for buffer in unit.reducing_buffers:
-            pending = buffer.gradients.serve()
-            pending.wait()
+            buffer.gradients.serve().wait()
             self._serve_over_nodes(buffer)
 
     def settle(self) -> None:
@@ -168,17 +167,24 @@ class Reducer:
         """Finish reductions but for the last ones; with nodes their first halves, behind which the second begin."""
         while len(self._in_flight) > keep:
             unit, buffer, pending = self._in_flight[0]
-            gradients = buffer.gradients
+            if buffer.gradients.has_nodes:
+                self._start_second_half(unit, buffer, pending)
+                continue
             with label("reduce", unit.name):
                 pending.wait()
                 del self._in_flight[0]
-                if gradients.has_nodes:
-                    gradients.end_node_reduce()
-                    if not gradients.nodes.wait_for_last(self._reach):
-                        self._over_nodes.append((unit, buffer, gradients.reduce_over_nodes()))
-                    continue
-                gradients.finish_reduce()
+                buffer.gradients.finish_reduce()
             self._after_reduction(unit, buffer)
+
+    def _start_second_half(self, unit: Unit, buffer: FlatBuffer, pending: Pending) -> None:
+        """Finish the first half of the reduction that was started first, and go on unless it waits in the node."""
+        gradients = buffer.gradients
+        with label("reduce", unit.name):
+            pending.wait()
+            gradients.end_node_reduce()
+            if not gradients.nodes.wait_for_last(self._reach):
+                self._over_nodes.append((unit, buffer, gradients.reduce_over_nodes()))
+        del self._in_flight[0]  # until here an error leaves the second half to `settle`
 
     def _drain_over_nodes(self, keep: int) -> None:
         while len(self._over_nodes) > keep:

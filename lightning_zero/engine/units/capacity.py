@@ -66,6 +66,7 @@ def memories_of_units(
     *,
     sharding: ShardedOver,
     communicator: Communicator,
+    params_ranks: int,
     itemsize: int,
 ) -> list[Memory]:
     """Return the placement of each unit with ``fraction="auto"``, the same on all ranks. Collective: all ranks.
@@ -75,13 +76,16 @@ def memories_of_units(
         numels: All and trained parameters of each unit.
         sharding: The scopes in which tensors are kept sharded.
         communicator: Over the ranks; the one with the least memory decides.
+        params_ranks: Over which parameters are sharded: all, those of a node, or 1.
         itemsize: Bytes of a parameter as it computes.
     """
     world_size = communicator.world_size
     own = world_size if sharding.optim else 1
     leaves = offload.params is not None
-    needs = [trained * _STATE_BYTES // own + (numel * itemsize // own if leaves else 0) for numel, trained in numels]
-    fixed = 0 if leaves else sum(numel for numel, _ in numels) * itemsize // (world_size if sharding.params else 1)
+    needs = [
+        trained * _STATE_BYTES // own + (numel * itemsize // params_ranks if leaves else 0) for numel, trained in numels
+    ]
+    fixed = 0 if leaves else sum(numel for numel, _ in numels) * itemsize // params_ranks
     largest = sum(sorted((numel for numel, _ in numels), reverse=True)[:2])
     fixed += largest * (itemsize + 4) if sharding.grads else sum(trained for _, trained in numels) * 4
     device, host = (int(_USED * nbytes) for nbytes in free_bytes(communicator.device))

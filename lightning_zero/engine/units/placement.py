@@ -34,6 +34,7 @@ class Placement:
         territories: The units to be, in order.
         communicator: Over the ranks that share the model.
         sharding: The scopes in which tensors are kept sharded.
+        params_ranks: The number of ranks over which parameters are sharded.
         itemsize: Bytes of a parameter as it computes, for ``fraction="auto"``.
         copies: The streams of the device.
 
@@ -48,6 +49,7 @@ class Placement:
         *,
         communicator: Communicator,
         sharding: ShardedOver,
+        params_ranks: int,
         itemsize: int,
         copies: Copies,
     ) -> None:
@@ -60,7 +62,12 @@ class Placement:
         if offload is not None and offload.fraction == "auto":
             numels = [(_numel(one.params), _numel([p for p in one.params if p.requires_grad])) for one in territories]
             self._memories = memories_of_units(
-                offload, numels, sharding=sharding, communicator=communicator, itemsize=itemsize
+                offload,
+                numels,
+                sharding=sharding,
+                communicator=communicator,
+                params_ranks=params_ranks,
+                itemsize=itemsize,
             )
         elif offload is not None:
             self._memories = _by_fraction(offload, [_numel(one.params) for one in territories])
