@@ -31,6 +31,7 @@ from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.sharding import Sharding
 from tests import worlds
 from tests.checkpoint import programs
+from tests.contracts import test_recovery
 from tests.lightning_programs import Net, Ranks, assert_equal, loader, seeded, trainer, weights
 from tests.references import (
     Outcome,
@@ -481,6 +482,31 @@ def test_nodes_that_cannot_be_and_sums_of_nodes_are_refused_by_name() -> None:
 def test_a_strategy_refuses_scopes_of_a_node_beside_other_groups(option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"does not work with `{next(iter(option))}` yet"):
         ZeroStrategy(stage={"params": "node", "grads": "node"}, **option)
+
+
+# -- Errors ------------------------------------------------------------------------------------------------------------
+
+
+def _recovered(rank: int, world: int, every: int) -> list[Any]:
+    """Run the programs of the contract on errors with hybrid sharding beside sums in two levels. Collective."""
+
+    def plain(module: nn.Module, rank: int, world: int, **_: Any) -> Replica:
+        return _NodeReplica(module, rank, world, waits=True)
+
+    def sharded(module: nn.Module, rank: int, world: int, stage: int, **options: Any) -> Sharded:
+        return Sharded(module, rank, world, stage=_sharding(HYBRID, NODE), **options)  # type: ignore[arg-type]
+
+    with mock.patch.multiple(test_recovery, Replica=plain, Sharded=sharded):
+        recovers = partial(test_recovery._recovers, rank, world, 3)
+        return [
+            recovers("accumulated", test_recovery._Fault, False, 3, every, False, {}),
+            recovers("scoped", test_recovery._Interrupt, True, 2, every, False, {}),
+            {} if test_recovery._other_blocks(rank, world, 3) else {"other blocks": "losses"},
+        ]
+
+
+def test_training_goes_on_after_an_error_in_either_half_of_a_reduction() -> None:
+    assert worlds.run(_recovered, 4, 37, timeout_s=PATIENCE_S) == [[{}, {}, {}]] * 4
 
 
 # -- Lightning ---------------------------------------------------------------------------------------------------------
