@@ -36,6 +36,7 @@ from tests.lightning_programs import Net, Ranks, assert_equal, loader, seeded, t
 from tests.references import (
     Outcome,
     Replica,
+    Sharded,
     TinyGPT,
     adamw,
     difference,
