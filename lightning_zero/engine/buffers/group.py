@@ -93,7 +93,7 @@ class BufferGroup:
         return self.nodes.inner.reduce_scatter(own, full, what)
 
     def reduce_scatter_over_nodes(self, shard: torch.Tensor, node_sum: torch.Tensor, what: str) -> Pending:
-        """Start averaging what ``reduce_scatter`` has left in each node. Collective: the ranks with this one's place.
+        """Start averaging the averages of the nodes. Collective: the ranks with this one's place in their nodes.
 
         Args:
             shard: (n / ranks,); may be this rank's piece of ``node_sum``.
