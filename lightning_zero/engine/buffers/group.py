@@ -61,11 +61,9 @@ class BufferGroup:
 
     def node_range(self, numel: int) -> slice:
         """Return this rank's range in a node's buffer of ``numel`` elements; without nodes its shard."""
-        rank, num_ranks = self.communicator.rank, self.communicator.world_size
-        if self.nodes is not None:
-            rank, num_ranks = self.nodes.inner.rank, self.nodes.inner.world_size
-        size = numel // num_ranks
-        return slice(rank * size, (rank + 1) * size)
+        ranks = self.communicator if self.nodes is None else self.nodes.inner
+        size = numel // ranks.world_size
+        return slice(ranks.rank * size, (ranks.rank + 1) * size)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str) -> Pending:
         """Start filling a buffer with the shards of all ranks. Collective: all ranks of the group.
