@@ -90,8 +90,13 @@ class SteppedValues:
             self.shard.put(values)
 
     def _own_part(self) -> torch.Tensor:
-        """Return the own range in the shard, which holds that of a node if parameters are sharded over one."""
+        """Return the own range in the shard, which holds that of a node if parameters are sharded over one.
+
+        Else it is the shard, one tensor and not a second view: those in the memory of parameters are counted.
+        """
         spec = self._spec
+        if spec.sharding.params is not ShardingScope.NODE:
+            return self.shard.values
         first = spec.own_range.start - spec.params_range.start
         return self.shard.values[first : first + spec.own_range.numel]
 
