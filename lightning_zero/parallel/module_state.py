@@ -30,6 +30,7 @@ __all__ = [
     "LIBRARIES",
     "AttributeState",
     "HookState",
+    "KeptValues",
     "ModuleState",
     "RunAgain",
     "assign_slots",
@@ -159,7 +160,7 @@ class AttributeState:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
         self._spaces = [(vars(child), dict(vars(child))) for child in self._modules]
-        self._kept = _Kept()
+        self._kept = KeptValues()
         for (_, attributes), child in zip(self._spaces, self._modules, strict=True):
             for key, value in attributes.items():
                 if key not in _OF_MODULES:
@@ -229,7 +230,7 @@ def put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
 def unregistered_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return modules in plain lists, dictionaries and objects among the attributes of a module, with their names."""
     modules = list(module.modules())
-    kept = _Kept()
+    kept = KeptValues()
     for child in modules:
         for key, value in vars(child).items():
             if key not in _OF_MODULES:
@@ -246,7 +247,7 @@ def _unregistered(modules: Iterable[nn.Module], found: list[tuple[str, nn.Module
     yield from ((name, one) for name, one in found if one not in known)
 
 
-class _Kept:
+class KeptValues:
     """Attributes that can change in place: lists and the like, arrays, tensors, and objects of the program's classes.
 
     Attributes:
@@ -261,6 +262,7 @@ class _Kept:
         self.large: list[tuple[str, Any]] = []
 
     def put_back(self) -> None:
+        """Undo the changes since."""
         for undo in self._undo:
             undo()
 

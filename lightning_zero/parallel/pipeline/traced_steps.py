@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -19,11 +20,16 @@ from lightning_zero.parallel.pipeline.schedule.microbatches import copy_of
 from lightning_zero.parallel.pipeline.stages.sources import Shape, Source, is_fake
 from lightning_zero.parallel.pipeline.stages.split import modules_around
 from lightning_zero.parallel.pipeline.tracing.module_interception import Message, ModuleInterception
+from lightning_zero.parallel.pipeline.tracing.operations import Operation
 from lightning_zero.parallel.pipeline.tracing.outcomes import Outcome
+from lightning_zero.parallel.pipeline.tracing.outside_state import OutsideState
+from lightning_zero.parallel.pipeline.tracing.whole_run import require_as_whole
 
 __all__ = ["TracedStep", "TracedSteps"]
 
 T = TypeVar("T")
+
+_MOST_COMPARED = 4  # descriptions of a method's steps with which the whole step is compared
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,7 @@ class TracedSteps:
         )
         self._messages: dict[Hashable, dict[int, tuple[Message, ...]]] = {}  # into every chunk, by kind of step
         self._outcomes: dict[Hashable, dict[int, dict[tuple[str, int], Outcome]]] = {}  # of own chunks, by kind of step
+        self._described: Counter[Hashable] = Counter()  # descriptions, by method
         self._kinds: Sequence[Hashable] = ()  # of the step that follows, by micro-batch
         self._running: list[dict[int, tuple[Message, ...]]] = []  # of the step that follows, by micro-batch
 
@@ -157,12 +164,41 @@ class TracedSteps:
         Collective: all ranks.
         """
         copied = partial(step.on_copy, index)
+        outside = self._outside(kind)
         needed = {
             chunk: self._apart(chunk, partial(self._interception.needed, copied(), chunk)) for chunk in self._own_chunks
         }
         self._outcomes[kind] = {chunk: outcomes for chunk, (_, outcomes) in needed.items()}
         mine = {chunk: sources for chunk, (sources, _) in needed.items()}
         self._messages[kind] = self._found(copied, self._on_all_stages(mine))
+        if outside is not None:
+            self._compare_with_whole(copied, outside)
+
+    def _outside(self, kind: Hashable) -> OutsideState | None:
+        """Return the state outside of modules if a step is to be compared with the whole one: the first ones are."""
+        method = kind[0] if isinstance(kind, tuple) else kind
+        self._described[method] += 1  # the same on all ranks
+        is_late = self._described[method] > _MOST_COMPARED
+        return None if is_late or not any(self._own_chunks) else OutsideState(self._stage.module.modules())
+
+    def _compare_with_whole(self, copied: Callable[[], Callable[[], Any]], outside: OutsideState) -> None:
+        """Refuse a step that does something else in stages than as a whole; see ``whole_run.py``."""
+
+        def record(chunk: int, is_whole: bool) -> list[Operation] | None:
+            def run() -> list[Operation] | None:
+                self._enter(chunk)
+                return self._interception.recorded(copied(), chunk, is_whole=is_whole)
+
+            return outside.run(partial(self._stage.apart, run, self._around))
+
+        for chunk in self._own_chunks:
+            if chunk > 0:
+                with self._stage.engine.scope("arguments"):
+                    require_as_whole(partial(record, chunk))
+
+    def _enter(self, chunk: int) -> None:
+        self._stage.streams.begin()
+        self._stage.streams.enter(chunk, 0)
 
     def _found(
         self, copied: Callable[[], Callable[[], Any]], needed: Mapping[int, Mapping[Source, Shape]]
@@ -236,8 +272,7 @@ class TracedSteps:
         """Run the step for a chunk, and leave no trace."""
 
         def run() -> T:
-            self._stage.streams.begin()
-            self._stage.streams.enter(chunk, 0)
+            self._enter(chunk)
             with self._stage.engine.scope("arguments"):
                 return look()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from lightning_zero.parallel.pipeline.stages.sources import Origins, Shape, desc
 from lightning_zero.parallel.pipeline.tracing.escapes import Escapes
 from lightning_zero.trees import tree_leaves, tree_map
 
-__all__ = ["VALUES_NEEDED", "Mode", "empty_like"]
+__all__ = ["VALUES_NEEDED", "Mode", "empty_like", "written_by"]
 
 # Errors of operations that need values of a fake.
 VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -35,6 +35,7 @@ class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     origins: Origins | None = None  # of a run on fakes
     escapes: Escapes | None = None  # of a forward that is imagined
+    note_hook: Callable[[int, Any], None] | None = None  # called with number and arguments of hooks of the program
     has_guessed = False  # a result, since this was set
     refusal: Exception | None = None  # the last error of an operation between modules, whoever has caught it
     is_dispatching = False  # an operation is running
@@ -134,20 +135,13 @@ class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def _lost_writes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """Return the tensors with values that an operation would write fakes into."""
-        schema = getattr(func, "_schema", None)
-        if schema is None or not schema.is_mutable:
-            return []
-        given = {**dict(zip((one.name for one in schema.arguments), args, strict=False)), **kwargs}
-        written = [
-            given.get(one.name) for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write
-        ]
-        lost = [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor) and not is_fake(leaf)]
+        lost = [leaf for leaf in written_by(func, args, kwargs) if not is_fake(leaf)]
         if lost and self._is_imagining:
             raise PipelineError(
                 f"it writes into a tensor of shape {tuple(lost[0].shape)} (`{func}`) that is not its own and that"
                 " code after it may need. Let it compute a new tensor, or write into a copy (`tensor.clone()`)"
             )
-        return lost if any(map(is_fake, tree_leaves(given))) else []
+        return lost if any(map(is_fake, tree_leaves((args, kwargs)))) else []
 
     def _empty_product(
         self, left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
@@ -171,6 +165,18 @@ class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 return empty_like(describe_tensor(leaf))
 
         return tree_map(fake, result)
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the arguments that an operation writes into."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    given = {**dict(zip((one.name for one in schema.arguments), args, strict=False)), **kwargs}
+    written = [
+        given.get(one.name) for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write
+    ]
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
 
 
 def _is_view_of_parameter(leaf: Any) -> bool:

@@ -137,6 +137,7 @@ class Fakes:
         """End a run: restore the attributes that modules passed over show as fakes."""
         self.mode.origins = self._fetch = None
         self.mode.refusal = None
+        self.mode.note_hook = None
         while self._shown:
             attributes, name, value = self._shown.pop()
             _assign(attributes, name, value)
@@ -216,6 +217,20 @@ class Fakes:
         number = self._times[self._names[id(module)]]
         call, inputs = self._call(module, args, kwargs, are_sources=are_sources)
         return self._shown_result(module, call, inputs, number, given=(args, kwargs), are_sources=are_sources)
+
+    def executed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward of a module on fakes, with all that it leaves behind; its tensors are fakes already."""
+        before = self.mode.refusal
+        inputs = tree_leaves((args, kwargs))
+        try:
+            with (
+                self._unnoticed(),
+                self.mode.imagining(),
+                self._hooks_outside(module, Recording(inputs), deque()),
+            ):
+                return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        finally:
+            self.mode.refusal = before
 
     def described(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Outcome | None]:
         """Return the outputs of a module of this chunk as ``outputs`` does, and the outcome that other stages expect.
@@ -386,6 +401,7 @@ class Fakes:
             return fake.clone() if fake.requires_grad else fake
 
         def call(number: int, args: Any, kwargs: Any) -> Any:
+            self._note_hook(number, (args, kwargs))
             with self.mode.paused():
                 results.append(hooks[number](*args, **kwargs))
             return results[-1]
@@ -551,6 +567,10 @@ class Fakes:
             for handle in handles:
                 handle.remove()
 
+    def _note_hook(self, number: int, arguments: Any) -> None:
+        if self.mode.note_hook is not None:
+            self.mode.note_hook(number, arguments)
+
     @contextmanager
     def _hooks_outside(self, module: nn.Module, recording: Recording, results: deque[Any]) -> Iterator[None]:
         """Let hooks of the program compute as code between modules does, with tensors where they find tensors.
@@ -563,6 +583,7 @@ class Fakes:
             number = next(numbers)
 
             def call(*args: Any, **kwargs: Any) -> Any:
+                self._note_hook(number, (args, kwargs))
                 if self.mode.escapes is not None:
                     self.mode.escapes.ignore((args, kwargs))
                 with recording.hook(number, (args, kwargs)) as found, self.mode.paused():

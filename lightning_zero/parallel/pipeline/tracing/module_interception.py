@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from lightning_zero.errors import PipelineError, noting_pipeline_errors
-from lightning_zero.parallel.module_state import version_of, without_caches
+from lightning_zero.parallel.module_state import put_back, version_of, without_caches
 from lightning_zero.parallel.pipeline.schedule.streams import RandomState
 from lightning_zero.parallel.pipeline.stages.sources import FOR_HOOKS, Origins, Shape, Source, is_fake
 from lightning_zero.parallel.pipeline.stages.split import PlacedModule, Split, modules_around
@@ -45,9 +45,11 @@ from lightning_zero.parallel.pipeline.tracing.attributes import attribute_spaces
 from lightning_zero.parallel.pipeline.tracing.containers import Contents
 from lightning_zero.parallel.pipeline.tracing.conversions import conversions_watched
 from lightning_zero.parallel.pipeline.tracing.fake_mode import VALUES_NEEDED
+from lightning_zero.parallel.pipeline.tracing.fake_state import fake_state
 from lightning_zero.parallel.pipeline.tracing.fakes import Fakes
 from lightning_zero.parallel.pipeline.tracing.gradient_hooks import GradientHooks
 from lightning_zero.parallel.pipeline.tracing.loss_normalization import unwatched
+from lightning_zero.parallel.pipeline.tracing.operations import Operation, Operations
 from lightning_zero.parallel.pipeline.tracing.outcomes import Attributes, Outcome
 from lightning_zero.parallel.pipeline.tracing.own_gradients import OwnGradients, enclosing_function, users_of_parameters
 from lightning_zero.parallel.pipeline.tracing.recomputation import Again, Checkpoints, NotedCall, NotedOutput, uncounted
@@ -113,6 +115,7 @@ class _Trace:
     swaps: dict[int, tuple[Any, int, Tensor]] = field(default_factory=dict)  # fake leaf and version, by id -> received
     again: Again | None = None  # of a recomputation
     checkpoints: Checkpoints | None = None  # of the program, around modules
+    operations: Operations | None = None  # of a run on fakes in which modules of this chunk run their forwards
 
     @property
     def notes_calls(self) -> bool:
@@ -266,6 +269,44 @@ class ModuleInterception:
                 f" A pipeline needs every block of `{self._split.blocks}` to be called in every step."
             )
         return leaves, origins
+
+    def recorded(self, step: Callable[[], Any], chunk: int, *, is_whole: bool) -> list[Operation] | None:
+        """Run a step on fakes up to the end of a chunk, and record its operations; see ``whole_run.py``.
+
+        Args:
+            step: The user's code.
+            chunk: The chunk, whose modules run their forwards.
+            is_whole: Whether modules of earlier chunks run their forwards too, and are not passed over.
+
+        Returns:
+            The operations between the modules and in modules of the chunk; None where the step does not run on fakes.
+        """
+        bounds = self._split.bounds
+        chunks = range(chunk + 1) if is_whole else range(chunk, chunk + 1)
+        placed = zip(self._modules, self._split.places, strict=True)
+        modules = [module for module, place in placed if place.chunk in chunks]
+        trace = _Trace(chunks[0], bounds[chunks[0]], bounds[chunk + 1], origins=Origins())
+        with suppress(Exception), put_back(self._root.modules()), fake_state(modules, self._fakes.mode):
+            trace.operations = operations = Operations(self._root, chunk)
+
+            def run() -> Any:
+                self._fakes.mode.note_hook = operations.note_hook
+                operations.start()
+                result = step()
+                operations.stop()
+                return result
+
+            try:
+                with operations:
+                    finished, result = self._run(run, trace)
+                self._fakes.require_unwritten()
+                if finished:
+                    operations.note_result(result)
+                operations.note_state(self._around)
+                return operations.found
+            finally:
+                operations.end()
+        return None
 
     def survey(self, step: Callable[[], Any]) -> Any:
         """Run a step in which no module of the split computes: they return zeros without memory."""
@@ -448,8 +489,12 @@ class ModuleInterception:
         with unwatched(), uncounted() if trace.notes_calls else nullcontext():
             self._on_call()
             behind = self._random_state() if trace.notes_calls else None
+            if trace.operations is not None:
+                trace.operations.note_call(place.name, (args, kwargs))
             if not self._computes(trace, place, args, kwargs):
                 return self._pass_over(module, trace, place=place, args=args, kwargs=kwargs, behind=behind)
+            if trace.operations is not None:
+                return self._execute(module, trace, place=place, args=args, kwargs=kwargs)
             if trace.origins is not None:
                 return self._stand_in(module, trace, place=place, args=args, kwargs=kwargs)
             given = args, kwargs
@@ -574,6 +619,20 @@ class ModuleInterception:
         trace.origins.mark_own((output, self._fakes.shown[num_shown:], filled))
         return output
 
+    def _execute(
+        self, module: nn.Module, trace: _Trace, *, place: PlacedModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the forward of a module on fakes, in a run whose operations are recorded."""
+        assert trace.operations is not None
+        trace.is_inside = True
+        try:
+            with trace.operations.inside(place.name, is_recorded=place.chunk == trace.operations.chunk):
+                output = self._fakes.executed(module, args, kwargs)
+        finally:
+            trace.is_inside = False
+        trace.operations.note_outcome(place.name, module, output)
+        return output
+
     def _fetched(self, trace: _Trace, source: Source) -> Tensor | None:
         """Return a source that this chunk has been sent, else None."""
         if not any(message.leaf == source for message in trace.expected):
@@ -612,10 +671,15 @@ class ModuleInterception:
             raise self._of_transform(place)
         trace.is_inside = True
         num_shown = len(self._fakes.shown)
+        operations = trace.operations
+        unrecorded = nullcontext() if operations is None else operations.inside(place.name, is_recorded=False)
         try:
-            output = (self._fakes.outputs if trace.computes else self._fakes.zeros)(module, args, kwargs)
+            with unrecorded:
+                output = (self._fakes.outputs if trace.computes else self._fakes.zeros)(module, args, kwargs)
         finally:
             trace.is_inside = False
+        if operations is not None:
+            operations.note_outcome(place.name, module, output)
         trace.own.note_given((args, kwargs))
         trace.own.note_received((output, self._fakes.shown[num_shown:]))
         if behind is not None:
@@ -659,6 +723,8 @@ class ModuleInterception:
                 found.update(enumerate(end.leaves))
                 self._fakes.require_unwritten()
                 trace.send(found)
+            if trace.operations is not None:
+                trace.operations.stop()
             trace.end = end
             raise end
         if block < trace.start and trace.reached < 0:
