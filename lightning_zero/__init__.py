@@ -9,7 +9,13 @@ from lightning_zero.checkpoint.pretrained import load_pretrained
 from lightning_zero.config import ActivationCheckpointing, Communication, MixedPrecision, Offload, Pipeline
 from lightning_zero.engine.access.statistics import EngineStats
 from lightning_zero.engine.engine import ZeroEngine, gathered
-from lightning_zero.errors import CollectiveError, PipelineError, ReleasedParameterError, ShardedGradientError
+from lightning_zero.errors import (
+    CollectiveError,
+    PartialParameterError,
+    PipelineError,
+    ReleasedParameterError,
+    ShardedGradientError,
+)
 from lightning_zero.grid import Grid, ParamAxes
 from lightning_zero.layout import FlatLayout
 from lightning_zero.lightning.callbacks import ExportSafetensors, ZeroMonitor
@@ -43,6 +49,7 @@ __all__ = [
     "Packed",
     "ParamAxes",
     "Part",
+    "PartialParameterError",
     "Pipeline",
     "PipelineError",
     "ReleasedParameterError",

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 
 __all__ = [
     "CollectiveError",
+    "PartialParameterError",
     "PipelineError",
     "ReleasedParameterError",
     "ShardedGradientError",
@@ -23,6 +24,10 @@ class ReleasedParameterError(RuntimeError):
 
 class ShardedGradientError(RuntimeError):
     """An operation needs the whole gradient, but this rank holds one segment of it."""
+
+
+class PartialParameterError(RuntimeError):
+    """An operation needs a whole parameter, but with tensor parallelism this rank has a part of it."""
 
 
 class CollectiveError(RuntimeError):

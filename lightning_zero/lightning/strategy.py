@@ -374,6 +374,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             self.async_save = was
 
     def _shard(self, module: pl.LightningModule, *, is_fitting: bool) -> None:
+        if self._tensor is not None:
+            self._tensor.begin(module)
         recipe = self._recipe()
         # The mesh is part of it, so that its groups are lent for as long as the engine uses them.
         made_for = (
@@ -399,6 +401,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             else:
                 self._cut(module, engine, split, grid)
             _made_for[engine] = made_for
+            if self._tensor is not None:
+                self._tensor.show_wholes(module)
         if is_fitting and self.offload is not None and self.offload.params is None:
             engine.internals.fits.keep_params_on_device()
         engine.internals.fits.resume()
@@ -566,6 +570,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
     def on_train_start(self) -> None:
         """Set the random number generators of a resumed run; compare the loader with an imported configuration."""
         super().on_train_start()
+        if self._tensor is not None:
+            self._tensor.agree_before_batches(self._sharded_module.trainer.fit_loop)
         if self.imported is not None:
             self.imported.compare_loader(
                 self._sharded_module.trainer, ranks=self.distributed_sampler_kwargs["num_replicas"]
@@ -747,6 +753,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             Peers.of_world().end_run()
             if self._tensor is not None:
                 self._tensor.unbind_metrics()
+                self._tensor.end(self.lightning_module)
         if self._engine is not None:
             self._engine.internals.fits.pause()
         if self.imported is not None:

@@ -29,7 +29,9 @@ from torch import Tensor, nn
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_zero.comm.tensor_groups import TensorGroups
+from lightning_zero.engine.buffers.part_parameter import show_as_whole, show_parts
 from lightning_zero.grid import Grid
+from lightning_zero.lightning.part_forwards import TensorRun, compute_with_parts
 from lightning_zero.lightning.plan_inputs import call_for_plan, without_collectives
 from lightning_zero.parallel.pipeline.schedule.streams import RandomState
 from lightning_zero.parallel.tensor.blocks import Call
@@ -37,7 +39,7 @@ from lightning_zero.parallel.tensor.collectives import ProcessGroupRanks
 from lightning_zero.parallel.tensor.cuts import ParamRecord
 from lightning_zero.parallel.tensor.grid import grid_of
 from lightning_zero.parallel.tensor.plan import TensorParallel, TensorPlan
-from lightning_zero.parallel.tensor.planning import plan_model
+from lightning_zero.parallel.tensor.planning import ModelPlan, plan_model
 from lightning_zero.parallel.tensor.resolution import resolve
 from lightning_zero.parallel.tensor.transform import cut_module
 from lightning_zero.trees import tree_leaves
@@ -56,6 +58,7 @@ class _CutModule:
     records: dict[str, ParamRecord]
     ranks: ProcessGroupRanks
     lines: list[str]
+    run: TensorRun
 
 
 class TensorTraining:
@@ -88,10 +91,11 @@ class TensorTraining:
         """
         done: _CutModule | None = vars(module).get(_KEY)
         if done is None:
-            plan, lines = self._agreed_plan(module)
+            plan, lines, pieces = self._agreed_plan(module)
             self._share_values(module, plan)
             ranks = ProcessGroupRanks(self.groups.tensor_group)
-            done = _CutModule(cut_module(module, plan, ranks), ranks, lines)
+            done = _CutModule(cut_module(module, plan, ranks), ranks, lines, TensorRun(ranks.size))
+            compute_with_parts(module, pieces, done.run)
             vars(module)[_KEY] = done
         if done.ranks.size != self.groups.size:
             raise ValueError(
@@ -100,6 +104,7 @@ class TensorTraining:
                 " checkpoint."
             )
         done.ranks.group = self.groups.tensor_group
+        show_parts(module.parameters())  # to the engine, until `show_wholes`
         return grid_of(
             done.records,
             tensor_group=self.groups.tensor_group,
@@ -107,7 +112,19 @@ class TensorTraining:
             data_ranks=self.groups.num_data_ranks,
         )
 
-    def _agreed_plan(self, module: pl.LightningModule) -> tuple[TensorPlan, list[str]]:
+    def show_wholes(self, module: nn.Module) -> None:
+        """Let the parameters of a cut module be wholes to all code but its own forwards, once it is sharded.
+
+        Modules that are compiled as a whole are left as they are: their graphs hold the code around the forwards.
+        """
+        done: _CutModule = vars(module)[_KEY]
+        if vars(module).get("_compiler_ctx") is None:
+            params = dict(module.named_parameters())
+            parts = {name: record.part for name, record in done.records.items() if record.part is not None}
+            show_as_whole(params, parts)
+
+    def _agreed_plan(self, module: pl.LightningModule) -> tuple[TensorPlan, list[str], list[str]]:
+        """Return the plan, its lines, and the names of the modules that it was verified for."""
         answer: list[Any] = [None]
         cause: Exception | None = None
         before = RandomState(self._device)
@@ -122,19 +139,20 @@ class TensorTraining:
         dist.broadcast_object_list(answer, src=0)
         if isinstance(answer[0], str):
             raise ValueError(answer[0]) from cause
-        plan, lines = answer[0]
-        return plan, lines
+        plan, lines, pieces = answer[0]
+        return plan, lines, pieces
 
-    def _plan(self, module: pl.LightningModule, call: Call) -> tuple[TensorPlan, list[str]]:
+    def _plan(self, module: pl.LightningModule, call: Call) -> tuple[TensorPlan, list[str], list[str]]:
         with _without_mesh(module), without_collectives():
-            planned = plan_model(module, self.options, call)
+            planned: ModelPlan = plan_model(module, self.options, call)
         if not planned.cut_numel:
             raise ValueError(
                 f"`tensor_parallel={self.groups.size}` finds nothing in `{type(module).__name__}` that can be cut, so"
                 " every rank would compute all of it. Leave the option out, use another size, or give a `TensorPlan`;"
                 " `python -m lightning_zero tensor-plan` shows what is found."
             )
-        return planned.plan, planned.lines()
+        pieces = [name for block in planned.blocks if block.cut_numel for name in block.names]
+        return planned.plan, planned.lines(), pieces
 
     def _share_values(self, module: nn.Module, plan: TensorPlan) -> None:
         """Give all tensor ranks the first one's values of the parameters that are cut."""
@@ -159,6 +177,18 @@ class TensorTraining:
         ]
 
     # -- Training as one rank ------------------------------------------------------------------------------------------
+
+    def begin(self, module: nn.Module) -> None:
+        """Let a module that is cut be trained until ``end``."""
+        done: _CutModule | None = vars(module).get(_KEY)
+        if done is not None:
+            done.run.is_running = True
+
+    def end(self, module: nn.Module | None) -> None:
+        """Let no other strategy train the module: its gradients would be those of parts."""
+        done: _CutModule | None = None if module is None else vars(module).get(_KEY)
+        if done is not None:
+            done.run.is_running = False
 
     def bind_metrics(self) -> None:
         """Let metrics gather over the data ranks, wherever a program keeps them, until ``unbind_metrics``."""
@@ -193,9 +223,28 @@ class TensorTraining:
                 " Python."
             )
 
-    def agree_on_random_numbers(self) -> None:
-        """Let the generators of a tensor group go on from one state. Collective: the tensor group."""
-        self._compare(0)
+    def agree_on_random_numbers(self) -> bool:
+        """Let the generators of a tensor group go on from one state; say whether they were apart.
+
+        Collective: the tensor group.
+        """
+        return len({digest for _, digest in self._compare(0)}) > 1
+
+    def agree_before_batches(self, loop: Any) -> None:
+        """Let a loop of the Trainer ask its loaders for batches with one state of the generators from now on.
+
+        A program that draws a number on one rank would else have other random transforms and orders there. Collective
+        now, and in each request for a batch or an epoch: the tensor group.
+        """
+        fetcher = loop._data_fetcher
+        is_apart = self.agree_on_random_numbers()
+        if fetcher is None:
+            return
+        if not hasattr(fetcher, "agree"):
+            fetcher.__class__ = _agreeing(type(fetcher))
+        fetcher.agree = self.agree_on_random_numbers
+        if is_apart:
+            iter(fetcher)  # its iterators have drawn their seeds and orders already
 
     def _compare(self, number: int) -> list[list[int]]:
         """Return a number and a digest of the generators, as they were, by tensor rank."""
@@ -204,6 +253,20 @@ class TensorTraining:
         if len({digest for _, digest in everyone}) > 1:
             RandomState.of(self.groups.broadcast_object(state), self._device).restore()
         return everyone
+
+
+def _agreeing(base: type[Any]) -> type[Any]:
+    """Return a subclass of a data fetcher of Lightning that is asked with one state of the generators."""
+
+    def begin(fetcher: Any) -> Any:
+        fetcher.agree()
+        return base.__iter__(fetcher)
+
+    def following(fetcher: Any) -> Any:
+        fetcher.agree()
+        return base.__next__(fetcher)
+
+    return type(base.__name__, (base,), {"__iter__": begin, "__next__": following, "__slots__": ()})
 
 
 def refuse_cut_module(module: nn.Module) -> None:

@@ -21,11 +21,11 @@ from lightning_zero.engine.buffers.own_range import OwnRange
 from lightning_zero.engine.buffers.parameter import (
     ReducedParameter,
     has_class,
+    is_plain,
     raw_grad,
     restore_class,
     set_raw_grad,
     swap_class,
-    user_class,
 )
 from lightning_zero.engine.buffers.spec import BufferSpec
 from lightning_zero.engine.buffers.stepped import SteppedValues
@@ -407,7 +407,7 @@ class BufferGradients:
         """Let reads of ``grad`` find reduced gradients, and ``zero_grad`` those that wait for the last micro-batch."""
         params = self._spec.params
         for index in self._asked_for:
-            if type(params[index]) is user_class(params[index]):
+            if is_plain(params[index]):
                 swap_class(params[index], ReducedParameter)
 
     def mark_plain(self) -> None:

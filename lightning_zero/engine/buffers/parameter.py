@@ -38,7 +38,10 @@ from lightning_zero.storage.metadata import QUESTION_FUNCTIONS
 from lightning_zero.trees import tree_leaves
 
 __all__ = [
+    "FILL",
+    "METADATA",
     "TO_EDGES",
+    "Face",
     "LoweredParameter",
     "OwnedParameter",
     "Owner",
@@ -51,8 +54,10 @@ __all__ = [
     "class_over",
     "copy_attributes",
     "end_writes",
+    "face_of",
     "has_class",
     "is_called_by",
+    "is_plain",
     "is_written",
     "name_of",
     "note_pointed",
@@ -61,7 +66,9 @@ __all__ = [
     "owner_of",
     "placeholder",
     "raw_grad",
+    "remove_face",
     "restore_class",
+    "set_face",
     "set_raw_grad",
     "swap_class",
     "unwatch",
@@ -141,12 +148,58 @@ def has_class(param: torch.Tensor, cls: type[torch.Tensor]) -> bool:
 def swap_class(param: torch.Tensor, cls: type[torch.Tensor]) -> None:
     """Give a parameter a class of this module; an instance of the user's class stays one."""
     user = user_class(param)
-    param.__class__ = cls if user is nn.Parameter else class_over(cls, user)
+    param.__class__ = _with_face(param, cls if user is nn.Parameter else class_over(cls, user))
+
+
+def is_plain(param: torch.Tensor) -> bool:
+    """Say whether a parameter has the user's class, and none of this module."""
+    return type(param) is _with_face(param, user_class(param))
 
 
 def restore_class(param: torch.Tensor) -> None:
     """Give a parameter the user's class back."""
-    param.__class__ = user_class(param)
+    param.__class__ = _with_face(param, user_class(param))
+
+
+class Face(Protocol):
+    """A class that a parameter shows to the program over the classes of this module (``part_parameter.py``)."""
+
+    def over(self, cls: type[torch.Tensor]) -> type[torch.Tensor]:
+        """Return the class to show where the parameter would have ``cls``."""
+        ...
+
+    def hide(self, param: torch.Tensor) -> None:
+        """Show no other class until ``show``."""
+        ...
+
+    def show(self, param: torch.Tensor) -> None:
+        """Undo one ``hide``."""
+        ...
+
+
+_FACES: dict[int, tuple[weakref.ref[torch.Tensor], Face]] = {}  # by id of the parameter, as long as it lives
+
+
+def set_face(param: torch.Tensor, face: Face) -> None:
+    """Let a parameter show ``face``, from the next change of its class on."""
+    key = id(param)
+    _FACES[key] = (weakref.ref(param, lambda _: _FACES.pop(key, None)), face)
+
+
+def remove_face(param: torch.Tensor) -> None:
+    """Let a parameter show the classes of this module from its next change of class on."""
+    _FACES.pop(id(param), None)
+
+
+def face_of(param: torch.Tensor) -> Any:
+    """Return a parameter's face, or None."""
+    found = _FACES.get(id(param))
+    return None if found is None else found[1]
+
+
+def _with_face(param: torch.Tensor, cls: type[torch.Tensor]) -> type[torch.Tensor]:
+    found = _FACES.get(id(param))
+    return cls if found is None else found[1].over(cls)
 
 
 @lru_cache(maxsize=256)  # classes that users make in functions are let go in the end
@@ -308,7 +361,7 @@ def _getters(*names: str) -> set[Any]:
 
 # Functions that make tensors (`rand_like`, `new_zeros`) are not among them: states that optimizers make with them would
 # have the size of the whole parameter.
-_METADATA: frozenset[Any] = QUESTION_FUNCTIONS | _getters(
+METADATA: frozenset[Any] = QUESTION_FUNCTIONS | _getters(
     "shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim", "grad_fn", "layout", "is_sparse", "is_cuda",
     "is_cpu", "is_meta", "is_quantized", "is_nested", "itemsize", "_backward_hooks", "_version", "names", "is_mkldnn",
     "is_xla", "is_mps", "nbytes", "output_nr", "retains_grad", "_post_accumulate_grad_hooks",
@@ -324,7 +377,7 @@ _DTYPE_QUESTIONS: dict[Any, Callable[[torch.Tensor, torch.dtype], Any]] = {
     _Tensor.nbytes.__get__: lambda param, dtype: param.numel() * dtype.itemsize,
 }
 
-_FILL: dict[Any, Callable[..., float]] = {
+FILL: dict[Any, Callable[..., float]] = {
     torch.zeros_like: lambda *_, **__: 0.0,
     torch.ones_like: lambda *_, **__: 1.0,
     torch.empty_like: lambda *_, **__: float("nan"),
@@ -354,7 +407,7 @@ class OwnedParameter(nn.Parameter):
             owner = owner_of(args[0])
             if owner is not None:
                 return _DTYPE_QUESTIONS[func](args[0], owner.own_dtype(args[0]))
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         return cls._use(func, args, kwargs)
@@ -380,8 +433,8 @@ class ReleasedParameter(OwnedParameter):
     @classmethod
     def _use(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Gather, or refuse."""
-        if func in _FILL:
-            return _constant_like(args[0], _FILL[func](*args, **kwargs), **kwargs)
+        if func in FILL:
+            return _constant_like(args[0], FILL[func](*args, **kwargs), **kwargs)
         for leaf in tree_leaves((args, kwargs)):
             if has_class(leaf, ReleasedParameter):
                 owner = owner_of(leaf)
@@ -490,8 +543,8 @@ class WatchedParameter(OwnedParameter):
         """Tell the watcher first."""
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and has_class(leaf, WatchedParameter):
-                _WATCHERS[id(leaf)](func not in _METADATA)
-        if func in _METADATA:
+                _WATCHERS[id(leaf)](func not in METADATA)
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))  # now the window shows the segments, as to a step

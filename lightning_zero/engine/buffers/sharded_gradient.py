@@ -455,6 +455,8 @@ def is_elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
 def _is_elementwise(name: str) -> bool:
     if name.startswith("."):
         return name not in _OF_WHOLE
+    if name == "equal":  # PyTorch marks it as point-wise, and its result is one for the whole
+        return False
     operator = re.fullmatch(r"__(i|r)?(\w+?)__", name)
     if name in _ELEMENTWISE:
         return True

@@ -15,6 +15,7 @@ from lightning_zero.engine.buffers.parameter import (
     ReducedParameter,
     begin_writes,
     end_writes,
+    face_of,
     has_class,
     is_written,
     raw_grad,
@@ -81,6 +82,8 @@ class BufferWindow:
         values.shard.await_uploads()
         self.take_gradient(index)
         param = self._spec.params[index]
+        if index not in self._entered and (face := face_of(param)) is not None:
+            face.hide(param)  # until it leaves
         restore_class(param)
         segment = ordinary(values.segment(index))
         same = (segment.data_ptr(), segment.shape, segment.dtype) == (param.data_ptr(), param.shape, param.dtype)
@@ -449,6 +452,9 @@ class BufferWindow:
         shown = self._shown.pop(index, None)
         if shown is not None and self._spec.sharding.optim:  # a program that keeps it has a segment
             shown.__class__ = self._class_of(index)
+        if index in self._entered and (face := face_of(param)) is not None:
+            restore_class(param)
+            face.show(param)
         self._entered.discard(index)
 
     def close(self) -> set[int]:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine.buffers.buffer import FlatBuffer
+from lightning_zero.engine.buffers.part_parameter import PartValues
 from lightning_zero.engine.buffers.sharded_gradient import ShardedGradient
 from lightning_zero.engine.optim.flat_step import BufferSlot, FlatStep
 from lightning_zero.engine.optim.moments import MomentFormat
@@ -57,6 +58,8 @@ class SegmentStates:
         whole = torch.Size(buffer.layout.slots[index].shape)
         state = self._optimizer.state.get(param, {})
         for key, value in state.items():
+            if isinstance(value, PartValues):  # it was made of a parameter with a part
+                value = value.as_subclass(torch.Tensor)
             if isinstance(value, ShardedGradient):  # a segment: it was made of the step window's segments
                 state[key] = value.as_subclass(torch.Tensor)
             elif torch.is_tensor(value) and key != "step" and value.shape == whole and buffer.own_range.is_shard:

@@ -55,7 +55,7 @@ class _Hooks(OrderedDict[Any, Hook]):
     def __init__(self, earlier: Mapping[Any, Hook] | None) -> None:
         super().__init__()
         self._own: dict[Any, Hook] = {}  # the engine's
-        self._earlier = earlier or {}
+        self.earlier: Any = {} if earlier is None else earlier  # the program's, by id
         if earlier is not None:
             super().__setitem__(_EARLIER, lambda param: _call_all(earlier, param))
 
@@ -69,7 +69,7 @@ class _Hooks(OrderedDict[Any, Hook]):
     @property
     def num_of_program(self) -> int:
         """Entries that are not the engine's."""
-        return len(self.keys() - self._own.keys() - {_EARLIER}) + len(self._earlier)
+        return len(self.keys() - self._own.keys() - {_EARLIER}) + len(self.earlier)
 
     def __setitem__(self, key: Any, hook: Hook) -> None:
         """Take a hook of the program in."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_zero.blocks import inner_module, modules_of_classes
 from lightning_zero.config import MixedPrecision
+from lightning_zero.engine.buffers.parameter import face_of
 
 __all__ = ["Lowering", "embed_in_fp32", "is_lowered"]
 
@@ -137,6 +138,9 @@ def embed_in_fp32(module: nn.Module, args: Any, kwargs: Any, output: torch.Tenso
     """
     if output.dtype == torch.float32:  # outside autocast
         return output
+    weight: Any = module.weight
+    if face_of(weight) is not None:  # the rank has some of the rows
+        return output.float()
     is_plain = isinstance(module, nn.Embedding) and is_lowered(module, "weight")
     if not (is_plain and output.requires_grad and output.device.type == "cpu"):
         return output.float()

@@ -115,7 +115,8 @@ class RemoteParams:
     def borrowed(self, params: Iterable[torch.Tensor]) -> Iterator[None]:
         """Let parameters of other parts have values for a while. Collective on entry: all ranks."""
         borrowed = []
-        with torch.inference_mode(False), torch.no_grad():
+        below = torch._C.DisableTorchFunctionSubclass  # parts, on a grid
+        with torch.inference_mode(False), torch.no_grad(), below():
             for param in [one for one in params if isinstance(one, nn.Parameter) and id(one) in self._names]:
                 away = self._absent.get(id(param))
                 if away is None:

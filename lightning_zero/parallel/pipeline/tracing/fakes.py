@@ -658,7 +658,7 @@ class Fakes:
         if id(module) not in self._parameters:
             with self.mode:
                 self._parameters[id(module)] = {
-                    name: nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device=param.device), False)
+                    name: nn.Parameter(torch.empty(_shape_of(param), dtype=param.dtype, device=param.device), False)
                     for name, param in module.named_parameters()
                 }
         fakes = self._parameters[id(module)]
@@ -820,3 +820,9 @@ def _assign(space: dict[str, Any], name: str, value: Any) -> None:
         space.pop(name, None)
     else:
         space[name] = value
+
+
+def _shape_of(param: nn.Parameter) -> torch.Size:
+    """Return the shape that modules compute with; to the program a parameter of tensor parallelism has the whole's."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return param.shape
