@@ -142,6 +142,11 @@ class Sharding:
         return sum(scope not in ("none", 1) for scope in self._scopes.values())
 
     @property
+    def option(self) -> int | Sharding:
+        """The value of ``stage`` that says the same in the fewest words."""
+        return next((stage for stage, scopes in _STAGES.items() if scopes == self), self)
+
+    @property
     def has_nodes(self) -> bool:
         """Whether a scope is neither one rank nor all."""
         return any(scope not in ("none", 1, "world") for scope in self._scopes.values())

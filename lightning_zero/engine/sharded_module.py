@@ -127,7 +127,7 @@ class EngineOptions:
         """Return the options that decide collectives and their sums; paths, threads and timeouts may differ."""
         units = None if self.units is None else [one if isinstance(one, str) else one.__name__ for one in self.units]
         facts = {
-            "stage": self.scopes,
+            "stage": self.scopes.option,
             "units": units,
             "step": self.step,
             "moments": self.moments,

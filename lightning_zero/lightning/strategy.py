@@ -141,7 +141,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
     @checked_arguments(use=_USE, foreign=FOREIGN_OPTIONS, unchecked=["stage"])
     def __init__(
         self,
-        stage: Union[int, Sharding, dict[str, Any]] = 3,
+        stage: Union[Literal[0, 1, 2, 3], Sharding, dict[str, Any]] = 3,
         units: Union[Sequence[Union[str, type[nn.Module]]], str, type[nn.Module], None] = None,
         pipeline: Union[int, Pipeline, dict[str, Any], None] = None,
         tensor_parallel: Union[int, TensorParallel, dict[str, Any], None] = None,

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_zero.blocks import modules_of_classes, repeated_blocks
@@ -36,7 +37,7 @@ from lightning_zero.parallel.activation.partition import Gathering, PartitionedI
 from lightning_zero.parallel.module_state import RunAgain, is_empty_cache, version_of
 from lightning_zero.parallel.writable import writable
 from lightning_zero.storage.copies import Copies, Landing
-from lightning_zero.trees import tree_map_only
+from lightning_zero.trees import tree_leaves, tree_map_only
 
 __all__ = ["checkpoint_activations", "forecast_of"]
 
@@ -129,6 +130,8 @@ class _Forward:
             return run(*args, **kwargs)
         policy: str = self._options.policy
         if self.forecast is not None:
+            if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
+                return run(*args, **kwargs)  # it keeps no memory
             if self.forecast.wants(self.module):
                 return self.forecast.trace(self.module, run, *args, **kwargs)
             policy = self.forecast.policy or "offload"
