@@ -271,7 +271,7 @@ SILENT = (
 )
 
 
-@pytest.mark.parametrize("make", sample(SILENT, *SILENT), ids=lambda one: one.__name__)
+@pytest.mark.parametrize("make", sample(SILENT, *SILENT[::2]), ids=lambda one: one.__name__)
 def test_steps_that_do_something_else_in_stages_are_refused(make: Any) -> None:
     """They were trained with old values, in silence."""
     with pytest.raises(BaseException, match="does something else in pipeline stages than without a pipeline at"):
@@ -464,7 +464,7 @@ ALIKE = (
 )
 
 
-@pytest.mark.parametrize("make", sample(ALIKE, *ALIKE), ids=lambda one: one.__name__)
+@pytest.mark.parametrize("make", sample(ALIKE, *ALIKE[::2]), ids=lambda one: one.__name__)
 def test_steps_that_look_like_these_train_as_without_a_pipeline(make: Any) -> None:
     options = {"stages": 2, "microbatches": 1, "schedule": "gpipe"}
     expected = run(_fit, 1, make, {}, batches())[0]

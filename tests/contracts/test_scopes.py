@@ -506,6 +506,7 @@ def _recovered(rank: int, world: int, every: int) -> list[Any]:
         ]
 
 
+@pytest.mark.slow
 def test_training_goes_on_after_an_error_in_either_half_of_a_reduction() -> None:
     assert worlds.run(_recovered, 4, 37, timeout_s=PATIENCE_S) == [[{}, {}, {}]] * 4
 

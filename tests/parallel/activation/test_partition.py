@@ -75,7 +75,12 @@ CASES: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(("world", "options", "family", "more"), CASES, ids=str)
+def _sampled(cases: list[Any], *kept: int) -> list[Any]:
+    """Return cases as parameters; others than those ``kept`` are marked slow."""
+    return [pytest.param(*case, marks=() if number in kept else pytest.mark.slow) for number, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize(("world", "options", "family", "more"), _sampled(CASES, 0, 1, 5), ids=str)
 def test_trained_weights_have_the_bits_of_full(
     world: int, options: dict[str, Any], family: str, more: dict[str, Any]
 ) -> None:
