@@ -162,55 +162,42 @@ class PartFace:
 # -- Classes -----------------------------------------------------------------------------------------------------------
 
 
-class PartValues(torch.Tensor):
+class _Part:
+    """The operations and the text of a tensor of which this rank has a part."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run element-wise operations on the part, refuse others."""
+        return _operate(func, types, args, dict(kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Describe the tensor without its values."""
+        return _described(self)
+
+    def __format__(self, format_spec: str) -> str:
+        """Return the same text as ``repr``."""
+        return format(_described(self), format_spec)
+
+
+class PartValues(_Part, torch.Tensor):  # type: ignore[misc]
     """Values of a part that a program has computed of a parameter: (part's shape); its shape is the whole's."""
 
     face: PartFace
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run element-wise operations on the part, refuse others."""
-        return _operate(func, types, args, dict(kwargs or {}))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Describe the values, which are a part of those that the program has asked for."""
-        return _described(self)
-
-    def __format__(self, format_spec: str) -> str:
-        """Return the same text as ``repr``."""
-        return format(_described(self), format_spec)
-
-
-class PartParameter(nn.Parameter):
+class PartParameter(_Part, nn.Parameter):  # type: ignore[misc]
     """A parameter of which this rank has a part; see Note [Faces]."""
 
     user_class: ClassVar[type[torch.Tensor]] = nn.Parameter
     under: ClassVar[type[torch.Tensor]] = nn.Parameter  # the class without the face
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run element-wise operations on the part, refuse others."""
-        return _operate(func, types, args, dict(kwargs or {}))
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Describe the parameter without its values."""
-        return _described(self)
-
-    def __format__(self, format_spec: str) -> str:
-        """Return the same text as ``repr``."""
-        return format(_described(self), format_spec)
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Refuse a copy, which would have the part only."""
