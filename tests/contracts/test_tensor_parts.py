@@ -7,9 +7,11 @@ would have computed with a part of a matrix.
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -424,11 +426,12 @@ def _transformed(rank: int, world: int, workers: int) -> dict[str, Tensor]:
     fitted = trainer(rank, world, strategy, max_epochs=2, limit_train_batches=3, limit_val_batches=0)
     module = Drawing("")
     torch.manual_seed(5)
-    fitted.fit(module, DataLoader(Transformed("plain"), batch_size=BATCH, shuffle=True, num_workers=workers))
+    with patch.dict(multiprocessing.current_process()._config, daemon=False):  # type: ignore[attr-defined]  # for workers
+        fitted.fit(module, DataLoader(Transformed("plain"), batch_size=BATCH, shuffle=True, num_workers=workers))
     return {name: value for name, value in weights(fitted).items() if not name.startswith(("mean", "count"))}
 
 
-@pytest.mark.parametrize("workers", [0])
+@pytest.mark.parametrize("workers", [0, 2])
 def test_random_transforms(workers: int) -> None:
     first, second = run(_transformed, 2, workers)
     assert_equal(first, second, 0.0)
