@@ -426,8 +426,15 @@ def _transformed(rank: int, world: int, workers: int) -> dict[str, Tensor]:
     fitted = trainer(rank, world, strategy, max_epochs=2, limit_train_batches=3, limit_val_batches=0)
     module = Drawing("")
     torch.manual_seed(5)
+    loader = DataLoader(
+        Transformed("plain"),
+        batch_size=BATCH,
+        shuffle=True,
+        num_workers=workers,
+        multiprocessing_context="fork" if workers else None,  # as on Linux; a rank of `worlds` starts a server instead
+    )
     with patch.dict(multiprocessing.current_process()._config, daemon=False):  # type: ignore[attr-defined]  # for workers
-        fitted.fit(module, DataLoader(Transformed("plain"), batch_size=BATCH, shuffle=True, num_workers=workers))
+        fitted.fit(module, loader)
     return {name: value for name, value in weights(fitted).items() if not name.startswith(("mean", "count"))}
 
 
