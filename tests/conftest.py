@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 
@@ -10,6 +11,15 @@ import torch
 import torch.distributed as dist
 
 from tests import worlds
+from tests.sampling import COSTS, within_time
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark cases slow that the quick set has no time for."""
+    quick = {item.nodeid: item for item in items if not any(map(item.get_closest_marker, ("slow", "gpu", "alone")))}
+    for name in quick.keys() - within_time(list(quick), json.loads(COSTS.read_text())):
+        quick[name].add_marker("slow")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,13 +1,59 @@
-"""Which cases of a matrix run every time, and which with ``make test-all`` only."""
+"""Which cases of a matrix run every time, and which with ``make test-all`` only.
+
+Note [Cases within a time]
+    ``make test`` is to take minutes, so of a test function whose cases take long together it runs as many as fit into
+    ``SECONDS``, and at least one; the others are marked slow. ``costs.json`` has the seconds per case, as
+    ``python -m tests.sampling REPORT`` reads them from a report of ``pytest --junitxml=REPORT``. Cases are chosen by
+    the checksum of their names: the same ones every time, and from all parts of a matrix.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
+import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
+from xml.etree import ElementTree
 
 import pytest
 
-__all__ = ["highest_stages", "sample"]
+__all__ = ["highest_stages", "measured", "sample", "within_time"]
+
+SECONDS = 6.0
+COSTS = Path(__file__).with_name("costs.json")
+
+
+def within_time(names: Sequence[str], costs: Mapping[str, float]) -> set[str]:
+    """Return the cases that run every time.
+
+    Args:
+        names: Of cases: ``file::function[parameters]``.
+        costs: Seconds per case of functions that take more than ``SECONDS`` with all of theirs.
+    """
+    functions: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        functions[name.partition("[")[0]].append(name)
+    kept: set[str] = set()
+    for function, cases in functions.items():
+        number = max(1, int(SECONDS / costs[function])) if function in costs else len(cases)
+        kept.update(sorted(cases, key=lambda name: zlib.crc32(name.encode()))[:number])
+    return kept
+
+
+def measured(report: str | Path) -> dict[str, float]:
+    """Return the seconds per case of functions that take more than ``SECONDS``, from a report in JUnit's format."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        file = case.attrib["classname"].replace(".", "/") + ".py"
+        seconds[f"{file}::{case.attrib['name'].partition('[')[0]}"].append(float(case.attrib["time"]))
+    return {
+        function: round(sum(times) / len(times), 2)
+        for function, times in sorted(seconds.items())
+        if sum(times) > SECONDS and len(times) > 1
+    }
 
 
 def sample(values: Iterable[Any], *kept: Any) -> list[Any]:
@@ -28,3 +74,7 @@ def highest_stages(cases: Mapping[str, _HasStages]) -> list[Any]:
         parameters.append(pytest.param(name, (highest,), id=name))
         parameters.append(pytest.param(name, tuple(others), id=f"{name}-others", marks=pytest.mark.slow))
     return parameters
+
+
+if __name__ == "__main__":
+    COSTS.write_text(json.dumps(measured(sys.argv[1]), indent=1) + "\n")

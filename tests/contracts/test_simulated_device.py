@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_zero.config import ActivationCheckpointing, Communication, MixedPrecision, Offload
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.parallel.activation.checkpointing import checkpoint_activations
+from lightning_zero.sharding import Sharding
 from tests import worlds
 from tests.references import TinyGPT
 from tests.sampling import sample
@@ -41,6 +42,16 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "stage3-nvme": {"stage": 3, "offload": Offload(optimizer="nvme", params="nvme", **DISK)},
     "stage1-recomputed": {"stage": 1, "activations": "offload"},
     "stage3-recomputed": {"stage": 3, "activations": "offload"},
+}
+NODES: dict[str, dict[str, Any]] = {  # four ranks as two nodes
+    "hybrid": {"stage": Sharding(params=2, grads=2)},
+    "hybrid-deferred": {"stage": Sharding(params=2, grads=2), "step": "deferred"},
+    "hybrid-cpu": {"stage": Sharding(params=2, grads=2), "offload": Offload(optimizer="cpu", step_device="cpu")},
+    "hybrid-params": {"stage": Sharding(params=2, grads=2), "offload": Offload(optimizer=None, params="cpu")},
+    "secondary": {"stage": Sharding(params=2, grads="world")},
+    "secondary-deferred": {"stage": Sharding(params=2, grads="world"), "step": "deferred"},
+    "gradients": {"stage": Sharding(grads=2)},
+    "gradients-cpu": {"stage": Sharding(grads=2), "offload": Offload(optimizer="cpu", step_device="cpu")},
 }
 PRECISIONS = {"fp32": None, "bf16": BF16}
 SCHEDULES: dict[str, tuple[str, ...]] = {"late": (), "late-copies": ("compute",), "late-compute": ("others",)}
@@ -155,7 +166,7 @@ def _trained(case: str, eager: tuple[str, ...], deaf_to: str | None = None, *, f
     program, placement, precision = split_case(case)
     with warnings.catch_warnings(), SimulatedDevice(eager, deaf_to) as device:
         warnings.filterwarnings("error", "Parameter .* computes in 16 bits")
-        one = _Training("cuda", PRECISIONS[precision], **PLACEMENTS[placement])
+        one = _Training("cuda", PRECISIONS[precision], **(PLACEMENTS | NODES)[placement])
         for step in range(4):
             if flushes and step == 3:
                 one.engine.flush()
@@ -212,6 +223,14 @@ def split_case(case: str) -> tuple[str, str, str]:
 @pytest.mark.parametrize("world", sample([1, 2], 2))
 def test_a_device_that_runs_late_trains_with_the_same_bits(world: int, case: str) -> None:
     assert worlds.run(_late_differences, world, case) == [[]] * world
+
+
+NODE_CASES = [f"{program}-{placement}-{one}" for program in PROGRAMS for placement in NODES for one in PRECISIONS]
+
+
+@pytest.mark.parametrize("case", sample(NODE_CASES, "accumulated-hybrid-fp32", "clipped-secondary-deferred-bf16"))
+def test_nodes_whose_devices_run_late_train_with_the_same_bits(case: str) -> None:
+    assert worlds.run(_late_differences, 4, case) == [[]] * 4
 
 
 def _distance_from_host(rank: int, world: int, case: str) -> float:
@@ -443,7 +462,7 @@ ORDERS: dict[str, str] = {  # and a case that shows it
     "wait of a collective: engine/buffers/whole.py fill": "plain-stage0-fp32",
     "wait of a collective: engine/buffers/buffer.py show_original": "gathered-stage1-bf16",
     "wait of a collective: engine/optim/optimizer.py _publish": "accumulated-stage1-fp32",
-    "wait of a collective: engine/runtime/reduction.py _drain": "accumulated-stage0-deferred-fp32",
+    "wait of a collective: engine/runtime/reduction.py _drain_nodes": "accumulated-stage0-deferred-fp32",
     "wait of a collective: engine/runtime/reduction.py _settle": "accumulated-stage0-deferred-fp32",
     "wait of a collective: engine/buffers/sharded_gradient.py over_ranks": "clipped-stage1-deferred-fp32",
     "wait of a collective: engine/units/unit.py wait": "accumulated-stage1-deferred-fp32",
@@ -463,6 +482,11 @@ ORDERS: dict[str, str] = {  # and a case that shows it
     "record_stream: storage/downloads.py start": "plain-stage2-nvme-bf16",
     "synchronize: storage/downloads.py finish": "plain-stage3-nvme-fp32",
 }
+NODE_ORDERS = {  # that there are with nodes only
+    "wait of a collective: engine/buffers/stepped.py keep": "accumulated-hybrid-fp32",
+    "wait of a collective: engine/runtime/reduction.py _drain_over_nodes": "accumulated-hybrid-fp32",
+    "wait of a collective: engine/runtime/reduction.py _start_second_half": "accumulated-hybrid-fp32",
+}
 ALONE = {"wait_event: engine/units/unit.py wait"}  # among several ranks the wait for the gather is one for the copy
 # Where this is asked for, the device waits for the copy before the memory is given back, whatever the program does.
 REDUNDANT = {
@@ -476,26 +500,29 @@ IN_PLACE = {  # shown by what changes inputs in place, in tests/parallel/activat
 }
 
 
-def _cases_by_order(rank: int, world: int) -> dict[str, list[str]]:
+def _cases_by_order(rank: int, world: int, cases: list[str]) -> dict[str, list[str]]:
     """Return the cases in which something is asked to wait for something else, by kind and place."""
     found: dict[str, list[str]] = {}
-    for case in CASES:
+    for case in cases:
         for order in _trained(case, AT_ONCE).orders:
             found.setdefault(order, []).append(case)
     return found
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 def test_no_order_that_the_package_asks_for_is_without_a_mutant() -> None:
-    found = worlds.run(_cases_by_order, 2, timeout_s=1100)
-    assert [set(one) for one in found] == [set(ORDERS) | REDUNDANT | IN_PLACE] * 2
+    known = set(ORDERS) | REDUNDANT | IN_PLACE
+    found = worlds.run(_cases_by_order, 2, CASES, timeout_s=1100)
+    assert [set(one) for one in found] == [known] * 2
+    found = worlds.run(_cases_by_order, 4, NODE_CASES, timeout_s=1100)
+    assert [set(one) - known for one in found] == [set(NODE_ORDERS)] * 4
 
 
 @pytest.mark.parametrize(
     "order",
     sample(
-        ORDERS,
+        ORDERS | NODE_ORDERS,
         "record_stream: engine/buffers/home.py _send",
         "wait of a collective: engine/units/unit.py wait",
         "wait_event: engine/buffers/home.py add_gradient",
@@ -503,7 +530,8 @@ def test_no_order_that_the_package_asks_for_is_without_a_mutant() -> None:
 )
 def test_an_order_that_is_not_heard_is_missed(order: str) -> None:
     try:
-        found = worlds.run(_late_differences, 1 if order in ALONE else 2, ORDERS[order], order)
+        world = 1 if order in ALONE else 4 if order in NODE_ORDERS else 2
+        found = worlds.run(_late_differences, world, (ORDERS | NODE_ORDERS)[order], order)
     except Exception:  # what is not a number trips somebody on the way
         return
     assert any(found)
