@@ -81,6 +81,37 @@ def _all(change: Callable[[Any], Any]) -> Callable[[Any], None]:
     return changed
 
 
+def _on_gradients(change: Callable[[Any], Any]) -> Callable[[Any], None]:
+    def changed(module: Any) -> None:
+        torch.manual_seed(3)
+        with torch.no_grad():
+            for param in module.parameters():
+                if param.grad is not None:
+                    change(param)
+
+    return changed
+
+
+def _wave(shape: Any) -> Tensor:
+    """Return values that differ from row to row and from column to column."""
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).mul(0.37).sin().view(shape)
+
+
+def _set_items(param: Any) -> None:
+    param.grad[_wave(param.shape) > 0.5] = 0
+    param.grad[3] = 0
+    if param.ndim > 1:
+        param.grad[:, 5] = 0.01
+
+
+def _pulled_to_kept(module: Any) -> None:
+    for name, param in module.named_parameters():
+        if name not in module.kept:
+            module.kept[name] = param.detach().clone()
+        elif param.grad is not None:
+            param.grad.add_(param.detach() - module.kept[name], alpha=0.1)
+
+
 def _matrix(change: Callable[[Any], Any]) -> Callable[[Any], None]:
     def changed(module: Any) -> None:
         with torch.no_grad():
@@ -243,6 +274,25 @@ AFTER_BATCH: dict[str, Callable[[Any], Any]] = {
 BEFORE_STEP: dict[str, Callable[[Any], Any]] = {
     "clipping by hand": lambda module: nn.utils.clip_grad_norm_(module.parameters(), 0.05),
     "noise on gradients": lambda module: [one.grad.add_(0.001) for one in module.parameters()],
+    "random noise on gradients": _on_gradients(lambda one: one.grad.add_(0.01 * torch.randn_like(one.grad))),
+    "random noise of the shape": _on_gradients(lambda one: one.grad.add_(0.01 * torch.randn(one.grad.shape))),
+    "mask of the shape": _on_gradients(lambda one: one.grad.mul_(_wave(one.shape) > -0.3)),
+    "masked gradients assigned": _on_gradients(lambda one: setattr(one, "grad", one.grad * (_wave(one.shape) > -0.3))),
+    "mask made of values": _on_gradients(lambda one: one.grad.mul_(one.detach() > 0)),
+    "gradients of the shape assigned": _on_gradients(lambda one: setattr(one, "grad", 0.1 * _wave(one.shape))),
+    "gradients assigned before they are read": lambda module: [
+        setattr(one, "grad", 0.1 * _wave(one.shape)) for one in module.parameters()
+    ],
+    "items of gradients": _on_gradients(_set_items),
+    "values after gradients": _on_gradients(
+        lambda one: one.data.add_(one.grad, alpha=0.01).mul_(_wave(one.shape) > -0.9)
+    ),
+    "values assigned after gradients": _on_gradients(lambda one: setattr(one, "data", 0.1 * _wave(one.shape))),
+    "rows of values after gradients": _on_gradients(lambda one: one.data.__setitem__(0, 0.01)),
+    "pulled to kept values": _pulled_to_kept,
+    "adaptive clipping by the size": _on_gradients(
+        lambda one: one.grad.mul_(torch.rsqrt(one.grad.norm() ** 2 / one.numel() + 1e-3) * 0.01)
+    ),
 }
 REFUSED = [
     "hook reduces gradient of init", "rates by norm", "hook reduces gradient", "hook centres gradient",
@@ -258,13 +308,14 @@ RIGHT = [name for table in TABLES for name in table if name not in REFUSED]
 def _fit(rank: int, world: int, name: str, stage: int | None, more: dict[str, Any]) -> dict[str, Tensor]:
     strategy = "auto" if stage is None else ZeroStrategy(stage=stage, tensor_parallel=2, **more)  # type: ignore[arg-type]
     fitted = trainer(rank, world, strategy, max_steps=STEPS, limit_val_batches=0)
-    fitted.fit(User(name), loaders("hand-separate", 1, 0)["train_dataloaders"])
+    size = 1 if stage is None else 2
+    fitted.fit(User(name), loaders("hand-separate", world // size, rank // size)["train_dataloaders"])
     return {name: value for name, value in weights(fitted).items() if not name.startswith(("mean", "count"))}
 
 
-def _compare(name: str, stage: int, more: dict[str, Any] | None = None) -> None:
+def _compare(name: str, stage: int, more: dict[str, Any] | None = None, world: int = 2) -> None:
     expected = run(_fit, 1, name, None, {})[0]
-    for got in run(_fit, 2, name, stage, more or {}):
+    for got in run(_fit, world, name, stage, more or {}):
         assert_equal(got, expected, BOUND, name)
 
 
@@ -291,6 +342,16 @@ def test_stages_with_whole_parameters_train_them_too(name: str, stage: int) -> N
 )
 def test_programs_train_where_parameters_are_released(name: str) -> None:
     _compare(name, 3)
+
+
+AT_STAGES = [(name, stage) for name in BEFORE_STEP for stage in (2, 3) if (name, stage) != ("pulled to kept values", 3)]
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"), sample(AT_STAGES, ("items of gradients", 2), ("random noise on gradients", 3))
+)
+def test_programs_change_gradients_of_which_a_rank_has_a_segment_of_a_part(name: str, stage: int) -> None:
+    _compare(name, stage, world=4)
 
 
 @pytest.mark.parametrize("name", sample(["clamp", "kaiming"], "clamp"))

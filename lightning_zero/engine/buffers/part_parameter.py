@@ -327,8 +327,9 @@ def _beside_segments(func: Callable[..., Any], name: str, args: Any, kwargs: Any
     shown = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PartParameter)), None)
     if shown is not None:
         _known_face(shown).refuse(name)
-    args, kwargs = tree_map_only(PartValues, lambda one: one.as_subclass(Tensor), (args, kwargs))
-    return func(*args, **kwargs)
+    segments = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, (SegmentParameter, ShardedGradient))]
+    cls: Any = type(next((leaf for leaf in segments if isinstance(leaf, ShardedGradient)), segments[0]))
+    return cls.__torch_function__(func, (cls,), args, kwargs)
 
 
 def _metadata(func: Callable[..., Any], args: tuple[Any, ...], *, kwargs: Any, name: str, face: PartFace) -> Any:

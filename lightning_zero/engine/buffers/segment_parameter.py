@@ -123,7 +123,8 @@ def _cut_beside(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     tensors = _tensors(args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         shapes = {leaf.shape for leaf in tensors if has_class(leaf, SegmentParameter)}
-    if all(type(leaf) is not torch.Tensor or leaf.dim() == 0 or leaf.shape in shapes for leaf in tensors):
+    others = [leaf for leaf in tensors if type(leaf) is torch.Tensor or hasattr(leaf, "face")]
+    if all(leaf.dim() == 0 or leaf.shape in shapes for leaf in others):
         return args, kwargs
     params: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
+from lightning_zero.boxes import Part
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.buffers.parameter import operation_of
 from lightning_zero.errors import PipelineError, ShardedGradientError
@@ -35,6 +36,7 @@ __all__ = [
     "cut_all",
     "draw",
     "is_elementwise",
+    "kept_part",
     "mark_of_stage",
     "norm_of_norms",
     "norm_over_ranks",
@@ -73,16 +75,41 @@ _ALIASES = {
 
 
 class Cut(NamedTuple):
-    """Elements ``[start, stop)`` of a parameter: those that this rank holds."""
+    """Elements ``[start, stop)`` of a parameter, or of a part of it: those that this rank holds.
+
+    Attributes:
+        name: Of the parameter.
+        shape: Of the whole parameter.
+        start: The first of the elements, in row-major order.
+        stop: Behind the last one.
+        part: That the ranks of this one's group have, if it is not all of the parameter.
+    """
 
     name: str
     shape: torch.Size
     start: int
     stop: int
+    part: Part | None = None
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """Return them: (stop - start,)."""
-        return whole.reshape(-1)[self.start : self.stop]
+        return self.of_part(whole if self.part is None else self.part.read(whole))
+
+    def of_part(self, values: torch.Tensor) -> torch.Tensor:
+        """Return them of a tensor of the part's shape: (stop - start,)."""
+        return values.reshape(-1)[self.start : self.stop]
+
+    def spread(self, segment: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the whole shape with the elements in their places, and zeros."""
+        local = torch.zeros(
+            self.shape if self.part is None else self.part.shape, dtype=segment.dtype, device=segment.device
+        )
+        self.of_part(local).copy_(segment)
+        if self.part is None:
+            return local
+        whole = torch.zeros(self.shape, dtype=segment.dtype, device=segment.device)
+        self.part.write(whole, local)
+        return whole
 
 
 _SHAPE_QUESTIONS = frozenset([
@@ -281,6 +308,9 @@ def _cut_beside(grad: ShardedGradient | None, value: Any, name: str, is_written:
     if isinstance(value, ShardedGradient):
         require_same_part(cut, type(value).cut, name)
         return value
+    local = kept_part(cut, value, name)
+    if local is not None and cut is not None and not is_written:
+        return cut.of_part(local)
     with torch._C.DisableTorchFunctionSubclass():
         shape, other = grad.shape, value.shape
     if cut is None or other == shape or (other.numel() == 1 and len(other) < 2 and not is_written):
@@ -288,7 +318,7 @@ def _cut_beside(grad: ShardedGradient | None, value: Any, name: str, is_written:
     if other == cut.shape and not is_written:
         return cut.of(value)
     raise ShardedGradientError(
-        f"`{name}` got the {grad.noun} of `{cut.name}`, of which this rank holds elements {cut.start} to {cut.stop},"
+        f"`{name}` got the {grad.noun} of `{cut.name}`, of which this rank holds {_range_of(cut)},"
         f" {'writes to' if is_written else 'and'} a tensor of shape {tuple(other)}. Give it one of the whole"
         f" parameter's shape, {tuple(cut.shape)}, which is cut, or of the segment's, {tuple(shape)}, as its result has;"
         f" or take `strategy.{grad.reader}(param)` (`engine.{grad.reader}(param)`) on every rank."
@@ -309,10 +339,32 @@ def require_same_part(mine: Cut | None, other: Cut | None, name: str) -> None:
     ):
         return
     raise ShardedGradientError(
-        f"`{name}` got segments of `{mine.name}` and `{other.name}`, of which this rank holds elements {mine.start} to"
-        f" {mine.stop} of {tuple(mine.shape)} and {other.start} to {other.stop} of {tuple(other.shape)}: they are not"
+        f"`{name}` got segments of `{mine.name}` and `{other.name}`, of which this rank holds {_range_of(mine)} and"
+        f" {_range_of(other)}: they are not"
         " of the same elements. Use whole ones, `strategy.full_grad(param)` (`engine.full_grad(param)`) on every rank."
     )
+
+
+def kept_part(cut: Cut | None, value: torch.Tensor, name: str) -> torch.Tensor | None:
+    """Return values of the part of a parameter that a program has made outside of the step window; None: of none.
+
+    Raises:
+        ShardedGradientError: They are of another part.
+    """
+    face = getattr(value, "face", None)
+    if face is None:
+        return None
+    if cut is None or face.part != cut.part:
+        raise ShardedGradientError(
+            f"`{name}` got a segment and values of `{face.name}`, of which this rank has other elements. Use whole"
+            " ones, `strategy.full_param(param)` and `strategy.full_grad(param)`, on every rank."
+        )
+    return value.as_subclass(torch.Tensor)
+
+
+def _range_of(cut: Cut) -> str:
+    part = "" if cut.part is None else f"a part of shape {cut.part.shape} of "
+    return f"elements {cut.start} to {cut.stop} of {part}{tuple(cut.shape)}"
 
 
 def _as_those(grads: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -346,10 +398,7 @@ def draw(func: Callable[..., Any], grad: ShardedGradient, args: Any, kwargs: Any
 def _spread(cut: Cut, grad: ShardedGradient, name: str) -> torch.Tensor:
     """Return a tensor of a whole gradient's shape with this rank's segment in its place, and zeros."""
     require_same_part(cut, type(grad).cut, name)
-    segment = grad.detach().as_subclass(torch.Tensor)
-    whole = torch.zeros(cut.shape, dtype=segment.dtype, device=segment.device)
-    cut.of(whole).copy_(segment)
-    return whole
+    return cut.spread(grad.detach().as_subclass(torch.Tensor))
 
 
 def _set_items(grad: ShardedGradient, index: Any, value: Any) -> None:

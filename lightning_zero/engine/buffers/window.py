@@ -29,6 +29,7 @@ from lightning_zero.engine.buffers.sharded_gradient import (
     Cut,
     ShardedGradient,
     StageGradient,
+    kept_part,
     require_same_part,
     sharded_gradient_class,
 )
@@ -177,8 +178,19 @@ class BufferWindow:
         return self._param_classes[index]
 
     def _cut_of(self, index: int) -> Cut:
-        slot = self._spec.layout.slots[index]
-        return Cut(slot.name, torch.Size(slot.shape), *self._spec.own_range.elements(index))
+        part = self._spec.part(index)
+        start, stop = self._spec.own_range.elements(index)
+        return Cut(self._spec.layout.slots[index].name, self._whole_shape(index), start, stop, part)
+
+    def _whole_shape(self, index: int) -> torch.Size:
+        """Return the shape of the whole parameter, of which a slot may be a part."""
+        part = self._spec.part(index)
+        return torch.Size(self._spec.layout.slots[index].shape if part is None else part.whole)
+
+    def _of_group(self, index: int, values: torch.Tensor) -> torch.Tensor:
+        """Return the part of a whole tensor that this rank's group has."""
+        part = self._spec.part(index)
+        return values if part is None or values.shape != self._whole_shape(index) else part.read(values)
 
     def strip(self, index: int) -> None:
         """Make a parameter and its gradient plain tensors: optimizers have fast paths for exact classes only."""
@@ -215,9 +227,10 @@ class BufferWindow:
             return
         if grad is self._shown.get(index) or self._gradients.is_sum(index, grad):  # `p.grad *= 2`
             return
-        grad = _ordinary_memory(grad)
+        local = kept_part(self._cut_of(index), grad, "grad = ...")
+        grad = _ordinary_memory(grad if local is None else local)
         if index not in self._entered:
-            set_raw_grad(param, _apart(grad))
+            set_raw_grad(param, _apart(self._of_group(index, grad)))
             self._gradients.forget([index])
             return
         is_whole = self._is_whole(index, grad)
@@ -240,7 +253,7 @@ class BufferWindow:
         """Say whether a tensor assigned to an entered parameter is a whole gradient, or a segment of all elements."""
         if not self._spec.sharding.optim or isinstance(grad, ShardedGradient):
             return False
-        return grad.shape == torch.Size(self._spec.layout.slots[index].shape)
+        return grad.shape in (self._whole_shape(index), torch.Size(self._spec.layout.slots[index].shape))
 
     def _may_be_segment(self, index: int) -> bool:
         """Say whether a whole gradient has the shape that a segment has on some rank."""
@@ -329,13 +342,14 @@ class BufferWindow:
         self._gradients.mark_reduced()
 
     def _take_whole(self, index: int, grad: torch.Tensor, is_other: bool = False) -> None:
-        digest = Digest.of(grad)._replace(is_other=is_other)
+        local = self._of_group(index, grad)
+        digest = Digest.of(local)._replace(is_other=is_other)
         if index not in self._entered or not self._may_be_segment(index):
             self.assigned[index] = digest
         else:  # the other ranks may not come to compare
             refuse_two_changes(self._spec.layout.slots[index].name, [digest])
         start, stop = self._spec.own_range.elements(index)
-        self._gradients.assign(index, grad.reshape(-1)[start:stop])
+        self._gradients.assign(index, local.reshape(-1)[start:stop])
         self._gradients.assigned.sources[index] = Source.of(grad)
 
     def _take_source(self, index: int) -> None:
@@ -419,15 +433,15 @@ class BufferWindow:
 
     def _own_part(self, index: int, values: torch.Tensor, segment: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the tensor to which ``data`` was pointed: a segment, or a whole parameter."""
-        slot = self._spec.layout.slots[index]
-        if values.numel() != segment.numel() and values.shape == torch.Size(slot.shape):
+        slot, whole = self._spec.layout.slots[index], self._whole_shape(index)
+        if values.numel() != segment.numel() and values.shape in (whole, torch.Size(slot.shape)):
             start, stop = self._spec.own_range.elements(index)
-            values = values.reshape(-1)[start:stop]
+            values = self._of_group(index, values).reshape(-1)[start:stop]
         if values.numel() != segment.numel():
             raise RuntimeError(
                 f"`.data` of parameter `{slot.name}` was pointed to a tensor of shape {tuple(values.shape)} in the step"
-                f" window, which `p.grad` opens and where this rank has {segment.numel()} of its {slot.numel} elements."
-                f" Give it a tensor of the segment's shape or of the whole parameter's, {tuple(slot.shape)}."
+                f" window, which `p.grad` opens and where this rank has {segment.numel()} of {whole.numel()} elements."
+                f" Give it a tensor of the segment's shape or of the whole parameter's, {tuple(whole)}."
             )
         return values.reshape(segment.shape)
 
