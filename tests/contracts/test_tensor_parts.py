@@ -344,14 +344,12 @@ def test_programs_train_where_parameters_are_released(name: str) -> None:
     _compare(name, 3)
 
 
-AT_STAGES = [(name, stage) for name in BEFORE_STEP for stage in (2, 3) if (name, stage) != ("pulled to kept values", 3)]
+SEGMENTS = [(name, stage) for name in BEFORE_STEP for stage in (2, 3) if (name, stage) != ("pulled to kept values", 3)]
 
 
-@pytest.mark.parametrize(
-    ("name", "stage"), sample(AT_STAGES, ("items of gradients", 2), ("random noise on gradients", 3))
-)
-def test_programs_change_gradients_of_which_a_rank_has_a_segment_of_a_part(name: str, stage: int) -> None:
-    _compare(name, stage, world=4)
+@pytest.mark.parametrize("case", sample(SEGMENTS, ("items of gradients", 2), ("random noise on gradients", 3)))
+def test_programs_change_gradients_of_which_a_rank_has_a_segment_of_a_part(case: tuple[str, int]) -> None:
+    _compare(*case, world=4)
 
 
 @pytest.mark.parametrize("name", sample(["clamp", "kaiming"], "clamp"))
