@@ -508,3 +508,21 @@ def _module_buffers(rank: int, world: int, stage: int) -> list[float]:
 @stages
 def test_module_buffers_are_those_of_rank_zero_in_every_scope(stage: int) -> None:
     assert worlds.run(_module_buffers, 2, stage) == [[1.0, 5.0]] * 2
+
+
+# -- A unit that is frozen while its gradients wait --------------------------------------------------------------------
+
+
+def _frozen_between_microbatches(rank: int, world: int) -> None:
+    engine, module = _engine(1)
+    optimizer = engine.attach(torch.optim.SGD(module.parameters(), lr=0.1))
+    for last in (False, True):
+        with engine.microbatch(last):
+            token_loss(module, rank, int(last)).backward()
+        module.blocks[1].requires_grad_(False)  # type: ignore[index]
+    with pytest.raises(RuntimeError, match=r"All parameters of `blocks\.1` were frozen .* freeze them behind a step"):
+        optimizer.step()
+
+
+def test_a_unit_that_is_frozen_between_micro_batches_is_named() -> None:
+    worlds.run(_frozen_between_microbatches, 2)

@@ -312,10 +312,16 @@ class ShardedOptimizer:
         """Refuse a step while micro-batches wait for the last one: it would be another one on every rank."""
         for buffer, index in self.places:
             if buffer.gradients.is_waiting and index in buffer.gradients.waiting:
+                is_frozen = not any(param.requires_grad for param in buffer.params)
                 raise RuntimeError(
-                    f"`optimizer.step()` was called behind `microbatch(last=False)`: the gradient of"
-                    f" `{buffer.layout.slots[index].name}` waits on every rank for the last micro-batch, and is not"
-                    " averaged. Run the last backward before a step inside `microbatch(last=True)`, or outside."
+                    f"`optimizer.step()` was called while the gradient of `{buffer.layout.slots[index].name}` waits on"
+                    " every rank for the last micro-batch, and is not averaged. "
+                    + (
+                        f"All parameters of `{buffer.name}` were frozen (`requires_grad_(False)`) before it: freeze"
+                        " them behind a step."
+                        if is_frozen
+                        else "Run the last backward before a step inside `microbatch(last=True)`, or outside."
+                    )
                 )
 
     def _show_gradients(self) -> None:
