@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_zero.checkpoint import directory
+from lightning_zero.checkpoint.autotp import CutRules
 from lightning_zero.checkpoint.deepspeed import find_deepspeed, read_deepspeed
+from lightning_zero.checkpoint.joined import Copies
 
 __all__ = ["convert", "read_foreign"]
 
@@ -21,28 +23,38 @@ EXPECTED: dict[str, Any] = {
 }
 
 
-def convert(checkpoint: str, out: str) -> None:
+def convert(
+    checkpoint: str, out: str, tensor_plan: dict[str, Any] | str | None = None, copies: Copies = "equal"
+) -> None:
     """Make a checkpoint directory of one that another strategy wrote, optimizer states included.
 
     Tensors are read and written one by one, and no code in the files is run. For one file of it: ``consolidate``.
 
     Args:
-        checkpoint: A directory of DeepSpeed's ZeRO stage 1, 2 or 3, alone or under Lightning, or a sharded checkpoint
-            of Lightning's strategies for FSDP or of its ``ModelParallelStrategy``, with tensor parallelism or without.
+        checkpoint: A directory of DeepSpeed's ZeRO stage 1, 2 or 3, alone or under Lightning, with AutoTP or without,
+            or a sharded checkpoint of Lightning's strategies for FSDP or of its ``ModelParallelStrategy``, with tensor
+            parallelism or without.
         out: The directory to write.
+        tensor_plan: For checkpoints of AutoTP that do not say how parameters are cut (before DeepSpeed 0.19.8): a YAML
+            file, or a dict, with ``rules`` from name patterns to ``column``, ``row``, ``vocab``, ``whole``, ``{packed:
+            sections}`` or ``{cut: dim}``.
+        copies: For values that every tensor rank of AutoTP has: ``equal`` refuses those that differ between ranks,
+            ``first`` takes those of the first rank.
 
     Raises:
         FileExistsError: There is something at ``out``.
         FileNotFoundError: There is no checkpoint.
-        ValueError: It is damaged, or of another kind.
+        ValueError: It is damaged, or of another kind, or the parts of tensor ranks cannot be joined.
+        TypeError: The plan is no plan.
         pickle.UnpicklingError: It names something that could run code.
     """
     if os.path.lexists(out):
         raise FileExistsError(f"`{out}` exists. Remove it, or choose another name.")
-    directory.save(None, read_foreign(Path(checkpoint)), out, full=False)
+    rules = None if tensor_plan is None else CutRules(tensor_plan)
+    directory.save(None, read_foreign(Path(checkpoint), rules, copies), out, full=False)
 
 
-def read_foreign(path: Path) -> dict[str, Any]:
+def read_foreign(path: Path, rules: CutRules | None = None, copies: Copies = "equal") -> dict[str, Any]:
     """Return a checkpoint of another strategy as a dictionary; its tensors are read when their values are used.
 
     Raises:
@@ -53,7 +65,11 @@ def read_foreign(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise FileNotFoundError(f"`{path}` is not a directory. Single files need no conversion.")
     folder = find_deepspeed(path)
-    content = read_deepspeed(folder) if folder is not None else _read_lightning(path)
+    if folder is None and rules is not None:
+        raise ValueError(
+            f"`{path}` is no checkpoint of DeepSpeed: it says itself how parameters are cut. Give no plan."
+        )
+    content = read_deepspeed(folder, rules, copies) if folder is not None else _read_lightning(path)
     steps = content.get("deepspeed", {}).get("global_steps", 0)
     return {**EXPECTED, "global_step": steps, **content}
 

@@ -11,11 +11,16 @@ Note [Layout]
     of a group has its parts one after the other.
 
     As ``deepspeed/utils/zero_to_fp32.py`` reads them.
+
+    With AutoTP each tensor rank t has such files, with ``mp_rank_<t>`` in their names, of its parts of the parameters.
+    Each rank is read by itself, and the parts are joined (``tensor_ranks.py``).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -23,8 +28,11 @@ from typing import Any
 
 import torch
 
+from lightning_zero.checkpoint.autotp import CutRules
+from lightning_zero.checkpoint.joined import Copies
 from lightning_zero.checkpoint.planner import Segment
 from lightning_zero.checkpoint.stored import StoredTensor
+from lightning_zero.checkpoint.tensor_ranks import PREFIX, TensorRank, join
 from lightning_zero.checkpoint.unpickling import load_deepspeed
 
 __all__ = ["find_deepspeed", "read_deepspeed"]
@@ -38,7 +46,8 @@ INTERNAL = frozenset(
     {
         "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
         "shared_params", "data_sampler", "random_ltd", "sparse_tensor_module_names", "csr_tensor_module_names",
-        "dp_world_size", "mp_world_size", "ds_config", "autoep_layers", *PROGRESS,
+        "dp_world_size", "mp_world_size", "ds_config", "autoep_layers", "ds_autoep_layers", "universal_checkpoint_info",
+        "checkpoint_parallel_dimensions", *PROGRESS,
     }
 )  # fmt: skip
 
@@ -50,28 +59,45 @@ def find_deepspeed(path: Path) -> Path | None:
     return next((folder for folder in candidates if any(folder.glob(MODEL_STATES))), None)
 
 
-def read_deepspeed(folder: Path) -> dict[str, Any]:
+def read_deepspeed(folder: Path, rules: CutRules | None = None, copies: Copies = "equal") -> dict[str, Any]:
     """Read a folder of DeepSpeed's ZeRO as a strategy's checkpoint.
 
     ``state_dict`` has the fp32 masters, and buffers and frozen parameters as they are. ``optimizer_states`` are by
     parameter name. Tensors are ``StoredTensor``s: files are mapped into memory and read tensor by tensor. Entries that
     the user or Lightning put into the client state are beside them; DeepSpeed's own progress is under ``deepspeed``.
 
+    Args:
+        folder: The files of a tag.
+        rules: How parameters are cut over tensor ranks, where the files do not say it.
+        copies: For values that all tensor ranks have: ``"equal"`` refuses those that differ, ``"first"`` takes those of
+            the first rank.
+
     Raises:
-        ValueError: A file is missing, damaged, or of a program with model or expert parallelism.
+        ValueError: A file is missing, exchanged, damaged, or of a program with pipeline or expert parallelism; or parts
+            of tensor ranks cannot be joined.
         pickle.UnpicklingError: A file names something that could run code.
     """
-    model_files = sorted(folder.glob(MODEL_STATES), key=_rank_of)
-    optimizer_files = sorted(folder.glob(OPTIMIZER_STATES), key=_rank_of)
-    _check_files(folder, model_files, optimizer_files)
+    ranks = [_read_rank(folder, *files) for files in _files_by_tensor_rank(folder)]
+    if len(ranks) > 1:
+        return join(folder, ranks, rules, copies)
+    if rules is not None:
+        raise ValueError(f"`{folder}` has parameters as a whole: it was written without tensor ranks. Give no plan.")
+    return ranks[0].content
+
+
+def _read_rank(folder: Path, model_files: Sequence[Path], optimizer_files: Sequence[Path]) -> TensorRank:
+    """Read the files of a tensor rank."""
     models = [load_deepspeed(path) for path in model_files]
     optimizers = [_entry(load_deepspeed(path), "optimizer_state_dict", path) for path in optimizer_files]
     stage = int(_entry(optimizers[0], "zero_stage", optimizer_files[0]))
     _check_world(optimizers, optimizer_files)
     if stage == 3 and len(models) != len(optimizers):
         raise ValueError(f"`{folder}` has model states of {len(models)} ranks and {len(optimizers)} optimizer states.")
+    _check_axes(folder, models[0])
     source = _Partitions(folder, len(optimizers), stage)
-    return {**_client_state(models[0]), **_tensors(source, models, optimizers)}
+    content = {**_client_state(models[0]), **_tensors(source, models, optimizers)}
+    buffers = frozenset(name.removeprefix(PREFIX) for name in models[0]["buffer_names"])
+    return TensorRank(content, buffers, models[0].get("universal_checkpoint_info") or {})
 
 
 def _rank_of(path: Path) -> int:
@@ -80,16 +106,67 @@ def _rank_of(path: Path) -> int:
     return int(tail.split("_")[0]) if tail else 0
 
 
-def _check_files(folder: Path, model_files: Sequence[Path], optimizer_files: Sequence[Path]) -> None:
-    if not optimizer_files:
+def _tensor_rank_of(path: Path) -> int:
+    """Return t of ``mp_rank_<t>_``."""
+    found = re.search(r"mp_rank_(\d+)_", path.name)
+    return int(found[1]) if found else 0
+
+
+def _files_by_tensor_rank(folder: Path) -> list[tuple[list[Path], list[Path]]]:
+    """Return the model files and the optimizer files of every tensor rank, in the order of the data ranks."""
+    paths = [sorted(folder.glob(pattern), key=_rank_of) for pattern in (MODEL_STATES, OPTIMIZER_STATES)]
+    if not paths[1]:
         raise ValueError(f"`{folder}` has no `{OPTIMIZER_STATES}`: it was not written by ZeRO stage 1, 2 or 3.")
-    parallel = [path for path in (*model_files, *optimizer_files) if "mp_rank_00" not in path.name]
-    if parallel or any(folder.glob("layer_*")) or any(folder.glob("*expert*")):
-        raise ValueError(f"`{folder}` is of a program with model, pipeline or expert parallelism: not supported.")
-    for files in (model_files, optimizer_files):
-        absent = [rank for rank, path in enumerate(files) if _rank_of(path) != rank]
-        if absent:
-            raise ValueError(f"`{folder}` lacks the file of rank {absent[0]} beside `{files[-1].name}`.")
+    if any(folder.glob("layer_*")) or any(folder.glob("*expert*")):
+        raise ValueError(f"`{folder}` is of a program with pipeline or expert parallelism: not supported.")
+    num_ranks = 1 + max(_tensor_rank_of(path) for files in paths for path in files)
+    found = [
+        tuple([one for one in files if _tensor_rank_of(one) == rank] for files in paths) for rank in range(num_ranks)
+    ]
+    for rank, (models, optimizers) in enumerate(found):
+        for files in (models, optimizers):
+            _check_files(folder, rank, files)
+    return found  # type: ignore[return-value]
+
+
+def _check_files(folder: Path, tensor_rank: int, files: Sequence[Path]) -> None:
+    if not files:
+        raise ValueError(
+            f"`{folder}` lacks files of tensor rank {tensor_rank} (`*mp_rank_{tensor_rank:02d}*`), and has some of"
+            " others."
+        )
+    absent = [rank for rank, path in enumerate(files) if _rank_of(path) != rank]
+    if absent:
+        raise ValueError(f"`{folder}` lacks the file of rank {absent[0]} beside `{files[-1].name}`.")
+    for path in files:
+        written = _written_as(path)
+        if "mp_rank_" in written and written != path.stem:
+            raise ValueError(
+                f"`{path}` was written as `{written}{path.suffix}`: it is the file of another rank. Give every file its"
+                " first name."
+            )
+
+
+def _written_as(path: Path) -> str:
+    """Return the name, without its ending, that a file was written with: ``torch.save`` gives it to a folder inside."""
+    if not zipfile.is_zipfile(path):
+        return ""
+    with zipfile.ZipFile(path) as archive:
+        return next(iter(archive.namelist()), "").split("/")[0]
+
+
+def _check_axes(folder: Path, model: Mapping[str, Any]) -> None:
+    """Refuse checkpoints of other numbers of tensor ranks than there are files, and of other axes."""
+    num_ranks = len({_tensor_rank_of(path) for path in folder.glob(MODEL_STATES)})
+    axes = model.get("checkpoint_parallel_dimensions") or {}
+    written = {int(size) for size in (model.get("mp_world_size"), axes.get("tp_degree")) if size is not None}
+    if written - {num_ranks}:
+        raise ValueError(
+            f"`{folder}` was written by {max(written)} tensor ranks, and has the files of {num_ranks}. A file is"
+            " missing, or left from another save."
+        )
+    if axes.get("pp_degree", 1) != 1 or model.get("ds_autoep_layers") or model.get("autoep_layers"):
+        raise ValueError(f"`{folder}` is of a program with pipeline or expert parallelism: not supported.")
 
 
 def _check_world(optimizers: Sequence[Mapping[str, Any]], files: Sequence[Path]) -> None:
@@ -134,11 +211,10 @@ def _tensors(source: _Partitions, models: Sequence[Any], optimizers: Sequence[An
     values = {one.name: source.add(one.name, one, [groups[one.group] for groups in masters]) for one in parameters}
     values |= _frozen(source, models)
     values |= {name: _full_precision(models[0]["module"][name]) for name in models[0]["buffer_names"]}
-    values |= _left_in_module(models[0]["module"], values)
+    values |= _left_in_module(models[0]["module"], values, source.stage)
     for alias, name in _shared(models[0], values).items():
         values[alias] = values[name]
-    prefix = "_forward_module."
-    strip = len(prefix) if values and all(name.startswith(prefix) for name in values) else 0
+    strip = len(PREFIX) if values and all(name.startswith(PREFIX) for name in values) else 0
     order = [*dict.fromkeys([*models[0]["module"], *values])]
     return {
         "state_dict": {name[strip:]: values[name] for name in order if name in values},
@@ -251,15 +327,17 @@ def _full_precision(buffer: torch.Tensor) -> torch.Tensor:
     return buffer.float() if buffer.dtype in (torch.float16, torch.bfloat16) else buffer
 
 
-def _left_in_module(module: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return frozen parameters of stage 1, and extra state; not the empty stand-ins of stage 3, nor tied parameters."""
-    places = {value.data_ptr() for name, value in module.items() if name in known and isinstance(value, torch.Tensor)}
-    return {
-        name: value
-        for name, value in module.items()
-        if name not in known
-        and not (isinstance(value, torch.Tensor) and (value.numel() == 0 or value.data_ptr() in places))
+def _left_in_module(module: Mapping[str, Any], known: Mapping[str, Any], stage: int) -> dict[str, Any]:
+    """Return frozen parameters of stage 1, and extra state; not the empty stand-ins of stage 3, nor tied parameters.
+
+    A tensor rank may have a part without elements of a frozen parameter.
+    """
+    tensors = {name: value for name, value in module.items() if isinstance(value, torch.Tensor)}
+    places = {value.data_ptr() for name, value in tensors.items() if name in known and value.numel()}
+    left_out = {
+        name for name, value in tensors.items() if (value.data_ptr() in places if value.numel() else stage == 3)
     }
+    return {name: value for name, value in module.items() if name not in known and name not in left_out}
 
 
 def _shared(model: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, str]:

@@ -7,11 +7,13 @@ After ``state_dict`` of ``runtime/zero/stage_1_and_2.py`` and ``stage3.py`` and 
 from __future__ import annotations
 
 import contextlib
+import copy
 import enum
+import re
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["write"]
+__all__ = ["Cuts", "affine_info", "deepspeed_classes", "part", "write", "write_parts"]
 
 SUB_GROUP = 3  # parameters in a flat group of stage 3
 
@@ -51,7 +53,7 @@ CLASSES = {
 
 
 @contextlib.contextmanager
-def _deepspeed() -> Iterator[None]:
+def deepspeed_classes() -> Iterator[None]:
     """Let the classes above be pickled under DeepSpeed's names."""
     was = {cls: cls.__module__ for cls in CLASSES.values()}
     try:
@@ -69,21 +71,128 @@ def _deepspeed() -> Iterator[None]:
             cls.__module__ = module
 
 
+# By parameter name the dimension, and of every section along it the extent that each tensor rank has.
+Cuts = Mapping[str, tuple[int, Sequence[Sequence[int]]]]
+
+
 def write(
-    folder: Path, model: nn.Module, optimizer: Optimizer, stage: int, world: int, client: dict[str, Any] | None = None
+    folder: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    stage: int,
+    world: int,
+    client: dict[str, Any] | None = None,
+    tensor_rank: int = 0,
 ) -> None:
     """Write ``<folder>/global_step3`` and ``latest``; with a client state in Lightning's folder ``checkpoint``."""
     tag = "global_step3" if client is None else "checkpoint"
-    (folder / tag).mkdir(parents=True)
+    (folder / tag).mkdir(parents=True, exist_ok=tensor_rank > 0)
     (folder / "latest").write_text(tag)
-    with _deepspeed():
+    mp_rank = f"mp_rank_{tensor_rank:02d}"
+    with deepspeed_classes():
         for rank in range(world):
             if rank == 0 or stage == 3:
                 prefix = f"zero_pp_rank_{rank}_" if stage == 3 else ""
                 content = {**_model_states(model, optimizer, stage, world, rank), **(client or {})}
-                torch.save(content, folder / tag / f"{prefix}mp_rank_00_model_states.pt")
+                torch.save(content, folder / tag / f"{prefix}{mp_rank}_model_states.pt")
             content = {"optimizer_state_dict": _optimizer_states(optimizer, stage, world, rank), "ds_version": "0.17.0"}
-            torch.save(content, folder / tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+            torch.save(content, folder / tag / f"bf16_zero_pp_rank_{rank}_{mp_rank}_optim_states.pt")
+
+
+# -- AutoTP ------------------------------------------------------------------------------------------------------------
+
+
+def write_parts(
+    folder: Path, model: nn.Module, optimizer: Optimizer, stage: int, *, world: int, cuts: Cuts, client: dict[str, Any]
+) -> None:
+    """Write the files of every tensor rank, each with its parts, as after ``tensor_parallel.autotp_size``.
+
+    After ``TensorParallel_Layer._tp_partition`` of ``module_inject/layers.py``: parts are the data of the parameters.
+    """
+    num_ranks = len(next(iter(cuts.values()))[1][0])
+    axes = {"mp_world_size": num_ranks, "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": num_ranks}}
+    for rank in range(num_ranks):
+        local, its_optimizer = copy.deepcopy((model, optimizer))
+        for name, param in local.named_parameters():
+            for slot, value in its_optimizer.state.get(param, {}).items():
+                if value.ndim > 0:
+                    its_optimizer.state[param][slot] = part(value, cuts.get(name), rank)
+            param.data = part(param.data, cuts.get(name), rank)
+            if name in cuts and param.numel() == 0:
+                _leave_out(its_optimizer, param)
+        write(folder, local, its_optimizer, stage, world, client={**axes, **client}, tensor_rank=rank)
+
+
+def _leave_out(optimizer: Optimizer, param: nn.Parameter) -> None:
+    """Take a parameter without elements out of its group, as DeepSpeed does."""
+    for group in optimizer.param_groups:
+        group["params"] = [one for one in group["params"] if one is not param]
+    optimizer.state.pop(param, None)
+
+
+def part(whole: Tensor, cut: tuple[int, Sequence[Sequence[int]]] | None, rank: int) -> Tensor:
+    """Return a rank's part of a tensor, as ``_partition_logical_tensor``."""
+    if cut is None:
+        return whole.clone()
+    dim, widths = cut
+    sections = whole.split([sum(section) for section in widths], dim)
+    return torch.cat(
+        [one.split(list(section), dim)[rank] for one, section in zip(sections, widths, strict=True)], dim
+    ).clone()
+
+
+def affine_info(model: nn.Module, cuts: Cuts) -> dict[str, Any]:
+    """Return what ``collect_autotp_universal_checkpoint_info`` of DeepSpeed 0.19.8 publishes: the affine maps.
+
+    Beside them are lists of name patterns, which older converters read.
+    """
+    num_ranks = len(next(iter(cuts.values()))[1][0])
+    params = {
+        rf"^{re.escape(name)}$": _affine_map(tuple(param.shape), cuts.get(name), num_ranks)
+        for name, param in model.named_parameters()
+    }
+    whole = [rf"^{re.escape(name)}$" for name, _ in model.named_parameters() if name not in cuts]
+    return {
+        "universal_checkpoint_version": 0.4,
+        "parameter_with_row_parallelism_patterns": [],
+        "tp_replicated_parameter_patterns": whole,
+        "vocabulary_parameter_patterns": [],
+        "parameter_with_sub_params": [],
+        "autotp_unsupported_parameter_patterns": {},
+        "affine_map": {"version": 1, "params": params},
+    }
+
+
+def _affine_map(shape: tuple[int, ...], cut: Any, num_ranks: int) -> dict[str, Any]:
+    """Return ``ParamAffineMap.to_dict()`` of ``replicated_map``, ``contiguous_split_map`` or ``sub_param_map``."""
+    strides = list(torch.empty(shape, device="meta").stride())
+    if cut is None:
+        place = [0, strides]
+        piece = {"shape": list(shape), "source": place, "dest": place, "locations": list(range(num_ranks))}
+        return {
+            "logical_shape": list(shape),
+            "ranks": {rank: {"shard_shape": list(shape), "pieces": [piece]} for rank in range(num_ranks)},
+        }
+    dim, widths = cut
+    ranks: dict[int, Any] = {}
+    for rank in range(num_ranks):
+        shard = [*shape[:dim], sum(section[rank] for section in widths), *shape[dim + 1 :]]
+        inner = list(torch.empty(shard, device="meta").stride())
+        pieces, begin, end = [], 0, 0
+        for section in widths:
+            extent = section[rank]
+            pieces.append(
+                {
+                    "shape": [*shape[:dim], extent, *shape[dim + 1 :]],
+                    "source": [(begin + sum(section[:rank])) * strides[dim], strides],
+                    "dest": [end * inner[dim], inner],
+                    "locations": [rank],
+                }
+            )
+            begin += sum(section)
+            end += extent
+        ranks[rank] = {"shard_shape": shard, "pieces": pieces}
+    return {"logical_shape": list(shape), "ranks": ranks}
 
 
 def _flat_groups(optimizer: Optimizer, stage: int) -> list[list[Tensor]]:
@@ -177,6 +286,7 @@ def _model_states(model: nn.Module, optimizer: Optimizer, stage: int, world: int
         "global_samples": 24,
         "dp_world_size": world,
         "mp_world_size": 1,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
         "ds_config": {"zero_optimization": {"stage": stage}},
         "ds_version": "0.17.0",
     }

@@ -27,7 +27,7 @@ from tests.lightning_programs import Net, assert_equal, loader, seeded, trainer,
 from tests.sampling import sample
 
 
-def _load(rank: int, world: int, path: str, stage: int) -> Any:
+def load(rank: int, world: int, path: str, stage: int) -> Any:
     engine, model, optimizer = programs.make(stage, 1)
     checkpoint = directory.load(engine, path)
     state.load_model_state(engine, model, checkpoint["state_dict"])
@@ -41,7 +41,7 @@ def test_a_converted_directory_of_deepspeed_loads_with_its_optimizer(stage: int,
     model, optimizer = trained()
     deepspeed_files.write(tmp_path / "theirs", model, optimizer, written, 3)
     assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
-    ranks = worlds.run(_load, 2, str(tmp_path / "ours"), stage)
+    ranks = worlds.run(load, 2, str(tmp_path / "ours"), stage)
     loaded = programs.whole([held for held, _, _ in ranks])
     for name, param in model.named_parameters():
         expected = param if param.requires_grad else param.bfloat16().float()

@@ -140,6 +140,23 @@ def _parallel(folder: Path) -> None:
     shutil.copy(folder / "mp_rank_00_model_states.pt", folder / "mp_rank_01_model_states.pt")
 
 
+def _exchanged(folder: Path) -> None:
+    first, second = (folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1))
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+
+
+def _with_layers(folder: Path) -> None:
+    shutil.copy(folder / "mp_rank_00_model_states.pt", folder / "layer_00-model_states.pt")
+
+
+def _with_experts(folder: Path) -> None:
+    path = folder / "mp_rank_00_model_states.pt"
+    content = torch.load(path, weights_only=True)
+    torch.save({**content, "ds_autoep_layers": [{"num_experts": 4}]}, path)
+
+
 def _cut(folder: Path) -> None:
     os.truncate(folder / "mp_rank_00_model_states.pt", 1000)
 
@@ -157,7 +174,10 @@ def _without_zero(folder: Path) -> None:
         (_one_missing, "lacks the file of rank 1"),
         (_last_missing, "was written by 3 ranks, and has the optimizer states of 2"),
         (_of_other_groups, "group 1 has .* elements, and its parameters need"),
-        (_parallel, "model, pipeline or expert parallelism"),
+        (_parallel, "mp_rank_01_model_states.pt` was written as `mp_rank_00_model_states.pt`"),
+        (_exchanged, "zero_pp_rank_0_mp_rank_00_optim_states.pt` was written as `bf16_zero_pp_rank_1_mp_rank_00_"),
+        (_with_layers, "pipeline or expert parallelism"),
+        (_with_experts, "pipeline or expert parallelism"),
         (_cut, "mp_rank_00_model_states.pt` is damaged"),
         (_without_zero, "was not written by ZeRO stage 1, 2 or 3"),
     ],
