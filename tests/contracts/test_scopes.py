@@ -24,12 +24,13 @@ from torch.optim import Optimizer
 
 from lightning_zero.boxes import Part
 from lightning_zero.checkpoint import directory
-from lightning_zero.config import Communication, LossScale, MixedPrecision, Offload
+from lightning_zero.config import Communication, MixedPrecision, Offload
 from lightning_zero.engine.buffers.gradients import BufferGradients
 from lightning_zero.engine.buffers.group import BufferGroup
 from lightning_zero.engine.buffers.stepped import SteppedValues
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.grid import Grid, ParamAxes
+from lightning_zero.lightning.precision import LossScale
 from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.sharding import NodeRanks, Sharding
 from tests import worlds

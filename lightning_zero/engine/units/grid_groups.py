@@ -63,9 +63,12 @@ class GridGroups:
         """Return the two levels of a group; None: it has one. Collective: the ranks of the group."""
         ranks = tuple(group.ranks)
         if ranks not in self._levels:
-            is_divided = self._node_scope(group) is ShardingScope.NODE
+            is_divided = self._scopes(group).has_nodes
             self._levels[ranks] = _levels(group, self._by_node(group), everyone) if is_divided else None
         return self._levels[ranks]
+
+    def _scopes(self, group: Communicator) -> ShardedOver:
+        return self._sharding(group.world_size, self._node_scope(group))
 
     def _by_node(self, group: Communicator) -> list[list[int]]:
         assert self._nodes is not None
@@ -101,8 +104,7 @@ class GridGroups:
 
         On a grid one rank steps an element, at every stage; see Note [Counted once] in ``grid``.
         """
-        group = self.group(name).communicator
-        sharding = self._sharding(group.world_size, self._node_scope(group))
+        sharding = self._scopes(self.group(name).communicator)
         return replace(sharding, optim=ShardingScope.WORLD) if self._grid is not None else sharding
 
 
