@@ -575,10 +575,11 @@ def test_a_fit_on_nodes_of_the_trainer_agrees_with_stage_3() -> None:
 
 
 def _averages(rank: int, world: int, name: str, folder: str) -> None:
-    expected = test_averaging.fit(rank, world, 3, name, f"{folder}/3")
+    fit = partial(test_averaging.fit, rank, world, name=name, precision="64-true")  # AdamW makes roundings larger
+    expected = fit(strategy=3, folder=f"{folder}/3")
     for row in (HYBRID, SECONDARY, GRADIENTS):
         strategy = ZeroStrategy(stage=_sharding(row, NODE))  # type: ignore[arg-type]
-        assert_equal(test_averaging.fit(rank, world, strategy, name, f"{folder}/{row}"), expected, 1e-6, row)
+        assert_equal(fit(strategy=strategy, folder=f"{folder}/{row}"), expected, 1e-9, row)
 
 
 @pytest.mark.parametrize("name", ["ema", "swa"])
