@@ -75,7 +75,7 @@ class GridGroups:
         return self._nodes.divide(group.ranks)
 
     def _node_scope(self, group: Communicator) -> ShardingScope:
-        """Return what the ranks of a node are among those of a group."""
+        """Return the scope that a node has among the ranks of a group."""
         if self._nodes is None or len(self._by_node(group)) == 1:
             return ShardingScope.WORLD
         return ShardingScope.NODE if self.node_size > 1 else ShardingScope.NONE
