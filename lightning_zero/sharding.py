@@ -19,19 +19,23 @@ Note [Optimizer states over all ranks]
     nodes that copies of them would need is a reduce-scatter and an all-gather. So the scope ``"node"`` of ``optim``
     means ``"world"``: as many bytes are sent (fewer for parameters of 16 bits), and one rank steps, counts and saves an
     element.
+
+Note [Nodes of a grid]
+    Where ranks are a grid, every group of ranks has nodes of its own: those of its ranks that lie on one node. With two
+    tensor ranks a node of eight has four ranks of each data group, over which parts of parameters are sharded, and
+    eight of the parameters that all tensor ranks have. A number counts data ranks, as it does without a grid.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any, Literal
 
 from lightning_zero.option_checks import checked_fields, from_fields
 
-__all__ = ["NodeRanks", "ShardedOver", "Sharding", "ShardingScope"]
+__all__ = ["NodeRanks", "Nodes", "ShardedOver", "Sharding", "ShardingScope"]
 
 _STAGE_USE = (
     "Use 0, 1, 2 or 3, or `Sharding(...)` for scopes of their own, for example `Sharding(params='node', grads='node',"
@@ -60,15 +64,56 @@ class ShardingScope(IntEnum):
 
 @dataclass(frozen=True)
 class NodeRanks:
-    """The ranks of a node, as the launcher says.
+    """The ranks of a node, as the launcher says; they are neighbours.
 
     Attributes:
         number: Ranks per node.
         place: This rank among them; None if nothing says so.
+
+    Raises:
+        ValueError: There is no such node.
     """
 
     number: int
     place: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.number < 1:
+            raise ValueError(f"`{self}`: a node has 1 rank or more. Use the ranks that were started on each node.")
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes on which the ranks of an engine lie.
+
+    Attributes:
+        of_rank: The number of the node of each rank of the default group, ascending.
+        scopes: The option that asks for them, for errors.
+    """
+
+    of_rank: Mapping[int, int]
+    scopes: Sharding
+
+    def divide(self, ranks: Sequence[int], of: str = "") -> list[list[int]]:
+        """Return some of the ranks node by node, those of a node in the order in which they are given.
+
+        Args:
+            ranks: The ranks.
+            of: What they are, for the error.
+
+        Raises:
+            ValueError: Nodes have different numbers of them.
+        """
+        found: dict[int, list[int]] = {}
+        for rank in ranks:
+            found.setdefault(self.of_rank[rank], []).append(rank)
+        if len({len(of_node) for of_node in found.values()}) > 1:
+            numbers = {node: len(of_node) for node, of_node in found.items()}
+            raise ValueError(
+                f"`{self.scopes}`: nodes have different numbers of the {len(ranks)} ranks{of}: {numbers}. Use nodes of"
+                f" equal size. {_NODE_USE}"
+            )
+        return list(found.values())
 
 
 @dataclass(frozen=True)
@@ -161,50 +206,51 @@ class Sharding:
         """Whether the launcher says how many ranks a node has."""
         return "node" in self._scopes.values()
 
-    def node_size(self, ranks: Sequence[int], node: NodeRanks | None) -> int:
-        """Return how many of an engine's ranks are in a node; 1 where no scope needs one.
+    def nodes(
+        self, ranks: Sequence[int], node: NodeRanks | None, *, rank: int | None = None, ranks_per_batch: int = 1
+    ) -> Nodes | None:
+        """Return the nodes of an engine's ranks; None if no scope needs them.
 
         Args:
             ranks: Of the engine, in ascending order.
-            node: The ranks of a node as the launcher says.
+            node: The ranks of a node as the launcher says, which are neighbours.
+            rank: This one.
+            ranks_per_batch: Neighbours with the same data, which a number of ranks counts once.
 
         Raises:
-            ValueError: Nobody says how many, or nodes would have different numbers of them.
+            ValueError: Nobody says how many ranks a node has, a number does not divide them, or the ranks of this node
+                are not neighbours.
         """
         if not self.has_nodes:
-            return 1
+            return None
         number = next((scope for scope in self._scopes.values() if not isinstance(scope, str) and scope > 1), None)
         if number is not None:
-            if len(ranks) % number:
-                raise ValueError(f"`{self}`: {number} ranks per node do not divide the {len(ranks)} ranks. {_NODE_USE}")
-            return number
-        if node is None:
-            if len(ranks) == 1:
-                return 1
+            num_data = len(ranks) // ranks_per_batch
+            if num_data % number:
+                kind = "ranks" if ranks_per_batch == 1 else "data ranks"
+                raise ValueError(f"`{self}`: {number} ranks per node do not divide the {num_data} {kind}. {_NODE_USE}")
+            return Nodes({one: place // (number * ranks_per_batch) for place, one in enumerate(ranks)}, self)
+        if node is None and len(ranks) > 1:
             raise ValueError(
                 f"`{self}` needs the number of ranks of a node, and the launcher has not set `LOCAL_WORLD_SIZE`."
                 f" {_NODE_USE}"
             )
-        sizes = Counter(rank // node.number for rank in ranks)
-        if len(set(sizes.values())) > 1:
+        node = node or NodeRanks(1)
+        if rank is not None and node.place is not None and node.place != rank % node.number:
             raise ValueError(
-                f"`{self}`: of the {len(ranks)} ranks, nodes of {node.number} (`LOCAL_WORLD_SIZE`) have different"
-                f" numbers: {dict(sizes)}. Use nodes of equal size. {_NODE_USE}"
+                f"`{self}`: the ranks of a node must be neighbours, and rank {rank} is number {node.place} of the"
+                f" {node.number} of its node. Start the ranks node by node, as `torchrun` does."
             )
-        return next(iter(sizes.values()))
+        return Nodes({one: one // node.number for one in ranks}, self)
 
-    def with_node(self, number: int) -> Sharding:
-        """Return the same scopes with the number of ranks of a node in the place of ``"node"``."""
-        return replace(self, **{name: number for name, scope in self._scopes.items() if scope == "node"})
-
-    def over(self, num_ranks: int, node: int) -> ShardedOver:
-        """Return the scopes on an engine's ranks; a node that is one rank, or all, is none.
+    def over(self, node: ShardingScope) -> ShardedOver:
+        """Return the scopes of a group of ranks.
 
         Args:
-            num_ranks: Of the engine.
-            node: Of them in a node.
+            node: The scope that those between ``"none"`` and ``"world"`` have there: a node with one of the ranks is
+                none, and one with all of them the world.
         """
-        params, grads, optim = (_resolved(scope, num_ranks, node) for scope in self._scopes.values())
+        params, grads, optim = (_resolved(scope, node) for scope in self._scopes.values())
         return ShardedOver(params, grads, ShardingScope.WORLD if optim else optim)
 
     @property
@@ -236,13 +282,10 @@ def _rank(scope: str | int) -> int:
     return {"none": 0, "world": 2}.get(str(scope), 1)
 
 
-def _resolved(scope: str | int, num_ranks: int, node: int) -> ShardingScope:
-    if scope in ("none", "world"):
-        return ShardingScope.WORLD if scope == "world" else ShardingScope.NONE
-    number = node if scope == "node" else int(scope)
-    if number == 1:
+def _resolved(scope: str | int, node: ShardingScope) -> ShardingScope:
+    if scope in ("none", 1):
         return ShardingScope.NONE
-    return ShardingScope.WORLD if number == num_ranks else ShardingScope.NODE
+    return ShardingScope.WORLD if scope == "world" else node
 
 
 _STAGES = {

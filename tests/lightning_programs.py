@@ -65,6 +65,25 @@ class Ranks(LightningEnvironment):
         pass
 
 
+class RanksOfNodes(Ranks):
+    """The processes that the test runs in, as nodes of some ranks."""
+
+    def __init__(self, rank: int, world: int, node: int) -> None:
+        super().__init__(rank, world)
+        self._node = node
+
+    def local_rank(self) -> int:
+        return self._rank % self._node
+
+    def node_rank(self) -> int:
+        return self._rank // self._node
+
+
+def nodes(rank: int, world: int, node: int) -> dict[str, Any]:
+    """Return the Trainer's options for nodes of some ranks."""
+    return {"environment": RanksOfNodes(rank, world, node), "devices": node, "num_nodes": world // node}
+
+
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()

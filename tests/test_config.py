@@ -22,15 +22,15 @@ fp64, fp32, bf16, fp16 = torch.float64, torch.float32, torch.bfloat16, torch.flo
 def test_a_stage_is_three_answers(stage: int, params: bool, grads: bool, optim: bool) -> None:
     sharding = ShardedOver.from_stage(stage)
     assert (bool(sharding.params), bool(sharding.grads), bool(sharding.optim)) == (params, grads, optim)
-    assert Sharding.of(stage).over(4, 2) == sharding
+    assert Sharding.of(stage).over(ShardingScope.NODE) == sharding
     assert Sharding.of(stage).stage == stage
 
 
 def test_a_node_of_one_rank_or_of_all_is_no_node() -> None:
     hybrid = Sharding(params="node", grads="node")
-    assert hybrid.over(4, 2) == ShardedOver(ShardingScope.NODE, ShardingScope.NODE, ShardingScope.WORLD)
-    assert hybrid.over(4, 1) == ShardedOver.from_stage(1)
-    assert hybrid.over(4, 4) == ShardedOver.from_stage(3)
+    assert hybrid.over(ShardingScope.NODE) == ShardedOver(ShardingScope.NODE, ShardingScope.NODE, ShardingScope.WORLD)
+    assert hybrid.over(ShardingScope.NONE) == ShardedOver.from_stage(1)
+    assert hybrid.over(ShardingScope.WORLD) == ShardedOver.from_stage(3)
     assert hybrid.stage == 3
 
 

@@ -31,7 +31,7 @@ from lightning_zero.foreign_options import FOREIGN_TO_ENGINE
 from lightning_zero.grid import Grid
 from lightning_zero.microbatch import Microbatch
 from lightning_zero.option_checks import checked_arguments
-from lightning_zero.sharding import Sharding
+from lightning_zero.sharding import NodeRanks, Sharding
 
 __all__ = ["ZeroEngine", "engine_of", "gathered"]
 
@@ -125,7 +125,14 @@ class ZeroEngine:
 
     # -- Set-up ----------------------------------------------------------------------------------------------------
 
-    def shard(self, module: M, holders: Mapping[str, tuple[int, ...]] | None = None, *, grid: Grid | None = None) -> M:
+    def shard(
+        self,
+        module: M,
+        holders: Mapping[str, tuple[int, ...]] | None = None,
+        *,
+        grid: Grid | None = None,
+        node: NodeRanks | None = None,
+    ) -> M:
         """Partition ``module`` in place and return it; all ranks start from rank 0's values.
 
         Collective: all ranks. Meta parameters are made real unit by unit, by their module's ``reset_parameters``, so no
@@ -137,6 +144,8 @@ class ZeroEngine:
                 values of the others are given up.
             grid: The ranks as a grid with several axes: over which of them each parameter is cut, and which part of it
                 this rank has.
+            node: The ranks of this node, for the scope ``"node"``; by default those that ``LOCAL_WORLD_SIZE`` and
+                ``LOCAL_RANK`` say, which ``torchrun`` sets.
 
         Raises:
             ValueError: A name in ``units`` matches nothing; parameters on several devices and no ``device``; one that
@@ -150,7 +159,7 @@ class ZeroEngine:
         self._state.refuse_module(module)
         if _ENGINES:
             gc.collect()  # one that was dropped is in reference cycles, and holds memory, files and threads until then
-        self._state.shard(module, holders, grid=grid, owner=lambda unit: UnitOwner(self._state, unit))
+        self._state.shard(module, holders, grid=grid, node=node, owner=lambda unit: UnitOwner(self._state, unit))
         self._state.engine = self
         for values in deferred_values(module):
             values.load(self)

@@ -26,6 +26,7 @@ from lightning_zero.engine.units.pipeline_peers import PipelinePeers
 from lightning_zero.engine.units.shardable import check_shardable
 from lightning_zero.engine.units.unit import Unit, UnitState
 from lightning_zero.grid import Grid
+from lightning_zero.sharding import NodeRanks
 
 __all__ = ["EngineState"]
 
@@ -79,6 +80,7 @@ class EngineState:
         holders: Mapping[str, tuple[int, ...]] | None,
         *,
         grid: Grid | None,
+        node: NodeRanks | None,
         owner: Callable[[Unit], Owner],
     ) -> None:
         """Partition a module in place. Collective: all ranks."""
@@ -87,6 +89,7 @@ class EngineState:
             self.options,
             holders,
             grid=grid,
+            node=node,
             awaited=deferred_params(module),
             param_index=self.param_index,
             close_windows=self.attached.close,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +32,7 @@ from lightning_zero.engine.units.grid_groups import GridGroups
 from lightning_zero.engine.units.lowering import Lowering
 from lightning_zero.engine.units.membership import Membership
 from lightning_zero.engine.units.module_buffers import ModuleBuffers, buffer_facts
+from lightning_zero.engine.units.nodes import find_nodes
 from lightning_zero.engine.units.partition import Territory, build_unit, choose_territories
 from lightning_zero.engine.units.pipeline_peers import PipelinePeers
 from lightning_zero.engine.units.placement import Placement
@@ -55,14 +54,6 @@ _TIMINGS: dict[StepTime, type[StepTiming]] = {
 _SAME_BUFFERS = (
     "On a grid all ranks get the module buffers of rank 0. Keep a value that differs, such as the first row of a part,"
     " in a plain attribute."
-)
-_NO_PIPELINE = (
-    "does not work with a pipeline yet: the ranks of its stages may lie in several nodes. Use a stage from 0 to 3, or"
-    " no pipeline."
-)
-_NO_GRID = (
-    "does not work with tensor parallelism or another grid yet: its groups have nodes of their own. Use a stage from 0"
-    " to 3, or no grid."
 )
 _REMEDY = (
     "Build the same model, with the same options, on every rank: the rank, its data and random numbers must not"
@@ -90,8 +81,6 @@ class EngineOptions:
         scopes = self.scopes
         if self.offload is not None:
             self.offload.check(scopes, in_pipeline=self.parts_group is not None)
-        if scopes.has_nodes and self.parts_group is not None:
-            raise ValueError(f"`{scopes}` {_NO_PIPELINE}")
 
     @property
     def scopes(self) -> Sharding:
@@ -108,14 +97,14 @@ class EngineOptions:
         """When units are stepped."""
         return _TIMINGS[self.step]
 
-    def sharding(self, world_size: int, node: int = 1) -> ShardedOver:
+    def sharding(self, world_size: int, node: ShardingScope = ShardingScope.WORLD) -> ShardedOver:
         """Return the scopes of tensors; a single rank gives up only those to be offloaded (ADR 0016).
 
         Args:
             world_size: Ranks over which a buffer is cut.
-            node: Of them in a node.
+            node: The scope that those of a node have among them.
         """
-        sharding = self.scopes.over(world_size, node)
+        sharding = self.scopes.over(node)
         if world_size > 1 or (self.offload is not None and self.offload.params is not None):
             return sharding
         is_offloaded = self.offload is not None and self.offload.optimizer is not None
@@ -152,6 +141,7 @@ class ShardedModule:
         options: The engine's.
         holders: Which parts of the model hold a parameter, by name; None if it is whole.
         grid: The ranks as a grid; None: one axis.
+        node: The ranks of this node; None: those that the launcher says.
         awaited: Parameters and buffers that need no initial values; see ``build_unit``.
         param_index: The index to fill.
         close_windows: Called when a forward or backward begins.
@@ -165,6 +155,7 @@ class ShardedModule:
         holders: Mapping[str, tuple[int, ...]] | None,
         *,
         grid: Grid | None,
+        node: NodeRanks | None,
         awaited: set[tuple[int, str]],
         param_index: ParamIndex,
         close_windows: Callable[[], None],
@@ -178,14 +169,16 @@ class ShardedModule:
         # - Ranks
         self.communicator = Communicator(options.communication, device, options.process_group)
         self._compare(module, holders, grid, awaited)
-        node = self._node_size(grid)
-        self._groups = GridGroups(grid, self.communicator, partial(options.sharding, node=node), node=node)
+        parts = None if holders is None else Communicator(options.communication, device, options.parts_group)
+        nodes = find_nodes(options.scopes, node, self.communicator, grid=grid, parts=parts)
+        self._groups = GridGroups(grid, self.communicator, options.sharding, nodes)
+        sharding = self._groups.sharding(None)
+        _refuse_whole_params(options, sharding)
         self.world_communicator = self.communicator  # all ranks of the model, other parts included
         self.parts: PipelinePeers | None = None  # of a model that is cut; None if it is whole
-        if holders is not None:
-            self.parts = self._take_part(module, holders, grid)
+        if holders is not None and parts is not None:
+            self.parts = self._take_part(module, PipelinePeers(parts, dict(module.named_parameters()), holders), grid)
             self.world_communicator = Communicator(options.communication, device)
-        self._sharding = options.sharding(self.communicator.world_size, node)
         # - Memory
         absent = [] if param_index.remote_params is None else param_index.remote_params.params
         territories = choose_territories(module, options.units, {id(param) for param in absent})
@@ -196,8 +189,8 @@ class ShardedModule:
             options.offload,
             territories,
             communicator=self.communicator,
-            sharding=self._sharding,
-            params_ranks=self._sharding.params.ranks(self.communicator.world_size, node),
+            sharding=sharding,
+            params_ranks=sharding.params.ranks(self.communicator.world_size, self._groups.node_size),
             itemsize=itemsize,
             copies=self.store.copies,
         )
@@ -224,7 +217,7 @@ class ShardedModule:
             broadcast_buffers=self.module_buffers.broadcast,
             check_module=self.membership.require,
             show_original=lambda unit: self.whole.show_original(unit),
-            reduces_each_backward=bool(self._sharding.grads),
+            reduces_each_backward=bool(sharding.grads),
         )
         self.step_devices = StepDevices(param_index.units, device, options.moment_format)
         fixed = options.offload.step_device if options.offload else None
@@ -253,27 +246,6 @@ class ShardedModule:
             lowering=self._lowering,
         )
 
-    def _node_size(self, grid: Grid | None) -> int:
-        """Return how many ranks of a node share something that others do not; 1 for none. Collective: all ranks.
-
-        Raises:
-            ValueError: The ranks cannot be divided into such nodes.
-        """
-        scopes, ranks, launched = self._options.scopes, self.communicator.ranks, _launched_node()
-        if scopes.has_nodes and grid is not None:
-            raise ValueError(f"`{scopes}` {_NO_GRID}")
-        node = scopes.node_size(ranks, launched)
-        if not self._options.sharding(len(ranks), node).has_nodes:
-            return 1
-        place = launched.place if launched is not None and scopes.uses_launcher else None
-        is_elsewhere = place is not None and place != _rank() % node
-        if self.communicator.any_is(is_elsewhere, "comparison of nodes"):
-            raise ValueError(
-                f"`{scopes}`: the ranks of a node must be neighbours, and on some node `LOCAL_RANK` is not the rank's"
-                f" remainder by {node}. Start the ranks node by node, as `torchrun` does."
-            )
-        return node
-
     @property
     def ranks_per_batch(self) -> int:
         """Neighbouring ranks that have the same batches: those of a tensor group."""
@@ -291,9 +263,6 @@ class ShardedModule:
             options = self._options.facts(self.communicator.device)
             facts = {**options, **model_facts(module, holders), **buffer_facts(module)}
             facts.update({} if grid is None else grid.facts())
-            if self._options.scopes.has_nodes:
-                launched = _launched_node()
-                facts["the number of ranks of a node (`LOCAL_WORLD_SIZE`)"] = str(launched and launched.number)
             require_same(self.communicator, facts, "models or options", _REMEDY)
         if grid is not None:
             self._compare_grids(module, grid, awaited)
@@ -325,11 +294,9 @@ class ShardedModule:
             return [0]
         return dist.get_process_group_ranks(self._options.process_group or dist.group.WORLD)
 
-    def _take_part(self, module: nn.Module, holders: Mapping[str, tuple[int, ...]], grid: Grid | None) -> PipelinePeers:
+    def _take_part(self, module: nn.Module, parts: PipelinePeers, grid: Grid | None) -> PipelinePeers:
         """Give up the values of the parameters that other parts hold."""
-        options, device = self._options, self.communicator.device
-        communicator = Communicator(options.communication, device, options.parts_group)
-        parts = PipelinePeers(communicator, dict(module.named_parameters()), holders)
+        options = self._options
         self._param_index.remote_params = RemoteParams(
             module,
             parts,
@@ -338,7 +305,7 @@ class ShardedModule:
             lowering=self._lowering,
             communication=options.communication,
             grid=grid,
-            device=device,
+            device=self.communicator.device,
             is_stepping=lambda: self.hooks.scopes.is_open and self.hooks.scopes.opened_by is None,
         )
         return parts
@@ -392,6 +359,20 @@ class ShardedModule:
             self.world_communicator.close()
 
 
+def _refuse_whole_params(options: EngineOptions, sharding: ShardedOver) -> None:
+    """Refuse to offload parameters that no node shards.
+
+    Raises:
+        ValueError: ``"node"`` is ``"none"`` for them.
+    """
+    if options.offload is not None and options.offload.params is not None and not sharding.params:
+        raise ValueError(
+            f"`Offload(params={options.offload.params!r})` does not work with `{options.scopes}` here, because a node"
+            " has one data rank, which keeps whole parameters. Use `params='world'` in `Sharding`, or `offload='cpu'`"
+            " for the optimizer alone."
+        )
+
+
 def _refuse_parts_without_values(module: nn.Module, grid: Grid, awaited: set[tuple[int, str]]) -> None:
     """Refuse parts on the meta device that no file gives values to.
 
@@ -407,16 +388,6 @@ def _refuse_parts_without_values(module: nn.Module, grid: Grid, awaited: set[tup
                 " device. Initial values are those of the whole parameter, so make the module on the CPU before it is"
                 " cut, or call `load_pretrained` before it is sharded."
             )
-
-
-def _launched_node() -> NodeRanks | None:
-    """Return the ranks of this node as the launcher says; None if it does not."""
-    number, place = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("LOCAL_RANK")
-    return None if number is None else NodeRanks(int(number), None if place is None else int(place))
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _checksum(buffer: torch.Tensor) -> str:

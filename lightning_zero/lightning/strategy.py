@@ -62,7 +62,7 @@ from lightning_zero.parallel.activation.forecast import Forecast
 from lightning_zero.parallel.pipeline.stages.specs import SpecifiedLayers
 from lightning_zero.parallel.pipeline.stages.split import Split, split_module
 from lightning_zero.parallel.tensor.plan import TensorParallel
-from lightning_zero.sharding import Sharding
+from lightning_zero.sharding import NodeRanks, Sharding
 
 __all__ = ["ZeroStrategy", "register_strategies"]
 
@@ -176,7 +176,6 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         if self.pipeline is not None:
             self.pipeline.check(self.stage)
         self.tensor_parallel = _tensor_parallel(tensor_parallel)
-        self._refuse_groups_with_nodes()
         self.masters = masters
         self.lowered = lowered
         self.moments = moments
@@ -212,34 +211,6 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self._random_states: tuple[list[dict[str, Any]], int] | None = None
         self._stored: dict[int, dict[str, Hashable]] = {}
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-
-    def _refuse_groups_with_nodes(self) -> None:
-        """Refuse scopes of a node beside other groups of ranks.
-
-        Raises:
-            ValueError: There are both.
-        """
-        others = {"pipeline": self.pipeline, "tensor_parallel": self.tensor_parallel}
-        found = [name for name, option in others.items() if option is not None]
-        if self.sharding.has_nodes and found:
-            raise ValueError(
-                f"`stage={self.sharding}` does not work with `{found[0]}` yet: its groups of ranks would have nodes of"
-                f" their own. Use a stage from 0 to 3, or no `{found[0]}`."
-            )
-
-    def _scopes(self) -> Sharding:
-        """Return the scopes with the number of ranks of this node.
-
-        Raises:
-            ValueError: The ranks of a node are not neighbours.
-        """
-        number = self.num_processes
-        if self.sharding.uses_launcher and self.global_rank % number != self.local_rank:
-            raise ValueError(
-                f"`stage={self.sharding}`: the ranks of a node must be neighbours, and rank {self.global_rank} is"
-                f" number {self.local_rank} of the {number} of its node. Start the ranks node by node."
-            )
-        return self.sharding.with_node(number)
 
     @classmethod
     def from_deepspeed(
@@ -397,7 +368,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             engine = ZeroEngine(**recipe if is_fitting else {**recipe, "offload": self._offload_without_optimizer()})
             self._steps = None
             if split is None:
-                engine.shard(module, grid=grid)
+                engine.shard(module, grid=grid, node=self._node)
             else:
                 self._cut(module, engine, split, grid)
             _made_for[engine] = made_for
@@ -439,7 +410,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
     def _cut(self, module: pl.LightningModule, engine: ZeroEngine, split: Split, grid: Grid | None) -> None:
         assert self.pipeline is not None
         assert self._mesh is not None
-        engine.shard(module, split.holders, grid=grid)
+        engine.shard(module, split.holders, grid=grid, node=self._node)
         self._steps = PipelinedSteps(
             module, engine, split=split, pipeline=self.pipeline, mesh=self._mesh, device=self.root_device
         )
@@ -448,7 +419,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
     def _recipe(self) -> dict[str, Any]:
         """Arguments of the engine."""
         return {
-            "stage": self._scopes(),
+            "stage": self.sharding,
             "units": self.units,
             "communication": self.communication,
             "precision": engine_precision(self.precision_plugin, masters=self.masters, lowered=self.lowered),
@@ -458,6 +429,11 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             "moments": self.moments,
             **self._groups(),
         }
+
+    @property
+    def _node(self) -> NodeRanks:
+        """The ranks of this node."""
+        return NodeRanks(self.num_processes, self.local_rank)
 
     def _groups(self) -> dict[str, Any]:
         if self._mesh is None:

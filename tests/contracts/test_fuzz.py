@@ -10,9 +10,13 @@ from tests.fuzz.programs import Program
 from tests.fuzz.runner import check, find
 from tests.fuzz.shrinker import report, shrunk
 
-FAST = [*[(2, start) for start in range(0, 120, 30)], *[(3, start) for start in range(1000, 1080, 20)]]
+FAST = [
+    *[(2, start) for start in range(0, 120, 30)],
+    *[(3, start) for start in range(1000, 1080, 20)],
+    *[(4, start) for start in range(2000, 2040, 20)],  # on two nodes of two ranks
+]
 FOUND_FAST = ("norms_are_local", "writes_are_lost")  # the other mutants in the slow set
-SLOW = [(world, start) for world in (2, 3) for start in range(10_000 * world, 10_000 * world + 2000, 100)]
+SLOW = [(world, start) for world in (2, 3, 4) for start in range(10_000 * world, 10_000 * world + 2000, 100)]
 
 SGD = [{"class": "SGD"}]
 ONCE = {  # what differed once, made smaller

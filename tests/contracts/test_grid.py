@@ -1,7 +1,8 @@
 """Models on grids of ranks: cut, packed, replicated and partial parameters, and experts, train as on one rank.
 
 Programs are random: parameters of every kind, gradients that only some ranks have, frozen ones, accumulation, clipping
-by the engine or by PyTorch; then they are saved on one grid and go on on another.
+by the engine or by PyTorch; scopes of nodes that cut groups in every way; then they are saved on one grid and go on on
+another.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import random
 import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,13 +32,17 @@ from lightning_zero.checkpoint import directory, state
 from lightning_zero.checkpoint.consolidate import consolidate
 from lightning_zero.checkpoint.export import export_safetensors
 from lightning_zero.config import Communication
+from lightning_zero.engine.buffers.group import BufferGroup, NodeLevels
+from lightning_zero.engine.units import grid_groups
 from lightning_zero.grid import Grid, ParamAxes
+from lightning_zero.sharding import NodeRanks, Sharding
 from tests.sampling import sample
 from tests.worlds import run
 
 BATCHES = 4  # of a step; data ranks share them
 CLIP = 3.0
 MUTATED = 7  # a seed with whole and packed parameters on two tensor ranks
+SCOPES = [("none", "node", "world"), ("node", "node", "node"), ("node", "node", "world"), ("node", "world", "world")]
 KINDS = ("cut0", "cut1", "packed0", "packed1", "whole", "partial", "expert")
 
 
@@ -52,13 +59,20 @@ class Param:
 
 @dataclass(frozen=True)
 class Shape:
-    """A grid: tensor ranks are neighbours, then expert ranks, then the others."""
+    """A grid: tensor ranks are neighbours, then expert ranks, then the others.
+
+    Attributes:
+        node: Ranks per node, for scopes of a node.
+        is_apart: Tensor ranks are the farthest ones instead.
+    """
 
     tensor: int
     experts: int
-    stage: int
+    stage: int | Sharding
     accumulates: bool = False
     clips: str = "engine"
+    node: int = 2
+    is_apart: bool = False
 
     def microbatches(self, position: Position) -> int:
         """Return the number of a rank's micro-batches."""
@@ -78,6 +92,8 @@ class Position:
     @staticmethod
     def of(rank: int, world: int, shape: Shape) -> Position:
         data, tensor = divmod(rank, shape.tensor)
+        if shape.is_apart:
+            tensor, data = divmod(rank, world // shape.tensor)
         shard, expert = divmod(data, shape.experts)
         return Position(world // shape.tensor, data, tensor, expert, shard)
 
@@ -205,7 +221,7 @@ def train(
     module, grid = build(seed, rank, world, shape, wrong=wrong)
     position = Position.of(rank, world, shape)
     engine = ZeroEngine(stage=shape.stage, units=["Holder"])
-    engine.shard(module, grid=grid)
+    engine.shard(module, grid=grid, node=NodeRanks(shape.node, rank % shape.node))
     trained = [param for param in module.parameters() if param.requires_grad]
     optimizer = engine.attach(torch.optim.AdamW(trained, lr=0.05, eps=1e-3)) if trained else None
     if start:
@@ -263,10 +279,26 @@ def grid_of(source: random.Random, world: int) -> Shape:
     return Shape(tensor, experts, source.choice([0, 1, 2, 3]), accumulates, clips)
 
 
-def difference(seed: int, path: Path, world: int = 4, wrong: str = "") -> float:
+def scoped(source: random.Random, world: int, shape: Shape) -> Shape:
+    """Return a grid with scopes of nodes in the place of its stage, or half the time as it is."""
+    data_ranks, node = world // shape.tensor, world // 2
+    number = source.choice([one for one in (1, 2, 4) if data_ranks % one == 0])
+    params, grads, optim = source.choice(SCOPES)
+    scope: Any = source.choice(["node", "node", number])
+    found = [scope if one == "node" else one for one in (params, grads, optim)]
+    stage = Sharding(params=found[0], grads=found[1], optim=found[2])
+    is_apart, is_scoped = source.random() < 0.4, source.random() < 0.5
+    return replace(shape, stage=stage, node=node, is_apart=is_apart) if is_scoped else shape
+
+
+def difference(seed: int, path: Path, world: int = 4, wrong: str = "", shape: Shape | None = None) -> float:
     """Return the largest difference from one rank: of values, of norms, and of the number of counted elements."""
     source = random.Random(seed * 7 + 1)
     first, second = grid_of(source, world), grid_of(source, world)
+    source = random.Random(seed * 7 + 2)
+    first, second = scoped(source, world, first), scoped(source, world, second)
+    if shape is not None:
+        first = shape
     expected, norms = reference(seed, 5)
     numel = sum(one.numel() for one in expected.values())
     folder = str(path / f"checkpoint-{seed}")
@@ -280,7 +312,8 @@ def difference(seed: int, path: Path, world: int = 4, wrong: str = "") -> float:
 
 
 def _first(rank: int, world: int, seed: int, shape: Shape, folder: str, wrong: str) -> None:
-    train(rank, world, seed, shape, folder, start=0, stop=3, wrong=wrong)
+    with BREAKS[wrong]() if wrong in BREAKS else nullcontext():
+        train(rank, world, seed, shape, folder, start=0, stop=3, wrong=wrong)
 
 
 def _second(rank: int, world: int, seed: int, shape: Shape, folder: str) -> Any:
@@ -290,6 +323,68 @@ def _second(rank: int, world: int, seed: int, shape: Shape, folder: str) -> Any:
 @pytest.mark.parametrize("seed", sample(range(200), *range(8)))
 def test_random_models_on_random_grids_train_as_on_one_rank(seed: int, tmp_path: Path) -> None:
     assert difference(seed, tmp_path) < 1e-6
+
+
+HYBRID = Sharding(params="node", grads="node")
+TWO_LEVELS = [
+    Shape(1, 2, HYBRID, accumulates=True),  # experts have one rank per node
+    Shape(2, 1, HYBRID, is_apart=True),  # data ranks of a part share a node; whole parameters have two levels
+    Shape(1, 1, Sharding(params="node", grads="world"), clips="torch"),
+    Shape(2, 1, Sharding(grads=2)),  # two data ranks are all of them
+    Shape(2, 1, HYBRID, clips="torch"),  # one data rank per node
+]
+
+
+@pytest.mark.parametrize("shape", TWO_LEVELS, ids=str)
+def test_scopes_on_a_grid_train_as_on_one_rank(shape: Shape, tmp_path: Path) -> None:
+    assert difference(MUTATED, tmp_path, shape=shape) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_scopes_of_tensor_groups_inside_of_nodes_train_as_on_one_rank(seed: int, tmp_path: Path) -> None:
+    """Eight ranks: a node has two data ranks of two tensor ranks."""
+    source = random.Random(seed)
+    scope: Any = source.choice(["node", 2])
+    stage = Sharding(params=source.choice(["none", scope]), grads=scope)
+    shape = Shape(2, source.choice([1, 2]), stage, source.random() < 0.5, node=4)
+    assert difference(seed, tmp_path, world=8, shape=shape) < 1e-6
+
+
+def _lost_sum_over_nodes() -> Any:
+    def lost(self: BufferGroup, shard: Tensor, node_sum: Tensor, what: str) -> Any:
+        assert self.nodes is not None
+        shard.copy_(node_sum.chunk(self.nodes.outer.world_size)[self.nodes.outer.rank])
+        return self.nodes.outer.reduce_scatter(torch.empty_like(shard), node_sum, what)
+
+    return mock.patch.object(BufferGroup, "reduce_scatter_over_nodes", lost)
+
+
+def _neighbours_as_nodes() -> Any:
+    """The neighbours of a rank share a range with it whether or not they are in its group."""
+
+    def levels(group: Any, by_node: Any, everyone: Any) -> NodeLevels:
+        rank, size = everyone.ranks[everyone.rank], len(by_node[0])
+        inner = everyone.ranks[rank // size * size :][:size]
+        outer = everyone.ranks[rank % 4 :: 4]
+        return NodeLevels(everyone.among(inner, is_across=False), everyone.among(outer, is_across=True))
+
+    return mock.patch.object(grid_groups, "_levels", levels)
+
+
+BREAKS = {"sum over nodes": _lost_sum_over_nodes, "neighbours": _neighbours_as_nodes}
+
+
+@pytest.mark.parametrize("shape", TWO_LEVELS[:2], ids=str)
+def test_a_lost_sum_over_nodes_on_a_grid_is_found(shape: Shape, tmp_path: Path) -> None:
+    assert difference(MUTATED, tmp_path, wrong="sum over nodes", shape=shape) > 1e-3
+
+
+@pytest.mark.slow
+def test_neighbours_of_another_group_in_the_place_of_a_node_are_found(tmp_path: Path) -> None:
+    """Among four ranks such nodes do not tile a buffer; see ``tests/engine/units/test_grid_groups.py`` for eight."""
+    shape = Shape(2, 1, HYBRID, node=4)
+    assert difference(MUTATED, tmp_path, world=8, wrong="neighbours", shape=shape) > 1e-3
 
 
 @pytest.mark.parametrize("wrong", ["factor", "divisor", "sections", "order"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,23 +16,28 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from jsonargparse import ArgumentParser
+from lightning.pytorch.plugins import MixedPrecision as MixedPrecisionPlugin
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero.boxes import Part
 from lightning_zero.checkpoint import directory
 from lightning_zero.config import Communication, MixedPrecision, Offload
 from lightning_zero.engine.buffers.gradients import BufferGradients
 from lightning_zero.engine.buffers.group import BufferGroup
 from lightning_zero.engine.buffers.stepped import SteppedValues
 from lightning_zero.engine.engine import ZeroEngine
-from lightning_zero.grid import Grid
+from lightning_zero.grid import Grid, ParamAxes
+from lightning_zero.lightning.precision import LossScale
 from lightning_zero.lightning.strategy import ZeroStrategy
-from lightning_zero.sharding import Sharding
+from lightning_zero.sharding import NodeRanks, Sharding
 from tests import worlds
 from tests.checkpoint import programs
-from tests.contracts import test_recovery
-from tests.lightning_programs import Net, Ranks, assert_equal, loader, seeded, trainer, weights
+from tests.contracts import test_averaging, test_recovery
+from tests.contracts.test_lightning_optimization import Overflows
+from tests.lightning_programs import Net, assert_equal, loader, nodes, seeded, trainer, weights
 from tests.references import (
     Outcome,
     Replica,
@@ -99,12 +104,12 @@ class _NodeReplica(Replica):
 
     def _means_over_nodes(self, parameter: nn.Parameter) -> list[Tensor] | None:
         used = torch.tensor(float(parameter.grad is not None))
-        torch.distributed.all_reduce(used, torch.distributed.ReduceOp.MAX)
+        dist.all_reduce(used, dist.ReduceOp.MAX)
         if not used:
             return None
         local = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         ranks = [torch.empty_like(local) for _ in range(self.world)]
-        torch.distributed.all_gather(ranks, local.detach().contiguous())
+        dist.all_gather(ranks, local.detach().contiguous())
         return [_in_order(ranks[first : first + NODE]).div_(NODE) for first in range(0, self.world, NODE)]
 
 
@@ -350,10 +355,16 @@ WIDTH, DEPTH = 64, 3
 NUMEL = WIDTH * WIDTH * DEPTH
 
 
-def _cost(rank: int, world: int, row: tuple[str, str, str], micro_batches: int) -> dict[str, Any]:
-    """Return what the third step sent, and the bytes that were kept in it."""
+def _cost(rank: int, world: int, row: tuple[str, str, str], micro_batches: int, tensor: int) -> dict[str, Any]:
+    """Return what the third step sent, and the bytes that were kept in it.
+
+    With tensor ranks each has a part of the first matrix, and all of the others.
+    """
     engine = ZeroEngine(_sharding(row, NODE), units=("Linear",), precision=MixedPrecision(compute_dtype=torch.bfloat16))
-    module = engine.shard(nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)]))
+    module = engine.shard(
+        nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)]),
+        grid=None if tensor == 1 else _first_is_cut(rank, world, tensor),
+    )
     optimizer = engine.attach(torch.optim.AdamW(module.parameters(), lr=1e-3))
     kept: list[dict[str, int]] = []
 
@@ -379,29 +390,65 @@ def _cost(rank: int, world: int, row: tuple[str, str, str], micro_batches: int) 
     return {"payload": ledger.payload, "stats": stats, "kept": list(kept), "plan": plan}
 
 
-def _costs(rank: int, world: int) -> list[dict[str, Any]]:
-    return [_cost(rank, world, row, 2) for row in (GRADIENTS, HYBRID, SECONDARY)]
+def _first_is_cut(rank: int, world: int, tensor: int) -> Grid:
+    groups = [dist.new_group(range(first, world, tensor)) for first in range(tensor)]
+    part = Part.along((WIDTH * tensor, WIDTH), 0, (WIDTH * (rank % tensor), WIDTH))
+    return Grid({"data": groups[rank % tensor]}, world // tensor, {"0.weight": ParamAxes("data", part=part)})
+
+
+def _costs(rank: int, world: int, tensor: int = 1) -> list[dict[str, Any]]:
+    return [_cost(rank, world, row, 2, tensor) for row in (GRADIENTS, HYBRID, SECONDARY)]
+
+
+def _sum(cut: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
+    return {key: value + rest[key] if isinstance(value, int) else _sum(value, rest[key]) for key, value in cut.items()}
+
+
+def _formulas(row: tuple[str, str, str], numel: int, inner: int) -> dict[str, Any]:
+    """Return the bytes of parameters on two nodes of some ranks of their group, with two micro-batches."""
+    nodes = 2
+    over_nodes = numel * (nodes - 1) // (inner * nodes)  # elements that a rank sends to other nodes at a time
+    in_node = numel * (inner - 1) // inner
+    gathers = 1 if row[0] == "none" else 2 * 2  # a forward and a backward of two micro-batches
+    reductions = 1 if row[1] == "node" else 2
+    return {
+        "all_gather": 2 * (gathers * in_node + over_nodes),
+        "reduce_scatter": 4 * (2 * in_node + reductions * over_nodes),
+        "across": {"all_gather": 2 * over_nodes, "reduce_scatter": 4 * reductions * over_nodes},
+        "parameters": 2 * (numel if row[0] == "none" else numel // inner),
+        "between": 4 * numel // (inner if row[1] == "node" else inner * nodes),
+        "behind": 4 * numel // (inner * nodes),
+        "optimizer": 12 * numel // (inner * nodes),
+    }
+
+
+def _check_costs(row: tuple[str, str, str], answer: dict[str, Any], expected: dict[str, Any], groups: int) -> None:
+    stats, (between, behind) = answer["stats"], answer["kept"]
+    assert stats.traffic["all_gather"] == expected["all_gather"], row
+    assert stats.traffic["reduce_scatter"] == expected["reduce_scatter"], row
+    assert stats.across_nodes == expected["across"], row
+    assert answer["payload"] == stats.traffic["all_gather"] + stats.traffic["reduce_scatter"]
+    assert between["parameters"] == expected["parameters"], row
+    assert between["gradients"] == expected["between"], row
+    assert behind["gradients"] == expected["behind"], row
+    assert 0 <= behind["optimizer"] - expected["optimizer"] <= 8 * DEPTH, row
+    assert ["2 nodes" in line for line in answer["plan"]][-groups:] == [True] * groups
+    assert "across nodes" in answer["plan"][-groups - 1]
 
 
 def test_bytes_inside_and_across_nodes_and_in_memory_follow_the_formulas() -> None:
-    nodes = inner = NODE
-    over_nodes = NUMEL * (nodes - 1) // (inner * nodes)  # elements that a rank sends to other nodes at a time
-    in_node = NUMEL * (inner - 1) // inner
     for answers in worlds.run(_costs, 4, timeout_s=PATIENCE_S):
         for row, answer in zip((GRADIENTS, HYBRID, SECONDARY), answers, strict=True):
-            stats, (between, behind) = answer["stats"], answer["kept"]
-            gathers = 1 if row[0] == "none" else 2 * 2  # a forward and a backward of two micro-batches
-            reductions = 1 if row[1] == "node" else 2
-            assert stats.traffic["all_gather"] == 2 * (gathers * in_node + over_nodes), row
-            assert stats.traffic["reduce_scatter"] == 4 * (2 * in_node + reductions * over_nodes), row
-            assert stats.across_nodes == {"all_gather": 2 * over_nodes, "reduce_scatter": 4 * reductions * over_nodes}
-            assert answer["payload"] == stats.traffic["all_gather"] + stats.traffic["reduce_scatter"]
-            assert between["parameters"] == 2 * (NUMEL if row[0] == "none" else NUMEL // inner), row
-            assert between["gradients"] == 4 * NUMEL // (inner if row[1] == "node" else inner * nodes), row
-            assert behind["gradients"] == 4 * NUMEL // (inner * nodes), row
-            assert 0 <= behind["optimizer"] - 12 * NUMEL // (inner * nodes) <= 8 * DEPTH, row
-            assert "2 nodes" in answer["plan"][-1]
-            assert "across nodes" in answer["plan"][-2]
+            _check_costs(row, answer, _formulas(row, NUMEL, NODE), groups=1)
+
+
+@pytest.mark.slow
+def test_bytes_of_tensor_ranks_follow_the_formulas_of_their_groups() -> None:
+    """Two nodes of two data ranks of two tensor ranks."""
+    cut = WIDTH * WIDTH
+    for answers in worlds.run(_costs, 8, 2, timeout_s=PATIENCE_S):
+        for row, answer in zip((GRADIENTS, HYBRID, SECONDARY), answers, strict=True):
+            _check_costs(row, answer, _sum(_formulas(row, cut, NODE), _formulas(row, NUMEL - cut, 2 * NODE)), groups=2)
 
 
 # -- Refusals ----------------------------------------------------------------------------------------------------------
@@ -424,18 +471,17 @@ def test_scopes_that_are_not_nested_or_not_known_are_refused(options: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("ranks", "message"),
-    [(range(3), "nodes of 2 .* have different numbers: {0: 2, 1: 1}"), (range(4), "")],
+    ("ranks", "numbers"),
+    [(range(3), "3 ranks: {0: 2, 1: 1}"), ((1, 2, 3), "3 ranks: {0: 1, 1: 2}"), (range(4), ""), ((1, 3), "")],
 )
-def test_nodes_of_different_sizes_are_refused(ranks: range, message: str) -> None:
-    from lightning_zero.sharding import NodeRanks
-
-    scopes = _sharding(HYBRID)
-    if not message:
-        assert scopes.node_size(ranks, NodeRanks(2)) == 2
+def test_nodes_of_different_sizes_are_refused(ranks: Sequence[int], numbers: str) -> None:
+    nodes = _sharding(HYBRID).nodes(ranks, NodeRanks(2))
+    assert nodes is not None
+    if not numbers:
+        assert len(nodes.divide(ranks)) == 2
         return
-    with pytest.raises(ValueError, match=message):
-        scopes.node_size(ranks, NodeRanks(2))
+    with pytest.raises(ValueError, match=f"nodes have different numbers of the {numbers}"):
+        nodes.divide(ranks)
 
 
 def _refused(rank: int, world: int) -> None:
@@ -449,10 +495,15 @@ def _refused(rank: int, world: int) -> None:
             shard(HYBRID)
     with _launched(rank // 2), pytest.raises(ValueError, match="the ranks of a node must be neighbours"):
         shard(HYBRID)
+    with (
+        _launched(rank, 1),
+        pytest.raises(ValueError, match=r"`Offload\(params='cpu'\)` does not work .* one data rank"),
+    ):
+        shard(HYBRID, offload=Offload(params="cpu"))
     with pytest.raises(ValueError, match="3 ranks per node do not divide the 4 ranks"):
         shard(HYBRID, 3)
-    with pytest.raises(ValueError, match="does not work with tensor parallelism or another grid yet"):
-        shard(HYBRID, 2, Grid({}, 4))
+    with pytest.raises(ValueError, match="3 ranks per node do not divide the 2 data ranks"):
+        shard(HYBRID, 3, Grid({}, 2))
     with pytest.raises(ValueError, match=r"`Offload\(params='nvme'\)` does not work with `Sharding"):
         shard(HYBRID, 2, offload=Offload(params="nvme", path="/nowhere"))
 
@@ -477,12 +528,6 @@ def _refused(rank: int, world: int) -> None:
 
 def test_nodes_that_cannot_be_and_sums_of_nodes_are_refused_by_name() -> None:
     worlds.run(_refused, 4, timeout_s=PATIENCE_S)
-
-
-@pytest.mark.parametrize("option", [{"pipeline": 2}, {"tensor_parallel": 2}], ids=["pipeline", "tensor-parallel"])
-def test_a_strategy_refuses_scopes_of_a_node_beside_other_groups(option: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"does not work with `{next(iter(option))}` yet"):
-        ZeroStrategy(stage={"params": "node", "grads": "node"}, **option)
 
 
 # -- Errors ------------------------------------------------------------------------------------------------------------
@@ -514,20 +559,9 @@ def test_training_goes_on_after_an_error_in_either_half_of_a_reduction() -> None
 # -- Lightning ---------------------------------------------------------------------------------------------------------
 
 
-class _RanksOfNodes(Ranks):
-    """The processes that the test runs in, as nodes of two."""
-
-    def local_rank(self) -> int:
-        return self.global_rank() % NODE
-
-    def node_rank(self) -> int:
-        return self.global_rank() // NODE
-
-
 def _fit(rank: int, world: int) -> None:
     found = []
-    nodes = {"environment": _RanksOfNodes(rank, world), "devices": NODE, "num_nodes": world // NODE}
-    for stage, options in (({"params": "node", "grads": "node"}, nodes), (3, {})):
+    for stage, options in (({"params": "node", "grads": "node"}, nodes(rank, world, NODE)), (3, {})):
         strategy = ZeroStrategy(stage=stage)  # type: ignore[arg-type]
         run = trainer(rank, world, strategy, max_epochs=1, accumulate_grad_batches=2, gradient_clip_val=0.1, **options)
         run.fit(seeded(Net), loader(rank, world))
@@ -538,6 +572,70 @@ def _fit(rank: int, world: int) -> None:
 
 def test_a_fit_on_nodes_of_the_trainer_agrees_with_stage_3() -> None:
     worlds.run(_fit, 4, timeout_s=PATIENCE_S)
+
+
+def _averages(rank: int, world: int, name: str, folder: str) -> None:
+    fit = partial(test_averaging.fit, rank, world, name=name, precision="64-true")  # AdamW makes roundings larger
+    expected = fit(strategy=3, folder=f"{folder}/3")
+    for row in (HYBRID, SECONDARY, GRADIENTS):
+        strategy = ZeroStrategy(stage=_sharding(row, NODE))  # type: ignore[arg-type]
+        assert_equal(fit(strategy=strategy, folder=f"{folder}/{row}"), expected, 1e-9, row)
+
+
+@pytest.mark.parametrize("name", ["ema", "swa"])
+def test_averages_of_weights_on_nodes_are_those_of_stage_3(name: str, tmp_path: Path) -> None:
+    worlds.run(_averages, 4, name, str(tmp_path), timeout_s=PATIENCE_S)
+
+
+def _scaled(rank: int, world: int) -> list[list[float]]:
+    found, scales = [], []
+    for stage in (3, _sharding(HYBRID, NODE), _sharding(SECONDARY, NODE)):
+        strategy = ZeroStrategy(stage=stage, units=["Block"], loss_scale=LossScale(init_scale=64.0, hysteresis=1))  # type: ignore[arg-type]
+        plugins = [MixedPrecisionPlugin("16-mixed", "cpu")]
+        run = trainer(rank, world, strategy, max_epochs=1, plugins=plugins, accumulate_grad_batches=2)
+        module = seeded(Overflows)
+        run.fit(module, loader(rank, world, size=96))
+        found.append(weights(run))
+        scales.append(module.scales)
+    for values in found[1:]:
+        assert_equal(values, found[0], atol=1e-3)
+    return scales
+
+
+def test_losses_are_scaled_on_nodes_as_at_stage_3() -> None:
+    """The gradient of rank 1 is infinite in the second of six micro-batches: the step of two is skipped on all."""
+    for scales in worlds.run(_scaled, 4, timeout_s=PATIENCE_S):
+        assert scales == [[64.0, 32.0, 32.0, 32.0, 32.0, 32.0]] * 3
+
+
+# -- Pipeline stages ---------------------------------------------------------------------------------------------------
+
+
+def _in_pipeline(rank: int, world: int, rows: Sequence[Any], node: int, crosses: bool) -> None:
+    found = []
+    for stage in (3, *rows):
+        for accumulated in (1, 2):
+            strategy = ZeroStrategy(stage=stage, pipeline={"stages": 2, "microbatches": 2})
+            clips = {"accumulate_grad_batches": accumulated, "gradient_clip_val": 0.1}
+            run = trainer(rank, world, strategy, max_epochs=1, **clips, **nodes(rank, world, node))
+            run.fit(seeded(Net), loader(strategy.distributed_sampler_kwargs["rank"], world // 2, size=64))
+            found.append(weights(run))
+            assert (strategy.engine.stats().across_nodes["reduce_scatter"] > 0) == (crosses and stage != 3)
+    for place, values in enumerate(found[2:]):
+        assert_equal(values, found[place % 2], atol=1e-6, what=rows[place // 2])
+
+
+def test_scopes_of_pipeline_stages_on_one_level_agree_with_stage_3() -> None:
+    """A stage has two ranks: on one node, on two, or in a number."""
+    hybrid = {"params": "node", "grads": "node"}
+    for node in (1, 2):
+        worlds.run(_in_pipeline, 4, [hybrid, {"params": 2, "grads": 2}], node, False, timeout_s=PATIENCE_S)
+
+
+@pytest.mark.slow
+def test_scopes_of_pipeline_stages_on_several_nodes_agree_with_stage_3() -> None:
+    rows = [{"params": "node", "grads": "node"}, {"params": 2, "grads": "world"}, {"grads": "node"}]
+    worlds.run(_in_pipeline, 8, rows, NODE, True, timeout_s=PATIENCE_S)
 
 
 @pytest.mark.parametrize("as_class", [True, False], ids=["class", "dict"])

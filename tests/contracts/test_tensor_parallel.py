@@ -18,12 +18,13 @@ from torchmetrics import MeanMetric, SumMetric
 from lightning_zero.checkpoint.pretrained import load_pretrained
 from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.parallel.tensor.plan import TensorParallel
-from tests.lightning_programs import assert_equal, trainer, weights
+from tests.lightning_programs import assert_equal, nodes, trainer, weights
 from tests.parallel.tensor.families import HEADS, VOCAB, WIDTH, make
 from tests.worlds import run, seed
 
 SAMPLES, LENGTH, BATCH, STEPS = 40, 12, 4, 20
 BOUND = 1e-6
+PATIENCE_S = 300.0
 DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob",
            "dropout_rate")  # fmt: skip
 GRIDS = [(1, 2), (2, 2), (1, 4)]  # data ranks x tensor ranks
@@ -190,6 +191,42 @@ def test_options_of_the_engine_train_as_on_one_rank(options: dict[str, Any], mor
     expected = expected_of("hand-separate", **more)
     for outcome in run(fit, 4, "hand-separate", {**options, "tensor_parallel": 2}, more):
         compare(outcome, expected, options)
+
+
+# -- Scopes ------------------------------------------------------------------------------------------------------------
+
+
+def fit_on_nodes(rank: int, world: int, options: dict[str, Any], more: dict[str, Any], node: int) -> Outcome:
+    return fit(rank, world, "hand-separate", options, {**more, **nodes(rank, world, node)})
+
+
+HYBRID, SECONDARY = {"params": "node", "grads": "node"}, {"params": "node", "grads": "world"}
+LEVELS = [
+    ({"params": 2, "grads": 2}, 4, {"accumulate_grad_batches": 2}),  # all data ranks
+    (HYBRID, 2, {"gradient_clip_val": 0.05}),  # one data rank per node
+    (SECONDARY, 4, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),  # one node
+]
+
+
+@pytest.mark.parametrize(("stage", "node", "more"), LEVELS, ids=str)
+def test_scopes_on_one_level_train_as_on_one_rank(stage: dict[str, Any], node: int, more: dict[str, Any]) -> None:
+    expected = expected_of("hand-separate", **more)
+    for outcome in run(fit_on_nodes, 4, {"stage": stage, "tensor_parallel": 2}, more, node, timeout_s=PATIENCE_S):
+        compare(outcome, expected, stage)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [HYBRID, SECONDARY, {"grads": 2}], ids=str)
+def test_scopes_of_tensor_groups_on_two_nodes_train_as_on_one_rank(stage: dict[str, Any]) -> None:
+    """Two nodes of two data ranks of two tensor ranks."""
+    for options, more in (
+        ({}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
+        ({"tensor_parallel": {"size": 2, "sequence": True}, "offload": "cpu"}, {}),
+    ):
+        expected = expected_of("hand-separate", **more)
+        given = {"stage": stage, "tensor_parallel": 2, **options}
+        for outcome in run(fit_on_nodes, 8, given, more, 4, timeout_s=PATIENCE_S):
+            compare(outcome, expected, given)
 
 
 # -- Pipeline stages ---------------------------------------------------------------------------------------------------

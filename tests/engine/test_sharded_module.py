@@ -79,7 +79,15 @@ class _Owner:
 def test_every_parameter_gets_an_owner_that_lives_as_long_as_the_module_is_sharded() -> None:
     module, places = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5)), ParamIndex()
     sharded = ShardedModule(
-        module, OPTIONS, None, grid=None, awaited=set(), param_index=places, close_windows=lambda: None, owner=_Owner
+        module,
+        OPTIONS,
+        None,
+        grid=None,
+        node=None,
+        awaited=set(),
+        param_index=places,
+        close_windows=lambda: None,
+        owner=_Owner,
     )
     for name, param in module.named_parameters():
         owner = owner_of(param)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_zero.sharding import Sharding
 from tests.fuzz import modules
 
 __all__ = ["OFF", "Action", "Program", "draw", "parse", "show"]
@@ -42,6 +43,12 @@ def parse(text: str) -> Program:
     return Program(**ast.literal_eval(text))
 
 
+def scopes_of(options: dict[str, Any]) -> Sharding:
+    """Return the option ``stage`` of a program; another stage than that of its ``scopes`` has none."""
+    scopes = Sharding.of(options.get("scopes", options.get("stage", 0)))
+    return scopes if scopes.stage == options.get("stage", 0) else Sharding.of(options.get("stage", 0))
+
+
 def draw(seed: int, world: int, off: Collection[str] | None = None) -> Program:
     """Draw a program.
 
@@ -68,6 +75,10 @@ _OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
     ("NAdam", {"eps": 0.01}),
 ]
 _OWN_STEP = ("SGD", "AdamW", "Adam")  # stepped by the engine itself
+_SCOPES = {  # by stage: on two nodes of two ranks
+    2: [{"params": "none", "grads": 2}],
+    3: [{"params": 2, "grads": 2}, {"params": 2, "grads": "world"}],
+}
 _EDITS = ("mul_", "data", "clamp_", "zero_", "decay", "assign", "none")
 
 
@@ -125,9 +136,16 @@ class _Drawing:
     def _is_early(self) -> bool:
         return bool(self._options.get("step") == "backward")
 
+    @property
+    def _waits_in_node(self) -> bool:
+        """Whether gradients of micro-batches cannot be looked at before the last one."""
+        return scopes_of({**self._options, "stage": self._stage}).waits_in_node
+
     def _draw_options(self) -> dict[str, Any]:
         rng = self._rng
         options: dict[str, Any] = {"stage": rng.choice((0, 1, 1, 2, 2, 3, 3, 3, 3))}
+        if self._world == 4 and options["stage"] in _SCOPES and rng.random() < 0.7:
+            options["scopes"] = rng.choice(_SCOPES[options["stage"]])
         if options["stage"] == 3:
             options["prefetch"] = rng.choice((0, 1, 1, 2, 3))
         if rng.random() < 0.5:
@@ -267,6 +285,7 @@ class _Drawing:
         if use is not None:
             arguments["use"] = use
         is_last = rng.random() > 0.25 if last is None else last
+        is_last = is_last or self._waits_in_node
         if not is_last:
             arguments["last"] = False
         if self._maybe(0.3, "bare forward"):

@@ -18,6 +18,7 @@ from lightning_zero.checkpoint import directory, state
 from lightning_zero.config import Communication, Offload
 from lightning_zero.engine.engine import ZeroEngine
 from tests.fuzz.modules import build
+from tests.fuzz.programs import scopes_of
 
 __all__ = ["Plain", "Sharded", "Side"]
 
@@ -60,7 +61,7 @@ class Plain:
 
     Args:
         spec: Of the module.
-        options: ``stage`` counts.
+        options: ``stage`` and ``scopes`` count.
         group: For everything that is sent.
     """
 
@@ -73,7 +74,9 @@ class Plain:
         self._spec = spec
         self.optimizers: list[Optimizer] = []
         self.memory: dict[str, Any] = {}
+        self._options = options
         self._averages_all = options.get("stage", 0) >= 2  # micro-batches before the last too
+        self._node = 2 if scopes_of(options).has_nodes else 1  # ranks that are averaged first
         self._local: dict[str, Tensor] = {}  # sums that are not averaged yet
         self._depth = 0
         self._is_last = True
@@ -146,12 +149,16 @@ class Plain:
         message = torch.cat([total.detach().reshape(-1) for total in sums] + [used.to(sums[0].dtype)])
         messages = [torch.empty_like(message) for _ in range(self.world)]
         dist.all_gather(messages, message, group=self.group)
-        total = sum(messages[1:], messages[0])
+        nodes = [
+            sum(messages[first + 1 : first + self._node], messages[first]) / self._node
+            for first in range(0, self.world, self._node)
+        ]
+        total = sum(nodes[1:], nodes[0])
         *averages, flags = total.split([param.numel() for param in params.values()] + [len(params)])
         for param, average, flag in zip(params.values(), averages, flags.tolist(), strict=True):
             if not flag:
                 continue
-            grad = (average / self.world).view(param.shape)
+            grad = (average / len(nodes)).view(param.shape)
             param.grad = grad if param.grad is None else param.grad + grad
         self._local.clear()
 
@@ -195,6 +202,7 @@ class Plain:
         self.drop_gradients()
         if stage is not None:
             self._averages_all, self._sends_buffers = stage >= 2, True
+            self._node = 2 if scopes_of({**self._options, "stage": stage}).has_nodes else 1
             before = self.params
             self._build()
             self.optimizers = _remade(self, before)
@@ -214,7 +222,7 @@ class Sharded:
 
     Args:
         spec: Of the module.
-        options: ``stage``, ``prefetch``, ``offload``, ``reduce_dtype``, ``step``, ``units``.
+        options: ``stage``, ``scopes``, ``prefetch``, ``offload``, ``reduce_dtype``, ``step``, ``units``.
         group: For what the program itself sends.
         folder: Where files on disks go.
         timeout_s: Of a collective.
@@ -240,7 +248,7 @@ class Sharded:
         if offload is not None and "nvme" in offload.values():
             offload["path"] = self._folder
         self.engine = ZeroEngine(
-            options.get("stage", 0),
+            scopes_of(options).option,
             units=options.get("units"),
             communication=Communication(
                 prefetch=options.get("prefetch", 1),

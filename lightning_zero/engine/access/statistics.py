@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.buffers.buffer import FlatBuffer
+from lightning_zero.engine.buffers.group import NodeLevels
 from lightning_zero.engine.optim.flat_step import BufferSlot
 from lightning_zero.engine.optim.moments import MomentFormat
 from lightning_zero.engine.units.lowering import Lowering
@@ -171,22 +172,25 @@ class Statistics:
         ]
 
     def _nodes(self, buffers: Sequence[FlatBuffer]) -> list[str]:
-        """Say over which ranks tensors are kept sharded, if not all are over all ranks or none."""
-        split = next((buffer for buffer in buffers if buffer.nodes is not None), None)
-        if split is None or split.nodes is None:
+        """Say over which ranks tensors are kept sharded, if not all are over all ranks or none: a line per group."""
+        groups = {buffer.nodes: buffer for buffer in buffers if buffer.nodes is not None}
+        if not groups:
             return [] if not self._sharding.has_nodes else [f"scopes: {self._sharding} is one level on these ranks"]
-        inner, outer = split.nodes.inner, split.nodes.outer
+        return [self._scopes(buffer, nodes) for nodes, buffer in groups.items()]
+
+    def _scopes(self, buffer: FlatBuffer, nodes: NodeLevels) -> str:
+        inner, outer = nodes.inner, nodes.outer
         over = {
             ShardingScope.NONE: "on each rank",
             ShardingScope.NODE: f"over the {inner.world_size} ranks of a node",
             ShardingScope.WORLD: f"over {inner.world_size * outer.world_size} ranks",
         }
-        sharding = split.sharding
-        return [
+        sharding = buffer.sharding
+        return (
             f"scopes: parameters {over[sharding.params]}, gradients {over[sharding.grads]}, optimizer states"
             f" {over[sharding.optim]}; {outer.world_size} nodes, rank {self._communicator.rank} in that of"
             f" {_ranks(inner.ranks)}, its ranges reduced with {_ranks(outer.ranks)}"
-        ]
+        )
 
     def _places_of_units(self) -> str:
         """Say where the states of units are, if not all are on the device."""

@@ -81,6 +81,8 @@ class BufferGroup:
     def reduce_scatter(self, own: torch.Tensor, full: torch.Tensor, what: str) -> Pending:
         """Start averaging a buffer over the ranks, with nodes over those of this one. Collective: all ranks of these.
 
+        On a grid an average is one of the data ranks: ranks with the same data have a factor or a summand each.
+
         Args:
             own: (n / ranks,), with nodes (n / ranks of a node,); may be this rank's range in ``full``.
             full: (n,) of the same dtype; its content is used up.
@@ -88,7 +90,7 @@ class BufferGroup:
         """
         if self.nodes is None:
             return self.communicator.reduce_scatter(own, full, what, divisor=self.divisor)
-        return self.nodes.inner.reduce_scatter(own, full, what)
+        return self.nodes.inner.reduce_scatter(own, full, what, divisor=self.divisor / self.nodes.outer.world_size)
 
     def reduce_scatter_over_nodes(self, shard: torch.Tensor, node_sum: torch.Tensor, what: str) -> Pending:
         """Start averaging the averages of the nodes. Collective: the ranks with this one's place in their nodes.
@@ -99,5 +101,4 @@ class BufferGroup:
             what: Name of the call, for errors.
         """
         assert self.nodes is not None
-        divisor = self.divisor / self.nodes.inner.world_size
-        return self.nodes.outer.reduce_scatter(shard, node_sum, f"{what} over nodes", divisor=divisor)
+        return self.nodes.outer.reduce_scatter(shard, node_sum, f"{what} over nodes")

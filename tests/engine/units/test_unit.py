@@ -29,7 +29,7 @@ def make_unit(module: nn.Module, stage: int, **options: Any) -> Unit:
     """Return the whole module as one unit. Collective."""
     communication = Communication()
     precision = MixedPrecision(**options)
-    groups = GridGroups(None, Communicator(communication, CPU), lambda ranks: ShardedOver.from_stage(stage))
+    groups = GridGroups(None, Communicator(communication, CPU), lambda *_: ShardedOver.from_stage(stage))
     return build_unit(
         choose_territories(module, [])[0],
         0,
