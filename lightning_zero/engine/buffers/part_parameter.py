@@ -13,13 +13,15 @@ Note [Faces]
 
 Note [Backwards]
     A backward computes with the parts: recomputed modules do, and so do custom functions with weights that autograd has
-    saved, where no forward of a block has taken faces off. So operations in a backward have the part, but for those in
-    the program's hooks on gradients, which are wrapped when they are registered, or when the face is given.
+    saved, where no forward of a block has taken faces off. ``part_graphs.py`` tells their operations from those of the
+    program's functions and hooks. Hooks on gradients of a part are wrapped, when they are registered or when the face
+    is given, so that they get the gradient as a part.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -41,6 +43,7 @@ from lightning_zero.engine.buffers.parameter import (
     set_face,
     swap_class,
 )
+from lightning_zero.engine.buffers.part_graphs import is_of_module, recorded_as_module
 from lightning_zero.engine.buffers.segment_parameter import SegmentParameter
 from lightning_zero.engine.buffers.sharded_gradient import RANDOM, ShardedGradient, asks_for_shape, is_elementwise
 from lightning_zero.errors import PartialParameterError
@@ -51,6 +54,7 @@ __all__ = ["PartFace", "PartParameter", "PartValues", "computing_with_parts", "s
 _VIEWS = frozenset(["view", "view_as", "reshape", "reshape_as", "expand", "expand_as", "unflatten"])
 _NEW = frozenset(f"new_{name}" for name in ("empty", "zeros", "ones", "full", "tensor"))
 _IN_PLACE = re.compile(r"(?!__).*_|__i(?!nvert).*__")
+_CALLING = frozenset([__name__])  # for `is_of_module`
 _DDP = nn.parallel.DistributedDataParallel
 
 
@@ -281,7 +285,8 @@ def computing_with_parts(params: Iterable[nn.Parameter]) -> Iterator[None]:
     for param, face in found:
         face.hide(param)
     try:
-        yield
+        with recorded_as_module():
+            yield
     finally:
         for param, face in found:
             face.show(param)
@@ -293,8 +298,8 @@ def computing_with_parts(params: Iterable[nn.Parameter]) -> Iterator[None]:
 def _operate(func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function of PyTorch with parts among its arguments, as Note [Faces] says."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    is_computing = torch._C._current_graph_task_id() != -1 and not _Marking.num_running
-    if is_computing and not any(isinstance(leaf, OwnedParameter) for leaf in tensors):
+    is_away = any(isinstance(leaf, OwnedParameter) for leaf in tensors)
+    if not is_away and torch._C._current_graph_task_id() != -1 and is_of_module(sys._getframe(1), _CALLING):
         with torch._C.DisableTorchFunctionSubclass():  # see Note [Backwards]
             return func(*args, **kwargs)
     if asks_for_shape(func):
@@ -505,9 +510,7 @@ def _gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 class _Marking:
-    """Gives a program's hook on a gradient the gradient as a part, and lets it see parameters as wholes."""
-
-    num_running: ClassVar[int] = 0
+    """Gives a program's hook on a gradient the gradient as a part."""
 
     def __init__(self, face: PartFace, hook: Callable[..., Any]) -> None:
         self._face = face
@@ -515,11 +518,7 @@ class _Marking:
 
     def __call__(self, grad: Tensor) -> Any:
         """Run the hook; ``grad`` is the parameter itself for hooks behind the accumulation."""
-        _Marking.num_running += 1
-        try:
-            result = self._hook(_marked_grad_of(self._face, grad))
-        finally:
-            _Marking.num_running -= 1
+        result = self._hook(_marked_grad_of(self._face, grad))
         return result.as_subclass(Tensor) if isinstance(result, PartValues) else result
 
 
