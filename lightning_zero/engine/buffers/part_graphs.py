@@ -1,7 +1,7 @@
 """Operations in a backward: those of modules that compute with parts of parameters, and those of the program.
 
-A backward calls Python code of both: custom functions and recomputed forwards of modules, which compute with the part of
-a weight that a rank has, and hooks of the program, to which the weight is whole (``part_parameter.py``).
+A backward calls Python code of both: custom functions and recomputed forwards of modules, which compute with the part
+of a weight that a rank has, and hooks of the program, to which the weight is whole (``part_parameter.py``).
 
 Note [Nodes of modules]
     Nodes of a graph are numbered in the order in which a thread makes them, so those of a module's forward are a range.
@@ -93,7 +93,7 @@ def _called_by_engines(frame: FrameType | None) -> Iterator[tuple[FrameType, boo
     """Yield the functions that engines of autograd have called, the innermost first.
 
     Yields:
-        The function, and whether this thread has started the engine. The outermost function of the thread is among them.
+        The function, and whether this thread has started the engine. The last one is the thread's outermost function.
     """
     called = None
     while frame is not None:
