@@ -113,11 +113,15 @@ class PartFace:
         try:
             whole = value.expand(self.whole)
         except RuntimeError:
+            pointed = (
+                " Has its `data` been given a part's, as `tensor.data = param.data` does? Make it of the parameter"
+                " (`param.detach().clone()`), so that it is a part with the same rules."
+            )
             raise PartialParameterError(
                 f"`{operation}` got parameter `{self.name}` of shape {tuple(self.whole)}, of which this rank has a part"
                 f" of shape {tuple(self.local)}, and a tensor of shape {tuple(value.shape)}. Give it one that can be"
                 " expanded to the whole parameter's shape: it is cut. Or take `strategy.full_param(param)` on every"
-                " rank."
+                f" rank.{pointed if value.shape == self.local else ''}"
             ) from None
         return self.part.read(whole)
 

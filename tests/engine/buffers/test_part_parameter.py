@@ -306,6 +306,13 @@ def test_hooks_on_gradients_see_parts(part: Part) -> None:
         grad.norm()
 
 
+def test_a_whole_tensor_that_was_given_a_part_is_named() -> None:
+    param, average = _part(PARTS["rows"]), WHOLE.clone()
+    average.data = param.data * 0.5  # asks no class
+    with pytest.raises(PartialParameterError, match=r"got parameter `w` .* Has its `data` been given a part's"):
+        torch.add(average.data, param.data)
+
+
 def test_elements_that_come_from_other_ranks_are_refused() -> None:
     rows, columns = _part(PARTS["rows"]), _part(PARTS["columns"])
     moved, upside_down = torch.arange(6).roll(1), torch.arange(5, -1, -1)
