@@ -41,7 +41,8 @@ class User(Program):
             CONSTRUCTED[name](self)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return self._loss(batch)
+        loss = self._loss(batch)
+        return PENALIZED[self.name](self, loss) if self.name in PENALIZED else loss
 
     def configure_optimizers(self) -> Any:
         if self.name in CONFIGURED:
@@ -194,11 +195,59 @@ def _other_grad(param: Any) -> None:
     param.grad = param.grad * 0.5 + _wave(param.shape) * 1e-3
 
 
+def _decayed_by_hooks(module: Any) -> None:
+    for param in module.parameters():
+        param.register_hook(lambda grad, param=param: grad + 0.01 * param.detach())
+
+
+class Pull(torch.autograd.Function):
+    """Adds signs of a weight to its gradient, as a penalty does."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return loss * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        (weight,) = ctx.saved_tensors
+        return grad, grad * 0.01 * weight.sign()
+
+
+class PullToMean(Pull):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        (weight,) = ctx.saved_tensors
+        return grad, grad * weight.mean() * torch.ones_like(weight)
+
+
+def _by_activation(hook: Callable[[Any], Any]) -> Callable[[Any, Tensor], Tensor]:
+    def hooked(module: Any, loss: Tensor) -> Tensor:
+        loss = loss * 1
+        loss.register_hook(lambda _: hook(module))
+        return loss
+
+    return hooked
+
+
+PENALIZED: dict[str, Callable[[Any, Tensor], Tensor]] = {  # the loss of a step
+    "own function": lambda module, loss: Pull.apply(loss, _query(module)),  # type: ignore[no-untyped-call]
+    "own function with a mean": lambda module, loss: PullToMean.apply(loss, _query(module)),  # type: ignore[no-untyped-call]
+    "hook of an activation": _by_activation(lambda module: module.kept.update(twice=_query(module) * 2)),
+    "norm in the hook of an activation": _by_activation(lambda module: _query(module).norm()),
+}
 CONSTRUCTED: dict[str, Callable[[Any], Any]] = {  # in __init__
     "hook halves gradients": _hooked(lambda grad: grad * 0.5),
     "hook clamps gradients": _hooked(lambda grad: grad.clamp(-1e-3, 1e-3)),
     "hook after accumulation": _after_hooked(_double_grad),
     "hook reduces gradient of init": _hooked(lambda grad: grad / grad.norm()),
+    "hooks add weights": _decayed_by_hooks,
+    "hook of an uncut parameter": lambda module: module.model.blocks[0].ln1.weight.register_hook(
+        lambda grad: grad * (1 + _query(module).norm())
+    ),
+    "hook behind an uncut parameter": lambda module: module.model.blocks[
+        0
+    ].ln1.weight.register_post_accumulate_grad_hook(lambda one: module.kept.update(norm=_query(module).norm())),
 }
 CONFIGURED: dict[str, Callable[[Any], Any]] = {
     "rates by shape": _by_shape,
@@ -295,13 +344,15 @@ BEFORE_STEP: dict[str, Callable[[Any], Any]] = {
     ),
 }
 REFUSED = [
+    "own function with a mean", "norm in the hook of an activation", "hook of an uncut parameter",
+    "hook behind an uncut parameter",
     "hook reduces gradient of init", "rates by norm", "hook reduces gradient", "hook centres gradient",
     "spectral initialisation", "norm", "mean", "centre", "largest", "histogram", "numpy",
     "row", "view", "transpose", "product", "layer by hand", "state_dict", "state_dict of a block", "deepcopy", "pickle",
     "torch.save", "vector", "finite", "rank", "equal", "copy into a whole tensor",
     "average in whole tensors", "prune",
 ]  # fmt: skip
-TABLES = (CONSTRUCTED, CONFIGURED, STARTED, AFTER_EVERY_BATCH, AFTER_BATCH, BEFORE_STEP)
+TABLES = (PENALIZED, CONSTRUCTED, CONFIGURED, STARTED, AFTER_EVERY_BATCH, AFTER_BATCH, BEFORE_STEP)
 RIGHT = [name for table in TABLES for name in table if name not in REFUSED]
 
 

@@ -13,13 +13,15 @@ Note [Faces]
 
 Note [Backwards]
     A backward computes with the parts: recomputed modules do, and so do custom functions with weights that autograd has
-    saved, where no forward of a block has taken faces off. So operations in a backward have the part, but for those in
-    the program's hooks on gradients, which are wrapped when they are registered, or when the face is given.
+    saved, where no forward of a block has taken faces off. ``part_graphs.py`` tells their operations from those of the
+    program's functions and hooks. Hooks on gradients of a part are wrapped, when they are registered or when the face
+    is given, so that they get the gradient as a part.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -27,6 +29,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.vmap import _process_batched_inputs
 
 from lightning_zero.boxes import Part
 from lightning_zero.engine.buffers.parameter import (
@@ -41,6 +44,7 @@ from lightning_zero.engine.buffers.parameter import (
     set_face,
     swap_class,
 )
+from lightning_zero.engine.buffers.part_graphs import is_of_module, recorded_as_module
 from lightning_zero.engine.buffers.segment_parameter import SegmentParameter
 from lightning_zero.engine.buffers.sharded_gradient import RANDOM, ShardedGradient, asks_for_shape, is_elementwise
 from lightning_zero.errors import PartialParameterError
@@ -50,7 +54,10 @@ __all__ = ["PartFace", "PartParameter", "PartValues", "computing_with_parts", "s
 
 _VIEWS = frozenset(["view", "view_as", "reshape", "reshape_as", "expand", "expand_as", "unflatten"])
 _NEW = frozenset(f"new_{name}" for name in ("empty", "zeros", "ones", "full", "tensor"))
+_TYPES = frozenset(["type_as", "to"])
 _IN_PLACE = re.compile(r"(?!__).*_|__i(?!nvert).*__")
+_CALLING = frozenset([__name__])  # for `is_of_module`
+_BATCHED: Any = _process_batched_inputs
 _DDP = nn.parallel.DistributedDataParallel
 
 
@@ -106,11 +113,15 @@ class PartFace:
         try:
             whole = value.expand(self.whole)
         except RuntimeError:
+            pointed = (
+                " Has its `data` been given a part's, as `tensor.data = param.data` does? Make it of the parameter"
+                " (`param.detach().clone()`), so that it is a part with the same rules."
+            )
             raise PartialParameterError(
                 f"`{operation}` got parameter `{self.name}` of shape {tuple(self.whole)}, of which this rank has a part"
                 f" of shape {tuple(self.local)}, and a tensor of shape {tuple(value.shape)}. Give it one that can be"
                 " expanded to the whole parameter's shape: it is cut. Or take `strategy.full_param(param)` on every"
-                " rank."
+                f" rank.{pointed if value.shape == self.local else ''}"
             ) from None
         return self.part.read(whole)
 
@@ -178,6 +189,10 @@ class _Part:
         """Run element-wise operations on the part, refuse others."""
         return _operate(func, types, args, dict(kwargs or {}))
 
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse other memory, which PyTorch gives without asking ``__torch_function__``."""
+        _known_face(self).refuse("set_")
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         """Describe the tensor without its values."""
         return _described(self)
@@ -236,8 +251,8 @@ def _described(tensor: Any) -> str:
     return f"{type(tensor).__name__}({name!r}, shape={shape}, dtype={tensor.dtype}; this rank has a part of {local})"
 
 
-def _known_face(param: Tensor) -> PartFace:
-    face: PartFace | None = face_of(param)
+def _known_face(param: Any) -> PartFace:
+    face = _face_of(param)
     assert face is not None
     return face
 
@@ -281,7 +296,8 @@ def computing_with_parts(params: Iterable[nn.Parameter]) -> Iterator[None]:
     for param, face in found:
         face.hide(param)
     try:
-        yield
+        with recorded_as_module():
+            yield
     finally:
         for param, face in found:
             face.show(param)
@@ -293,11 +309,13 @@ def computing_with_parts(params: Iterable[nn.Parameter]) -> Iterator[None]:
 def _operate(func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function of PyTorch with parts among its arguments, as Note [Faces] says."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    is_computing = torch._C._current_graph_task_id() != -1 and not _Marking.num_running
-    if is_computing and not any(isinstance(leaf, OwnedParameter) for leaf in tensors):
+    is_away = any(isinstance(leaf, OwnedParameter) for leaf in tensors)
+    if not is_away and torch._C._current_graph_task_id() != -1 and is_of_module(sys._getframe(1), _CALLING):
         with torch._C.DisableTorchFunctionSubclass():  # see Note [Backwards]
             return func(*args, **kwargs)
     if asks_for_shape(func):
+        if sys._getframe(2).f_code is _BATCHED.__code__:  # it takes rows of the part, and asks nothing else
+            _refuse_first(tensors, "torch.vmap")
         return _answer_for_whole(func, args, kwargs)
     if func in TO_EDGES:
         return _gradients(func, args, kwargs)
@@ -322,11 +340,20 @@ def _operate(func: Callable[..., Any], types: Sequence[type], args: tuple[Any, .
     return _compute(func, args, kwargs=kwargs, name=name, face=face)
 
 
+def _refuse_first(tensors: Iterable[Tensor], operation: str) -> None:
+    """Refuse an operation for the first part among tensors.
+
+    Raises:
+        PartialParameterError: There is one.
+    """
+    face = next((found for one in tensors if (found := _face_of(one)) is not None), None)
+    if face is not None:
+        face.refuse(operation)
+
+
 def _beside_segments(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
     """Call a function with segments of the step window, which cut parts once more."""
-    shown = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PartParameter)), None)
-    if shown is not None:
-        _known_face(shown).refuse(name)
+    _refuse_first((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PartParameter)), name)
     segments = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, (SegmentParameter, ShardedGradient))]
     cls: Any = type(next((leaf for leaf in segments if isinstance(leaf, ShardedGradient)), segments[0]))
     return cls.__torch_function__(func, (cls,), args, kwargs)
@@ -354,19 +381,38 @@ def _compute(func: Callable[..., Any], args: tuple[Any, ...], *, kwargs: Any, na
         face.refuse_state_dict()
     if name == "detach" and is_called_by(_DDP.__init__):
         face.refuse_other_strategy()
+    if name == "detach" and isinstance(args[0], PartParameter) and is_called_by(nn.Parameter.__new__):
+        face.refuse("nn.Parameter")
+    if name == "_is_view":  # asked while it looks at arguments
+        face.refuse("torch.compile")
+    if torch._C._are_functorch_transforms_active():
+        face.refuse(f"{name}` in a function of `torch.func")
     if name == "__setitem__" and _face_of(args[0]) is not None:
         return _set_items(face, *args)
     if name in RANDOM or getattr(func, "__module__", "") == "torch.nn.init":
         return _draw(func, name, args, kwargs)
+    if name in _VIEWS and len(args) == 2 and _face_of(args[0]) is None:  # `values.view_as(param)`
+        return getattr(args[0], name.removesuffix("_as"))(face.whole)
     if name in _VIEWS and _is_same_shape(face, name, args[1:]):
+        return _viewed(face, args[0])
+    if name in _TYPES and _face_of(args[0]) is None:  # `values.to(param)`
         with torch._C.DisableTorchFunctionSubclass():
-            return face.mark(args[0].view_as(args[0]))
+            return func(*args, **kwargs)
     if name in _NEW or name == "_has_compatible_shallow_copy_type":  # the latter is of `module.to`
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if not is_elementwise(func, args, kwargs) or "out" in kwargs:
         face.refuse(name)
     return _run(func, name, args, kwargs)
+
+
+def _viewed(face: PartFace, tensor: Tensor) -> Tensor:
+    """Return a view of a part, made by the tensor's own node of the graph, as ``register_multi_grad_hook`` needs it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        view: Any = tensor.view_as(tensor)
+    view.__class__ = PartValues
+    view.face = face
+    return view  # type: ignore[no-any-return]
 
 
 def _run(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -391,6 +437,8 @@ def _run(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dic
         result = func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
     if isinstance(result, (list, tuple)) and name.startswith("_foreach_"):
         return type(result)(_result_of(face, one) for face, one in zip(faces, result, strict=True))
+    if isinstance(result, tuple):  # of `frexp`
+        return type(result)(_result_of(faces[0], one) for one in result)
     return _result_of(faces[0], result)
 
 
@@ -418,16 +466,25 @@ def _beside(face: PartFace | None, value: Any, name: str) -> Any:
         return value
     other = _face_of(value)
     if other is None:
-        if name in ("type_as", "to"):
+        if name in _TYPES:
             return value
         cut = face.cut(value, name)
         return cut.contiguous() if name == ".data = ..." else cut
-    if other.part != face.part:
+    _require_same_part(face, other, name)
+    return value
+
+
+def _require_same_part(face: PartFace, other: PartFace | None, name: str) -> None:
+    """Refuse a part of other elements beside a parameter.
+
+    Raises:
+        PartialParameterError: It is one.
+    """
+    if other is not None and other.part != face.part:
         raise PartialParameterError(
             f"`{name}` got `{face.name}` and `{other.name}`, of which this rank has parts of other elements. Use"
             " `strategy.full_param(param)` on every rank."
         )
-    return value
 
 
 def _result_of(face: PartFace | None, result: Any) -> Any:
@@ -478,6 +535,8 @@ def _draw(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
 
 def _set_items(face: PartFace, target: Tensor, index: Any, value: Any) -> None:
     """Write elements that are named by an index into the whole parameter, or by a mask made of parts."""
+    for one in (index, value):
+        _require_same_part(face, _face_of(one), "__setitem__")
     with torch._C.DisableTorchFunctionSubclass():
         local = target.detach()
         if isinstance(index, PartValues):
@@ -488,8 +547,15 @@ def _set_items(face: PartFace, target: Tensor, index: Any, value: Any) -> None:
         chosen = torch.zeros(face.whole, dtype=torch.bool, device=local.device)
         values = torch.zeros(face.whole, dtype=local.dtype, device=local.device)
         chosen[index] = True
-        values[index] = face.spread(value) if isinstance(value, PartValues) else value
-        local.copy_(torch.where(face.part.read(chosen), face.part.read(values), local))
+        mine = face.part.read(chosen).clone()
+        if _face_of(value) is None:
+            values[index] = value
+        else:
+            chosen[index] = face.spread(torch.ones_like(value, dtype=torch.bool))
+            if not torch.equal(face.part.read(chosen), mine):
+                face.refuse("__setitem__")  # elements of other ranks would come here
+            values[index] = face.spread(value)
+        local.copy_(torch.where(mine, face.part.read(values), local))
 
 
 # -- Gradients ---------------------------------------------------------------------------------------------------------
@@ -506,9 +572,7 @@ def _gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 class _Marking:
-    """Gives a program's hook on a gradient the gradient as a part, and lets it see parameters as wholes."""
-
-    num_running: ClassVar[int] = 0
+    """Gives a program's hook on a gradient the gradient as a part."""
 
     def __init__(self, face: PartFace, hook: Callable[..., Any]) -> None:
         self._face = face
@@ -516,11 +580,7 @@ class _Marking:
 
     def __call__(self, grad: Tensor) -> Any:
         """Run the hook; ``grad`` is the parameter itself for hooks behind the accumulation."""
-        _Marking.num_running += 1
-        try:
-            result = self._hook(_marked_grad_of(self._face, grad))
-        finally:
-            _Marking.num_running -= 1
+        result = self._hook(_marked_grad_of(self._face, grad))
         return result.as_subclass(Tensor) if isinstance(result, PartValues) else result
 
 

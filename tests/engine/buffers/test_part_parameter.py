@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 
 from lightning_zero.boxes import Part
 from lightning_zero.engine.buffers.parameter import (
@@ -70,6 +71,15 @@ def _pointed(w: Any) -> None:
     w.data = w.data * 0.5
 
 
+def _pointed_at_a_view(w: Any) -> None:
+    w.data = GRID.reshape(-1).view_as(w)
+
+
+def _mantissa(w: Any) -> None:
+    mantissa, exponent = torch.frexp(w)
+    w.copy_(mantissa * 2 + exponent)
+
+
 def _draws(draw: Callable[[Any], Any]) -> Callable[[Any], None]:
     def drawn(w: Any) -> None:
         torch.manual_seed(3)
@@ -104,6 +114,15 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "foreach": _in_place(lambda w: torch._foreach_mul_([w], 0.5)),
     "foreach with whole": _in_place(lambda w: torch._foreach_add_([w], [GRID])),
     "pointed": _pointed,
+    "pointed at a view": _pointed_at_a_view,
+    "copied view": _in_place(lambda w: w.copy_(GRID.reshape(-1).view_as(w))),
+    "reshaped": _in_place(lambda w: w.add_(GRID.reshape(2, 12).reshape_as(w.data))),
+    "expanded": _in_place(lambda w: w.mul_(GRID[:, :1].expand_as(w))),
+    "from vector": lambda w: nn.utils.vector_to_parameters(GRID.reshape(-1), [w]),
+    "converted": _in_place(lambda w: w.add_(GRID.double().to(w)).add_(GRID.half().type_as(w))),
+    "mantissa": _in_place(_mantissa),
+    "set all to values of the part": _in_place(lambda w: w.__setitem__(slice(None), w * 2)),
+    "set all to the parameter": _in_place(lambda w: w.data.__setitem__(Ellipsis, w)),
     "out of place": _in_place(lambda w: w.copy_((w * 2 - GRID).tanh())),
     "normal": _draws(lambda w: nn.init.normal_(w, std=0.1)),
     "uniform": _draws(lambda w: w.uniform_(-1, 1)),
@@ -192,7 +211,20 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "added to": lambda w: torch._foreach_add_([torch.zeros(SHAPE)], [w.data]),
     "wrong shape": lambda w: w.data.add_(torch.ones(5, 4)),
     "state_dict": lambda w: _holding(w).state_dict(),
+    "vmap": lambda w: torch.func.vmap(torch.sum)(w),
+    "vmap of values": lambda w: torch.func.vmap(torch.sum, in_dims=1)(w.data),
+    "inside of vmap": lambda w: torch.func.vmap(lambda row: row.sum() * w)(GRID),
+    "set_": lambda w: w.set_(GRID.clone()),
+    "set_ of values": lambda w: w.data.set_(GRID.clone()),
+    "parameter": nn.Parameter,
 }
+
+
+def test_compiled_functions_are_refused_by_name() -> None:
+    param = _part(PARTS["rows"])
+    for value in (param, param.detach()):
+        with pytest.raises(Exception, match=r"`torch.compile` needs the whole parameter `w`.*full_param"):
+            torch.compile(lambda one: one.norm(), backend="eager")(value)
 
 
 def _holding(w: Any) -> nn.Module:
@@ -274,6 +306,38 @@ def test_hooks_on_gradients_see_parts(part: Part) -> None:
         grad.norm()
 
 
+def test_a_whole_tensor_that_was_given_a_part_is_named() -> None:
+    param, average = _part(PARTS["rows"]), WHOLE.clone()
+    average.data = param.data * 0.5  # asks no class
+    with pytest.raises(PartialParameterError, match=r"got parameter `w` .* Has its `data` been given a part's"):
+        torch.add(average.data, param.data)
+
+
+def test_elements_that_come_from_other_ranks_are_refused() -> None:
+    rows, columns = _part(PARTS["rows"]), _part(PARTS["columns"])
+    moved, upside_down = torch.arange(6).roll(1), torch.arange(5, -1, -1)
+    with pytest.raises(PartialParameterError, match="`__setitem__` needs the whole parameter `w`"):
+        rows.data[moved] = rows.detach() * 2
+    columns.data[upside_down] = columns.detach()
+    show_parts([columns])
+    assert torch.equal(columns.detach(), PARTS["columns"].read(WHOLE.flip(0)))
+
+
+@pytest.mark.parametrize("uncut_is_first", [False, True])
+def test_one_hook_on_several_gradients_runs_once(uncut_is_first: bool) -> None:
+    param, uncut = _part(PARTS["rows"]), nn.Parameter(torch.ones(4))
+    seen: list[Any] = []
+    register_multi_grad_hook([param, uncut], seen.append)
+    register_multi_grad_hook([param], seen.append)
+    with computing_with_parts([param]):
+        losses = [(param * 2).sum(), (uncut * 3).sum()]
+    (losses[uncut_is_first] + losses[not uncut_is_first]).backward()
+    assert sorted(len(grads) for grads in seen) == [1, 2]
+    for grads in seen:
+        assert isinstance(grads[0], PartValues)
+        assert [grad.shape for grad in grads[1:]] in ([], [torch.Size([4])])
+
+
 def test_parts_of_other_elements_do_not_meet() -> None:
     square = Part.along((4, 4), 0, (0, 2))
     other = Part.along((4, 4), 0, (2, 2))
@@ -281,6 +345,10 @@ def test_parts_of_other_elements_do_not_meet() -> None:
     show_as_whole({"first": first, "second": second}, {"first": square, "second": other})
     with pytest.raises(PartialParameterError, match="`add` got `first` and `second`"):
         torch.add(first, second)
+    with pytest.raises(PartialParameterError, match="`__setitem__` got `first` and `second`"):
+        first.data[:] = second * 2
+    with torch.no_grad(), pytest.raises(PartialParameterError, match="`__setitem__` got `first` and `second`"):
+        first[second > 0] = 0
 
 
 def test_distributed_data_parallel_is_refused() -> None:
