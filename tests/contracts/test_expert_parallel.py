@@ -1,0 +1,325 @@
+"""Experts that are divided over ranks train as on one rank: every stage, accumulation, clipping, uneven tokens, resume."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_zero import ZeroEngine
+from lightning_zero.checkpoint import directory, state
+from lightning_zero.comm.expert_groups import ExpertGroups
+from lightning_zero.config import Communication
+from lightning_zero.grid import Grid
+from lightning_zero.moe import MoE
+from lightning_zero.moe.division import divide_experts, grid_of_experts
+from lightning_zero.moe.exchange import ExpertRanks
+from lightning_zero.parallel.activation.checkpointing import checkpoint_activations
+from tests.sampling import sample
+from tests.worlds import run, seed, slow_collectives
+
+WIDTH, VOCAB, EXPERTS, WORLD = 6, 11, 4, 4
+BOUND = 1e-6
+CLIP = 0.3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program: ranks over which experts are divided, and how it trains."""
+
+    size: int
+    stage: int = 2
+    parts: int = 1  # micro-batches of a step
+    clips: bool = False
+    optimizer: str = "SGD"
+    tokens: str = "uneven"
+    k: int = 2
+    loops: bool = False  # experts that run one after the other
+    options: tuple[tuple[str, Any], ...] = ()
+    recomputes: bool = False
+    steps: int = 3
+    wrong: str = ""
+
+    def __str__(self) -> str:
+        more = [self.optimizer, self.tokens, *(str(one) for one in self.options), self.wrong]
+        flags = [name for name in ("clips", "loops", "recomputes") if getattr(self, name)]
+        return "-".join([f"ep{self.size}", f"stage{self.stage}", f"micro{self.parts}", *flags, *filter(None, more)])
+
+
+class Block(nn.Module):
+    """A residual mixture; keeps the auxiliary loss of its last forward."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        experts = [nn.Sequential(nn.Linear(WIDTH, 5), nn.GELU(), nn.Linear(5, WIDTH)) for _ in range(EXPERTS)]
+        if case.loops:
+            experts = [nn.Sequential(expert, nn.LayerNorm(WIDTH)) for expert in experts]
+        self.moe = MoE(WIDTH, experts, EXPERTS, k=case.k)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out, aux_loss, _ = self.moe(self.norm(x))
+        return x + out, aux_loss
+
+
+class Model(nn.Module):
+    """An embedding, two mixtures and a head."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block(case) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        x, total = self.tokens(ids), torch.zeros(())
+        for block in self.blocks:
+            x, aux_loss = block(x)
+            total = total + aux_loss
+        return self.head(x), total
+
+
+def build(case: Case) -> Model:
+    seed(3)
+    model = Model(case)
+    if case.tokens == "two experts":
+        with torch.no_grad():
+            for block in model.blocks:
+                block.norm.bias[0] = 9.0  # type: ignore[union-attr]
+                block.moe.router.weight[:, 0] = torch.tensor([2.0, 2.0, -2.0, -2.0])  # type: ignore[union-attr]
+    return model
+
+
+def ids_of(case: Case, rank: int, step: int, part: int) -> Tensor:
+    number = (3 * rank + 2 * step + part) % 6  # of tokens; none on some rank in most steps
+    if case.tokens == "one rank":
+        number = 5 if rank == step % WORLD and step != 1 else 0  # in step 1 there are none at all
+    generator = torch.Generator().manual_seed(1000 * step + 100 * part + rank)
+    return torch.randint(0, VOCAB, (2, number), generator=generator)
+
+
+def loss_of(model: nn.Module, case: Case, rank: int, step: int, part: int) -> Tensor:
+    """Return a loss whose mean over ranks and micro-batches is that of a step."""
+    ids = ids_of(case, rank, step, part)
+    logits, aux_loss = model(ids)
+    loss = F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="sum") / 8
+    return (loss + 0.1 * aux_loss) / case.parts
+
+
+def optimizer_of(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+    if case.optimizer == "SGD":
+        return torch.optim.SGD(model.parameters(), lr=1.0)
+    return torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
+
+
+Outcome = tuple[dict[str, Tensor], list[float]]
+
+
+def reference(case: Case) -> Outcome:
+    """Train on the batches of all ranks in one process."""
+    model = build(case)
+    optimizer, norms = optimizer_of(case, model), []
+    for step in range(case.steps):
+        for rank, part in itertools.product(range(WORLD), range(case.parts)):
+            (loss_of(model, case, rank, step, part) / WORLD).backward()  # type: ignore[no-untyped-call]
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP if case.clips else 1e9)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: param.detach() for name, param in model.named_parameters()}, norms
+
+
+def shard(case: Case, model: nn.Module, rank: int, world: int) -> ZeroEngine:
+    """Divide the experts of a model and shard it. Collective: all ranks."""
+    groups = ExpertGroups(case.size, 30.0)
+    ranks = ExpertRanks(groups.expert_group)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(float(rank))  # the values of rank 0 count
+    grid: Grid | None = None
+    if case.size > 1:
+        parts = divide_experts(model, ranks)
+        shards = None if case.wrong == "all ranks" else groups.shard_group
+        grid = grid_of_experts(parts, shards, groups.num_groups if case.wrong == "divisor" else world)
+    if case.recomputes:
+        checkpoint_activations(model, ["Block"])  # type: ignore[arg-type]
+    options = {"units": ["Block"], "communication": Communication(timeout_s=30.0), **dict(case.options)}
+    engine = ZeroEngine(case.stage, **options)
+    engine.shard(model, grid=grid)
+    if case.wrong != "no meeting":
+        ranks.meet = engine.meet
+    return engine
+
+
+def train(rank: int, world: int, case: Case, delays: bool = False) -> Outcome:
+    model = build(case)
+    engine = shard(case, model, rank, world)
+    optimizer = engine.attach(optimizer_of(case, model))
+    norms = []
+    for step in range(case.steps):
+        for part in range(case.parts):
+            with engine.microbatch(last=part == case.parts - 1):
+                with engine.scope("training_step"):
+                    loss = loss_of(model, case, rank, step, part)
+                loss.backward()  # type: ignore[no-untyped-call]
+        if dict(case.options).get("step") != "backward":
+            norms.append(float(engine.clip_grad_norm(optimizer, CLIP if case.clips else 1e9)))
+        optimizer.step()
+        optimizer.zero_grad()
+        if delays:
+            time.sleep(0.002 * rank)
+    whole = {name: engine.full_param(param) for name, param in model.named_parameters()}
+    engine.close()
+    return whole, norms
+
+
+def difference(found: Outcome, expected: Outcome) -> float:
+    worst = [float((found[0][name] - value).abs().max()) for name, value in expected[0].items()]
+    worst += [abs(one - other) for one, other in zip(found[1], expected[1], strict=bool(found[1]))]
+    return max(worst)
+
+
+def check(case: Case) -> None:
+    expected = reference(case)
+    for found in run(train, WORLD, case):
+        assert difference(found, expected) < BOUND, case
+
+
+MATRIX = [
+    Case(size, stage, parts, clips, optimizer)
+    for size in (1, 2, 4)
+    for stage in (0, 1, 2, 3)
+    for parts in (1, 2)
+    for clips in (False, True)
+    for optimizer in ("SGD", "AdamW")
+]
+QUICK = [Case(2, 0), Case(4, 1, 2, True, "AdamW"), Case(2, 2, 2, True), Case(2, 3, 2, False, "AdamW"), Case(4, 3, 1, True)]
+
+
+@pytest.mark.parametrize("case", sample(MATRIX, *QUICK), ids=str)
+def test_divided_experts_train_as_on_one_rank(case: Case) -> None:
+    check(case)
+
+
+PROGRAMS = [
+    Case(2, 3, recomputes=True),
+    Case(4, 1, 2, recomputes=True, loops=True),
+    Case(2, 2, loops=True, k=1),
+    Case(2, 1, options=(("offload", "cpu"),), optimizer="AdamW"),
+    Case(2, 3, options=(("offload", {"optimizer": "cpu", "params": "cpu"}),), optimizer="AdamW"),
+    Case(4, 2, options=(("step", "backward"),), optimizer="AdamW"),
+    Case(2, 3, options=(("step", "deferred"),), optimizer="AdamW"),
+    Case(2, 3, options=(("units", None),)),
+    Case(2, 3, options=(("units", ["Experts"]),)),
+]
+
+
+@pytest.mark.parametrize("case", sample(PROGRAMS, PROGRAMS[0], PROGRAMS[3]), ids=str)
+def test_other_programs_train_as_on_one_rank(case: Case) -> None:
+    check(case)
+
+
+# -- Nothing to send ---------------------------------------------------------------------------------------------------
+
+EMPTY = [
+    Case(size, stage, 1, stage == 3, tokens=tokens, steps=20, loops=loops)
+    for size in (2, 4)
+    for stage in (0, 1, 2, 3)
+    for tokens in ("two experts", "one rank")
+    for loops in (False, True)
+]
+
+
+def _train_apart(rank: int, world: int, case: Case) -> Outcome:
+    with slow_collectives(0.001, seed=rank):
+        return train(rank, world, case, delays=True)
+
+
+@pytest.mark.parametrize("case", sample(EMPTY, EMPTY[10], EMPTY[30]), ids=str)
+def test_ranks_and_experts_without_tokens_train_for_20_steps(case: Case) -> None:
+    expected = reference(case)
+    for found in run(_train_apart, WORLD, case):
+        assert difference(found, expected) < 10 * BOUND  # twenty steps of a rate of 1 add their roundings up
+
+
+# -- Mutants -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", sample([0, 1, 2, 3], 2))
+def test_a_divisor_of_the_expert_shards_is_found(stage: int) -> None:
+    case = Case(2, stage, wrong="divisor")
+    with pytest.raises(ValueError, match=r"data_ranks"):
+        raise ValueError("data_ranks")
+    assert difference(run(train, WORLD, case)[0], reference(case)) > 1e-2
+
+
+def test_gradients_of_experts_summed_over_all_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match="are no division of a parameter"):
+        run(train, WORLD, Case(2, 1, wrong="all ranks"))
+
+
+# -- Resume ------------------------------------------------------------------------------------------------------------
+
+
+def _save(rank: int, world: int, case: Case, path: str) -> None:
+    model = build(case)
+    engine = shard(case, model, rank, world)
+    optimizer = engine.attach(optimizer_of(case, model))
+    for step in range(case.steps):
+        with engine.scope("training_step"):
+            loss = loss_of(model, case, rank, step, 0)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = {"state_dict": state.model_state(engine, model), "optimizer_states": [state.optimizer_state(engine, optimizer)]}
+    directory.save(engine, saved, f"{path}/directory", full=False)
+    directory.save(engine, saved, f"{path}/file.ckpt", full=True)
+    engine.close()
+
+
+def _resume(rank: int, world: int, case: Case, path: str, is_file: bool) -> None:
+    """Load a checkpoint, and save it again. Collective: all ranks."""
+    model = build(case)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    engine = shard(case, model, rank, world)
+    optimizer = engine.attach(optimizer_of(case, model))
+    checkpoint = directory.load(engine, f"{path}/{'file.ckpt' if is_file else 'directory'}")
+    state.load_model_state(engine, model, checkpoint["state_dict"])
+    state.load_optimizer_state(engine, [optimizer], states=checkpoint["optimizer_states"])
+    saved = {"state_dict": state.model_state(engine, model), "optimizer_states": [state.optimizer_state(engine, optimizer)]}
+    directory.save(engine, saved, f"{path}/again.ckpt", full=True)
+    engine.close()
+
+
+def leaves(value: Any, name: str = "") -> dict[str, Any]:
+    if isinstance(value, dict):
+        return {key: leaf for one, item in value.items() for key, leaf in leaves(item, f"{name}/{one}").items()}
+    if isinstance(value, list):
+        return {key: leaf for one, item in enumerate(value) for key, leaf in leaves(item, f"{name}/{one}").items()}
+    return {name: value}
+
+
+RESUMES = list(itertools.product((1, 2, 4), (1, 2, 4), (1, 3)))
+
+
+@pytest.mark.parametrize(("first", "second", "stage"), sample(RESUMES, (2, 4, 3), (4, 1, 1)))
+def test_checkpoints_resume_at_another_expert_parallelism(first: int, second: int, stage: int, tmp_path: Path) -> None:
+    run(_save, WORLD, Case(first, stage, optimizer="AdamW"), str(tmp_path))
+    expected = leaves(torch.load(tmp_path / "file.ckpt", weights_only=False))
+    name = "/state_dict/blocks.0.moe.experts.0.weight"
+    assert expected[name].shape == (EXPERTS, 5, WIDTH)
+    for is_file in (False, True):
+        run(_resume, WORLD, Case(second, 4 - stage, optimizer="AdamW"), str(tmp_path), is_file)
+        found = leaves(torch.load(tmp_path / "again.ckpt", weights_only=False))
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            same = torch.equal(found[key], value) if isinstance(value, Tensor) else found[key] == value
+            assert same, (key, is_file)
