@@ -60,7 +60,7 @@ def all_to_all(rows: Tensor, send: Sequence[int], receive: Sequence[int], group:
         group: The ranks; the default group when None.
     """
     result = rows.new_empty(sum(receive), *rows.shape[1:])
-    outgoing, incoming = rows.split(list(send)), result.split(list(receive))
+    outgoing, incoming = torch.split(rows, list(send)), torch.split(result, list(receive))
     rank = dist.get_rank(group)
     incoming[rank].copy_(outgoing[rank])
     _send_and_receive(outgoing, incoming, group)

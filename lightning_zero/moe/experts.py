@@ -101,7 +101,8 @@ class Experts(nn.Module):
         """
         if self.ranks is None:
             return self._compute(rows, offsets)
-        return compute_on_ranks(rows, offsets, compute=self._compute, ranks=self.ranks, layer=self._number)
+        found: Tensor = compute_on_ranks(rows, offsets, compute=self._compute, ranks=self.ranks, layer=self._number)
+        return found
 
     def _compute(self, rows: Tensor, offsets: Tensor) -> Tensor:
         """Compute each row by its expert, of those that this rank has."""

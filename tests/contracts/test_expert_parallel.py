@@ -1,4 +1,4 @@
-"""Experts that are divided over ranks train as on one rank: every stage, accumulation, clipping, uneven tokens, resume."""
+"""Experts that are divided over ranks train as on one rank: every stage, accumulation, clipping, uneven tokens."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_zero import ZeroEngine
 from lightning_zero.checkpoint import directory, state
 from lightning_zero.comm.expert_groups import ExpertGroups
 from lightning_zero.config import Communication
 from lightning_zero.grid import Grid
+from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.moe import MoE
 from lightning_zero.moe.division import divide_experts, grid_of_experts
 from lightning_zero.moe.exchange import ExpertRanks
 from lightning_zero.parallel.activation.checkpointing import checkpoint_activations
+from tests.lightning_programs import assert_equal, trainer, weights
 from tests.sampling import sample
 from tests.worlds import run, seed, slow_collectives
 
@@ -199,7 +203,13 @@ MATRIX = [
     for clips in (False, True)
     for optimizer in ("SGD", "AdamW")
 ]
-QUICK = [Case(2, 0), Case(4, 1, 2, True, "AdamW"), Case(2, 2, 2, True), Case(2, 3, 2, False, "AdamW"), Case(4, 3, 1, True)]
+QUICK = [
+    Case(2, 0),
+    Case(4, 1, 2, True, "AdamW"),
+    Case(2, 2, 2, True),
+    Case(2, 3, 2, False, "AdamW"),
+    Case(4, 3, 1, True),
+]
 
 
 @pytest.mark.parametrize("case", sample(MATRIX, *QUICK), ids=str)
@@ -254,8 +264,6 @@ def test_ranks_and_experts_without_tokens_train_for_20_steps(case: Case) -> None
 @pytest.mark.parametrize("stage", sample([0, 1, 2, 3], 2))
 def test_a_divisor_of_the_expert_shards_is_found(stage: int) -> None:
     case = Case(2, stage, wrong="divisor")
-    with pytest.raises(ValueError, match=r"data_ranks"):
-        raise ValueError("data_ranks")
     assert difference(run(train, WORLD, case)[0], reference(case)) > 1e-2
 
 
@@ -277,7 +285,10 @@ def _save(rank: int, world: int, case: Case, path: str) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
-    saved = {"state_dict": state.model_state(engine, model), "optimizer_states": [state.optimizer_state(engine, optimizer)]}
+    saved = {
+        "state_dict": state.model_state(engine, model),
+        "optimizer_states": [state.optimizer_state(engine, optimizer)],
+    }
     directory.save(engine, saved, f"{path}/directory", full=False)
     directory.save(engine, saved, f"{path}/file.ckpt", full=True)
     engine.close()
@@ -294,7 +305,10 @@ def _resume(rank: int, world: int, case: Case, path: str, is_file: bool) -> None
     checkpoint = directory.load(engine, f"{path}/{'file.ckpt' if is_file else 'directory'}")
     state.load_model_state(engine, model, checkpoint["state_dict"])
     state.load_optimizer_state(engine, [optimizer], states=checkpoint["optimizer_states"])
-    saved = {"state_dict": state.model_state(engine, model), "optimizer_states": [state.optimizer_state(engine, optimizer)]}
+    saved = {
+        "state_dict": state.model_state(engine, model),
+        "optimizer_states": [state.optimizer_state(engine, optimizer)],
+    }
     directory.save(engine, saved, f"{path}/again.ckpt", full=True)
     engine.close()
 
@@ -310,8 +324,9 @@ def leaves(value: Any, name: str = "") -> dict[str, Any]:
 RESUMES = list(itertools.product((1, 2, 4), (1, 2, 4), (1, 3)))
 
 
-@pytest.mark.parametrize(("first", "second", "stage"), sample(RESUMES, (2, 4, 3), (4, 1, 1)))
-def test_checkpoints_resume_at_another_expert_parallelism(first: int, second: int, stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", sample(RESUMES, (2, 4, 3), (4, 1, 1)), ids=str)
+def test_checkpoints_resume_at_another_expert_parallelism(way: tuple[int, int, int], tmp_path: Path) -> None:
+    first, second, stage = way
     run(_save, WORLD, Case(first, stage, optimizer="AdamW"), str(tmp_path))
     expected = leaves(torch.load(tmp_path / "file.ckpt", weights_only=False))
     name = "/state_dict/blocks.0.moe.experts.0.weight"
@@ -323,3 +338,149 @@ def test_checkpoints_resume_at_another_expert_parallelism(first: int, second: in
         for key, value in expected.items():
             same = torch.equal(found[key], value) if isinstance(value, Tensor) else found[key] == value
             assert same, (key, is_file)
+
+
+# -- In a Trainer ------------------------------------------------------------------------------------------------------
+
+
+class Program(LightningModule):
+    """Trains on sequences of ``VOCAB`` tokens; logs."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.model = build(case)
+        self.case = case
+
+    def _loss(self, batch: Any) -> Tensor:
+        logits, aux_loss = self.model(batch[0])
+        return F.cross_entropy(logits.flatten(0, 1), batch[0].flatten()) + 0.1 * aux_loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self._loss(batch)
+        self.log("loss", loss, sync_dist=True, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self._loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return optimizer_of(self.case, self)
+
+
+def _loader(rank: int, world: int, size: int = 32) -> DataLoader[Any]:
+    ids = torch.randint(0, VOCAB, (size, 3), generator=torch.Generator().manual_seed(5))
+    dataset = TensorDataset(ids)
+    return DataLoader(dataset, batch_size=2, sampler=DistributedSampler(dataset, world, rank, shuffle=False))
+
+
+def _fit(rank: int, world: int, size: int, stage: int, path: str, options: dict[str, Any]) -> Any:
+    case = Case(size, stage, optimizer="AdamW")
+    strategy = ZeroStrategy(stage=stage, expert_parallel=size, **options.get("strategy", {}))  # type: ignore[arg-type]
+    fitted = trainer(rank, world, strategy, **options.get("trainer", {}))
+    fitted.fit(Program(case), _loader(rank, world), _loader(rank, world, 16), ckpt_path=options.get("resume"))
+    metrics = {name: float(value) for name, value in fitted.callback_metrics.items()}
+    if path:
+        fitted.save_checkpoint(path)
+    return metrics, weights(fitted)
+
+
+FITS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clip": {"trainer": {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}},
+    "checkpointing": {"strategy": {"activation_checkpointing": True}},
+    "selective": {"strategy": {"activation_checkpointing": {"policy": "selective"}}},
+    "offload": {"strategy": {"offload": "cpu"}},
+}
+
+
+@pytest.mark.parametrize("stage", sample([0, 1, 2, 3], 3))
+@pytest.mark.parametrize("name", sample(FITS, "clip"))
+def test_fits_are_those_without_expert_parallelism(name: str, stage: int) -> None:
+    """All ranks have different data with and without it, so logged values and weights are the same."""
+    metrics, expected = run(_fit, WORLD, 1, stage, "", FITS[name])[0]
+    for found, values in run(_fit, WORLD, 2, stage, "", FITS[name]):
+        assert found == pytest.approx(metrics, abs=BOUND)
+        assert_equal(values, expected, BOUND, name)
+
+
+@pytest.mark.slow
+def test_a_fit_resumes_at_another_expert_parallelism(tmp_path: Path) -> None:
+    run(_fit, WORLD, 2, 3, str(tmp_path / "one"), {"trainer": {"max_epochs": 1}})
+    options = {"resume": str(tmp_path / "one"), "trainer": {"max_epochs": 2}}
+    expected = run(_fit, WORLD, 1, 3, "", {"trainer": {"max_epochs": 2}})[0][1]
+    for _, values in run(_fit, WORLD, 4, 1, "", options):
+        assert_equal(values, expected, BOUND)
+
+
+# -- Refused -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"expert_parallel": 0}, "`expert_parallel=0` must be a number of ranks, 1 or more"),
+        ({"expert_parallel": 2, "tensor_parallel": 2}, "`expert_parallel=2` does not work with `tensor_parallel` yet"),
+        ({"expert_parallel": 2, "pipeline": 2}, "`expert_parallel=2` does not work with `pipeline` yet"),
+        ({"expert_parallel": 2, "stage": {"params": "node", "grads": "node"}}, "does not work with `expert_parallel`"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ZeroStrategy(**options)
+
+
+@pytest.mark.parametrize("value", [2.0, "2", True])
+def test_other_kinds_of_numbers_are_refused(value: Any) -> None:
+    with pytest.raises(TypeError, match="expert_parallel"):
+        ZeroStrategy(expert_parallel=value)
+
+
+def _fit_of_two(rank: int, world: int, size: int, kind: str) -> Any:
+    module = Program(Case(2))
+    if kind == "no experts":
+        module.model.blocks = nn.ModuleList()
+    if kind == "six experts":
+        module.model.blocks[0].moe = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), 6)
+    if kind == "buffers":
+        expert = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+        module.model.blocks[0].moe = MoE(WIDTH, expert, 4)
+    if kind == "tied":
+        first, second = (block.moe.experts for block in module.model.blocks)
+        second.get_submodule("0").weight = first.get_submodule("0").weight
+    if kind == "compiled":
+        module.model.blocks[0].compile()
+    val = _loader(rank, world, 16 + 16 * rank) if kind == "uneven" else None
+    if val is not None:
+        val = DataLoader(val.dataset, batch_size=2)
+    fitted = trainer(rank, world, ZeroStrategy(stage=1, expert_parallel=size), limit_train_batches=1, max_epochs=1)
+    fitted.fit(module, _loader(rank, world), val)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "message"),
+    [
+        ("", 3, "`expert_parallel=3` does not divide the 2 ranks. Use a multiple of 3 devices"),
+        ("", 4, "`expert_parallel=4` does not divide the 2 ranks"),
+        ("no experts", 2, "`Program` has none. Experts of other classes cannot be divided yet"),
+        ("buffers", 2, "whose experts have the module buffer `1.running_mean`"),
+        ("tied", 2, "`model.blocks.1.moe.experts.0.weight`, which belongs to experts and to another module"),
+        ("compiled", 2, "does not work with `torch.compile` of `model.blocks.0`"),
+        (
+            "uneven",
+            2,
+            "different numbers of batches: rank 0 has .*With `expert_parallel` all ranks compute every batch",
+        ),
+    ],
+)
+def test_programs_that_cannot_be_divided_are_refused(kind: str, size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(_fit_of_two, 2, size, kind)
+
+
+def _divides(rank: int, world: int) -> None:
+    divide_experts(nn.Sequential(MoE(WIDTH, nn.Linear(WIDTH, WIDTH), 2)), ExpertRanks())
+
+
+def test_fewer_experts_than_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match="cannot divide `0.experts`, which has 2 experts: every rank has as many"):
+        run(_divides, 4)
