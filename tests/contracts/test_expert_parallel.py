@@ -19,6 +19,7 @@ from lightning_zero import ZeroEngine
 from lightning_zero.checkpoint import directory, state
 from lightning_zero.comm.expert_groups import ExpertGroups
 from lightning_zero.config import Communication
+from lightning_zero.errors import CollectiveError
 from lightning_zero.grid import Grid
 from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.moe import MoE
@@ -256,6 +257,57 @@ def test_ranks_and_experts_without_tokens_train_for_20_steps(case: Case) -> None
     expected = reference(case)
     for found in run(_train_apart, WORLD, case):
         assert difference(found, expected) < 10 * BOUND  # twenty steps of a rate of 1 add their roundings up
+
+
+class Skips(nn.Module):
+    """A layer that only some ranks run, between two mixtures."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.first, self.second = Block(case), Block(case)
+        self.between = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *, runs: bool, mixes: bool) -> Tensor:
+        x = self.first(x)[0]
+        if runs:
+            x = self.between(x)
+        return self.second(x)[0] if mixes else x
+
+
+def _skips(rank: int, world: int, case: Case, mixes: bool) -> float:
+    seed(3)
+    model = Skips(case)
+    engine = shard(case, model, rank, world)
+    optimizer = engine.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(3):
+        with engine.scope("training_step"):
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))
+            loss = model(x, runs=(rank + step) % 2 == 0, mixes=mixes or rank > 0).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(engine.full_param(model.between.weight).sum())
+
+
+@pytest.mark.parametrize("stage", sample([1, 2, 3], 3))
+def test_ranks_may_skip_layers_that_do_not_communicate(stage: int) -> None:
+    case = Case(2, stage, options=(("units", ["Block", "Linear"]),))
+    assert len(set(run(_skips, 2, case, True))) == 1
+
+
+@pytest.mark.slow
+def test_without_meetings_they_wait_for_each_other() -> None:
+    """The mutant: one rank waits in an exchange, the other one in a gather."""
+    options = (("units", ["Block", "Linear"]), ("communication", Communication(timeout_s=5.0)))
+    with pytest.raises((CollectiveError, RuntimeError), match="."):
+        run(_skips, 2, Case(2, 3, options=options, wrong="no meeting"), True)
+
+
+@pytest.mark.parametrize("stage", sample([0, 1, 2, 3], 0))
+def test_a_rank_that_leaves_a_mixture_out_is_refused(stage: int) -> None:
+    case = Case(2, stage, options=(("units", ["Block", "Linear"]),))
+    with pytest.raises(RuntimeError, match="which this rank has passed by. Blocks that communicate must run on every"):
+        run(_skips, 2, case, False)
 
 
 # -- Mutants -----------------------------------------------------------------------------------------------------------
