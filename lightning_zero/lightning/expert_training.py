@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
 import torch
@@ -16,13 +15,11 @@ from torch import nn
 from lightning_zero.boxes import Part
 from lightning_zero.comm.expert_groups import ExpertGroups
 from lightning_zero.engine.buffers.part_parameter import show_as_whole, show_parts
+from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.grid import Grid
 from lightning_zero.lightning.part_forwards import TensorRun, compute_with_parts
 from lightning_zero.moe.division import divide_experts, expert_layers, grid_of_experts
 from lightning_zero.moe.exchange import ExpertRanks
-
-if TYPE_CHECKING:
-    from lightning_zero.engine.engine import ZeroEngine
 
 __all__ = ["ExpertTraining", "refuse_divided_module"]
 
@@ -95,7 +92,7 @@ class ExpertTraining:
     def lines(self, module: nn.Module) -> list[str]:
         """Return the groups in words."""
         layers = expert_layers(module)
-        numbers = sorted({one.num_experts // self.groups.size for one in layers.values()})
+        numbers = sorted({one.experts.num_experts // self.groups.size for one in layers.values()})
         each = " or ".join(str(number) for number in numbers)
         return [
             f"experts of {len(layers)} layers: divided over {self.groups.size} neighbouring ranks, {each} of a layer on"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,20 +14,39 @@ from lightning_zero.boxes import Part
 from lightning_zero.grid import Grid, ParamAxes
 from lightning_zero.moe.exchange import ExpertRanks
 from lightning_zero.moe.experts import Experts
+from lightning_zero.moe.routed import RoutedExperts
 
-__all__ = ["divide_experts", "expert_layers", "grid_of_experts"]
+__all__ = ["ExpertLayer", "divide_experts", "expert_layers", "grid_of_experts"]
 
 _ALL_RANKS = "all ranks"
 _EXPERT_SHARDS = "ranks with the same experts"
 
 
-def expert_layers(module: nn.Module) -> dict[str, Experts]:
-    """Return the experts of all layers ``MoE`` below a module, by name."""
-    return {name: one for name, one in module.named_modules() if isinstance(one, Experts)}
+@dataclass(frozen=True)
+class ExpertLayer:
+    """The experts of one layer.
+
+    Attributes:
+        module: Has their parameters, with one row for each expert.
+        experts: Can be divided.
+    """
+
+    module: nn.Module
+    experts: Experts | RoutedExperts
+
+
+def expert_layers(module: nn.Module) -> dict[str, ExpertLayer]:
+    """Return the experts of all layers below a module, ``MoE`` and those of unmodified models, by name."""
+    found = {}
+    for name, child in module.named_modules():
+        experts = child if isinstance(child, Experts) else RoutedExperts.of(child)
+        if experts is not None:
+            found[name] = ExpertLayer(child, experts)
+    return found
 
 
 def divide_experts(module: nn.Module, ranks: ExpertRanks, device: torch.device | None = None) -> dict[str, Part]:
-    """Leave this rank its experts of every layer ``MoE``, with the values of the first rank of the group.
+    """Leave this rank its experts of every layer, with the values of the first rank of the group.
 
     A parameter ``[E, ...]`` is one of shape ``[E / ranks, ...]`` afterwards. Tokens travel in every forward and
     backward from then on, so all ranks run them. Collective: all ranks of the group.
@@ -45,20 +65,21 @@ def divide_experts(module: nn.Module, ranks: ExpertRanks, device: torch.device |
     layers = expert_layers(module)
     if not layers:
         raise ValueError(
-            f"`expert_parallel={ranks.size}` divides the experts of layers `lightning_zero.moe.MoE`, and"
-            f" `{type(module).__name__}` has none. Experts of other classes cannot be divided yet. Use such layers, or"
-            " leave the option out."
+            f"`expert_parallel={ranks.size}` finds no experts in `{type(module).__name__}` that can be divided: those"
+            " of `lightning_zero.moe.MoE`, and modules that are called with `(hidden_states, top_k_index,"
+            " top_k_weights)`, as in models of Hugging Face. Use such layers, or leave the option out."
         )
     for name, layer in layers.items():
         _check(name, layer, ranks.size)
+    _verify(layers)
     _refuse_ties(module, layers)
     _refuse_compiled(module)
     names = {id(param): name for name, param in module.named_parameters()}
     parts: dict[str, Part] = {}
     for number, layer in enumerate(layers.values()):
-        for param in layer.parameters():
+        for param in layer.module.parameters():
             parts[names[id(param)]] = _divide(param, ranks, device)
-        layer.divide(ranks, number)
+        layer.experts.divide(ranks, number)
     return parts
 
 
@@ -88,42 +109,57 @@ def _divide(param: nn.Parameter, ranks: ExpertRanks, device: torch.device | None
 # -- Checks ------------------------------------------------------------------------------------------------------------
 
 
-def _check(name: str, layer: Experts, size: int) -> None:
+def _check(name: str, layer: ExpertLayer, size: int) -> None:
     """Refuse a layer that cannot be divided.
 
     Raises:
         ValueError: Its number of experts, or a tensor of it.
     """
     start = f"`expert_parallel={size}` cannot divide `{name}`"
-    if layer.ranks is not None:
-        raise ValueError(f"{start}, whose experts are divided over {layer.ranks.size} ranks already. Make it anew.")
-    if layer.num_experts % size:
+    experts = layer.experts
+    if experts.ranks is not None:
+        raise ValueError(f"{start}, whose experts are divided over {experts.ranks.size} ranks already. Make it anew.")
+    if experts.num_experts % size:
         raise ValueError(
-            f"{start}, which has {layer.num_experts} experts: every rank has as many. Use a number of ranks that"
-            f" divides {layer.num_experts}, or a multiple of {size} as `num_experts`."
+            f"{start}, which has {experts.num_experts} experts: every rank has as many. Use a number of ranks that"
+            f" divides {experts.num_experts}, or a multiple of {size} as `num_experts`."
         )
-    buffer = next((key for key, _ in layer.named_buffers()), None)
+    buffer = next((key for key, _ in layer.module.named_buffers()), None)
     if buffer is not None:
         raise ValueError(
             f"{start}, whose experts have the module buffer `{buffer}`: a rank would change that of its own experts"
             " alone. Use experts without module buffers, such as layer norms in the place of batch norms, or leave the"
             " option out."
         )
-    for key, param in layer.named_parameters():
-        if param.dim() == 0 or len(param) != layer.num_experts:
+    for key, param in layer.module.named_parameters():
+        if param.dim() == 0 or len(param) != experts.num_experts:
             raise ValueError(
                 f"{start}, whose parameter `{key}` has the shape {tuple(param.shape)} and not one row for each of"
-                f" {layer.num_experts} experts. Register no parameters of your own below `experts`."
+                f" {experts.num_experts} experts. Register no parameters of your own below `experts`."
             )
 
 
-def _refuse_ties(module: nn.Module, layers: Mapping[str, Experts]) -> None:
+def _verify(layers: Mapping[str, ExpertLayer]) -> None:
+    """Try experts of unmodified models, once for each class and shapes.
+
+    Raises:
+        ValueError: They compute something else than a weighted sum of single experts.
+    """
+    seen = set()
+    for name, layer in layers.items():
+        shapes = tuple(tuple(param.shape) for param in layer.module.parameters())
+        if isinstance(layer.experts, RoutedExperts) and (type(layer.module), shapes) not in seen:
+            layer.experts.verify(name)
+            seen.add((type(layer.module), shapes))
+
+
+def _refuse_ties(module: nn.Module, layers: Mapping[str, ExpertLayer]) -> None:
     """Refuse parameters of experts that other modules have too.
 
     Raises:
         ValueError: There is one: the other module would compute with a part of it.
     """
-    owner = {id(child): name for name, layer in layers.items() for child in layer.modules()}
+    owner = {id(child): name for name, layer in layers.items() for child in layer.module.modules()}
     seen: dict[int, str | None] = {}
     for name, param, holder in _held(module):
         layer = owner.get(id(holder))

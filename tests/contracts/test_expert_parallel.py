@@ -513,7 +513,7 @@ def _fit_of_two(rank: int, world: int, size: int, kind: str) -> Any:
     [
         ("", 3, "`expert_parallel=3` does not divide the 2 ranks. Use a multiple of 3 devices"),
         ("", 4, "`expert_parallel=4` does not divide the 2 ranks"),
-        ("no experts", 2, "`Program` has none. Experts of other classes cannot be divided yet"),
+        ("no experts", 2, "`expert_parallel=2` finds no experts in `Program` that can be divided"),
         ("buffers", 2, "whose experts have the module buffer `1.running_mean`"),
         ("tied", 2, "`model.blocks.1.moe.experts.0.weight`, which belongs to experts and to another module"),
         ("compiled", 2, "does not work with `torch.compile` of `model.blocks.0`"),

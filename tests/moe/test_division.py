@@ -25,7 +25,12 @@ def _divided(rank: int, world: int) -> Any:
     parts = divide_experts(model, ranks := ExpertRanks())
     grid = grid_of_experts(parts, None, world)
     values = {name: model.get_parameter(name).detach() for name in parts}
-    return values, parts, grid.params["first.experts.0.weight"].group, [one.ranks is ranks for one in _layers(model)]
+    return (
+        values,
+        parts,
+        grid.params["first.experts.0.weight"].group,
+        [one.experts.ranks is ranks for one in _layers(model)],
+    )
 
 
 def _layers(model: nn.Module) -> list[Any]:
