@@ -14,6 +14,14 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from lightning_zero import ZeroEngine
 from lightning_zero.checkpoint import directory, state
@@ -536,3 +544,66 @@ def _divides(rank: int, world: int) -> None:
 def test_fewer_experts_than_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match="cannot divide `0.experts`, which has 2 experts: every rank has as many"):
         run(_divides, 4)
+
+
+# -- Unmodified models -------------------------------------------------------------------------------------------------
+
+FAMILIES = {
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": EXPERTS}),
+    "qwen": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {"num_experts": EXPERTS, "moe_intermediate_size": 10}),
+    "gpt-oss": (GptOssForCausalLM, GptOssConfig, {"num_local_experts": EXPERTS}),
+}
+
+
+def _family(name: str) -> nn.Module:
+    make, config, more = FAMILIES[name]
+    seed(3)
+    sizes = {"hidden_size": 8, "intermediate_size": 10, "num_hidden_layers": 2, "head_dim": 4, "vocab_size": VOCAB}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": 2}
+    tokens = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    return make(config(**sizes, **heads, **tokens, **more, attn_implementation="eager"))  # type: ignore[no-any-return]
+
+
+def _loss_of_family(model: nn.Module, rank: int, step: int) -> Tensor:
+    ids = torch.randint(0, VOCAB, (1, 2 + 3 * rank), generator=torch.Generator().manual_seed(10 * step + rank))
+    logits = model(input_ids=ids, use_cache=False).logits
+    return F.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum") / 8
+
+
+def _train_family(rank: int, world: int, name: str, case: Case) -> Outcome:
+    model = _family(name)
+    engine = shard(case, model, rank, world)
+    optimizer = engine.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    norms = []
+    for step in range(3):
+        with engine.scope("training_step"):
+            loss = _loss_of_family(model, rank, step)
+        loss.backward()  # type: ignore[no-untyped-call]
+        norms.append(float(engine.clip_grad_norm(optimizer, CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = {key: engine.full_param(param) for key, param in model.named_parameters()}
+    engine.close()
+    return whole, norms
+
+
+def _reference_of_family(name: str) -> Outcome:
+    model = _family(name)
+    optimizer, norms = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(3):
+        for rank in range(WORLD):
+            (_loss_of_family(model, rank, step) / WORLD).backward()  # type: ignore[no-untyped-call]
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {key: param.detach() for key, param in model.named_parameters()}, norms
+
+
+@pytest.mark.parametrize("stage", sample([0, 1, 2, 3], 3))
+@pytest.mark.parametrize("name", sample(FAMILIES, "mixtral"))
+def test_unmodified_models_train_as_on_one_rank(name: str, stage: int) -> None:
+    expected = _reference_of_family(name)
+    for size in (2, 4):
+        case = Case(size, stage, options=(("units", None),))
+        for found in run(_train_family, WORLD, name, case):
+            assert difference(found, expected) < BOUND, size
