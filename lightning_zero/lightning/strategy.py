@@ -114,8 +114,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         pipeline: Cut the model into this many pipeline stages, or ``Pipeline``, or a dict of its fields.
         tensor_parallel: Cut the matrices of the model over this many neighbouring ranks, which get the same batches,
             or ``TensorParallel``, or a dict of its fields (docs/tensor.md).
-        expert_parallel: Divide the experts of each layer ``lightning_zero.moe.MoE`` over this many neighbouring ranks,
-            which have different batches and exchange tokens (docs/experts.md).
+        expert_parallel: Divide the experts of each layer, ``lightning_zero.moe.MoE`` or of a Hugging Face model, over
+            this many neighbouring ranks, which have different batches and exchange tokens (docs/experts.md).
         communication: How ranks exchange parameters and gradients; a dict of the fields of ``Communication`` is taken
             too.
         masters: Keep fp32 masters of parameters that compute in 16 bits.

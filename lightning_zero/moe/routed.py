@@ -76,7 +76,7 @@ class RoutedExperts:
         """
         self.ranks = ranks
         self._number = number
-        self.module.forward = self  # type: ignore[method-assign,assignment]
+        self.module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Compute tokens on the ranks of their experts. Collective: all ranks of the engine.
@@ -105,7 +105,8 @@ class RoutedExperts:
     def _compute(self, dtype: torch.dtype, rows: Tensor, offsets: Tensor) -> Tensor:
         """Compute each row by its expert, of those that this rank has."""
         if not len(rows):  # no rows are in the graph as any others, and parameters have gradients of zeros
-            return rows + sum(param.reshape(-1)[:0].sum() for param in self.module.parameters()).to(rows.dtype)
+            nothing = [param.reshape(-1)[:0].sum().to(rows.dtype) for param in self.module.parameters()]
+            return rows + torch.stack(nothing).sum()
         numbers = torch.arange(len(offsets), device=rows.device)
         counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
         experts = numbers.repeat_interleave(counts, output_size=len(rows)).unsqueeze(1)
