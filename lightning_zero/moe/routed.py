@@ -92,7 +92,7 @@ class RoutedExperts:
         given = inspect.signature(type(self.module).forward).bind(self.module, *args, **kwargs).arguments
         _, hidden_states, experts, weights = given.values()
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        experts, weights = experts.reshape(len(tokens), -1), weights.reshape(len(tokens), -1)
+        experts, weights = (one.reshape(len(tokens), one.shape[-1]) for one in (experts, weights))
         counts = count_choices(experts, self.num_experts).sum(0)
         routing = Routing(experts, weights, priority=None, aux_loss=weights.new_zeros(()), counts=counts)
         order = sort_by_expert(routing, capacity=None)

@@ -26,7 +26,7 @@ from transformers import (
 from lightning_zero import ZeroEngine
 from lightning_zero.checkpoint import directory, state
 from lightning_zero.comm.expert_groups import ExpertGroups
-from lightning_zero.config import Communication
+from lightning_zero.config import ActivationCheckpointing, Communication
 from lightning_zero.errors import CollectiveError
 from lightning_zero.grid import Grid
 from lightning_zero.lightning.strategy import ZeroStrategy
@@ -161,7 +161,7 @@ def shard(case: Case, model: nn.Module, rank: int, world: int) -> ZeroEngine:
         shards = None if case.wrong == "all ranks" else groups.shard_group
         grid = grid_of_experts(parts, shards, groups.num_groups if case.wrong == "divisor" else world)
     if case.recomputes:
-        checkpoint_activations(model, ["Block"])  # type: ignore[arg-type]
+        checkpoint_activations(model, ActivationCheckpointing.of(["Block"]))
     options = {"units": ["Block"], "communication": Communication(timeout_s=30.0), **dict(case.options)}
     engine = ZeroEngine(case.stage, **options)
     engine.shard(model, grid=grid)
@@ -260,7 +260,7 @@ def _train_apart(rank: int, world: int, case: Case) -> Outcome:
         return train(rank, world, case, delays=True)
 
 
-@pytest.mark.parametrize("case", sample(EMPTY, EMPTY[10], EMPTY[30]), ids=str)
+@pytest.mark.parametrize("case", sample(EMPTY, EMPTY[10], EMPTY[29]), ids=str)
 def test_ranks_and_experts_without_tokens_train_for_20_steps(case: Case) -> None:
     expected = reference(case)
     for found in run(_train_apart, WORLD, case):
@@ -550,7 +550,7 @@ def test_fewer_experts_than_ranks_are_refused() -> None:
 
 FAMILIES = {
     "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": EXPERTS}),
-    "qwen": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {"num_experts": EXPERTS, "moe_intermediate_size": 10}),
+    "qwen": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {"num_experts": EXPERTS, "moe_intermediate_size": 16}),
     "gpt-oss": (GptOssForCausalLM, GptOssConfig, {"num_local_experts": EXPERTS}),
 }
 
@@ -558,7 +558,7 @@ FAMILIES = {
 def _family(name: str) -> nn.Module:
     make, config, more = FAMILIES[name]
     seed(3)
-    sizes = {"hidden_size": 8, "intermediate_size": 10, "num_hidden_layers": 2, "head_dim": 4, "vocab_size": VOCAB}
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 4, "vocab_size": VOCAB}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": 2}
     tokens = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
     return make(config(**sizes, **heads, **tokens, **more, attn_implementation="eager"))  # type: ignore[no-any-return]
