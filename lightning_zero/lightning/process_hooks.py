@@ -100,7 +100,7 @@ class ProcessHooks(ParallelStrategy):
 
     @property
     def _cutting(self) -> TensorTraining | ExpertTraining | None:
-        """What leaves this rank parts of the module's parameters."""
+        """The parallelism that leaves this rank parts of the module's parameters, if there is one."""
         return self._experts if self._tensor is None else self._tensor
 
     def set_world_ranks(self) -> None:

@@ -134,7 +134,7 @@ def compute_on_ranks(
 
 
 def _message(rows: Tensor, offsets: Tensor, ranks: ExpertRanks, layer: int) -> Tensor:
-    """Return what each rank is told: (ranks, facts and E / ranks) int64, the call and the numbers of rows."""
+    """Return the messages to all ranks: (ranks, facts and E / ranks) int64, the call and the numbers of rows."""
     in_backward = torch._C._current_graph_task_id() != -1
     facts = [layer, _DTYPES.index(rows.dtype), torch.is_grad_enabled(), rows.requires_grad, in_backward]
     ends = offsets.long()
