@@ -58,6 +58,7 @@ class Case:
     options: tuple[tuple[str, Any], ...] = ()
     recomputes: bool = False
     steps: int = 3
+    doubles: bool = False  # in fp64
     wrong: str = ""
 
     def __str__(self) -> str:
@@ -102,6 +103,8 @@ class Model(nn.Module):
 def build(case: Case) -> Model:
     seed(3)
     model = Model(case)
+    if case.doubles:
+        model.double()
     if case.tokens == "two experts":
         with torch.no_grad():
             for block in model.blocks:
@@ -247,7 +250,7 @@ def test_other_programs_train_as_on_one_rank(case: Case) -> None:
 # -- Nothing to send ---------------------------------------------------------------------------------------------------
 
 EMPTY = [
-    Case(size, stage, 1, stage == 3, tokens=tokens, steps=20, loops=loops)
+    Case(size, stage, 1, stage == 3, tokens=tokens, steps=20, loops=loops, doubles=True)
     for size in (2, 4)
     for stage in (0, 1, 2, 3)
     for tokens in ("two experts", "one rank")
@@ -262,9 +265,10 @@ def _train_apart(rank: int, world: int, case: Case) -> Outcome:
 
 @pytest.mark.parametrize("case", sample(EMPTY, EMPTY[10], EMPTY[29]), ids=str)
 def test_ranks_and_experts_without_tokens_train_for_20_steps(case: Case) -> None:
+    """In fp64, because twenty steps of a rate of 1 make 5e-5 of the roundings of fp32."""
     expected = reference(case)
     for found in run(_train_apart, WORLD, case):
-        assert difference(found, expected) < 10 * BOUND  # twenty steps of a rate of 1 add their roundings up
+        assert difference(found, expected) < BOUND  # norms are fp32
 
 
 class Skips(nn.Module):
