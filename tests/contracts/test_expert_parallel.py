@@ -145,7 +145,10 @@ def reference(case: Case) -> Outcome:
     for step in range(case.steps):
         for rank, part in itertools.product(range(WORLD), range(case.parts)):
             (loss_of(model, case, rank, step, part) / WORLD).backward()  # type: ignore[no-untyped-call]
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP if case.clips else 1e9)))
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        norm = nn.utils.get_total_norm(grads).float()  # the engine's are fp32, also of gradients in fp64
+        nn.utils.clip_grads_with_norm_(model.parameters(), CLIP if case.clips else 1e9, norm)
+        norms.append(float(norm))
         optimizer.step()
         optimizer.zero_grad()
     return {name: param.detach() for name, param in model.named_parameters()}, norms
