@@ -65,16 +65,21 @@ class Grid:
         data_ranks: Number of ranks with different data.
         params: The parameters, by first name. Others are cut over all ranks of the engine, which have whole gradients:
             ranks with the same data count a gradient once.
+        communicates: Whether modules exchange values with other ranks in their forwards, after ``engine.meet()``, so
+            that every rank must run them.
     """
 
     groups: Mapping[str, dist.ProcessGroup | None]
     data_ranks: int
     params: Mapping[str, ParamAxes] = field(default_factory=dict)
+    communicates: bool = False
 
     def facts(self) -> dict[str, str]:
         """Return the facts that must agree on all ranks."""
         params = {f"the axes of `{name}`": axes.fact for name, axes in self.params.items()}
-        return {"the groups of `grid`": ", ".join(self.groups), "`grid.data_ranks`": str(self.data_ranks), **params}
+        groups, communicates = ", ".join(self.groups), str(self.communicates)
+        own = {"`grid.data_ranks`": str(self.data_ranks), "`grid.communicates`": communicates}
+        return {"the groups of `grid`": groups, **own, **params}
 
     def axes(self, name: str, num_ranks: int) -> ParamAxes:
         """Return the axes of a parameter, named or not, on an engine of ``num_ranks``."""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["all_gather", "all_reduce", "is_direct", "reduce_scatter"]
+__all__ = ["all_gather", "all_reduce", "all_to_all", "is_direct", "reduce_scatter"]
 
 
 def is_direct(tensor: Tensor, group: Any) -> bool:
@@ -50,6 +50,23 @@ def reduce_scatter(shards: Sequence[Tensor], group: Any) -> Tensor:
     return _reduced(_exchange(shards, [shards[0].shape] * len(shards), group), maximum=False)
 
 
+def all_to_all(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: Any) -> Tensor:
+    """Return the rows that the ranks have for this one, in rank order. Collective: all ranks of ``group``.
+
+    Args:
+        rows: (sum of ``send``, ...) contiguous.
+        send: How many rows go to each rank.
+        receive: How many come from each.
+        group: The ranks; the default group when None.
+    """
+    result = rows.new_empty(sum(receive), *rows.shape[1:])
+    outgoing, incoming = torch.split(rows, list(send)), torch.split(result, list(receive))
+    rank = dist.get_rank(group)
+    incoming[rank].copy_(outgoing[rank])
+    _send_and_receive(outgoing, incoming, group)
+    return result
+
+
 def _exchange(outgoing: Sequence[Tensor], shapes: Sequence[torch.Size], group: Any) -> list[Tensor]:
     """Return the tensors that the ranks have for this one, by rank; this rank's own is not copied."""
     rank = dist.get_rank(group)
@@ -57,8 +74,15 @@ def _exchange(outgoing: Sequence[Tensor], shapes: Sequence[torch.Size], group: A
         outgoing[peer] if peer == rank else torch.empty(shape, dtype=outgoing[peer].dtype)
         for peer, shape in enumerate(shapes)
     ]
+    _send_and_receive(outgoing, incoming, group)
+    return incoming
+
+
+def _send_and_receive(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: Any) -> None:
+    """Send each other rank its tensor, and fill the tensors of ``incoming`` with theirs; empty ones are not sent."""
+    rank = dist.get_rank(group)
     works = []
-    for peer in range(len(shapes)):
+    for peer in range(len(outgoing)):
         if peer != rank and outgoing[peer].numel():
             works.append(dist.isend(outgoing[peer], group=group, group_dst=peer))
         if peer != rank and incoming[peer].numel():
@@ -66,7 +90,6 @@ def _exchange(outgoing: Sequence[Tensor], shapes: Sequence[torch.Size], group: A
     for work in works:
         if work is not None:
             work.wait()
-    return incoming
 
 
 def _reduced(tensors: Sequence[Tensor], maximum: bool) -> Tensor:

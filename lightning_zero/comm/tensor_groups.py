@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_zero.comm.groups import Lent, lend
 
-__all__ = ["TensorGroups"]
+__all__ = ["NeighbourGroups", "TensorGroups"]
 
 
 class TensorGroups:
@@ -53,10 +53,10 @@ class TensorGroups:
         self.num_data_ranks = copies // size
         self.data_rank, self.rank = divmod(dist.get_rank() % copies, size)
         self._first = dist.get_rank() // copies * copies  # rank of this stage
-        make = partial(_Groups, size, copies, timedelta(seconds=timeout_s))
-        self._groups = lend(self, f"tensor/{stages}/{size}/{timeout_s}", range(world_size), make)
-        self.tensor_group = self._groups.tensor
-        self.data_group = self._groups.data
+        make = partial(NeighbourGroups, size, copies, timedelta(seconds=timeout_s))
+        self._groups = lend(self, f"neighbours/{stages}/{size}/{timeout_s}", range(world_size), make)
+        self.tensor_group = self._groups.neighbours
+        self.data_group = self._groups.across
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
         """Return the ranks as a mesh with the axes ``data_parallel`` and ``tensor_parallel``. No collective."""
@@ -86,20 +86,33 @@ class TensorGroups:
         self._groups.destroy()
 
 
-class _Groups(Lent):
-    """The groups of one grid at a time. They stay until the program ends. Collective: all ranks make the same ones."""
+class NeighbourGroups(Lent):
+    """The groups of neighbouring ranks, and of the ranks with one place among them. They stay until the program ends.
+
+    Collective: all ranks make the same ones.
+
+    Args:
+        size: Ranks of a group of neighbours.
+        copies: Ranks of a pipeline stage.
+        timeout: After which a collective fails.
+
+    Attributes:
+        neighbours: Of this rank.
+        host: The same, for values in host memory.
+        across: The ranks of its stage with this rank's place among their neighbours.
+    """
 
     def __init__(self, size: int, copies: int, timeout: timedelta) -> None:
         super().__init__()
         ranks = range(dist.get_world_size())
         self._timeout = timeout
-        of_tensors = [list(ranks[start : start + size]) for start in ranks[::size]]
-        of_data = [
+        of_neighbours = [list(ranks[start : start + size]) for start in ranks[::size]]
+        across = [
             list(ranks[stage + start : stage + copies : size]) for stage in ranks[::copies] for start in range(size)
         ]
-        self.tensor = self._along(of_tensors)
-        self.host = self._along(of_tensors, "gloo")
-        self.data = self._along(of_data)
+        self.neighbours = self._along(of_neighbours)
+        self.host = self._along(of_neighbours, "gloo")
+        self.across = self._along(across)
 
     def _along(self, lines: list[list[int]], backend: str | None = None) -> Any:
         """Make one group per line of the grid and return this rank's."""

@@ -542,7 +542,7 @@ class _Reader:
         """Refuse tensor parallelism, which is an option here, and expert parallelism, unless they are off."""
         for section, keys, why in (
             ("tensor_parallel", ("autotp_size", "tp_size"), "here it is the option `tensor_parallel=...`"),
-            ("moe", ("ep_size",), "expert parallelism does not exist yet"),
+            ("moe", ("ep_size",), "here it is the option `expert_parallel=...`"),
         ):
             sizes = [self._values[f"{section}.{key}"] for key in keys if self._said(f"{section}.{key}")]
             is_on = self._flag(f"{section}.enabled", default=bool(sizes)) is not False

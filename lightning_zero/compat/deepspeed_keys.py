@@ -128,7 +128,7 @@ IGNORED: dict[str, str] = {
     "zero_force_ds_cpu_optimizer": "PyTorch's own optimizers step offloaded states",
     "managed_gradient_accumulation": "the Trainer accumulates (`accumulate_grad_batches`)",
     "dataloader_drop_last": "the loader is that of the program: `DataLoader(drop_last=...)`",
-    "use_data_before_expert_parallelism": "there is no expert parallelism yet",
+    "use_data_before_expert_parallelism": "the ranks of an expert group are always neighbours",
     "seq_parallel_communication_data_type": "there is no sequence parallelism yet",
     # - ZeRO
     "zero_optimization.allgather_partitions": "shards are always gathered by all-gather",

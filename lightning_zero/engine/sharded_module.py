@@ -207,7 +207,8 @@ class ShardedModule:
             stage=options.scopes.stage, is_pipeline=self.parts is not None, obstacle=self.placement.obstacle_in_backward
         )
         reducer = self.timing.reducer(param_index.units, prefetch)
-        order = PassOrder(param_index.units, self.communicator, reducer, prefetch)
+        meets = grid is not None and grid.communicates
+        order = PassOrder(param_index.units, self.communicator, reducer, prefetch, meets=meets)
         self.hooks = Hooks(
             module,
             param_index.units,

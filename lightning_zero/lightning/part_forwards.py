@@ -1,7 +1,7 @@
-"""Forwards inside of which parameters are the parts that tensor parallelism has left on this rank.
+"""Forwards inside of which parameters are the parts that tensor or expert parallelism has left on this rank.
 
 To all other code a parameter has the whole shape (``lightning_zero/engine/buffers/part_parameter.py``). The modules are
-those of the plan that were verified as a whole: blocks, embeddings and heads.
+those of the plan that were verified as a whole (blocks, embeddings and heads), and the experts of each layer.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ __all__ = ["PartsForward", "TensorRun", "compute_with_parts"]
 
 @dataclass
 class TensorRun:
-    """Whether a strategy with tensor parallelism runs the module: another one would train parts as wholes."""
+    """Whether a strategy with the same option runs the module: another one would train parts as wholes."""
 
     size: int
     is_running: bool = True
+    option: str = "tensor_parallel"
 
 
 class PartsForward:
@@ -47,17 +48,17 @@ class PartsForward:
         """Run the forward.
 
         Raises:
-            PartialParameterError: It is trained, and no strategy with tensor parallelism runs.
+            PartialParameterError: It is trained, and no strategy with the option that has cut it runs.
         """
         if torch.compiler.is_compiling():  # the graph is called with parts
             return self._run(*args, **kwargs)
         if not self._tensor_run.is_running and torch.is_grad_enabled():
-            size = self._tensor_run.size
+            size, option = self._tensor_run.size, self._tensor_run.option
             raise PartialParameterError(
                 f"`{type(self.module).__name__}` is cut over {size} ranks by an earlier Trainer with"
-                f" `tensor_parallel={size}`, and its gradients would be those of parts. Use `ZeroStrategy` with the"
-                " same option, or make the module anew and load its checkpoint. Under `torch.no_grad()` all ranks of a"
-                " tensor group can compute with it."
+                f" `{option}={size}`, and its gradients would be those of parts. Use `ZeroStrategy` with the same"
+                " option, or make the module anew and load its checkpoint. Under `torch.no_grad()` all ranks that have"
+                " its parts can compute with it together."
             )
         with computing_with_parts(self.params):
             return self._run(*args, **kwargs)

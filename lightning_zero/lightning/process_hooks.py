@@ -23,11 +23,13 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_zero.comm.expert_groups import ExpertGroups
 from lightning_zero.comm.mesh import Mesh
 from lightning_zero.comm.peers import Peers, PeersError, told_error
 from lightning_zero.comm.tensor_groups import TensorGroups
 from lightning_zero.config import Communication, Pipeline
 from lightning_zero.errors import CollectiveError
+from lightning_zero.lightning.expert_training import ExpertTraining
 from lightning_zero.lightning.tensor_training import TensorTraining
 from lightning_zero.parallel.tensor.plan import TensorParallel
 
@@ -43,6 +45,7 @@ class ProcessHooks(ParallelStrategy):
         num_nodes: Set by the Trainer.
         pipeline: The options of a pipeline of two or more stages, or None.
         tensor_parallel: The options of tensor parallelism over two or more ranks, or None.
+        expert_parallel: Ranks over which the experts of a layer are divided, two or more, or None.
         communication: How ranks exchange parameters and gradients.
         timeout: After which a collective of the default process group fails.
     """
@@ -50,12 +53,14 @@ class ProcessHooks(ParallelStrategy):
     num_nodes: int
     pipeline: Pipeline | None
     tensor_parallel: TensorParallel | None
+    expert_parallel: int | None
     communication: Communication
     timeout: timedelta
     _start_method: Literal["popen", "spawn", "fork", "forkserver"]
     _process_group_backend: str | None
     _mesh: Mesh | None  # with a pipeline
     _tensor: TensorTraining | None  # with tensor parallelism
+    _experts: ExpertTraining | None  # with expert parallelism
     _is_alone: bool = False  # while callbacks act on an error: not all ranks have come to save after it
 
     # -- This rank -------------------------------------------------------------------------------------------------
@@ -92,6 +97,11 @@ class ProcessHooks(ParallelStrategy):
     def device_mesh(self) -> DeviceMesh | None:
         """With tensor parallelism, the ranks as a mesh with the axes ``data_parallel`` and ``tensor_parallel``."""
         return None if self._tensor is None else self._tensor.device_mesh
+
+    @property
+    def _cutting(self) -> TensorTraining | ExpertTraining | None:
+        """The parallelism that leaves this rank parts of the module's parameters, if there is one."""
+        return self._experts if self._tensor is None else self._tensor
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and the rank-zero decorators who this process is."""
@@ -135,6 +145,10 @@ class ProcessHooks(ParallelStrategy):
             self._tensor = TensorTraining(self.tensor_parallel, groups, self.root_device)
             if self._mesh is not None:
                 self._mesh.data_group = groups.data_group
+        if self.expert_parallel is not None and self._experts is None:
+            self._meet_peers("Making the groups of expert parallelism")
+            expert_groups = ExpertGroups(self.expert_parallel, self.communication.timeout_s)
+            self._experts = ExpertTraining(expert_groups, self.world_size, self.root_device)
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks of the error, or add the first of their errors to it. No collective."""
@@ -147,8 +161,8 @@ class ProcessHooks(ParallelStrategy):
             exception.add_note(f"On the other ranks {told}")
         if self._mesh is not None:
             self._mesh.distrust()  # another rank may be in a call that this one has left
-        if self._tensor is not None:
-            self._tensor.groups.distrust()
+        if self._cutting is not None:
+            self._cutting.groups.distrust()
         peers.wait_until_heard()
 
     def _meet_peers(self, what: str) -> None:

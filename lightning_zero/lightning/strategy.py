@@ -46,6 +46,7 @@ from lightning_zero.grid import Grid
 from lightning_zero.lightning.averaging import begin_averages, bind_averages, forget_averages
 from lightning_zero.lightning.checkpoint_hooks import CheckpointFollower, CheckpointHooks, raw
 from lightning_zero.lightning.compatibility import refuse_options
+from lightning_zero.lightning.expert_training import ExpertTraining, refuse_divided_module
 from lightning_zero.lightning.imported_config import ImportedConfig
 from lightning_zero.lightning.layer_costs import layer_costs
 from lightning_zero.lightning.loader_states import note_loader_states
@@ -55,7 +56,13 @@ from lightning_zero.lightning.process_hooks import ProcessHooks
 from lightning_zero.lightning.schedules import prepare_schedules
 from lightning_zero.lightning.signals import Signals
 from lightning_zero.lightning.tensor_training import TensorTraining, refuse_cut_module
-from lightning_zero.lightning.uneven import EvenEvaluation, UnevenEvaluation, agree_on_last_step, skip_together
+from lightning_zero.lightning.uneven import (
+    EvenEvaluation,
+    ExpertEvaluation,
+    UnevenEvaluation,
+    agree_on_last_step,
+    skip_together,
+)
 from lightning_zero.option_checks import checked_arguments, from_fields
 from lightning_zero.parallel.activation.checkpointing import checkpoint_activations, forecast_of
 from lightning_zero.parallel.activation.forecast import Forecast
@@ -75,6 +82,7 @@ _USE = {
     "tensor_parallel": (
         "Use a number of ranks, for example `tensor_parallel=2`, `TensorParallel(...)`, a dict of its fields, or None."
     ),
+    "expert_parallel": "Use a number of ranks, for example `expert_parallel=2`, or None.",
     "communication": (
         "Use `Communication(...)`, for example `Communication(reduce_dtype='bf16')`, a dict of its fields, or None."
     ),
@@ -106,6 +114,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         pipeline: Cut the model into this many pipeline stages, or ``Pipeline``, or a dict of its fields.
         tensor_parallel: Cut the matrices of the model over this many neighbouring ranks, which get the same batches,
             or ``TensorParallel``, or a dict of its fields (docs/tensor.md).
+        expert_parallel: Divide the experts of each layer, ``lightning_zero.moe.MoE`` or of a Hugging Face model, over
+            this many neighbouring ranks, which have different batches and exchange tokens (docs/experts.md).
         communication: How ranks exchange parameters and gradients; a dict of the fields of ``Communication`` is taken
             too.
         masters: Keep fp32 masters of parameters that compute in 16 bits.
@@ -145,6 +155,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         units: Union[Sequence[Union[str, type[nn.Module]]], str, type[nn.Module], None] = None,
         pipeline: Union[int, Pipeline, dict[str, Any], None] = None,
         tensor_parallel: Union[int, TensorParallel, dict[str, Any], None] = None,
+        expert_parallel: Optional[int] = None,
         communication: Union[Communication, dict[str, Any], None] = None,
         masters: bool = True,
         lowered: Optional[Sequence[Union[str, type[nn.Module]]]] = None,
@@ -176,6 +187,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         if self.pipeline is not None:
             self.pipeline.check(self.stage)
         self.tensor_parallel = _tensor_parallel(tensor_parallel)
+        self.expert_parallel = _expert_parallel(expert_parallel)
+        self._refuse_groups_together()
         self.masters = masters
         self.lowered = lowered
         self.moments = moments
@@ -202,6 +215,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self._is_running = False  # from setup to teardown
         self._mesh: Mesh | None = None  # with a pipeline
         self._tensor: TensorTraining | None = None  # with tensor parallelism
+        self._experts: ExpertTraining | None = None  # with expert parallelism
         self._steps: PipelinedSteps | None = None  # with a pipeline
         self._announced: ZeroEngine | None = None  # whose plan was printed last
         self._forecast: Forecast | None = None  # chooses the policy of `activation_checkpointing`
@@ -211,6 +225,22 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self._random_states: tuple[list[dict[str, Any]], int] | None = None
         self._stored: dict[int, dict[str, Hashable]] = {}
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+
+    def _refuse_groups_together(self) -> None:
+        """Refuse groups of ranks that do not work together.
+
+        Raises:
+            ValueError: There are experts beside other groups, or scopes of a node.
+        """
+        if self.expert_parallel is None:
+            return
+        others = {"pipeline": self.pipeline, "tensor_parallel": self.tensor_parallel}
+        found = [f"`{name}`" for name, option in others.items() if option is not None]
+        found += [f"`stage={self.sharding}`"] if self.sharding.has_nodes else []
+        if found:
+            raise ValueError(
+                f"`expert_parallel={self.expert_parallel}` does not work with {found[0]} yet. Leave one of the two out."
+            )
 
     @classmethod
     def from_deepspeed(
@@ -345,12 +375,12 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             self.async_save = was
 
     def _shard(self, module: pl.LightningModule, *, is_fitting: bool) -> None:
-        if self._tensor is not None:
-            self._tensor.begin(module)
+        if self._cutting is not None:
+            self._cutting.begin(module)
         recipe = self._recipe()
         # The mesh is part of it, so that its groups are lent for as long as the engine uses them.
         made_for = (
-            self.precision_plugin.precision, recipe, self.activation_checkpointing, self._mesh, self._tensor
+            self.precision_plugin.precision, recipe, self.activation_checkpointing, self._mesh, self._cutting
         )  # fmt: skip
         engine = next((engine for engine in _made_for if engine.module is module), None)
         if engine is not None and (_made_for[engine] != made_for or not engine.internals.fits.holds_all_parameters):
@@ -372,8 +402,10 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             else:
                 self._cut(module, engine, split, grid)
             _made_for[engine] = made_for
-            if self._tensor is not None:
-                self._tensor.show_wholes(module)
+            if self._cutting is not None:
+                self._cutting.show_wholes(module)
+        if self._experts is not None:
+            self._experts.bind(module, engine)
         if is_fitting and self.offload is not None and self.offload.params is None:
             engine.internals.fits.keep_params_on_device()
         engine.internals.fits.resume()
@@ -389,11 +421,12 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         return replace(self.offload, params=self.offload.params or self.offload.optimizer)
 
     def _grid(self, module: pl.LightningModule) -> Grid | None:
-        """Cut the module for tensor parallelism, and return the grid; None without it."""
+        """Cut the module for tensor or expert parallelism, and return the grid; None without them."""
         if self._tensor is None:
             refuse_cut_module(module)
-            return None
-        return self._tensor.cut(module)
+        if self._experts is None:
+            refuse_divided_module(module)
+        return None if self._cutting is None else self._cutting.cut(module)
 
     def _split(self, module: pl.LightningModule) -> Split | None:
         """Build this stage's specified layers, and return the split of the module; None without a pipeline."""
@@ -520,7 +553,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             self.imported.announce()
         if self._announced is not self._engine:
             self._announced = self._engine
-            cut = [] if self._tensor is None else self._tensor.lines(self._sharded_module)
+            cut = [] if self._cutting is None else self._cutting.lines(self._sharded_module)
             rank_zero_info("\n".join([*self.engine.plan(), *cut]))
 
     @contextmanager
@@ -678,7 +711,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
     def _begin_evaluation(self, step: str) -> None:
         self._evaluation = None
         if self._steps is not None or self.world_size > 1:
-            kind = UnevenEvaluation if self._steps is None else EvenEvaluation
+            together = EvenEvaluation if self._experts is None else ExpertEvaluation
+            kind = UnevenEvaluation if self._steps is None and self._experts is None else together
             self._evaluation = kind(self.engine, self._sharded_module.trainer, step)
             self._evaluation.begin()
 
@@ -729,7 +763,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             Peers.of_world().end_run()
             if self._tensor is not None:
                 self._tensor.unbind_metrics()
-                self._tensor.end(self.lightning_module)
+            if self._cutting is not None:
+                self._cutting.end(self.lightning_module)
         if self._engine is not None:
             self._engine.internals.fits.pause()
         if self.imported is not None:
@@ -740,7 +775,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self.checkpoint_io.teardown()
 
     def __getstate__(self) -> dict[str, Any]:
-        made = ("_engine", "_saver", "_mesh", "_tensor", "_steps", "_announced", "_forecast", "_evaluation")
+        made = ("_engine", "_saver", "_mesh", "_tensor", "_experts", "_steps", "_announced", "_forecast", "_evaluation")
         return {**super().__getstate__(), **dict.fromkeys(made)}
 
 
@@ -763,6 +798,17 @@ def _tensor_parallel(tensor_parallel: TensorParallel | dict[str, Any] | int | No
     """Return the options of tensor parallelism over two or more ranks, or None."""
     options = TensorParallel.of(tensor_parallel)
     return None if options is None or options.size == 1 else options
+
+
+def _expert_parallel(expert_parallel: int | None) -> int | None:
+    """Return a number of two or more ranks, or None.
+
+    Raises:
+        ValueError: It is below 1.
+    """
+    if expert_parallel is not None and expert_parallel < 1:
+        raise ValueError(f"`expert_parallel={expert_parallel!r}` must be a number of ranks, 1 or more.")
+    return None if expert_parallel == 1 else expert_parallel
 
 
 def _check_partition(options: ActivationCheckpointing | None, tensor_parallel: TensorParallel | None) -> None:

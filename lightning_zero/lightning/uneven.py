@@ -1,5 +1,7 @@
 """Loaders that give the ranks different numbers of batches: evaluated as under DDP, refused in training.
 
+Pipeline stages and ranks with divided experts compute every batch together: there they are refused in evaluation too.
+
 Note [Who has no batch serves]
     At stage 3 a forward needs all ranks. So where the numbers of batches may differ, each rank tells the others before
     every batch that it has one. A rank that has come to the end of a loader takes part in the steps of the others, with
@@ -35,7 +37,7 @@ from lightning_zero.comm.agreement import digest_of
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.errors import PipelineError
 
-__all__ = ["EvenEvaluation", "UnevenEvaluation", "agree_on_last_step", "skip_together"]
+__all__ = ["EvenEvaluation", "ExpertEvaluation", "UnevenEvaluation", "agree_on_last_step", "skip_together"]
 
 T = TypeVar("T")
 
@@ -110,6 +112,12 @@ class EvenEvaluation:
         step: Name of the method of the module that evaluates a batch.
     """
 
+    _error: type[Exception] = PipelineError
+    _remedy = (
+        "The stages of a pipeline compute every batch together: give all ranks as many batches, and the stages of a"
+        " copy of the model the same ones."
+    )
+
     def __init__(self, engine: ZeroEngine, trainer: pl.Trainer, step: str) -> None:
         self._everyone = engine.internals.world_communicator
         self._step = step
@@ -120,7 +128,7 @@ class EvenEvaluation:
         """Compare the lengths of the loaders. Collective: all ranks.
 
         Raises:
-            PipelineError: They differ.
+            PipelineError, ValueError: They differ.
         """
         lengths = list(self._loop.max_batches)
         own = [self._is_unknown, digest_of({"batches": str(lengths)}) & _LARGEST]
@@ -129,10 +137,8 @@ class EvenEvaluation:
         if not self._is_unknown and self._everyone.any_is(own[1] != most, "comparison of lengths"):
             found = self._everyone.gather_objects(lengths, "lengths of loaders")
             listed = ", ".join(f"rank {rank} has {one}" for rank, one in enumerate(found))
-            raise PipelineError(
-                f"The loaders of `{self._step}` have different numbers of batches: {listed}. The stages of a pipeline"
-                " compute every batch together: give all ranks as many batches, and the stages of a copy of the model"
-                " the same ones."
+            raise self._error(
+                f"The loaders of `{self._step}` have different numbers of batches: {listed}. {self._remedy}"
             )
         if self._is_unknown:
             vars(self._loop)["on_run_end"] = partial(self._around_end, self._loop.on_run_end)
@@ -146,6 +152,16 @@ class EvenEvaluation:
         vars(self._loop).pop("on_run_end")
         self._everyone.any_is(True, f"agreement on the end of the batches of `{self._step}`")
         return go_on()
+
+
+class ExpertEvaluation(EvenEvaluation):
+    """Evaluation with divided experts, which get tokens of all ranks in every batch."""
+
+    _error = ValueError
+    _remedy = (
+        "With `expert_parallel` all ranks compute every batch together, because they exchange tokens: give all ranks as"
+        " many batches."
+    )
 
 
 def _is_unknown(loop: Any) -> bool:

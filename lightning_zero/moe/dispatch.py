@@ -2,9 +2,8 @@
 
 Note [Where tokens travel]
     ``dispatch`` sorts, permutes, calls the experts and adds up. Between permuting and the experts, and between the
-    experts and adding up, rows are grouped by expert and ``Order.offsets`` says where each group ends: that is the
-    place of the two all-to-alls of expert parallelism. They exchange rows by the counts of groups, and nothing else
-    here changes.
+    experts and adding up, rows are grouped by expert and ``Order.offsets`` says where each group ends: there the
+    experts exchange rows with those of other ranks (``exchange.py``). Nothing here knows of it.
 """
 
 from __future__ import annotations

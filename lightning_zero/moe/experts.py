@@ -10,6 +10,10 @@ Note [One pass or a loop]
     all tokens, and its linear layers are grouped products. Whether tokens are computed by themselves is tried with the
     first expert on a few random tokens: inputs of linear layers and the result must be those of each token alone. All
     other experts run one after the other on their rows, and so do those of which a hook sees the linear layers.
+
+Note [Divided experts]
+    With expert parallelism a rank has some of the experts: parameters of ``E / ranks`` rows, under the same names. The
+    rows of all experts come in and go out all the same, because ``forward`` sends them to the ranks of their experts.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_zero.moe.exchange import ExpertRanks, compute_on_ranks
 from lightning_zero_ops import grouped_linear
 
 __all__ = ["Experts", "StackedLinear", "StackedParameters"]
@@ -46,13 +51,19 @@ class Experts(nn.Module):
         modules: The experts, with their initial values.
         hidden_size: H, size of a token and of a result.
 
+    Attributes:
+        num_experts: E, on all ranks together.
+        ranks: Over which they are divided; None: every rank has all of them.
+
     Raises:
         ValueError: The modules differ in parameters, or a result has another size than a token.
     """
 
     def __init__(self, modules: Sequence[nn.Module], hidden_size: int) -> None:
         super().__init__()
-        self._num_experts = len(modules)
+        self.num_experts = len(modules)
+        self.ranks: ExpertRanks | None = None
+        self._number = 0  # of the layer, among those that are divided
         self._hidden_size = hidden_size
         # Name in the template, and name here: another one for parameters that the template shares.
         self._names = _stack(self, modules)
@@ -65,7 +76,18 @@ class Experts(nn.Module):
 
     def extra_repr(self) -> str:
         """Show number and class."""
-        return f"{self._num_experts} x {type(self._hidden[0]).__name__}, is_grouped={self._is_grouped}"
+        ranks = "" if self.ranks is None else f" over {self.ranks.size} ranks"
+        return f"{self.num_experts} x {type(self._hidden[0]).__name__}{ranks}, is_grouped={self._is_grouped}"
+
+    def divide(self, ranks: ExpertRanks, number: int) -> None:
+        """Compute with those experts alone whose parameters this rank has kept.
+
+        Args:
+            ranks: Have as many experts each, in order.
+            number: Of the layer in its module, the same on all ranks.
+        """
+        self.ranks = ranks
+        self._number = number
 
     def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
         """Compute each row by its expert.
@@ -77,6 +99,13 @@ class Experts(nn.Module):
         Returns:
             (M, H); rows from ``offsets[-1]`` on mean nothing.
         """
+        if self.ranks is None:
+            return self._compute(rows, offsets)
+        found: Tensor = compute_on_ranks(rows, offsets, compute=self._compute, ranks=self.ranks, layer=self._number)
+        return found
+
+    def _compute(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        """Compute each row by its expert, of those that this rank has."""
         template = self._hidden[0]
         if template.training != self.training:
             template.train(self.training)

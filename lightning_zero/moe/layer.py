@@ -25,7 +25,7 @@ class MoE(nn.Module):
         expert: One module, of which every expert starts as a copy, or ``num_experts`` modules of one structure. Gets
             ``(rows, hidden_size)`` and returns that shape.
         num_experts: Number of experts, on all ranks together.
-        ep_size: Ranks over which experts are distributed; 1 is the only one so far.
+        ep_size: 1; the option ``expert_parallel`` of the strategy distributes experts over ranks.
         k: Experts per token.
         capacity_factor: With ``drop_tokens``: an expert takes at most this times its even share of tokens in training.
         eval_capacity_factor: The same in evaluation.
@@ -181,8 +181,8 @@ def _check_sizes(num_experts: int, ep_size: int, k: int) -> None:
         )
     if ep_size != 1:
         raise ValueError(
-            f"`ep_size={ep_size}`: expert parallelism does not exist yet. Use `ep_size=1`: every rank computes all"
-            " experts, and stage 3 shards their parameters over the ranks."
+            f"`ep_size={ep_size}`: expert parallelism is an option of the strategy, for all layers. Use `ep_size=1` and"
+            f" `ZeroStrategy(expert_parallel={ep_size})`."
         )
     if not 1 <= k <= num_experts:
         raise ValueError(

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["NoisyGatePolicy", "Router", "Routing", "ScoreFunction", "capacity_of"]
+__all__ = ["NoisyGatePolicy", "Router", "Routing", "ScoreFunction", "capacity_of", "count_choices"]
 
 NoisyGatePolicy = Literal["RSample", "Jitter"]
 ScoreFunction = Literal["softmax", "sigmoid"]
@@ -129,7 +129,7 @@ class Router(nn.Module):
         experts = self._select(logits.detach(), scores.detach())
         if used_token is not None:
             experts = experts.masked_fill((used_token.reshape(-1) == 0).unsqueeze(1), len(self.weight))
-        by_choice = _count(experts, len(self.weight))
+        by_choice = count_choices(experts, len(self.weight))
         counts = by_choice.sum(0)
         if self.training and self.expert_bias is not None:
             self.load = counts if self.load is None else self.load + counts
@@ -183,7 +183,7 @@ def capacity_of(num_tokens: int, num_experts: int, *, k: int, factor: float, min
     return max(math.ceil(round(num_tokens * k * factor / num_experts, 6)), min_capacity)
 
 
-def _count(experts: Tensor, num_experts: int) -> Tensor:
+def count_choices(experts: Tensor, num_experts: int) -> Tensor:
     """Return (k, E) int64: tokens by choice and expert. ``torch.bincount`` waits for the device."""
     return (experts.unsqueeze(-1) == torch.arange(num_experts, device=experts.device)).sum(0)
 

@@ -61,3 +61,15 @@ def _direct(rank: int, world: int) -> list[bool]:
 
 def test_only_host_tensors_over_gloo_are_exchanged_directly() -> None:
     assert worlds.run(_direct, 2) == [[True, False]] * 2
+
+
+def _all_to_all(rank: int, world: int) -> list[list[float]]:
+    send = [(rank + peer) % 3 for peer in range(world)]  # to each rank; none to some
+    rows = torch.tensor([[rank, peer] for peer in range(world) for _ in range(send[peer])]).view(-1, 2).float()
+    return direct.all_to_all(rows, send, [(peer + rank) % 3 for peer in range(world)], None).tolist()
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_rows_go_to_their_ranks(world: int) -> None:
+    for rank, found in enumerate(worlds.run(_all_to_all, world)):
+        assert found == [[float(peer), float(rank)] for peer in range(world) for _ in range((peer + rank) % 3)]

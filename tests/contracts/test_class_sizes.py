@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 MOST, MOST_ASKED = 20, 10
 
 EXCEPTIONS = {
-    "ZeroStrategy": "22 are its options, which users pass as arguments",
+    "ZeroStrategy": "23 are its options, which users pass as arguments",
     "PipelineRunner": "its parts are those of a pipelined step, each an object; few decide",
     "_Trace": "a record of one run of a step, which others read",
 }

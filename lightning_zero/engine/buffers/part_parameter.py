@@ -1,9 +1,10 @@
 """Parameters of which this rank has a part, as the program sees them: they have the whole shape, and never pass for it.
 
-Tensor parallelism gives every rank a part of a matrix (``lightning_zero/boxes.py``). The modules that are cut compute
-with the part. To all other code, such as hooks, callbacks and ``configure_optimizers``, the parameter has the shape of
-the whole. Element-wise operations, random numbers and copies of whole tensors work on the part and give one rank's
-values; everything else, such as a norm, raises an error that names ``full_param``.
+Tensor parallelism gives every rank a part of a matrix (``lightning_zero/boxes.py``), and expert parallelism some of the
+experts. The modules that are cut compute with the part. To all other code, such as hooks, callbacks and
+``configure_optimizers``, the parameter has the shape of the whole. Element-wise operations, random numbers and copies
+of whole tensors work on the part and give one rank's values; everything else, such as a norm, raises an error that
+names ``full_param``.
 
 Note [Faces]
     A parameter with a part has a face: its class is one over whatever class the engine has given it, and comes off
@@ -67,10 +68,12 @@ class PartFace:
     Args:
         name: Of the parameter.
         part: That this rank has.
+        option: Of the strategy, which has cut the parameter.
     """
 
-    def __init__(self, name: str, part: Part) -> None:
+    def __init__(self, name: str, part: Part, option: str = "tensor_parallel") -> None:
         self.name = name
+        self.option = option
         self.part = part
         self.whole = torch.Size(part.whole)
         self.local = torch.Size(part.shape)
@@ -139,7 +142,7 @@ class PartFace:
         """
         raise PartialParameterError(
             f"`{operation}` needs the whole parameter `{self.name}` of shape {tuple(self.whole)}, and with"
-            f" `tensor_parallel` this rank has a part of shape {tuple(self.local)}. Read"
+            f" `{self.option}` this rank has a part of shape {tuple(self.local)}. Read"
             " `strategy.full_param(param)` (`engine.full_param(param)`) on every rank. Element-wise operations and"
             " `param.copy_(whole)`, where it cuts a tensor of the whole shape, change the part; at stage 3 inside"
             " `engine.gathered([param], write='all')`."
@@ -152,21 +155,21 @@ class PartFace:
             PartialParameterError: Always.
         """
         raise PartialParameterError(
-            f"`state_dict()` of a module with `tensor_parallel` would have a part of `{self.name}`."
+            f"`state_dict()` of a module with `{self.option}` would have a part of `{self.name}`."
             " `trainer.save_checkpoint(path)` writes a checkpoint, `lightning_zero.export_safetensors(module, folder)`"
             " the whole weights, and `strategy.full_param(param)` returns one parameter; each on every rank."
         )
 
     def refuse_other_strategy(self) -> NoReturn:
-        """Refuse to train parts without tensor parallelism.
+        """Refuse to train parts as wholes.
 
         Raises:
             PartialParameterError: Always.
         """
         raise PartialParameterError(
-            f"The module is cut by `tensor_parallel`, so this rank has a part of `{self.name}`, and"
+            f"The module is cut by `{self.option}`, so this rank has a part of `{self.name}`, and"
             " `DistributedDataParallel` would train it as if it were the whole. Use `ZeroStrategy` with the same"
-            " `tensor_parallel`, or make the module anew and load its checkpoint."
+            f" `{self.option}`, or make the module anew and load its checkpoint."
         )
 
 
@@ -267,14 +270,16 @@ def _face_of(tensor: Any) -> PartFace | None:
 # -- For the engine ----------------------------------------------------------------------------------------------------
 
 
-def show_as_whole(params: Mapping[str, nn.Parameter], parts: Mapping[str, Part]) -> None:
+def show_as_whole(
+    params: Mapping[str, nn.Parameter], parts: Mapping[str, Part], option: str = "tensor_parallel"
+) -> None:
     """Give parameters of which this rank has a part their faces, by name; those of users' classes have none."""
     for name, part in parts.items():
         param = params.get(name)
         if param is None:  # a pipeline stage has left it out
             continue
         if getattr(type(param), "user_class", type(param)) is nn.Parameter and face_of(param) is None:
-            face = PartFace(name, part)
+            face = PartFace(name, part, option)
             set_face(param, face)
             _wrap_hooks(param, face)
             swap_class(param, type(param))

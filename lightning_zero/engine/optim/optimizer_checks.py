@@ -48,7 +48,7 @@ class OptimizerChecks:
         self._moments = moments
         is_sharded = any(buffer.own_range.is_shard for buffer, _ in places.values())
         has_parts = any(buffer.has_parts for buffer, _ in places.values())
-        self._remedy = "stage 0 without `tensor_parallel`" if has_parts else "stage 0"
+        self._remedy = "stage 0 without `tensor_parallel` or `expert_parallel`" if has_parts else "stage 0"
         self._trial = ElementwiseTrial(optimizer, self._stepped) if is_sharded else None
 
     def refuse_unless_elementwise(self) -> None:

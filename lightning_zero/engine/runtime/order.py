@@ -72,14 +72,24 @@ class PassOrder:
         communicator: Over which ranks agree.
         reducer: Starts reductions.
         prefetch: How many gathers are prefetched.
+        meets: Whether modules communicate in their forwards, so that a forward is a pass also without gathers.
     """
 
-    def __init__(self, units: Sequence[Unit], communicator: Communicator, reducer: Reducer, prefetch: int) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        communicator: Communicator,
+        reducer: Reducer,
+        prefetch: int,
+        *,
+        meets: bool = False,
+    ) -> None:
         self._units = list(units)
         self._communicator = communicator
         self._reducer = reducer
         self._prefetch = prefetch
         self.gathers = any(unit.is_sharded_between_uses for unit in self._units)  # for every use
+        self.meets = meets
         self.is_suspended = 0  # > 0 while everything is held whole: forwards do not communicate
         # - Recorded lists
         self._lists: dict[Hashable, list[int]] = {}

@@ -59,7 +59,7 @@ class Passes:
         """Begin a pass, if it may have collectives. Every rank begins the same. No collective."""
         is_stale = any(unit.state is UnitState.STALE for unit in self._units)
         is_suspended = self._order.is_suspended or (direction == "forward" and self._is_held)
-        if direction != "backward" and (is_suspended or not (self._order.gathers or is_stale)):
+        if direction != "backward" and (is_suspended or not (self._order.gathers or self._order.meets or is_stale)):
             return
         in_original = self._dtypes.in_original if direction == "forward" else self._dtypes.graphs_in_original
         kind = (self._scope, self._ordinal, direction, is_stale, in_original)

@@ -286,7 +286,7 @@ def _refusal_on_a_grid(rank: int, world: int) -> None:
     part = Part.along((8, 6), 0, (4 * rank, 4))
     engine = ZeroEngine(stage=0)
     engine.shard(linear, grid=Grid({"data": alone}, 1, {"weight": ParamAxes("data", part=part)}))
-    with pytest.raises(ValueError, match="Use stage 0 without `tensor_parallel`, or an element-wise optimizer"):
+    with pytest.raises(ValueError, match="Use stage 0 without `tensor_parallel` or `expert_parallel`, or"):
         engine.attach(Lamb(linear.parameters(), lr=0.1))
     engine.close()
 

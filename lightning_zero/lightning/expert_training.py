@@ -1,0 +1,131 @@
+"""Expert parallelism of a strategy: the experts of its module are divided over neighbouring ranks.
+
+All ranks have different batches, so nothing but the experts' own parameters differs from data parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from lightning_zero.boxes import Part
+from lightning_zero.comm.expert_groups import ExpertGroups
+from lightning_zero.engine.buffers.part_parameter import show_as_whole, show_parts
+from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.grid import Grid
+from lightning_zero.lightning.part_forwards import TensorRun, compute_with_parts
+from lightning_zero.moe.division import divide_experts, expert_layers, grid_of_experts
+from lightning_zero.moe.exchange import ExpertRanks
+
+__all__ = ["ExpertTraining", "refuse_divided_module"]
+
+_KEY = "_lightning_zero_expert_parallel"  # attribute of a module whose experts are divided
+_OPTION = "expert_parallel"
+
+
+@dataclass
+class _DividedModule:
+    """How the experts of a module are divided: this rank's parts, and the ranks that its layers call."""
+
+    parts: Mapping[str, Part]
+    ranks: ExpertRanks
+    run: TensorRun
+
+
+class ExpertTraining:
+    """One strategy's expert parallelism.
+
+    Args:
+        groups: The process groups.
+        world_size: Number of ranks, all of which have different data.
+        device: Of this rank.
+    """
+
+    def __init__(self, groups: ExpertGroups, world_size: int, device: torch.device) -> None:
+        self.groups = groups
+        self._world_size = world_size
+        self._device = device
+
+    def cut(self, module: pl.LightningModule) -> Grid:
+        """Leave this rank its experts of a module; one that is divided already keeps them. Collective: all ranks.
+
+        Args:
+            module: With whole parameters; those of rank 0 count.
+
+        Raises:
+            ValueError: Its experts cannot be divided, or are divided otherwise.
+        """
+        done: _DividedModule | None = vars(module).get(_KEY)
+        if done is None:
+            if vars(module).get("_compiler_ctx") is not None:
+                raise ValueError(
+                    f"`expert_parallel` does not work with `torch.compile` of `{type(module).__name__}`, whose experts"
+                    " exchange tokens in the forward. Compile modules without experts."
+                )
+            ranks = ExpertRanks(self.groups.expert_group)
+            parts = divide_experts(module, ranks, self._device)
+            done = _DividedModule(parts, ranks, TensorRun(ranks.size, option=_OPTION))
+            compute_with_parts(module, expert_layers(module), done.run)
+            vars(module)[_KEY] = done
+        if done.ranks.size != self.groups.size:
+            raise ValueError(
+                _divided(module, done, f"and `expert_parallel={self.groups.size}` would divide them otherwise.")
+            )
+        done.ranks.group = self.groups.expert_group
+        show_parts(module.parameters())  # to the engine, until `show_wholes`
+        return grid_of_experts(done.parts, self.groups.shard_group, self._world_size)
+
+    def bind(self, module: nn.Module, engine: ZeroEngine) -> None:
+        """Let the layers of a module meet before each exchange where its engine makes collectives."""
+        done: _DividedModule = vars(module)[_KEY]
+        done.ranks.meet = engine.meet
+
+    def show_wholes(self, module: nn.Module) -> None:
+        """Let the parameters of experts be wholes to all code but their own forwards, once they are sharded."""
+        done: _DividedModule = vars(module)[_KEY]
+        show_as_whole(dict(module.named_parameters()), done.parts, _OPTION)
+
+    def lines(self, module: nn.Module) -> list[str]:
+        """Return the groups in words."""
+        layers = expert_layers(module)
+        numbers = sorted({one.experts.num_experts // self.groups.size for one in layers.values()})
+        each = " or ".join(str(number) for number in numbers)
+        return [
+            f"experts of {len(layers)} layers: divided over {self.groups.size} neighbouring ranks, {each} of a layer on"
+            f" each; sharded over {self.groups.num_groups} ranks"
+        ]
+
+    def begin(self, module: nn.Module) -> None:
+        """Let a module that is divided be trained until ``end``."""
+        done: _DividedModule | None = vars(module).get(_KEY)
+        if done is not None:
+            done.run.is_running = True
+
+    def end(self, module: nn.Module | None) -> None:
+        """Let no other strategy train the module: its gradients would be those of parts."""
+        done: _DividedModule | None = None if module is None else vars(module).get(_KEY)
+        if done is not None:
+            done.run.is_running = False
+
+
+def refuse_divided_module(module: nn.Module) -> None:
+    """Refuse a module whose experts are divided, for a strategy without expert parallelism.
+
+    Raises:
+        ValueError: They are.
+    """
+    done: _DividedModule | None = vars(module).get(_KEY)
+    if done is not None:
+        raise ValueError(_divided(module, done, "and this strategy does not divide them."))
+
+
+def _divided(module: nn.Module, done: _DividedModule, otherwise: str) -> str:
+    size = done.ranks.size
+    return (
+        f"The experts of `{type(module).__name__}` are divided over {size} ranks by an earlier Trainer with"
+        f" `expert_parallel={size}`, {otherwise} Use the same option, or make the module anew and load its checkpoint."
+    )

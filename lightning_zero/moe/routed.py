@@ -1,0 +1,194 @@
+"""Experts of unmodified models: one module that is called with tokens, the experts of each token, and their weights.
+
+In transformers 5 the experts of Mixtral, Qwen, DeepSeek, gpt-oss and others are such modules, with parameters that have
+a row for each expert. When they are divided, a forward of ours stands in for theirs: it sorts the tokens by expert,
+sends them to the ranks of their experts, calls the module's own forward there, with the numbers that experts have among
+those of the rank and weights of one, and adds up the weighted results.
+
+Note [Verified]
+    That is right for experts whose result is the sum of the results of single experts times their weights, and which
+    read no more of their parameters than the rows of these. So a module is tried with random parameters of two experts:
+    together, and each alone as the only one. Modules for which both differ are refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lightning_zero.moe.dispatch import sort_by_expert
+from lightning_zero.moe.exchange import ExpertRanks, compute_on_ranks
+from lightning_zero.moe.routing import Routing, count_choices
+from lightning_zero_ops import permute_tokens, unpermute_tokens
+
+__all__ = ["RoutedExperts"]
+
+_ARGUMENTS = (
+    ("hidden_states", "top_k_index", "top_k_weights"),
+    ("hidden_states", "router_indices", "routing_weights"),
+)
+_NUM_TRIED = 5  # tokens
+_TOLERANCE = 1e-4  # of rounding in fp32; wrong results are far from it
+
+
+class RoutedExperts:
+    """The experts of one module, and the forward that stands in for the module's own when they are divided.
+
+    Args:
+        module: Its parameters have one row for each expert.
+
+    Attributes:
+        num_experts: E, on all ranks together.
+        ranks: Over which they are divided; None: every rank has all of them.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.num_experts = len(next(module.parameters()))
+        self.ranks: ExpertRanks | None = None
+        self._number = 0  # of the layer, among those that are divided
+        self._forward = module.__dict__.get("forward")  # which it stands in for; None: that of the class
+
+    @staticmethod
+    def of(module: nn.Module) -> RoutedExperts | None:
+        """Return the experts of a module; None for a module that is not called with experts and weights."""
+        if tuple(inspect.signature(type(module).forward).parameters)[1:] not in _ARGUMENTS or not module._parameters:
+            return None
+        forward = module.__dict__.get("forward")
+        while forward is not None and not isinstance(forward, RoutedExperts):
+            forward = getattr(forward, "stands_in_for", None)
+        return RoutedExperts(module) if forward is None else forward
+
+    def divide(self, ranks: ExpertRanks, number: int) -> None:
+        """Compute with those experts alone whose parameters this rank has kept.
+
+        Args:
+            ranks: Have as many experts each, in order.
+            number: Of the layer in its module, the same on all ranks.
+        """
+        self.ranks = ranks
+        self._number = number
+        self.module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute tokens on the ranks of their experts. Collective: all ranks of the engine.
+
+        Args:
+            *args: (T, H) tokens; (T, k) their experts, E for none; (T, k) weights.
+            **kwargs: The same by name.
+
+        Returns:
+            (T, H) in the dtype of the tokens.
+        """
+        assert self.ranks is not None
+        given = inspect.signature(type(self.module).forward).bind(self.module, *args, **kwargs).arguments
+        _, hidden_states, experts, weights = given.values()
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        experts, weights = (one.reshape(len(tokens), one.shape[-1]) for one in (experts, weights))
+        counts = count_choices(experts, self.num_experts).sum(0)
+        routing = Routing(experts, weights, priority=None, aux_loss=weights.new_zeros(()), counts=counts)
+        order = sort_by_expert(routing, capacity=None)
+        rows = permute_tokens(tokens, order.slots, order.rows)
+        compute = partial(self._compute, weights.dtype)
+        results = compute_on_ranks(rows, order.offsets, compute=compute, ranks=self.ranks, layer=self._number)
+        total: Tensor = unpermute_tokens(results, weights, order.slots, order.rows)
+        return total.to(hidden_states.dtype).view_as(hidden_states)
+
+    def _compute(self, dtype: torch.dtype, rows: Tensor, offsets: Tensor) -> Tensor:
+        """Compute each row by its expert, of those that this rank has."""
+        if not len(rows):  # no rows are in the graph as any others, and parameters have gradients of zeros
+            nothing = [param.reshape(-1)[:0].sum().to(rows.dtype) for param in self.module.parameters()]
+            return rows + torch.stack(nothing).sum()
+        numbers = torch.arange(len(offsets), device=rows.device)
+        counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
+        experts = numbers.repeat_interleave(counts, output_size=len(rows)).unsqueeze(1)
+        weights = torch.ones(len(rows), 1, dtype=dtype, device=rows.device)
+        with _having(self.module, len(offsets)):
+            result: Tensor = self._call(rows, experts, weights)
+        return result
+
+    def _call(self, *args: Tensor) -> Any:
+        return self._forward(*args) if self._forward is not None else type(self.module).forward(self.module, *args)
+
+    # -- Verification --------------------------------------------------------------------------------------------------
+
+    def verify(self, name: str) -> None:
+        """Try the module as Note [Verified] says. No collective.
+
+        Args:
+            name: Of the module, for errors.
+
+        Raises:
+            ValueError: It does not run, or its results are others.
+        """
+        error = _tried(self.module)
+        if error is not None:
+            raise ValueError(
+                f"`expert_parallel` cannot divide `{name}` (`{type(self.module).__name__}`): {error}. Leave the option"
+                " out, or use `lightning_zero.moe.MoE`."
+            )
+
+
+@contextmanager
+def _having(module: nn.Module, number: int) -> Iterator[None]:
+    """Let a module read a number of experts as ``num_experts``, if it has that attribute."""
+    was = module.__dict__.get("num_experts")
+    if was is None:
+        yield
+        return
+    module.num_experts = number  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module.num_experts = was
+
+
+@torch.no_grad()
+def _tried(module: nn.Module) -> str | None:
+    """Return why a module's experts cannot be divided; None if they can."""
+    generator = torch.Generator().manual_seed(0)
+    values = {
+        key: torch.randn(2, *param.shape[1:], generator=generator) / math.sqrt(max(param.shape[-1], 1))
+        for key, param in module.named_parameters()
+    }
+    experts = torch.tensor([[0, 1], [1, 0], [0, 1], [1, 0], [0, 1]])
+    weights = torch.rand(_NUM_TRIED, 2, generator=generator)
+    errors = []
+    for size in sorted({size for value in values.values() for size in value.shape[1:]}):
+        tokens = torch.randn(_NUM_TRIED, size, generator=generator)
+        try:
+            together = _run(module, values, (tokens, experts, weights))
+            if together.shape != tokens.shape:
+                continue
+            alone = [_alone(module, values, tokens, expert=one) for one in range(2)]
+        except Exception as error:  # of a size that is not that of a token, or of the module
+            errors.append(str(error))
+            continue
+        expected = sum(alone[one] * (weights * (experts == one)).sum(1, keepdim=True) for one in range(2))
+        scale = float(torch.as_tensor(expected).square().mean().sqrt()) or 1.0
+        if float((together - expected).abs().max()) <= _TOLERANCE * scale:
+            return None
+        return "its result is not the sum of the results of single experts times their weights"
+    return f"it could not be tried with random tokens ({errors[-1] if errors else 'no size fits'})"
+
+
+def _run(module: nn.Module, values: dict[str, Tensor], args: tuple[Tensor, ...]) -> Tensor:
+    number = len(next(iter(values.values())))
+    with _having(module, number), torch.random.fork_rng([]):
+        result: Tensor = functional_call(module, values, args)
+    return result
+
+
+def _alone(module: nn.Module, values: dict[str, Tensor], tokens: Tensor, *, expert: int) -> Tensor:
+    """Return the results of an expert that is the only one."""
+    own = {key: value[expert : expert + 1] for key, value in values.items()}
+    experts = torch.zeros(len(tokens), 1, dtype=torch.int64)
+    return _run(module, own, (tokens, experts, torch.ones(len(tokens), 1)))

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero.moe import MoE
+from lightning_zero.moe.division import divide_experts, expert_layers, grid_of_experts
+from lightning_zero.moe.exchange import ExpertRanks
+from tests.worlds import run, seed
+
+H, E = 4, 4
+
+
+def _model(rank: int) -> nn.Module:
+    seed(rank)  # the values of rank 0 count
+    experts = [nn.Sequential(nn.Linear(H, 3), nn.ReLU(), nn.Linear(3, H)) for _ in range(E)]
+    return nn.ModuleDict({"first": MoE(H, experts, E, k=2, use_residual=True), "second": MoE(H, experts[0], 2)})
+
+
+def _divided(rank: int, world: int) -> Any:
+    model = _model(rank)
+    parts = divide_experts(model, ranks := ExpertRanks())
+    grid = grid_of_experts(parts, None, world)
+    values = {name: model.get_parameter(name).detach() for name in parts}
+    return (
+        values,
+        parts,
+        grid.params["first.experts.0.weight"].group,
+        [one.experts.ranks is ranks for one in _layers(model)],
+    )
+
+
+def _layers(model: nn.Module) -> list[Any]:
+    return list(expert_layers(model).values())
+
+
+def test_a_rank_keeps_the_first_ranks_values_of_its_experts() -> None:
+    whole = dict(_model(0).named_parameters())
+    names = {name for name in whole if ".experts." in name}
+    for rank, (values, parts, group, are_divided) in enumerate(run(_divided, 2)):
+        assert values.keys() == parts.keys() == names
+        for name, value in values.items():
+            number = len(whole[name]) // 2
+            assert torch.equal(value, whole[name][rank * number : (rank + 1) * number]), name
+            assert parts[name].whole == tuple(whole[name].shape)
+        assert group == "ranks with the same experts"
+        assert are_divided == [True, True]
+
+
+def _twice(rank: int, world: int) -> str:
+    model = _model(rank)
+    divide_experts(model, ExpertRanks())
+    assert "4 x Sequential over 2 ranks" in repr(model)
+    with pytest.raises(ValueError, match="divided") as caught:
+        divide_experts(model, ExpertRanks())
+    return str(caught.value)
+
+
+def test_divided_experts_are_not_divided_again() -> None:
+    message = "`expert_parallel=2` cannot divide `first.experts`, whose experts are divided over 2 ranks already"
+    assert all(text.startswith(message) for text in run(_twice, 2))
+
+
+def _own_parameter(rank: int, world: int) -> None:
+    model = _model(rank)
+    model.get_submodule("first.experts").register_parameter("scale", nn.Parameter(torch.ones(3)))
+    divide_experts(model, ExpertRanks())
+
+
+def test_parameters_that_are_not_stacked_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"whose parameter `scale` has the shape \(3,\) and not one row for each of 4"):
+        run(_own_parameter, 2)

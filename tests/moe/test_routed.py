@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.moe.division import divide_experts
+from lightning_zero.moe.exchange import ExpertRanks
+from lightning_zero.moe.routed import RoutedExperts
+from tests.worlds import run, seed
+
+H, E, K = 6, 4, 2
+
+
+class Plain(nn.Module):
+    """Experts as transformers writes them; in ``bend`` subclasses go wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = E
+        self.up = nn.Parameter(torch.randn(E, 5, H))
+        self.down = nn.Parameter(torch.randn(E, H, 5))
+
+    def bend(self, total: Tensor, weights: Tensor) -> Tensor:
+        return total
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        total = torch.zeros_like(hidden_states)
+        for expert in range(self.num_experts):
+            token, choice = torch.where(top_k_index == expert)
+            if len(token):
+                inner = (hidden_states[token] @ self.up[expert].T).relu() @ self.down[expert].T
+                total.index_add_(0, token, inner * top_k_weights[token, choice, None])
+        return self.bend(total, top_k_weights)
+
+
+class Normed(Plain):
+    def bend(self, total: Tensor, weights: Tensor) -> Tensor:
+        return nn.functional.normalize(total)
+
+
+class Squared(Plain):
+    def bend(self, total: Tensor, weights: Tensor) -> Tensor:
+        return total * weights.sum(1, keepdim=True)
+
+
+class Mixing(Plain):
+    """An expert reads the rows of another one."""
+
+    def bend(self, total: Tensor, weights: Tensor) -> Tensor:
+        return total + self.up.sum()
+
+
+class Failing(Plain):
+    def bend(self, total: Tensor, weights: Tensor) -> Tensor:
+        raise RuntimeError("no kernel")
+
+
+class Other(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(E, H, H))
+
+    def forward(self, hidden_states: Tensor, experts: Tensor) -> Tensor:
+        return hidden_states
+
+
+def test_experts_of_unmodified_models_are_found_and_verified() -> None:
+    experts = RoutedExperts.of(module := Plain())
+    assert experts is not None
+    experts.verify("experts")
+    assert (experts.num_experts, module.num_experts) == (E, E)
+    assert RoutedExperts.of(Other()) is None
+    assert RoutedExperts.of(nn.Linear(2, 2)) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Normed, "its result is not the sum of the results of single experts"),
+        (Squared, "its result is not the sum of the results of single experts"),
+        (Mixing, "its result is not the sum of the results of single experts"),
+        (Failing, "it could not be tried with random tokens .no kernel."),
+    ],
+)
+def test_experts_that_are_no_weighted_sums_are_refused(kind: type[Plain], message: str) -> None:
+    experts = RoutedExperts.of(kind())
+    assert experts is not None
+    with pytest.raises(ValueError, match=f"cannot divide `a.experts` .`{kind.__name__}`.: {message}"):
+        experts.verify("a.experts")
+
+
+def _tokens(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    number = 5 * (rank != 1)  # none on rank 1
+    tokens = torch.randn(number, H, generator=generator).requires_grad_()
+    choices = torch.stack([torch.randperm(2, generator=generator) for _ in range(number)] or [torch.empty(K)]).long()
+    weights = torch.rand(number, K, generator=generator).requires_grad_()
+    return tokens, choices[:number] + (rank == 0), weights  # no rank chooses the last expert
+
+
+def _exchanged(rank: int, world: int) -> Any:
+    seed(3)
+    module = Plain()
+    divide_experts(nn.ModuleList([module]), ExpertRanks())
+    tokens, choices, weights = _tokens(rank)
+    result = module(tokens, top_k_index=choices, top_k_weights=weights)
+    grads = torch.autograd.grad(result.square().sum(), [tokens, weights, module.up, module.down])
+    return result.detach(), *grads, module.num_experts
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_stand_in_computes_as_the_module_does(world: int) -> None:
+    seed(3)
+    module = Plain()
+    inputs = [_tokens(rank) for rank in range(world)]
+    results = [module(*one) for one in inputs]
+    loss = torch.stack([one.square().sum() for one in results]).sum()
+    tensors = [one for tokens, _, weights in inputs for one in (tokens, weights)]
+    *grads, up, down = torch.autograd.grad(loss, [*tensors, module.up, module.down], materialize_grads=True)
+    for rank, (result, of_tokens, of_weights, of_up, of_down, num_experts) in enumerate(run(_exchanged, world)):
+        own = slice(rank * E // world, (rank + 1) * E // world)
+        assert torch.allclose(result, results[rank], atol=1e-5)
+        assert torch.allclose(of_tokens, grads[2 * rank], atol=1e-4)
+        assert torch.allclose(of_weights, grads[2 * rank + 1], atol=1e-4)
+        assert torch.allclose(of_up, up[own], atol=1e-4)  # of the last expert zeros
+        assert torch.allclose(of_down, down[own], atol=1e-4)
+        assert num_experts == E
