@@ -263,7 +263,11 @@ class TracedSteps:
         def look() -> _Description:
             leaves, origins = self._interception.arguments(run, chunk, sources)
             missing = [origins.is_missing(leaf) for leaf in leaves]
-            described = [_describe(leaf, is_missing=one) for leaf, one in zip(leaves, missing, strict=True)]
+            is_sent = self._interception.is_sent_number
+            described = [
+                _SENT if is_sent(leaf) else _describe(leaf, is_missing=one)
+                for leaf, one in zip(leaves, missing, strict=True)
+            ]
             return _Description(described, [origins.shapes_of(leaf) for leaf in leaves])
 
         return self._apart(acting, look)
@@ -293,6 +297,7 @@ class _Description:
 
 
 _MISSING = "missing"
+_SENT = "a number that a block of an earlier stage returns"
 _AVAILABLE = "available"
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.Size, torch.dtype)
 
@@ -320,6 +325,7 @@ def _differing(chunk: int, here: Sequence[Any], there: Sequence[Any]) -> tuple[M
         elif mine != theirs:
             raise PipelineError(
                 f"The first block of pipeline chunk {chunk} is called with {mine} on its stage and {theirs} on the one"
-                " before. Values that are no tensors must not depend on random numbers drawn inside the model."
+                " before. Values that are no tensors must not depend on random numbers drawn inside the model, nor on numbers"
+                " that a block counts: a number that a block returns goes to the next one as it is, or as a tensor."
             )
     return tuple(messages)

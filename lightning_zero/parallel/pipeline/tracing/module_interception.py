@@ -38,7 +38,7 @@ from torch.autograd import forward_ad
 from lightning_zero.errors import PipelineError, noting_pipeline_errors
 from lightning_zero.parallel.module_state import put_back, version_of, without_caches
 from lightning_zero.parallel.pipeline.schedule.streams import RandomState
-from lightning_zero.parallel.pipeline.stages.sources import FOR_HOOKS, Origins, Shape, Source, is_fake
+from lightning_zero.parallel.pipeline.stages.sources import FOR_HOOKS, WHOLE, Origins, Shape, Source, is_fake
 from lightning_zero.parallel.pipeline.stages.split import PlacedModule, Split, modules_around
 from lightning_zero.parallel.pipeline.stages.subclasses import subclass_of
 from lightning_zero.parallel.pipeline.tracing.attributes import attribute_spaces
@@ -52,6 +52,7 @@ from lightning_zero.parallel.pipeline.tracing.loss_normalization import unwatche
 from lightning_zero.parallel.pipeline.tracing.operations import Operation, Operations
 from lightning_zero.parallel.pipeline.tracing.outcomes import Attributes, Outcome
 from lightning_zero.parallel.pipeline.tracing.own_gradients import OwnGradients, enclosing_function, users_of_parameters
+from lightning_zero.parallel.pipeline.tracing.sent_numbers import NumberReads, encoded, is_sent
 from lightning_zero.parallel.pipeline.tracing.recomputation import Again, Checkpoints, NotedCall, NotedOutput, uncounted
 from lightning_zero.parallel.pipeline.tracing.value_reads import value_reads_refused
 from lightning_zero.parallel.writable import writable
@@ -167,6 +168,7 @@ class ModuleInterception:
         self._split = split
         self._on_call = on_call
         self._inside = inside
+        self._device = device
         self._random_state = partial(RandomState, device)
         self._places = {id(module.get_submodule(place.name)): place for place in split.places}
         self._modules = [module.get_submodule(place.name) for place in split.places]
@@ -242,12 +244,28 @@ class ModuleInterception:
         bounds = self._split.bounds
         trace = _Trace(chunk, bounds[chunk], bounds[chunk + 1], origins=Origins())
         assert trace.origins is not None
-        with suppress(Exception):  # a guess may lead to errors; the step itself shows those of the program
+        with suppress(Exception), self._number_reads(trace):  # a guess may lead to errors; the step shows the program's
             finished, result = self._run(step, trace)
             if finished:
                 trace.origins.need(result)
         self._fakes.require_strong(trace.origins.results)
         return trace.origins.needed, trace.outcomes
+
+    def _number_reads(self, trace: _Trace) -> AbstractContextManager[None]:
+        """Watch which numbers in attributes of earlier chunks' modules code between the modules reads."""
+        owners: dict[int, tuple[str, str]] = {}  # module with a place, and name in it, by `id`
+        watched: list[nn.Module] = []
+        for module, place in zip(self._modules, self._split.places, strict=True):
+            for name, child in module.named_modules() if place.chunk < trace.chunk else ():
+                owners.setdefault(id(child), (place.name, name))
+                watched.append(child)
+
+        def note(module: nn.Module, name: str, value: Any) -> None:
+            is_between = not (trace.is_inside or self._fakes.mode.is_dispatching)
+            if is_between and id(module) in owners and is_sent(value):
+                self._fakes.note_read(*owners[id(module)], name)
+
+        return NumberReads(note).watched(list({id(one): one for one in watched}.values()))
 
     def arguments(self, step: Callable[[], Any], chunk: int, available: Iterable[Source]) -> tuple[list[Any], Origins]:
         """Return the leaves of the arguments of a chunk's first block, fake where other chunks compute them.
@@ -269,6 +287,10 @@ class ModuleInterception:
                 f" A pipeline needs every block of `{self._split.blocks}` to be called in every step."
             )
         return leaves, origins
+
+    def is_sent_number(self, value: Any) -> bool:
+        """Say whether a value that the last run has found is a number of a module of another chunk, which is sent."""
+        return not isinstance(value, Tensor) and value is not None and self._fakes.is_given(value)
 
     def recorded(self, step: Callable[[], Any], chunk: int, *, is_whole: bool) -> list[Operation] | None:
         """Run a step on fakes up to the end of a chunk, and record its operations; see ``whole_run.py``.
@@ -319,7 +341,8 @@ class ModuleInterception:
         stand_in = None if trace.computes and trace.origins is None else self._fakes.gradients
         mode = self._fakes.mode
         try:
-            self._fakes.begin(origins=trace.origins, fetch=partial(self._fetched, trace))
+            read = [one.leaf for one in trace.expected if isinstance(one.leaf, Source) and one.leaf.leaf == WHOLE]
+            self._fakes.begin(origins=trace.origins, fetch=partial(self._fetched, trace), read=read)
             with (
                 noting_pipeline_errors(partial(self._note_refusal, trace)),
                 value_reads_refused(
@@ -570,8 +593,16 @@ class ModuleInterception:
         for source in mine:
             if source not in seen and source.call == trace.times[name]:
                 left = source.left
+                if source.leaf == WHOLE and left is not None:
+                    owner = module.get_submodule(left[0])
+                    trace.computed[source] = encoded(getattr(owner, left[2], None), self._device)
+                    continue
                 space = output if left is None else attribute_spaces(module).get(left[:2], {}).get(left[2])
-                _keep(trace, source, tree_leaves(space))
+                leaves = tree_leaves(space)
+                if not source.is_number:
+                    _keep(trace, source, leaves)
+                elif source.leaf < len(leaves):
+                    trace.computed[source] = encoded(leaves[source.leaf], self._device)
         trace.times[name] += 1
         return output
 
@@ -638,6 +669,8 @@ class ModuleInterception:
         if not any(message.leaf == source for message in trace.expected):
             return None
         received = self._received(trace)[source]
+        if source.is_number:
+            return received
         tensor = received.clone()  # the program may write into it
         if trace.notes_calls:
             trace.copies[id(tensor)] = tensor, received
