@@ -90,6 +90,7 @@ class Fakes:
         free: Parameters that code outside of these modules uses.
         unnoticed: Context of forwards on fakes, which the engine ignores.
         placed: The modules, and the chunk of each.
+        num_logged: Returns how many calls of ``self.log`` were made.
 
     Attributes:
         mode: Of the fakes.
@@ -101,9 +102,13 @@ class Fakes:
         free: Sequence[nn.Parameter],
         unnoticed: Callable[[], AbstractContextManager[None]],
         placed: Sequence[tuple[nn.Module, int]] = (),
+        *,
+        num_logged: Callable[[], int] = int,
     ) -> None:
         self._names = names
         self._unnoticed = unnoticed
+        self._num_logged = num_logged
+        self._num_by_hooks = 0  # of these calls
         self.mode = Mode(allow_non_fake_inputs=True)
         self._parameters: dict[int, dict[str, nn.Parameter]] = {}  # of a module, as fakes
         self._free = free
@@ -413,8 +418,8 @@ class Fakes:
         key = self._key(module, inputs, spec)
         if key not in self._calls or (self._calls[key].numbers and self.mode.origins is not None):
             call = self._imagined_alone(module, inputs, spec)
-            if call.has_escapes or any(isinstance(leaf, _NUMBERS) for leaf in call.leaves):
-                return call, inputs  # they may be others in the next call
+            if call.has_escapes or call.has_logged or any(isinstance(leaf, _NUMBERS) for leaf in call.leaves):
+                return call, inputs  # it logs in every call, and numbers may be others in the next one
             self._calls[key] = call
             if len(self._calls) > _MOST_CALLS:
                 self._calls.popitem(last=False)
@@ -457,7 +462,7 @@ class Fakes:
         self._require_settled(module, inputs, spec)
         self._note_escapes(module, call)
         has_numbers = any(isinstance(leaf, _NUMBERS) for leaf in call.leaves)
-        is_same = not (self._has_changed_attributes or has_numbers or call.has_escapes)
+        is_same = not (self._has_changed_attributes or has_numbers or call.has_escapes or call.has_logged)
         if key is not None and recording.is_exact and is_same:
             self._recorded[key] = call, recording
             if len(self._recorded) > _MOST_CALLS:
@@ -494,9 +499,11 @@ class Fakes:
         """Run a forward, or its replacement, on fakes; describe its outputs and the attributes it sets."""
         self._fake_parameters(module)  # stay
         self._escapes = self.mode.escapes = Escapes(inputs) if forward is None else None
-        before = self.mode.refusal
+        before, num_logged = self.mode.refusal, self._num_logged() - self._num_by_hooks
         try:
-            return self._imagined(module, inputs, spec, forward=forward)
+            call = self._imagined(module, inputs, spec, forward=forward)
+            call.has_logged = self._num_logged() - self._num_by_hooks != num_logged
+            return call
         finally:
             self.mode.escapes = None
             self.mode.refusal = before  # hooks that only watch may read values
@@ -672,8 +679,10 @@ class Fakes:
                 self._note_hook(number, (args, kwargs))
                 if self.mode.escapes is not None:
                     self.mode.escapes.ignore((args, kwargs))
+                before = self._num_logged()
                 with recording.hook(number, (args, kwargs)) as found, self.mode.paused():
                     found.append(results.popleft() if results else hook(*args, **kwargs))
+                self._num_by_hooks += self._num_logged() - before
                 return found[0]
 
             call.__module__ = ""  # not one of ours
@@ -799,6 +808,7 @@ class _Call:
         sharing: Leaves, and inputs, that share memory on the stage that computes.
         is_guess: Shapes were guessed.
         has_hooks: Hooks of the program, if there are any, have run.
+        has_logged: Its forward calls ``self.log``.
         has_escapes: Its forward has left tensors outside of the module.
         opaque: Attributes that it sets to objects in which fakes are.
         numbers: Attributes that it sets to other numbers.
@@ -811,6 +821,7 @@ class _Call:
     sharing: list[_Sharing]
     is_guess: bool = False
     has_hooks: bool = True
+    has_logged: bool = False
     has_escapes: bool = False
     opaque: list[_Attribute] = field(default_factory=list)
     numbers: Mapping[Key, Any] = field(default_factory=dict)

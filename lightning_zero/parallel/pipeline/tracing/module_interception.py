@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -52,13 +52,13 @@ from lightning_zero.parallel.pipeline.tracing.loss_normalization import unwatche
 from lightning_zero.parallel.pipeline.tracing.operations import Operation, Operations
 from lightning_zero.parallel.pipeline.tracing.outcomes import Attributes, Outcome
 from lightning_zero.parallel.pipeline.tracing.own_gradients import OwnGradients, enclosing_function, users_of_parameters
-from lightning_zero.parallel.pipeline.tracing.sent_numbers import NumberReads, encoded, is_sent
 from lightning_zero.parallel.pipeline.tracing.recomputation import Again, Checkpoints, NotedCall, NotedOutput, uncounted
+from lightning_zero.parallel.pipeline.tracing.sent_numbers import NumberReads, encoded, is_sent
 from lightning_zero.parallel.pipeline.tracing.value_reads import value_reads_refused
 from lightning_zero.parallel.writable import writable
 from lightning_zero.trees import tree_flatten, tree_leaves, tree_unflatten
 
-__all__ = ["Message", "ModuleInterception"]
+__all__ = ["Logging", "Message", "ModuleInterception"]
 
 _HOST = torch.device("cpu")
 _MOST_TRIES = 100  # of a call that ends by an error
@@ -94,6 +94,7 @@ class _Trace:
     send: Callable[[Mapping[int | Source, Any]], None] | None = None
     wanted: Collection[Source] = ()  # of this chunk, by later ones
     origins: Origins | None = None  # of a run on fakes
+    on_start: Callable[[], None] = lambda: None  # called at the chunk's first block
     received: dict[int | Source, Tensor] | None = None
     copies: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of sources, and these, by id of the copy
     computed: dict[Source, Tensor] = field(default_factory=dict)  # that are wanted
@@ -129,6 +130,18 @@ class _Trace:
             self.checkpoints.note(call)
 
 
+class Logging(Protocol):
+    """The calls of ``self.log`` in a step."""
+
+    def num_calls(self) -> int:
+        """Return how many were made."""
+        ...
+
+    def inside(self, place: str) -> AbstractContextManager[None]:
+        """Note calls that a module makes."""
+        ...
+
+
 class _BrokenOff(Exception):
     """The next chunk's first block was reached. An ``Exception``, because module hooks see no other end of a call."""
 
@@ -151,6 +164,7 @@ class ModuleInterception:
         inside: Around a module of the split that computes.
         unnoticed: Context of forwards on fakes, which the engine ignores.
         device: Whose random numbers modules draw.
+        logging: Told which module is called, if given.
     """
 
     def __init__(
@@ -162,6 +176,7 @@ class ModuleInterception:
         inside: Callable[[], AbstractContextManager[None]] = nullcontext,
         unnoticed: Callable[[], AbstractContextManager[None]] = nullcontext,
         device: torch.device = _HOST,
+        logging: Logging | None = None,
     ) -> None:
         self._root = module
         self._around = list(modules_around(module, split))
@@ -176,7 +191,14 @@ class ModuleInterception:
         self._users = users_of_parameters(module, split)
         names = {key: place.name for key, place in self._places.items()}
         placed = [(child, place.chunk) for child, place in zip(self._modules, split.places, strict=True)]
-        self._fakes = Fakes(names, _free_parameters(module, split), unnoticed, placed)
+        self._fakes = Fakes(
+            names,
+            _free_parameters(module, split),
+            unnoticed,
+            placed,
+            num_logged=int if logging is None else logging.num_calls,
+        )
+        self._logging = logging
         self._trace: _Trace | None = None
 
     # -- Running a step ------------------------------------------------------------------------------------------------
@@ -234,15 +256,22 @@ class ModuleInterception:
             )
         return finished, result
 
-    def needed(self, step: Callable[[], Any], chunk: int) -> tuple[dict[Source, Shape], dict[tuple[str, int], Outcome]]:
+    def needed(
+        self, step: Callable[[], Any], chunk: int, *, on_start: Callable[[], None]
+    ) -> tuple[dict[Source, Shape], dict[tuple[str, int], Outcome]]:
         """Run a step for one chunk on fakes.
+
+        Args:
+            step: The user's code.
+            chunk: The chunk.
+            on_start: Called when its first block is.
 
         Returns:
             The sources that it needs besides its first block's arguments, and the outcomes of calls of its modules, by
             name of the module and number of the call.
         """
         bounds = self._split.bounds
-        trace = _Trace(chunk, bounds[chunk], bounds[chunk + 1], origins=Origins())
+        trace = _Trace(chunk, bounds[chunk], bounds[chunk + 1], origins=Origins(), on_start=on_start)
         assert trace.origins is not None
         with suppress(Exception), self._number_reads(trace):  # a guess may lead to errors; the step shows the program's
             finished, result = self._run(step, trace)
@@ -470,7 +499,8 @@ class ModuleInterception:
             if trace.end is not None:
                 raise _CalledBehindEnd
             self._require_unrefused(trace)
-            return self._called(module, cls, trace=trace, args=args, kwargs=kwargs)
+            with nullcontext() if self._logging is None else self._logging.inside(self._places[id(module)].name):
+                return self._called(module, cls, trace=trace, args=args, kwargs=kwargs)
         except (PipelineError, _CalledBehindEnd, *VALUES_NEEDED) as error:
             trace.raised[id(module)] += 1
             if isinstance(error, PipelineError):
@@ -633,6 +663,7 @@ class ModuleInterception:
         assert trace.origins is not None
         leaves = tree_leaves((args, kwargs))
         if place.block == trace.start and not trace.swaps:
+            trace.on_start()
             trace.swaps = {id(leaf): (leaf, version_of(leaf), leaf) for leaf in leaves if is_fake(leaf)}
         trace.origins.need([leaf for leaf in leaves if id(leaf) not in trace.swaps])
         trace.origins.need([value for space in attribute_spaces(module).values() for value in space.values()])

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.errors import PipelineError
-from lightning_zero.parallel.pipeline.stages.sources import WHOLE, Shape, Source
+from lightning_zero.parallel.pipeline.stages.sources import Shape, Source
 from lightning_zero.parallel.pipeline.stages.subclasses import subclass_of
 from lightning_zero.parallel.pipeline.tracing.object_state import held_leaves
 
