@@ -421,8 +421,8 @@ class PipelinedSteps:
         if mine:
             raise PipelineError(
                 f"`self.log({mine[0].name!r}, ...)` is called on one pipeline stage alone, by a block or a hook on it,"
-                " and was not in the first batch of this kind: the other stages do not expect the value. Log it from the"
-                " first batch on, or log it in the step after the blocks."
+                " and was not in the first batch of this kind: the other stages do not expect the value. Log it from"
+                " the first batch on, or log it in the step after the blocks."
             )
         return []
 

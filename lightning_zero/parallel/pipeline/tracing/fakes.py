@@ -226,7 +226,7 @@ class Fakes:
     def shown(self) -> list[Any]:
         """The attributes with tensors that modules show as fakes, of all calls in this run."""
         values = [space.get(name) for space, name, _ in self._shown]
-        return [value for value in values if not isinstance(value, _NUMBERS)]
+        return [value for value in values if not isinstance(value, (*_NUMBERS, type(None)))]
 
     def outputs(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, are_sources: bool = True
@@ -745,7 +745,7 @@ class Fakes:
                         left[*keys[number], name] = value
                     elif is_changed and not all(isinstance(leaf, _PLAIN) for leaf in tree_leaves(value)):
                         opaque.append(((*keys[number], name), space, value))
-                    if is_changed and isinstance(value, (bool, *_NUMBERS)) and value is not was:
+                    if is_changed and isinstance(value, (*_NUMBERS, type(None))):
                         numbers[*keys[number], name] = value
                     if isinstance(value, _NUMBERS) and value != was and not keys[number][1]:
                         self._shared.changed.append((module.get_submodule(keys[number][0]), name, value))

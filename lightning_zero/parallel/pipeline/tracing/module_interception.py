@@ -291,7 +291,7 @@ class ModuleInterception:
 
         def note(module: nn.Module, name: str, value: Any) -> None:
             is_between = not (trace.is_inside or self._fakes.mode.is_dispatching)
-            if is_between and id(module) in owners and is_sent(value):
+            if is_between and id(module) in owners and (value is None or is_sent(value)):
                 self._fakes.note_read(*owners[id(module)], name)
 
         return NumberReads(note).watched(list({id(one): one for one in watched}.values()))

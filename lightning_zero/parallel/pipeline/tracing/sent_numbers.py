@@ -28,7 +28,7 @@ __all__ = ["NUMBER", "NumberReads", "decoded", "encoded", "is_sent"]
 
 NUMBER = Shape((2,), (1,), torch.int64, torch.device("cpu"), requires_grad=False, is_fake=False)  # of a message
 
-_BOOL, _INT, _FLOAT, _CHECKSUM = range(4)
+_BOOL, _INT, _FLOAT, _NONE, _CHECKSUM = range(5)
 _NUMBERS = (bool, int, float, complex, str)
 _OF_MODULES = frozenset(vars(nn.Module()))
 _MOST_BITS = 63
@@ -46,6 +46,8 @@ def encoded(value: Any, device: torch.device) -> Tensor:
 
 
 def _encoded(value: Any) -> tuple[int, int]:
+    if value is None:
+        return _NONE, 0
     if type(value) is bool:
         return _BOOL, int(value)
     if type(value) is int and value.bit_length() <= _MOST_BITS:
@@ -71,6 +73,8 @@ def decoded(message: Tensor, value: Any, source: Source) -> Any:
         return bool(bits)
     if kind == _INT:
         return bits
+    if kind == _NONE:
+        return None
     if kind == _FLOAT:
         return struct.unpack("<d", struct.pack("<q", bits))[0]
     if _encoded(value) == (kind, bits):
