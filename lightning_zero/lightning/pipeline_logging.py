@@ -58,6 +58,9 @@ class LoggedValue:
         return self.value is None and self.metric is None
 
 
+_ELSEWHERE = object()  # a value of a module that another stage computes
+
+
 @dataclass(frozen=True)
 class _Call:
     """A call of ``self.log`` in a micro-batch of ``size`` samples."""
@@ -66,6 +69,11 @@ class _Call:
     value: Any
     options: dict[str, Any]
     size: int
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another stage of the pipeline computes the value."""
+        return self.value is _ELSEWHERE or is_fake(self.value)
 
     @property
     def weight(self) -> int:
@@ -78,10 +86,15 @@ class Logs:
 
     A name that a micro-batch logs several times is logged as often: Lightning shows the last value of a step, and the
     mean of all behind an epoch.
+
+    Attributes:
+        given: Values that were logged between the modules while the step ran to be described. The stages that compute
+            them send them, if they are logged on a later stage.
     """
 
     def __init__(self, module: Any) -> None:
         self._module = module
+        self.given: list[Any] = []
         self.on_rank_zero = RankZeroCalls(module, partial(_Metrics, self._note_read))
         self._calls: dict[str, dict[int, _Call]] = {}  # by key, by micro-batch
         self._sizes: dict[int, int] = {}  # samples of the micro-batches that have run
@@ -90,6 +103,10 @@ class Logs:
         self._index = 0  # of its micro-batch
         self._numbers: Counter[str] = Counter()  # of its calls
         self._names: set[str] = set()  # under which it has logged
+        self._is_describing = False
+        self._num_calls = 0
+        self._place = ""  # the module that is running
+        self._is_elsewhere = False  # a module of another stage is running on fakes
 
     @contextmanager
     def microbatch(self, index: int, size: int) -> Iterator[None]:
@@ -112,18 +129,56 @@ class Logs:
                 stack.enter_context(replaced(results, "log", self._record_bound))
             yield
 
+    @contextmanager
+    def describing(self) -> Iterator[None]:
+        """Record calls of a step that runs to be described."""
+        self._is_describing = True
+        try:
+            with self.recording():
+                yield
+        finally:
+            self._is_describing = False
+            self.given.clear()
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Note calls whose values another stage has."""
+        before, self._is_elsewhere = self._is_elsewhere, True
+        try:
+            yield
+        finally:
+            self._is_elsewhere = before
+
+    @contextmanager
+    def inside(self, place: str) -> Iterator[None]:
+        """Count calls in a module by themselves: not every stage runs it."""
+        before, self._place = self._place, f"{place}:"
+        try:
+            yield
+        finally:
+            self._place = before
+
+    def num_calls(self) -> int:
+        """Return how many calls were made."""
+        return self._num_calls
+
     def _record(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        self._num_calls += 1
+        if self._is_elsewhere:
+            value = value if isinstance(value, Metric) else _ELSEWHERE
+        elif self._is_describing:
+            self.given.append(value)
         names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
         if isinstance(value, Tensor):  # as it is now, without the graph, which would hold its micro-batch
             value = value.detach().clone()
         options = {**dict(zip(names, args, strict=False)), **options}
-        key = f"{name}/{options.get('on_step')}/{options.get('on_epoch')}"
+        key = f"{self._place}{name}/{options.get('on_step')}/{options.get('on_epoch')}"
         self._numbers[key] += 1
         self._names.add(name)
         of_key = self._calls.setdefault(f"{key}/{self._numbers[key]}", {})
-        if self._index in of_key and is_fake(value):  # another chunk of this stage has computed it
-            return
-        of_key[self._index] = _Call(name, value, options, self._sizes.get(self._index, 1))
+        call = _Call(name, value, options, self._sizes.get(self._index, 1))
+        if not (self._index in of_key and call.is_elsewhere):  # another chunk of this stage has computed it
+            of_key[self._index] = call
 
     def _record_bound(self, fx: str, name: str, value: Any, **options: Any) -> None:
         """Record a call that has gone through Lightning's ``log``."""
@@ -149,7 +204,7 @@ class Logs:
         is_given = any(one.options.get("batch_size") is not None for one in calls)
         if is_given or (len(self._sizes) > 1 and len(calls) < len(self._sizes)):
             options["batch_size"] = sum(one.weight for one in calls)
-        computed = [one for one in calls if not is_fake(one.value)]
+        computed = [one for one in calls if not one.is_elsewhere]
         if not computed:
             return LoggedValue(key, name, None, None, options)
         values = [one if isinstance(one, Tensor) else torch.tensor(float(one)) for one in (c.value for c in computed)]

@@ -90,6 +90,7 @@ class PipelinedSteps:
         self._streams = RandomStreams(device)
         self._pipeline = pipeline
         self._is_explicit = hasattr(module, "pipeline_step")
+        self._logs = Logs(module)
         self._draws = Draws(module, modules_around(module, split), split.num_chunks, is_repeated=not self._is_explicit)
         self._stage = PipelineStage(
             module,
@@ -100,6 +101,7 @@ class PipelinedSteps:
             self._streams,
             self._draws,
             PlacedAttributes(module, split),
+            self._logs,
         )
         self._keeps_gradients = self._reduces_once(pipeline) or pipeline.reduces_once
         self.runner: PipelineRunner[Any] = PipelineRunner(
@@ -111,10 +113,10 @@ class PipelinedSteps:
             keeps_gradients=self._keeps_gradients,
         )
         # - Messages from the last stage to the others
-        self._logs = Logs(module)
         self._metrics = MetricStates(module, mesh.data_group)
         self._trainer_state = TrainerState(module)
         self._buffers = _buffers_by_stage(module, split)
+        self._logs_elsewhere = False  # a step logs values on other stages than the last one alone
         # - The losses of a step
         self._has_counts: bool | None = None  # whether their numbers of elements can be told before; None: not tried
         self._sizes: list[int] = [1]  # of the micro-batches that are running
@@ -237,7 +239,7 @@ class PipelinedSteps:
         kinds = [shapes_of(piece) for piece in pieces]
         if num_new:
             self._warnings.note_new(kinds[0])
-        with self._logs.recording(), self._metrics.muted():
+        with self._logs.describing(), self._metrics.muted():
             self.runner.prepare(step, name, kinds, num_described=num_new)
         return step
 
@@ -316,7 +318,7 @@ class PipelinedSteps:
         apart = self._trainer_state.put_back
         if self._is_explicit:
             return ExplicitStep(begin, finish, context, pieces, apart)
-        return TracedStep(traced, pieces, apart, self._metrics.given)
+        return TracedStep(traced, pieces, apart, self._metrics.given, self._logs.given)
 
     @contextmanager
     def _running(self, index: int) -> Iterator[None]:
@@ -390,6 +392,8 @@ class PipelinedSteps:
             front = (self._logs.merged(), self._logs.on_rank_zero.told()) if self._mesh.stage == 0 else None
             of_front, told_in_front = self._mesh.broadcast(front, 0, "values that `pipeline_step` logs")
             logged, told = [*of_front, *logged], told.behind(told_in_front)
+        else:
+            logged = [*self._logged_elsewhere(logged), *logged]
         self._draws.settle(draws)
         self._fill_in([one for one in logged if one.is_elsewhere])
         if not self.runner.is_last:
@@ -399,6 +403,28 @@ class PipelinedSteps:
         self._logs.replay(logged, self._mesh.data_group, self._device)
         self._logs.on_rank_zero.make(told)
         return value
+
+    def _logged_elsewhere(self, logged: list[LoggedValue]) -> list[LoggedValue]:
+        """Return values that other stages alone have logged: in hooks on their blocks that read values.
+
+        Collective if the step is new, or was found to log such values: all ranks of a copy.
+
+        Raises:
+            PipelineError: A step begins to do so in a later batch.
+        """
+        known = {one.key for one in logged}
+        mine = [one for one in self._logs.merged() if one.key not in known and not one.is_elsewhere]
+        if self.runner.is_new or self._logs_elsewhere:
+            everyone = [one for found in self._mesh.gather(mine, "values that one stage logs") for one in found]
+            self._logs_elsewhere |= bool(everyone)
+            return everyone
+        if mine:
+            raise PipelineError(
+                f"`self.log({mine[0].name!r}, ...)` is called on one pipeline stage alone, by a block or a hook on it,"
+                " and was not in the first batch of this kind: the other stages do not expect the value. Log it from"
+                " the first batch on, or log it in the step after the blocks."
+            )
+        return []
 
     def _fill_in(self, missing: list[LoggedValue]) -> None:
         """Give values that were logged the numbers of the stage that computes them. Collective: all ranks of a copy."""
@@ -411,8 +437,9 @@ class PipelinedSteps:
             if one.value is None:
                 raise PipelineError(
                     f"`self.log({one.name!r}, ...)` logs a value of an earlier pipeline stage after the blocks of"
-                    f" `{self._split.blocks}`, where no stage has it. Log it where it is computed, or call"
-                    " `self.log` before the blocks."
+                    f" `{self._split.blocks}`, where no stage has it. Log it where it is computed, let the block return"
+                    " the value, or let it keep the value in an attribute of its own (`self.entropy = ...`), not in a"
+                    " dictionary or object outside of it."
                 )
 
     def _require_same(self, batch: Any, num_new: int) -> int:

@@ -262,8 +262,6 @@ SILENT = (
     Levels,
     ClassNumber,
     SharedIndex,
-    ReadsNumber,
-    ReadsName,
     ReadsStatistics,
     ReadsBase,
     CountsInConfig,
@@ -449,6 +447,8 @@ class CatchesOwn(Program):
 
 ALIKE = (
     SetsBefore,
+    ReadsNumber,
+    ReadsName,
     BlocksRead,
     OwnClosure,
     OwnLevels,

@@ -29,7 +29,7 @@ from lightning_zero.parallel.pipeline.stages.placed_attributes import PlacedAttr
 from lightning_zero.parallel.pipeline.stages.sources import Source, is_fake
 from lightning_zero.parallel.pipeline.stages.split import Split, modules_around
 from lightning_zero.parallel.pipeline.stages.state_around import StateAround
-from lightning_zero.parallel.pipeline.tracing.module_interception import Message
+from lightning_zero.parallel.pipeline.tracing.module_interception import Logging, Message
 
 __all__ = ["MOST_KINDS", "PipelineRunner", "PipelineStage", "Route", "Stepper", "Timing"]
 
@@ -68,6 +68,14 @@ class Stepper(Protocol):
         ...
 
 
+class CallLog(Logging, Protocol):
+    """The calls of ``self.log`` in a step, some of values that other stages have."""
+
+    def elsewhere(self) -> AbstractContextManager[None]:
+        """Note calls whose values another stage has."""
+        ...
+
+
 @dataclass(frozen=True)
 class PipelineStage:
     """This rank's part of a model, and who is asked about it.
@@ -81,6 +89,7 @@ class PipelineStage:
         streams: Random numbers of the chunks.
         draws: Draws of code around the blocks from generators of the program.
         placed: Attributes of modules in chunks that code around the blocks may change.
+        logging: Notes what a step logs.
     """
 
     module: nn.Module
@@ -91,6 +100,7 @@ class PipelineStage:
     streams: RandomStreams
     draws: Draws
     placed: PlacedAttributes
+    logging: CallLog
 
     def apart(self, run: Callable[[], T], modules: Iterable[nn.Module], *, is_survey: bool = False) -> T:
         """Run something that leaves no trace in the generators, and in the state of modules."""
@@ -239,6 +249,11 @@ class PipelineRunner(Generic[Step]):
     def is_last(self) -> bool:
         """Whether steps come to their end on this rank."""
         return self.mesh.stage == self.last_stage
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the step that is running is one of a new kind, on some rank."""
+        return self._is_new
 
     @property
     def last_stage(self) -> int:

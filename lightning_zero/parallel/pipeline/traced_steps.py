@@ -41,12 +41,14 @@ class TracedStep:
         pieces: The micro-batches.
         apart: Around runs that do not count.
         read: Filled by a run that does not count with values that it would read besides those of its result.
+        logged: Likewise with values that it would log.
     """
 
     run: Callable[[Any, int], Any]
     pieces: Sequence[Any]
     apart: Callable[[], AbstractContextManager[None]]
     read: list[Any]
+    logged: list[Any]
 
     def on_piece(self, index: int) -> Callable[[], Any]:
         """Return a run on a micro-batch itself: the last one on this rank."""
@@ -59,9 +61,10 @@ class TracedStep:
         def run() -> Any:
             try:
                 with self.apart():
-                    return self.run(piece, index), list(self.read)
+                    return self.run(piece, index), [*self.read, *self.logged]
             finally:
                 self.read.clear()
+                self.logged.clear()
 
         return run
 
@@ -80,6 +83,7 @@ class TracedSteps:
             inside=self._inside,
             unnoticed=self._unnoticed,
             device=stage.device,
+            logging=stage.logging,
         )
         self._messages: dict[Hashable, dict[int, tuple[Message, ...]]] = {}  # into every chunk, by kind of step
         self._outcomes: dict[Hashable, dict[int, dict[tuple[str, int], Outcome]]] = {}  # of own chunks, by kind of step
@@ -100,7 +104,7 @@ class TracedSteps:
     @contextmanager
     def _unnoticed(self) -> Iterator[None]:
         """Run forwards that compute nothing: the engine does not notice, and numbers that they draw do not count."""
-        with self._stage.engine.ignore_forwards(), self._stage.streams.inside():
+        with self._stage.engine.ignore_forwards(), self._stage.streams.inside(), self._stage.logging.elsewhere():
             yield
 
     def run(
@@ -166,7 +170,9 @@ class TracedSteps:
         copied = partial(step.on_copy, index)
         outside = self._outside(kind)
         needed = {
-            chunk: self._apart(chunk, partial(self._interception.needed, copied(), chunk)) for chunk in self._own_chunks
+            # A stage logs by itself the values that the step logs before the next stage begins.
+            chunk: self._apart(chunk, partial(self._interception.needed, copied(), chunk, on_start=step.logged.clear))
+            for chunk in self._own_chunks
         }
         self._outcomes[kind] = {chunk: outcomes for chunk, (_, outcomes) in needed.items()}
         mine = {chunk: sources for chunk, (sources, _) in needed.items()}
@@ -263,7 +269,11 @@ class TracedSteps:
         def look() -> _Description:
             leaves, origins = self._interception.arguments(run, chunk, sources)
             missing = [origins.is_missing(leaf) for leaf in leaves]
-            described = [_describe(leaf, is_missing=one) for leaf, one in zip(leaves, missing, strict=True)]
+            is_sent = self._interception.is_sent_number
+            described = [
+                _SENT if is_sent(leaf) else _describe(leaf, is_missing=one)
+                for leaf, one in zip(leaves, missing, strict=True)
+            ]
             return _Description(described, [origins.shapes_of(leaf) for leaf in leaves])
 
         return self._apart(acting, look)
@@ -293,6 +303,7 @@ class _Description:
 
 
 _MISSING = "missing"
+_SENT = "a number that a block of an earlier stage returns"
 _AVAILABLE = "available"
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.Size, torch.dtype)
 
@@ -320,6 +331,7 @@ def _differing(chunk: int, here: Sequence[Any], there: Sequence[Any]) -> tuple[M
         elif mine != theirs:
             raise PipelineError(
                 f"The first block of pipeline chunk {chunk} is called with {mine} on its stage and {theirs} on the one"
-                " before. Values that are no tensors must not depend on random numbers drawn inside the model."
+                " before. Values that are no tensors must not depend on random numbers drawn inside the model, nor on"
+                " numbers that a block counts: pass the number that a block returns on as it is, or as a tensor."
             )
     return tuple(messages)

@@ -21,10 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_zero.trees import tree_leaves
 
-__all__ = ["FOR_HOOKS", "Origins", "Shape", "Source", "describe_tensor", "is_fake"]
+__all__ = ["FOR_HOOKS", "WHOLE", "Origins", "Shape", "Source", "describe_tensor", "is_fake"]
 
 
 FOR_HOOKS = ("", "_forward_hooks", "")
+WHOLE = -1  # leaf of a value that is not taken apart
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,15 @@ class Source:
         call: Number of the call in a run of the step.
         left: Submodule, dictionary of it and key, for an attribute of the module; None for an output, and
             ``FOR_HOOKS`` for an output as its forward hooks are given it.
-        leaf: Position among the leaves of that.
+        leaf: Position among the leaves of that; ``WHOLE`` for an attribute itself.
+        is_number: It is no tensor; see ``sent_numbers.py``.
     """
 
     module: str
     call: int
     left: tuple[str, str, str] | None
     leaf: int
+    is_number: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,11 @@ class Origins:
     def need(self, value: Any) -> None:
         """Take note that the chunk needs a value."""
         for source, shape in self.shapes_of(value).items():
+            self.needed.setdefault(source, shape)
+
+    def need_number(self, source: Source, shape: Shape) -> None:
+        """Take note that the chunk needs a number, unless it has it."""
+        if source not in self._available:
             self.needed.setdefault(source, shape)
 
     def _add(self, fake: Tensor, sources: frozenset[Source]) -> None:

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.module_state import fields_of, unregistered_modules
 from lightning_zero.parallel.pipeline.stages.attribute_reads import AttributeReads, Key, Watch
+from lightning_zero.parallel.pipeline.stages.own_changes import OwnChanges, StageChanges, own_modules
 from lightning_zero.parallel.pipeline.stages.split import Split
 from lightning_zero.parallel.pipeline.stages.state_marks import MOST_BYTES, Mark, differ, fingerprint, has_fake, mark
 from lightning_zero.parallel.pipeline.stages.state_values import Packing, Taking, Untaken
@@ -125,17 +126,18 @@ class _Kept:
 
     def begin(self, *, is_new: bool) -> None:
         """Mark all values; also those of modules with a place, if it is the first batch of a kind."""
-        items = self._items_of(self.all) if is_new else self.items()
+        items = self.items_of(self.all) if is_new else self.items()
         self.before = {key: (value, mark(value, is_kept=True)) for key, _, value in items}
 
     def items(self) -> Iterator[tuple[Key, bool, Any]]:
         """Yield keys, whether they are module buffers, and values of everything that is kept alike."""
-        yield from self._items_of(self.around)
-        for one in self._items_of({name: self._placed[name] for name, _ in self.reset if name in self._placed}):
+        yield from self.items_of(self.around)
+        for one in self.items_of({name: self._placed[name] for name, _ in self.reset if name in self._placed}):
             if one[0] in self.reset:
                 yield one
 
-    def _items_of(self, modules: Mapping[str, nn.Module]) -> Iterator[tuple[Key, bool, Any]]:
+    def items_of(self, modules: Mapping[str, nn.Module]) -> Iterator[tuple[Key, bool, Any]]:
+        """Yield keys, whether they are module buffers, and values of modules."""
         for name, child in modules.items():
             for key, value in vars(child).items():
                 if key not in self.ignored and not (callable(value) and fields_of(value) is None):
@@ -149,10 +151,14 @@ class _Kept:
         buffers: dict[str, Any] = child._buffers
         return buffers if is_buffer or key[1] in buffers else vars(child)
 
+    def value_of(self, key: Key) -> Any:
+        """Return a value as it is now."""
+        child = self.all.get(key[0])
+        return Mark.MISSING if child is None else child._buffers.get(key[1], vars(child).get(key[1], Mark.MISSING))
+
     def has_changed(self, key: Key) -> bool:
         """Say whether a value is another one than before the batch, or has changed in place."""
-        child = self.all[key[0]]
-        value = child._buffers.get(key[1], vars(child).get(key[1], Mark.MISSING))
+        value = self.value_of(key)
         before = self.before.get(key)
         return before is None or before[0] is not value or before[1] != mark(value)
 
@@ -167,7 +173,7 @@ class _Kept:
 
     def changed_in_places(self) -> dict[Key, Any]:
         """Return the fingerprints of the values that the batch has changed in modules that run on other stages."""
-        return {key: fingerprint(value) for key, _, value in self._items_of(self._placed) if self.has_changed(key)}
+        return {key: fingerprint(value) for key, _, value in self.items_of(self._placed) if self.has_changed(key)}
 
 
 class StateAround:
@@ -199,6 +205,9 @@ class StateAround:
         self._behind: dict[str, dict[int, set[Key]]] = {}  # changed behind a chunk, by name of the step's method
         self._reads: dict[str, dict[int, set[Key]]] = {}  # in later micro-batches of first batches, likewise
         self._stale: set[Key] = set()  # that the last stage has not sent
+        self._own = OwnChanges(own_modules(module, split, stage), self._kept.items_of)
+        self._stage = stage
+        self._between: set[Key] = set()  # that must not be read until the next step
         self._sent: dict[str, set[Key]] = {}  # that it has sent, which the others may have changed since, likewise
         # - The batch that is running
         self._name = ""  # of its method
@@ -234,6 +243,7 @@ class StateAround:
         self._num_run = 0
         self._views.clear()
         self._kept.begin(is_new=is_new)
+        self._own.begin(is_new=is_new and self._is_repeated)
 
     @contextmanager
     def watched(self, chunk: int, index: int) -> Iterator[None]:
@@ -269,10 +279,12 @@ class StateAround:
         Raises:
             PipelineError: On all of them, where a chunk has read such a value.
         """
-        given = exchange((self._views, self._kept.changed_in_places()))
-        everyone = {chunk: view for views, _ in given for chunk, view in views.items()}
+        given = exchange((self._views, self._kept.changed_in_places(), self._changed_alone()))
+        everyone = {chunk: view for views, _, _ in given for chunk, view in views.items()}
         last = everyone.pop(self._split.num_chunks - 1)
-        self._compare_places([changed for _, changed in given])
+        self._compare_places([changed for _, changed, _ in given])
+        if self._is_repeated:
+            self._own.compare(self._name, [alone for _, _, alone in given], self._stage, self._kept.value_of)
         if not self._is_repeated:
             self._require_apart(everyone[0], last)
         behind = self._behind.setdefault(self._name, {})
@@ -286,6 +298,19 @@ class StateAround:
             reads.setdefault(chunk, set()).update(read)
             for key in sorted(found & read):
                 raise self._error(key, chunk)
+
+    def _changed_alone(self) -> StageChanges:
+        """Return what this batch has changed in modules of this stage, and in its backward."""
+        if not self._is_repeated:
+            return StageChanges({}, {})
+        view = self._views[max(self._views)]
+        now = {key: fingerprint(value) for key, _, value in self._kept.items()}
+        backward = {key: value for key, value in now.items() if differ(value, view.values.get(key, Mark.MISSING))}
+        return StageChanges(self._own.changed(), backward)
+
+    def _watch_between_steps(self) -> None:
+        self._between = self._stale.union(self._own.watched(self._name))
+        self._watching.watch_between_steps(self._between)
 
     def _compare_places(self, changed: Sequence[Mapping[Key, Any]]) -> None:
         """Find out which values in modules of other stages code behind the blocks has changed.
@@ -360,7 +385,7 @@ class StateAround:
                 if packed is Mark.UNSENT and self._is_repeated and not is_elsewhere:
                     told = Mark.UNSENT if key in known else fingerprint(value)
                 found.append(Change(key, is_buffer, packed, told))
-        self._watching.watch_between_steps(self._stale)
+        self._watch_between_steps()
         return found
 
     def take(self, changes: Iterable[Change]) -> None:
@@ -380,7 +405,7 @@ class StateAround:
                     self._require_one_microbatch(change.key)
                 elif differs and change.key not in known:
                     self._note_behind(change.key)
-        self._watching.watch_between_steps(self._stale)
+        self._watch_between_steps()
 
     def _take(self, change: Change, taking: Taking) -> bool:
         """Take over a value; say whether this stage had another one."""
@@ -419,10 +444,24 @@ class StateAround:
     def end_between_steps(self) -> None:
         """Let the program read everything: a step is described, which is watched by itself."""
         self._watching.end_between_steps()
+        self._stale &= self._between  # the program has assigned the others
 
     def _refusal(self, key: Key, is_between: bool) -> PipelineError:
         if not is_between:
             return self._error(key, None)
+        if key in self._own.in_backward.get(self._name, ()) and key not in self._stale:
+            return PipelineError(
+                f"`{'.'.join(filter(None, key))}` of `{self._root}` is read between two steps, and changed in the backward"
+                " (by hooks on gradients or `register_full_backward_hook`) on several pipeline stages, each of which has"
+                " a part of it. Log the values in these hooks (`self.log`)."
+            )
+        if key in self._own.elsewhere.get(self._name, ()) and key not in self._stale:
+            return PipelineError(
+                f"`{'.'.join(filter(None, key))}` of `{self._root}` is read between two steps, and changed in a step on"
+                " another pipeline stage, which runs the module: this stage has an old value. Log it in the step"
+                " (`self.log` after the blocks, or in the block), or let the step keep it in an attribute of the"
+                " LightningModule (`self.usage = [block.usage for block in self.blocks]`), which is sent."
+            )
         if self._is_last:
             return PipelineError(
                 f"`{'.'.join(filter(None, key))}` of `{self._root}` is read between two steps on the last pipeline"

@@ -35,7 +35,15 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.module_state import LIBRARIES, set_field
-from lightning_zero.parallel.pipeline.stages.sources import FOR_HOOKS, Origins, Shape, Source, describe_tensor, is_fake
+from lightning_zero.parallel.pipeline.stages.sources import (
+    FOR_HOOKS,
+    WHOLE,
+    Origins,
+    Shape,
+    Source,
+    describe_tensor,
+    is_fake,
+)
 from lightning_zero.parallel.pipeline.tracing.attributes import Key, attribute_spaces
 from lightning_zero.parallel.pipeline.tracing.containers import Contents, refill
 from lightning_zero.parallel.pipeline.tracing.escapes import Escapes
@@ -44,6 +52,7 @@ from lightning_zero.parallel.pipeline.tracing.object_state import ObjectState, S
 from lightning_zero.parallel.pipeline.tracing.outcomes import Outcome
 from lightning_zero.parallel.pipeline.tracing.own_gradients import leaf_of
 from lightning_zero.parallel.pipeline.tracing.replays import Recording
+from lightning_zero.parallel.pipeline.tracing.sent_numbers import NUMBER, decoded, is_sent
 from lightning_zero.parallel.pipeline.tracing.user_hooks import (
     has_hooks_only,
     hooks_of_users,
@@ -68,6 +77,11 @@ _KNOWN_BY_VALUE = (int, float, complex, str, bool, bytes, type(None), torch.Size
 _PLAIN = (Tensor, *_KNOWN_BY_VALUE)
 
 
+def _unchanged(leaf: int, value: Any) -> Any:
+    """Return a value that is no tensor as it is."""
+    return value
+
+
 class Fakes:
     """Computes the shapes and dtypes of modules' outputs from their arguments, and remembers them.
 
@@ -76,6 +90,7 @@ class Fakes:
         free: Parameters that code outside of these modules uses.
         unnoticed: Context of forwards on fakes, which the engine ignores.
         placed: The modules, and the chunk of each.
+        num_logged: Returns how many calls of ``self.log`` were made.
 
     Attributes:
         mode: Of the fakes.
@@ -87,9 +102,13 @@ class Fakes:
         free: Sequence[nn.Parameter],
         unnoticed: Callable[[], AbstractContextManager[None]],
         placed: Sequence[tuple[nn.Module, int]] = (),
+        *,
+        num_logged: Callable[[], int] = int,
     ) -> None:
         self._names = names
         self._unnoticed = unnoticed
+        self._num_logged = num_logged
+        self._num_by_hooks = 0  # of these calls
         self.mode = Mode(allow_non_fake_inputs=True)
         self._parameters: dict[int, dict[str, nn.Parameter]] = {}  # of a module, as fakes
         self._free = free
@@ -104,6 +123,8 @@ class Fakes:
         self._times: Counter[str] = Counter()  # calls by name of the module
         self._sharing: list[tuple[str, Tensor, int]] = []  # module, tensor that shares memory with others, and version
         self._fetch: Fetch | None = None  # of a run that computes
+        self._read: Sequence[Source] = ()  # attributes with numbers that it is sent
+        self._given_numbers: list[Any] = []  # to code between the modules
         self._escapes: Escapes | None = None  # of the forward that was imagined last
         self._outside: list[str] = []  # names of modules that have left fakes outside
         self._ever_outside = ""  # the first of these, in all runs
@@ -111,14 +132,17 @@ class Fakes:
         last = max((chunk for _, chunk in placed), default=0)
         self._of_last_chunk = {id(module) for module, chunk in placed if chunk == last}  # nobody passes them over
 
-    def begin(self, *, origins: Origins | None = None, fetch: Fetch | None = None) -> None:
+    def begin(self, *, origins: Origins | None = None, fetch: Fetch | None = None, read: Sequence[Source] = ()) -> None:
         """Begin a run: register fakes of free parameters in advance, because converting them later reads ``grad``.
 
         Args:
             origins: In a run on fakes, follows their sources.
             fetch: Returns the tensor of a source that this chunk has, else None.
+            read: Attributes with numbers that this chunk is sent.
         """
         self._given.clear()
+        self._given_numbers.clear()
+        self._read = read
         self._times.clear()
         self._sharing.clear()
         self._outside.clear()
@@ -200,8 +224,9 @@ class Fakes:
 
     @property
     def shown(self) -> list[Any]:
-        """The attributes that modules show as fakes, of all calls in this run."""
-        return [space.get(name) for space, name, _ in self._shown]
+        """The attributes with tensors that modules show as fakes, of all calls in this run."""
+        values = [space.get(name) for space, name, _ in self._shown]
+        return [value for value in values if not isinstance(value, (*_NUMBERS, type(None)))]
 
     def outputs(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, are_sources: bool = True
@@ -261,7 +286,57 @@ class Fakes:
                 self.mode.origins.mark(fake, source)
             return fake
 
-        return self._result(module, call, inputs, make, given=given)
+        def keep(leaf: int, value: Any) -> Any:
+            left, position = call.positions[leaf]
+            return self._number(Source(name, number, left, position, is_number=True), value)
+
+        output = self._result(module, call, inputs, make, given=given, keep=keep if are_sources else _unchanged)
+        self._show_numbers(module, call)
+        if are_sources:
+            self._show_read(module, name, number)
+        return output
+
+    def _number(self, source: Source, value: Any) -> Any:
+        """Return a number that the stage which computes it has sent; else the one that is known here."""
+        if not is_sent(value):
+            return value
+        if self.mode.origins is not None:
+            self.mode.origins.need_number(source, NUMBER)
+        sent = self._fetched(source)
+        value = value if sent is None else decoded(sent, value, source)
+        self._given_numbers.append(value)
+        return value
+
+    def _show_numbers(self, module: nn.Module, call: _Call) -> None:
+        """Show the numbers that a forward has set in attributes, unless other chunks have the module as well."""
+        spaces = attribute_spaces(module) if call.numbers else {}
+        for (child, kept, name), value in call.numbers.items():
+            if (child, kept) in spaces and not self._shared.is_shared(module.get_submodule(child)):
+                self._show(spaces[child, kept], name, value)
+
+    def _show_read(self, module: nn.Module, name: str, number: int) -> None:
+        """Show the numbers in attributes that were read when the step was described, as they were sent."""
+        for source in self._read:
+            if (source.module, source.call) == (name, number) and source.left is not None:
+                child, _, key = source.left
+                owner = module.get_submodule(child)
+                value = getattr(owner, key, None)
+                sent = self._fetched(source)
+                if sent is not None:
+                    value = decoded(sent, value, source)
+                    self._show(vars(owner), key, value)
+                    self._given_numbers.append(value)
+
+    def note_read(self, name: str, child: str, key: str) -> None:
+        """Note, in a run on fakes, that code between the modules reads a number that a module has, after a call."""
+        number = self._times[name] - 1
+        if self.mode.origins is not None and number >= 0:
+            source = Source(name, number, (child, "", key), WHOLE, is_number=True)
+            self.mode.origins.need_number(source, NUMBER)
+
+    def is_given(self, value: Any) -> bool:
+        """Say whether a module of another chunk has returned this very number in the last run."""
+        return any(value is one for one in self._given_numbers)
 
     def _fetched(self, source: Source) -> Tensor | None:
         if self._fetch is None:
@@ -286,12 +361,21 @@ class Fakes:
         return self._result(module, call, inputs, lambda _, known: _zeros(known), given=(args, kwargs))
 
     def _result(
-        self, module: nn.Module, call: _Call, inputs: Sequence[Any], make: Callable[[int, Shape], Tensor], *, given: Any
+        self,
+        module: nn.Module,
+        call: _Call,
+        inputs: Sequence[Any],
+        make: Callable[[int, Shape], Tensor],
+        *,
+        given: Any,
+        keep: Callable[[int, Any], Any] = _unchanged,
     ) -> Any:
         leaves: list[Any] = []
         for number, leaf in enumerate(call.leaves):
             same = isinstance(leaf, _Same)
-            leaves.append(leaves[leaf.leaf] if same else _again(leaf, inputs, partial(make, number)))
+            leaves.append(
+                leaves[leaf.leaf] if same else _again(leaf, inputs, partial(make, number), partial(keep, number))
+            )
         for shared in call.sharing:
             alike = [leaves[number] for number in shared.leaves] + [inputs[number] for number in shared.inputs]
             self._sharing += [(self._names[id(module)], one, one._version) for one in alike if not one.is_inference()]
@@ -332,10 +416,10 @@ class Fakes:
         if not all(map(_is_known, inputs)):
             return self._imagined_alone(module, inputs, spec), inputs
         key = self._key(module, inputs, spec)
-        if key not in self._calls:
+        if key not in self._calls or (self._calls[key].numbers and self.mode.origins is not None):
             call = self._imagined_alone(module, inputs, spec)
-            if call.has_escapes or any(isinstance(leaf, _NUMBERS) for leaf in call.leaves):
-                return call, inputs  # they may be others in the next call
+            if call.has_escapes or call.has_logged or any(isinstance(leaf, _NUMBERS) for leaf in call.leaves):
+                return call, inputs  # it logs in every call, and numbers may be others in the next one
             self._calls[key] = call
             if len(self._calls) > _MOST_CALLS:
                 self._calls.popitem(last=False)
@@ -378,7 +462,7 @@ class Fakes:
         self._require_settled(module, inputs, spec)
         self._note_escapes(module, call)
         has_numbers = any(isinstance(leaf, _NUMBERS) for leaf in call.leaves)
-        is_same = not (self._has_changed_attributes or has_numbers or call.has_escapes)
+        is_same = not (self._has_changed_attributes or has_numbers or call.has_escapes or call.has_logged)
         if key is not None and recording.is_exact and is_same:
             self._recorded[key] = call, recording
             if len(self._recorded) > _MOST_CALLS:
@@ -415,9 +499,11 @@ class Fakes:
         """Run a forward, or its replacement, on fakes; describe its outputs and the attributes it sets."""
         self._fake_parameters(module)  # stay
         self._escapes = self.mode.escapes = Escapes(inputs) if forward is None else None
-        before = self.mode.refusal
+        before, num_logged = self.mode.refusal, self._num_logged() - self._num_by_hooks
         try:
-            return self._imagined(module, inputs, spec, forward=forward)
+            call = self._imagined(module, inputs, spec, forward=forward)
+            call.has_logged = self._num_logged() - self._num_by_hooks != num_logged
+            return call
         finally:
             self.mode.escapes = None
             self.mode.refusal = before  # hooks that only watch may read values
@@ -474,7 +560,7 @@ class Fakes:
                 self._unnoticed(),
                 self.mode.imagining(),
                 _reparametrize_module(module, dict(self._fake_parameters(module))),
-                self._apart(module) as (left, opaque),
+                self._apart(module) as (left, opaque, numbers),
             ):
                 real = [leaf for leaf in inputs if isinstance(leaf, Tensor) and not is_fake(leaf)]
                 versions = [leaf._version for leaf in real if not leaf.is_inference()]  # which views share
@@ -513,9 +599,16 @@ class Fakes:
             else _describe(leaf)
             for number, leaf in enumerate(leaves)
         ]
-        sharing, guessed = _sharing(leaves, inputs), self.mode.has_guessed
-        has_hooks = self._has_run_hooks
-        return _Call(out_spec, described, places, sharing, is_guess=guessed, has_hooks=has_hooks, opaque=opaque)
+        return _Call(
+            out_spec,
+            described,
+            places,
+            _sharing(leaves, inputs),
+            is_guess=self.mode.has_guessed,
+            has_hooks=self._has_run_hooks,
+            opaque=opaque,
+            numbers=numbers,
+        )
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward with the program's hooks; without them if they read values, as those that only watch do."""
@@ -586,8 +679,10 @@ class Fakes:
                 self._note_hook(number, (args, kwargs))
                 if self.mode.escapes is not None:
                     self.mode.escapes.ignore((args, kwargs))
+                before = self._num_logged()
                 with recording.hook(number, (args, kwargs)) as found, self.mode.paused():
                     found.append(results.popleft() if results else hook(*args, **kwargs))
+                self._num_by_hooks += self._num_logged() - before
                 return found[0]
 
             call.__module__ = ""  # not one of ours
@@ -604,15 +699,16 @@ class Fakes:
                 one.update({key: old.get(key, hook) for key, hook in one.items()})
 
     @contextmanager
-    def _apart(self, module: nn.Module) -> Iterator[tuple[dict[Key, Any], list[_Attribute]]]:
+    def _apart(self, module: nn.Module) -> Iterator[tuple[dict[Key, Any], list[_Attribute], dict[Key, Any]]]:
         """Show a forward fakes in place of the module's tensors, and restore its changes afterwards.
 
         Yields:
-            A dictionary for the fakes that it has left, by submodule, dictionary and name, and a list for the
-            attributes that it has set to objects, which may hold fakes.
+            A dictionary for the fakes that it has left, by submodule, dictionary and name, a list for the attributes
+            that it has set to objects, which may hold fakes, and a dictionary for those that it has set to numbers.
         """
         left: dict[Key, Any] = {}
         opaque: list[_Attribute] = []
+        numbers: dict[Key, Any] = {}
         submodules = {(name, "_modules"): child._modules for name, child in module.named_modules()}
         keys, spaces = zip(*{**attribute_spaces(module), **submodules}.items(), strict=True)
         lists = {id(value): (value, list(value)) for space in spaces for value in space.values() if type(value) is list}
@@ -627,7 +723,7 @@ class Fakes:
         objects = ObjectState(module)
         self._shared.changed = []
         try:
-            yield left, opaque
+            yield left, opaque, numbers
             for now, was in lists.values():
                 if len(now) != len(was) or any(mine is not given for mine, given in zip(now, was, strict=True)):
                     raise PipelineError(
@@ -649,6 +745,8 @@ class Fakes:
                         left[*keys[number], name] = value
                     elif is_changed and not all(isinstance(leaf, _PLAIN) for leaf in tree_leaves(value)):
                         opaque.append(((*keys[number], name), space, value))
+                    if is_changed and isinstance(value, (*_NUMBERS, type(None))):
+                        numbers[*keys[number], name] = value
                     if isinstance(value, _NUMBERS) and value != was and not keys[number][1]:
                         self._shared.changed.append((module.get_submodule(keys[number][0]), name, value))
                     _assign(space, name, was)
@@ -710,8 +808,10 @@ class _Call:
         sharing: Leaves, and inputs, that share memory on the stage that computes.
         is_guess: Shapes were guessed.
         has_hooks: Hooks of the program, if there are any, have run.
+        has_logged: Its forward calls ``self.log``.
         has_escapes: Its forward has left tensors outside of the module.
         opaque: Attributes that it sets to objects in which fakes are.
+        numbers: Attributes that it sets to other numbers.
         made: Fakes that stand for them, by leaf.
     """
 
@@ -721,8 +821,10 @@ class _Call:
     sharing: list[_Sharing]
     is_guess: bool = False
     has_hooks: bool = True
+    has_logged: bool = False
     has_escapes: bool = False
     opaque: list[_Attribute] = field(default_factory=list)
+    numbers: Mapping[Key, Any] = field(default_factory=dict)
     made: dict[int, list[Tensor]] = field(default_factory=dict)
 
     @property
@@ -800,14 +902,14 @@ def _zeros(known: Shape) -> Tensor:
     return torch.zeros((), dtype=known.dtype, device=known.device).expand(known.shape)
 
 
-def _again(output: Any, inputs: Sequence[Any], make: Callable[[Shape], Tensor]) -> Any:
+def _again(output: Any, inputs: Sequence[Any], make: Callable[[Shape], Tensor], keep: Callable[[Any], Any]) -> Any:
     """Return an output of a call that is known."""
     if isinstance(output, _Input):
         return inputs[output.leaf]
     if isinstance(output, _Object):
-        return output.value
+        return keep(output.value)
     if not isinstance(output, Shape):
-        return output
+        return keep(output)
     return make(output)
 
 

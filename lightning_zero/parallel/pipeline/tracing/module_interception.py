@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ from torch.autograd import forward_ad
 from lightning_zero.errors import PipelineError, noting_pipeline_errors
 from lightning_zero.parallel.module_state import put_back, version_of, without_caches
 from lightning_zero.parallel.pipeline.schedule.streams import RandomState
-from lightning_zero.parallel.pipeline.stages.sources import FOR_HOOKS, Origins, Shape, Source, is_fake
+from lightning_zero.parallel.pipeline.stages.sources import FOR_HOOKS, WHOLE, Origins, Shape, Source, is_fake
 from lightning_zero.parallel.pipeline.stages.split import PlacedModule, Split, modules_around
 from lightning_zero.parallel.pipeline.stages.subclasses import subclass_of
 from lightning_zero.parallel.pipeline.tracing.attributes import attribute_spaces
@@ -53,11 +53,12 @@ from lightning_zero.parallel.pipeline.tracing.operations import Operation, Opera
 from lightning_zero.parallel.pipeline.tracing.outcomes import Attributes, Outcome
 from lightning_zero.parallel.pipeline.tracing.own_gradients import OwnGradients, enclosing_function, users_of_parameters
 from lightning_zero.parallel.pipeline.tracing.recomputation import Again, Checkpoints, NotedCall, NotedOutput, uncounted
+from lightning_zero.parallel.pipeline.tracing.sent_numbers import NumberReads, encoded, is_sent
 from lightning_zero.parallel.pipeline.tracing.value_reads import value_reads_refused
 from lightning_zero.parallel.writable import writable
 from lightning_zero.trees import tree_flatten, tree_leaves, tree_unflatten
 
-__all__ = ["Message", "ModuleInterception"]
+__all__ = ["Logging", "Message", "ModuleInterception"]
 
 _HOST = torch.device("cpu")
 _MOST_TRIES = 100  # of a call that ends by an error
@@ -93,6 +94,7 @@ class _Trace:
     send: Callable[[Mapping[int | Source, Any]], None] | None = None
     wanted: Collection[Source] = ()  # of this chunk, by later ones
     origins: Origins | None = None  # of a run on fakes
+    on_start: Callable[[], None] = lambda: None  # called at the chunk's first block
     received: dict[int | Source, Tensor] | None = None
     copies: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of sources, and these, by id of the copy
     computed: dict[Source, Tensor] = field(default_factory=dict)  # that are wanted
@@ -128,6 +130,18 @@ class _Trace:
             self.checkpoints.note(call)
 
 
+class Logging(Protocol):
+    """The calls of ``self.log`` in a step."""
+
+    def num_calls(self) -> int:
+        """Return how many were made."""
+        ...
+
+    def inside(self, place: str) -> AbstractContextManager[None]:
+        """Note calls that a module makes."""
+        ...
+
+
 class _BrokenOff(Exception):
     """The next chunk's first block was reached. An ``Exception``, because module hooks see no other end of a call."""
 
@@ -150,6 +164,7 @@ class ModuleInterception:
         inside: Around a module of the split that computes.
         unnoticed: Context of forwards on fakes, which the engine ignores.
         device: Whose random numbers modules draw.
+        logging: Told which module is called, if given.
     """
 
     def __init__(
@@ -161,12 +176,14 @@ class ModuleInterception:
         inside: Callable[[], AbstractContextManager[None]] = nullcontext,
         unnoticed: Callable[[], AbstractContextManager[None]] = nullcontext,
         device: torch.device = _HOST,
+        logging: Logging | None = None,
     ) -> None:
         self._root = module
         self._around = list(modules_around(module, split))
         self._split = split
         self._on_call = on_call
         self._inside = inside
+        self._device = device
         self._random_state = partial(RandomState, device)
         self._places = {id(module.get_submodule(place.name)): place for place in split.places}
         self._modules = [module.get_submodule(place.name) for place in split.places]
@@ -174,7 +191,14 @@ class ModuleInterception:
         self._users = users_of_parameters(module, split)
         names = {key: place.name for key, place in self._places.items()}
         placed = [(child, place.chunk) for child, place in zip(self._modules, split.places, strict=True)]
-        self._fakes = Fakes(names, _free_parameters(module, split), unnoticed, placed)
+        self._fakes = Fakes(
+            names,
+            _free_parameters(module, split),
+            unnoticed,
+            placed,
+            num_logged=int if logging is None else logging.num_calls,
+        )
+        self._logging = logging
         self._trace: _Trace | None = None
 
     # -- Running a step ------------------------------------------------------------------------------------------------
@@ -232,22 +256,45 @@ class ModuleInterception:
             )
         return finished, result
 
-    def needed(self, step: Callable[[], Any], chunk: int) -> tuple[dict[Source, Shape], dict[tuple[str, int], Outcome]]:
+    def needed(
+        self, step: Callable[[], Any], chunk: int, *, on_start: Callable[[], None]
+    ) -> tuple[dict[Source, Shape], dict[tuple[str, int], Outcome]]:
         """Run a step for one chunk on fakes.
+
+        Args:
+            step: The user's code.
+            chunk: The chunk.
+            on_start: Called when its first block is.
 
         Returns:
             The sources that it needs besides its first block's arguments, and the outcomes of calls of its modules, by
             name of the module and number of the call.
         """
         bounds = self._split.bounds
-        trace = _Trace(chunk, bounds[chunk], bounds[chunk + 1], origins=Origins())
+        trace = _Trace(chunk, bounds[chunk], bounds[chunk + 1], origins=Origins(), on_start=on_start)
         assert trace.origins is not None
-        with suppress(Exception):  # a guess may lead to errors; the step itself shows those of the program
+        with suppress(Exception), self._number_reads(trace):  # a guess may lead to errors; the step shows the program's
             finished, result = self._run(step, trace)
             if finished:
                 trace.origins.need(result)
         self._fakes.require_strong(trace.origins.results)
         return trace.origins.needed, trace.outcomes
+
+    def _number_reads(self, trace: _Trace) -> AbstractContextManager[None]:
+        """Watch which numbers in attributes of earlier chunks' modules code between the modules reads."""
+        owners: dict[int, tuple[str, str]] = {}  # module with a place, and name in it, by `id`
+        watched: list[nn.Module] = []
+        for module, place in zip(self._modules, self._split.places, strict=True):
+            for name, child in module.named_modules() if place.chunk < trace.chunk else ():
+                owners.setdefault(id(child), (place.name, name))
+                watched.append(child)
+
+        def note(module: nn.Module, name: str, value: Any) -> None:
+            is_between = not (trace.is_inside or self._fakes.mode.is_dispatching)
+            if is_between and id(module) in owners and (value is None or is_sent(value)):
+                self._fakes.note_read(*owners[id(module)], name)
+
+        return NumberReads(note).watched(list({id(one): one for one in watched}.values()))
 
     def arguments(self, step: Callable[[], Any], chunk: int, available: Iterable[Source]) -> tuple[list[Any], Origins]:
         """Return the leaves of the arguments of a chunk's first block, fake where other chunks compute them.
@@ -269,6 +316,10 @@ class ModuleInterception:
                 f" A pipeline needs every block of `{self._split.blocks}` to be called in every step."
             )
         return leaves, origins
+
+    def is_sent_number(self, value: Any) -> bool:
+        """Say whether a value that the last run has found is a number of a module of another chunk, which is sent."""
+        return not isinstance(value, Tensor) and value is not None and self._fakes.is_given(value)
 
     def recorded(self, step: Callable[[], Any], chunk: int, *, is_whole: bool) -> list[Operation] | None:
         """Run a step on fakes up to the end of a chunk, and record its operations; see ``whole_run.py``.
@@ -319,7 +370,8 @@ class ModuleInterception:
         stand_in = None if trace.computes and trace.origins is None else self._fakes.gradients
         mode = self._fakes.mode
         try:
-            self._fakes.begin(origins=trace.origins, fetch=partial(self._fetched, trace))
+            read = [one.leaf for one in trace.expected if isinstance(one.leaf, Source) and one.leaf.leaf == WHOLE]
+            self._fakes.begin(origins=trace.origins, fetch=partial(self._fetched, trace), read=read)
             with (
                 noting_pipeline_errors(partial(self._note_refusal, trace)),
                 value_reads_refused(
@@ -447,7 +499,8 @@ class ModuleInterception:
             if trace.end is not None:
                 raise _CalledBehindEnd
             self._require_unrefused(trace)
-            return self._called(module, cls, trace=trace, args=args, kwargs=kwargs)
+            with nullcontext() if self._logging is None else self._logging.inside(self._places[id(module)].name):
+                return self._called(module, cls, trace=trace, args=args, kwargs=kwargs)
         except (PipelineError, _CalledBehindEnd, *VALUES_NEEDED) as error:
             trace.raised[id(module)] += 1
             if isinstance(error, PipelineError):
@@ -570,8 +623,16 @@ class ModuleInterception:
         for source in mine:
             if source not in seen and source.call == trace.times[name]:
                 left = source.left
+                if source.leaf == WHOLE and left is not None:
+                    owner = module.get_submodule(left[0])
+                    trace.computed[source] = encoded(getattr(owner, left[2], None), self._device)
+                    continue
                 space = output if left is None else attribute_spaces(module).get(left[:2], {}).get(left[2])
-                _keep(trace, source, tree_leaves(space))
+                leaves = tree_leaves(space)
+                if not source.is_number:
+                    _keep(trace, source, leaves)
+                elif source.leaf < len(leaves):
+                    trace.computed[source] = encoded(leaves[source.leaf], self._device)
         trace.times[name] += 1
         return output
 
@@ -602,6 +663,7 @@ class ModuleInterception:
         assert trace.origins is not None
         leaves = tree_leaves((args, kwargs))
         if place.block == trace.start and not trace.swaps:
+            trace.on_start()
             trace.swaps = {id(leaf): (leaf, version_of(leaf), leaf) for leaf in leaves if is_fake(leaf)}
         trace.origins.need([leaf for leaf in leaves if id(leaf) not in trace.swaps])
         trace.origins.need([value for space in attribute_spaces(module).values() for value in space.values()])
@@ -638,6 +700,8 @@ class ModuleInterception:
         if not any(message.leaf == source for message in trace.expected):
             return None
         received = self._received(trace)[source]
+        if source.is_number:
+            return received
         tensor = received.clone()  # the program may write into it
         if trace.notes_calls:
             trace.copies[id(tensor)] = tensor, received

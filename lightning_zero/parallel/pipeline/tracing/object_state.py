@@ -108,11 +108,20 @@ class SharedNumbers:
         """Return those of the changed numbers whose object modules of several chunks hold."""
         if not self.changed:
             return []
+        chunks = self._chunks()
+        return [one for one in self.changed if len(chunks.get(id(one[0]), ())) > 1]
+
+    def is_shared(self, module: nn.Module) -> bool:
+        """Say whether modules of several chunks hold a module."""
+        return len(self._chunks().get(id(module), ())) > 1
+
+    def _chunks(self) -> dict[int, set[int]]:
+        """Return the chunks whose modules hold an object, by ``id``."""
         chunks: dict[int, set[int]] = {}
         for module, chunk in self._placed:
             for key in {id(one) for one in _held(module)}:
                 chunks.setdefault(key, set()).add(chunk)
-        return [one for one in self.changed if len(chunks.get(id(one[0]), ())) > 1]
+        return chunks
 
 
 def _held(module: nn.Module) -> Iterator[Any]:

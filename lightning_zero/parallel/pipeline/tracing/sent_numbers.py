@@ -1,0 +1,135 @@
+"""Numbers that modules of earlier stages return or keep in attributes, sent with the tensors of a micro-batch.
+
+Note [Numbers]
+    A stage knows the numbers that a module of another stage returns from its forward on fakes. A block that counts its
+    calls counts them on its own stage alone, so from the second call on the other stages would know an old number. So
+    the stage that computes sends, with every micro-batch, the numbers among the outputs of its modules, and those
+    attributes of them that code between the modules has read after a call when the step was described. They go the way
+    of sources. Objects and strings are not sent: a checksum of the numbers in them is, and another one is an error.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.errors import PipelineError
+from lightning_zero.parallel.pipeline.stages.sources import Shape, Source
+from lightning_zero.parallel.pipeline.stages.subclasses import subclass_of
+from lightning_zero.parallel.pipeline.tracing.object_state import held_leaves
+
+__all__ = ["NUMBER", "NumberReads", "decoded", "encoded", "is_sent"]
+
+NUMBER = Shape((2,), (1,), torch.int64, torch.device("cpu"), requires_grad=False, is_fake=False)  # of a message
+
+_BOOL, _INT, _FLOAT, _NONE, _CHECKSUM = range(5)
+_NUMBERS = (bool, int, float, complex, str)
+_OF_MODULES = frozenset(vars(nn.Module()))
+_MOST_BITS = 63
+_MOST_LEAVES = 1024  # of an object that has a checksum
+
+
+def is_sent(value: Any) -> bool:
+    """Say whether a value is a number, or a string or object with numbers in it."""
+    return isinstance(value, _NUMBERS) or (not isinstance(value, (Tensor, nn.Module)) and bool(_numbers_in(value)))
+
+
+def encoded(value: Any, device: torch.device) -> Tensor:
+    """Return a number, or the checksum of the numbers in another value, as a tensor (2,) of int64."""
+    return torch.tensor(_encoded(value), dtype=torch.int64, device=device)
+
+
+def _encoded(value: Any) -> tuple[int, int]:
+    if value is None:
+        return _NONE, 0
+    if type(value) is bool:
+        return _BOOL, int(value)
+    if type(value) is int and value.bit_length() <= _MOST_BITS:
+        return _INT, value
+    if type(value) is float:
+        return _FLOAT, struct.unpack("<q", struct.pack("<d", value))[0]
+    return _CHECKSUM, zlib.crc32(repr(_numbers_in(value)).encode())
+
+
+def decoded(message: Tensor, value: Any, source: Source) -> Any:
+    """Return the number that was sent.
+
+    Args:
+        message: As ``encoded`` has returned it.
+        value: The value that this stage knows.
+        source: The place that the number comes from.
+
+    Raises:
+        PipelineError: Numbers in an object differ, which is not sent.
+    """
+    kind, bits = message.tolist()
+    if kind == _BOOL:
+        return bool(bits)
+    if kind == _INT:
+        return bits
+    if kind == _NONE:
+        return None
+    if kind == _FLOAT:
+        return struct.unpack("<d", struct.pack("<q", bits))[0]
+    if _encoded(value) == (kind, bits):
+        return value
+    place = "returns" if source.left is None else f"keeps in its attribute `{'.'.join(filter(None, source.left))}`"
+    raise PipelineError(
+        f"`{source.module}` lies on an earlier pipeline stage, and {place} a `{type(value).__name__}` with numbers or"
+        " strings that this stage does not know, because a block counts or keeps them. Only plain numbers (`bool`,"
+        " `int`, `float`) and tensors are sent: let it return them, alone or in tuples, lists and dictionaries, or keep"
+        " them in attributes of their own."
+    )
+
+
+def _numbers_in(value: Any) -> list[Any]:
+    """Return the numbers in an object."""
+    found = []
+    for number, leaf in enumerate(held_leaves(value)):
+        if number == _MOST_LEAVES:
+            break
+        if isinstance(leaf, _NUMBERS):
+            found.append(leaf)
+    return found
+
+
+class NumberReads:
+    """Lets modules tell which of their attributes with numbers are read.
+
+    Args:
+        note: Called with the module, the name of the attribute, and its value.
+    """
+
+    def __init__(self, note: Callable[[nn.Module, str, Any], None]) -> None:
+        self._note = note
+        self._classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+    @contextmanager
+    def watched(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """Watch modules of the program; those of PyTorch keep no numbers that change."""
+        before = [(module, type(module)) for module in modules if not type(module).__module__.startswith("torch.")]
+        try:
+            for module, cls in before:
+                module.__class__ = self._watched_class(cls)
+            yield
+        finally:
+            for module, cls in before:
+                module.__class__ = cls
+
+    def _watched_class(self, cls: type[nn.Module]) -> type[nn.Module]:
+        if cls not in self._classes:
+
+            def read(module: nn.Module, name: str) -> Any:
+                value = cls.__getattribute__(module, name)
+                if name not in _OF_MODULES and not name.startswith("__") and not callable(value):
+                    self._note(module, name, value)
+                return value
+
+            self._classes[cls] = subclass_of(cls, {"__getattribute__": read})
+        return self._classes[cls]
