@@ -469,7 +469,7 @@ def gathered(params_or_module: Gatherable, write: Write | None = None) -> Iterat
 
     Parameters that no engine holds are whole already.
     """
-    if not isinstance(params_or_module, (nn.Module, torch.Tensor)):
+    if not isinstance(params_or_module, (nn.Module, torch.Tensor, str)):
         params_or_module = list(params_or_module)
     engine = engine_of(params_or_module)
     if engine is None or not (engine._state.parts is not None or engine._units_of(params_or_module)):
@@ -484,7 +484,9 @@ def engine_of(params_or_module: Gatherable) -> ZeroEngine | None:
 
     Raises:
         ValueError: Several engines do.
+        TypeError: They are neither parameters nor modules.
     """
+    params_of(params_or_module)
     engines = [engine for engine in _ENGINES if engine._knows(params_or_module)]
     if len(engines) > 1:
         raise ValueError("The parameters belong to several engines. Take them engine by engine.")
