@@ -179,6 +179,7 @@ class Communicator:
         self._groups: GroupSet | None = None  # None in a world of one rank, and when it is closed
         self.timeout_s = config.timeout_s
         self._backend = ""
+        self._is_pretended = False  # one rank is all there is; calls go as over `Communication(backend=...)`
         self._abandoned_for: str | None = None  # an error on this rank
         self._is_interrupted = False  # see `interrupt`
         self.running: dict[Pending, None] = {}  # nobody has waited for them, in the order in which they were started
@@ -233,8 +234,11 @@ class Communicator:
         self.rank = self._own_ranks.index(dist.get_rank())
         if self.world_size == 1:
             return
-        self._backend = self._config.backend or dist.get_backend(self._process_group)
-        self._groups = borrow(self, self._own_ranks, self._backend, self.timeout_s)
+        transport = dist.get_backend(self._process_group)
+        self._is_pretended = transport == "fake"
+        self._backend = self._config.backend or transport
+        kind = transport if self._is_pretended else self._backend
+        self._groups = borrow(self, self._own_ranks, kind, self.timeout_s)
         self._loan = self._groups.loan
         if lets_device_wait(self.device, self._backend):
             self.waits = Waits(self.device, [self._groups.gather, self._groups.reduce])
@@ -532,8 +536,8 @@ class Communicator:
         Raises:
             CollectiveError: A peer did not come in time, or came for another call.
         """
-        if self.world_size == 1:
-            return [value]
+        if self.world_size == 1 or self._is_pretended:
+            return [value] * self.world_size
         found: list[Any] = [None] * self.world_size
         # Over a group that is given, a thread saves: nothing of the step waits for it.
         with self._waiting(what, self.object_group) if group is None else self._named(what):

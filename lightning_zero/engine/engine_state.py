@@ -264,6 +264,10 @@ class EngineState:
         if self.module is not None:
             self.sharded.hooks.scopes.recover()
 
+    def stay_in_thread(self) -> None:
+        """Make the steps of offloaded units at once, in the thread that asks for them."""
+        self._thread.stay_here()
+
     def _mark_stale(self, buffer: FlatBuffer) -> None:
         self.param_index.unit_of(buffer).mark_stale()
 
