@@ -14,9 +14,8 @@ Note [What is run nevertheless]
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,19 +33,26 @@ __all__ = ["DryRun"]
 
 _SMALL = 1024  # elements of a tensor that is computed
 _aten = torch.ops.aten
-_READ_VALUES = frozenset({_aten._local_scalar_dense.default, _aten.is_nonzero.default})
+_RUN = frozenset(
+    [
+        _aten._local_scalar_dense.default, _aten.is_nonzero.default, _aten.lift_fresh.default, _aten.lift_fresh_copy.default,
+        _aten.resize_.default, _aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset,
+    ]
+)  # fmt: skip
 _UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException, NotImplementedError)
-
-_Result = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
 
 class DryRun(LiveBytes):
-    """Counts live bytes as ``LiveBytes`` does, of a program whose operations compute nothing."""
+    """Counts live bytes as ``LiveBytes`` does, of a program whose operations compute nothing.
 
-    def __init__(self) -> None:
+    Args:
+        known: Results of operations, which runs may share.
+    """
+
+    def __init__(self, known: dict[Hashable, _Results] | None = None) -> None:
         super().__init__()
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
-        self._results: dict[Hashable, tuple[list[_Result | Any], Any]] = {}  # of operations on tensors of some kinds
+        self._known = {} if known is None else known
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -57,61 +63,103 @@ class DryRun(LiveBytes):
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in _READ_VALUES or (tags := _kind(func)) is _VIEW:
+        kind = _kind(func)
+        if kind is _AS_IT_IS:
             return func(*args, **kwargs)
-        leaves, tree = tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if all(one.numel() <= _SMALL for one in tensors):
-            return self._computed(func, args, kwargs, leaves)
-        if tags is _COLLECTIVE:
+        key: list[Hashable] = [func]
+        is_small = _describe(args, key)
+        if kwargs:
+            key.extend(kwargs)
+            is_small &= _describe(kwargs.values(), key)
+        if kind is _FRESH:
+            return self._fresh(func, args, kwargs, key=key, is_small=is_small)
+        if is_small:
+            return func(*args, **kwargs)
+        if kind is _COLLECTIVE:
             return _call_without_values(func, args, kwargs)
-        if func is _aten.equal.default:
-            return True  # both were made from the same values, or from none
-        if tags is _IN_PLACE:
-            return _written(func, args, kwargs)
-        return self._unwritten(func, leaves, tree)
+        return True if func is _aten.equal.default else _written(func, args, kwargs)  # values of the same origin
 
-    def _computed(self, func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
-        """Compute an operation on small tensors, unless its result is large."""
-        if _kind(func) is _FRESH and func not in _KEEP_SMALL:
-            with suppress(*_UNKNOWN):
-                results, tree = self._fake_results(func, leaves, tree_flatten((args, kwargs))[1])
-                if any(_numel(one) > _SMALL for one in results):
-                    return tree_unflatten([_made(one) for one in results], tree)
-        return func(*args, **kwargs)
-
-    def _unwritten(self, func: Any, leaves: list[Any], tree: Any) -> Any:
+    def _fresh(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, key: Sequence[Hashable], is_small: bool
+    ) -> Any:
+        """Return new tensors: computed if they and the arguments are small, or if fakes do not know them."""
         try:
-            results, result_tree = self._fake_results(func, leaves, tree)
+            results = self._results(func, args, kwargs, tuple(key))
         except _UNKNOWN:
-            args, kwargs = tree_unflatten(leaves, tree)
             return func(*args, **kwargs)
-        return tree_unflatten([_made(one) for one in results], result_tree)
+        if is_small and results.are_small:
+            return func(*args, **kwargs)
+        return results.make()
 
-    def _fake_results(self, func: Any, leaves: list[Any], tree: Any) -> tuple[list[Any], Any]:
-        """Return sizes, strides and dtypes of an operation's results, or values that are no tensors."""
-        key = (func, tree, *(_described(leaf) for leaf in leaves), torch.is_inference_mode_enabled())
+    def _results(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable) -> _Results:
         try:
-            known = self._results.get(key)
+            known = self._known.get(key)
         except TypeError:  # an argument that cannot be a key
-            return self._ask(func, leaves, tree)
+            return self._ask(func, args, kwargs)
         if known is None:
-            known = self._results[key] = self._ask(func, leaves, tree)
+            known = self._known[key] = self._ask(func, args, kwargs)
         return known
 
-    def _ask(self, func: Any, leaves: list[Any], tree: Any) -> tuple[list[Any], Any]:
+    def _ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Results:
         with self._fakes:
-            args, kwargs = tree_unflatten([_fake(leaf) for leaf in leaves], tree)
-            results, result_tree = tree_flatten(func(*args, **kwargs))
-        return [
-            (one.size(), one.stride(), one.dtype, one.device) if isinstance(one, Tensor) else one for one in results
-        ], result_tree
+            return _Results(func(*tree_map(_fake, args), **tree_map(_fake, kwargs)))
+
+
+class _Results:
+    """Sizes, strides, dtypes and devices of an operation's results.
+
+    Args:
+        results: Fake tensors, and values that are none.
+    """
+
+    def __init__(self, results: Any) -> None:
+        leaves, self._tree = tree_flatten(results)
+        self._leaves = [_Kept.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.are_small = all(leaf.size.numel() <= _SMALL for leaf in self._leaves if isinstance(leaf, _Kept))
+        self._is_one = isinstance(results, Tensor)
+
+    def make(self) -> Any:
+        """Return tensors like them: zeros if they are small, else memory that is not touched."""
+        made = [leaf.make() if isinstance(leaf, _Kept) else leaf for leaf in self._leaves]
+        return made[0] if self._is_one else tree_unflatten(made, self._tree)
+
+
+class _Kept(NamedTuple):
+    """A tensor without its values."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Kept:
+        return cls(tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
+
+    def make(self) -> Tensor:
+        tensor = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+        return tensor.zero_() if self.size.numel() <= _SMALL else tensor
+
+
+def _describe(values: Iterable[Any], key: list[Hashable]) -> bool:
+    """Append the arguments of an operation to a key, tensors without their values; say whether all are small."""
+    is_small = True
+    for value in values:
+        if isinstance(value, Tensor):
+            key.append((value.size(), value.stride(), value.dtype, value.device.type))
+            is_small &= value.numel() <= _SMALL
+        elif type(value) in (list, tuple):
+            key.append(len(value))
+            is_small &= _describe(value, key)
+        else:
+            key.append(type(value))  # True, 1 and 1.0 are equal
+            key.append(value)
+    return is_small
 
 
 # -- Kinds of operations -----------------------------------------------------------------------------------------------
 
-_VIEW, _IN_PLACE, _FRESH, _COLLECTIVE = "view", "in place", "fresh", "collective"
-_KEEP_SMALL = frozenset({_aten.lift_fresh.default, _aten.lift_fresh_copy.default})
+_AS_IT_IS, _IN_PLACE, _FRESH, _COLLECTIVE = "as it is", "in place", "fresh", "collective"
 _KINDS: dict[Any, str] = {}
 
 
@@ -126,12 +174,14 @@ def _find_kind(func: Any) -> str:
     schema = func._schema
     if func.namespace == "c10d":
         return _COLLECTIVE
+    if func in _RUN:
+        return _AS_IT_IS
     aliases = [one.alias_info for one in schema.returns]
     if any(one.alias_info is not None and one.alias_info.is_write for one in schema.arguments):
         return _IN_PLACE if all(one is not None and one.is_write for one in aliases) else _FRESH
-    if any(one is not None for one in aliases) or func in (_aten.resize_.default, _aten.set_.source_Storage):
-        return _VIEW
-    return _FRESH
+    if func is _aten.equal.default:
+        return _IN_PLACE
+    return _AS_IT_IS if any(one is not None for one in aliases) else _FRESH  # a view
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -153,32 +203,10 @@ def _call_without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _emptied(leaf: Any) -> Any:
-    return leaf.new_empty(0) if isinstance(leaf, Tensor) and leaf.numel() > _SMALL else leaf
-
-
-# -- Tensors -----------------------------------------------------------------------------------------------------------
-
-
-def _described(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return (leaf.size(), leaf.stride(), leaf.dtype, leaf.device.type, leaf.is_conj(), leaf.is_neg())
-    return (type(leaf), leaf)  # True, 1 and 1.0 are equal
+    return leaf.new_empty(0) if isinstance(leaf, Tensor) else leaf
 
 
 def _fake(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=leaf.device)
     return leaf
-
-
-def _numel(result: Any) -> int:
-    return result[0].numel() if isinstance(result, tuple) else 0
-
-
-def _made(result: Any) -> Any:
-    """Return a tensor of a kind: zeros if it is small, else memory that is not touched."""
-    if not isinstance(result, tuple):
-        return result
-    size, stride, dtype, device = result
-    tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
-    return tensor.zero_() if size.numel() <= _SMALL else tensor

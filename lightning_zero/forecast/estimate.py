@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -102,17 +102,22 @@ def estimate_memory(
     )
     engines = _Engines(strategy, plugin, accelerator, ranks_per_node)
     own = _own(strategy)
-    with pretended_world(world_size), _quiet():
+    known: dict[Hashable, Any] = {}
+    with _quiet():
         rows = [
-            _forecast(setting, model, engines, is_own=setting == own)
+            _forecast(setting, model, engines, world_size=world_size, is_own=setting == own, known=known)
             for setting in _settings(strategy, model, side_by_side=side_by_side)
         ]
     return MemoryForecast(world_size=world_size, precision=name, settings=rows, base=_base(strategy))
 
 
-def _forecast(setting: Setting, model: _Model, engines: _Engines, *, is_own: bool) -> SettingForecast:
-    engine = engines.make(setting)
-    found = rehearse(DryRun(), model.make, engine, checkpointing=setting.activation_checkpointing)
+def _forecast(
+    setting: Setting, model: _Model, engines: _Engines, *, world_size: int, is_own: bool, known: dict[Hashable, Any]
+) -> SettingForecast:
+    with pretended_world(world_size):
+        found = rehearse(
+            DryRun(known), model.make, engines.make(setting), checkpointing=setting.activation_checkpointing
+        )
     return SettingForecast(
         setting=setting,
         is_own=is_own,
