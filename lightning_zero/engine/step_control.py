@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
@@ -131,9 +131,9 @@ class StepControl:
 
     # -- Forecasts -------------------------------------------------------------------------------------------------
 
-    def make_in_this_thread(self) -> None:
-        """Make the steps of offloaded units at once, in the thread that asks for them."""
-        self._state.stay_in_thread()
+    def make_in_this_thread(self, during: Callable[[], AbstractContextManager[None]]) -> None:
+        """Make the steps of offloaded units at once, in the thread that asks for them, each in a context."""
+        self._state.stay_in_thread(during)
 
     def accounts(self) -> tuple[Accounts, Accounts]:
         """Return the accounts of the device and of host memory."""

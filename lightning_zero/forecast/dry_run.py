@@ -27,7 +27,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from lightning_zero.forecast.live_bytes import LiveBytes
+from lightning_zero.forecast.live_bytes import LiveBytes, replaced
+from lightning_zero_ops import chunks
 
 __all__ = ["DryRun"]
 
@@ -53,6 +54,15 @@ class DryRun(LiveBytes):
         super().__init__()
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self._known = {} if known is None else known
+
+    def __enter__(self) -> DryRun:
+        """Begin to run dry; steps of optimizers on a CPU make no piece of theirs, and use one thread."""
+        num_threads = torch.get_num_threads()
+        self._context.callback(torch.set_num_threads, num_threads)
+        torch.set_num_threads(1)
+        self._context.enter_context(replaced(chunks, "_step_window", lambda *args: None))
+        super().__enter__()
+        return self
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -186,15 +196,25 @@ def _find_kind(func: Any) -> str:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the arguments that an operation writes, as it would return them."""
-    schema = func._schema
-    by_alias: dict[str, Any] = {}
-    for place, argument in enumerate(schema.arguments):
-        info = argument.alias_info
-        if info is not None and info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            by_alias.update(dict.fromkeys(info.before_set, value))
-    found = [by_alias[next(iter(one.alias_info.before_set))] for one in schema.returns]
+    places = _PLACES.get(func)
+    if places is None:
+        places = _PLACES[func] = _find_places(func._schema)
+    found = [args[place] if place < len(args) else kwargs[name] for place, name in places]
     return None if not found else found[0] if len(found) == 1 else tuple(found)
+
+
+_PLACES: dict[Any, list[tuple[int, str]]] = {}
+
+
+def _find_places(schema: Any) -> list[tuple[int, str]]:
+    """Return the place and the name of the argument that is returned, for every result."""
+    of = {
+        alias: (place, one.name)
+        for place, one in enumerate(schema.arguments)
+        if one.alias_info is not None
+        for alias in one.alias_info.before_set
+    }
+    return [of[next(iter(one.alias_info.before_set))] for one in schema.returns]
 
 
 def _call_without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

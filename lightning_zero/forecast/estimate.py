@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -135,10 +136,14 @@ def _forecast(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide warnings of a run that does not take place."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """Hide warnings of a run that does not take place, and let the collector pass over objects that are there."""
+    gc.freeze()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        gc.unfreeze()
 
 
 # -- Options -----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["LiveBytes", "Moment"]
+__all__ = ["LiveBytes", "Moment", "replaced"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,8 @@ class LiveBytes(TorchDispatchMode):
         self.live = 0  # bytes of all storages
         self._sizes: dict[int, int] = {}  # by address of the storage object
         self._ends: dict[int, Any] = {}  # weak references to them
+        self._uncounted: set[int] = set()  # of these storages, those made inside `apart`
+        self._is_apart = False
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._running: list[nn.Module] = []
         self._ended: list[tuple[int, nn.Module]] = []  # number of autograd's nodes when a forward ended, the module
@@ -83,7 +84,7 @@ class LiveBytes(TorchDispatchMode):
             counter._sample("resize_")
             return result
 
-        self._context.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", counted))
+        self._context.enter_context(replaced(torch.UntypedStorage, "resize_", counted))
         for handle in (
             register_module_forward_pre_hook(self._begin_module),
             register_module_forward_hook(self._end_module, always_call=True),
@@ -119,6 +120,15 @@ class LiveBytes(TorchDispatchMode):
         finally:
             self._phase = before
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Do not count storages that are made inside: they are in another memory."""
+        before, self._is_apart = self._is_apart, True
+        try:
+            yield
+        finally:
+            self._is_apart = before
+
     # -- Bytes -----------------------------------------------------------------------------------------------------
 
     def count(self, result: Any, func: Any) -> None:
@@ -146,12 +156,17 @@ class LiveBytes(TorchDispatchMode):
         before = self._sizes.get(key)
         if before is None:
             self._ends[key] = weakref.ref(storage, lambda _: self._forget(key))
+            if self._is_apart:
+                self._uncounted.add(key)
+        if key in self._uncounted:
+            nbytes = 0
         if before != nbytes:
             self._sizes[key] = nbytes
             self.live += nbytes - (before or 0)
 
     def _forget(self, key: int) -> None:
         self.live -= self._sizes.pop(key)
+        self._uncounted.discard(key)
         del self._ends[key]
 
     # -- The peak --------------------------------------------------------------------------------------------------
@@ -190,3 +205,14 @@ class LiveBytes(TorchDispatchMode):
         while self._running and self._running.pop() is not module:  # those that an error has ended
             pass
         self._ended.append((torch._C._autograd._get_sequence_nr(), module))
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Let an attribute have another value for a while."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

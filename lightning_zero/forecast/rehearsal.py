@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.config import ActivationCheckpointing
+from lightning_zero.engine.buffers.home import HostHome
 from lightning_zero.engine.engine import ZeroEngine
-from lightning_zero.forecast.live_bytes import LiveBytes, Moment
+from lightning_zero.forecast.live_bytes import LiveBytes, Moment, replaced
 from lightning_zero.parallel.activation.checkpointing import checkpoint_activations
 from lightning_zero.storage.store import Kind
 
-__all__ = ["Rehearsed", "Trainee", "pretended_world", "rehearse"]
+__all__ = ["Rehearsed", "Trainee", "host_apart", "pretended_world", "rehearse"]
 
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -113,13 +114,26 @@ def rehearse(
         checkpointing: Activations that are recomputed.
     """
     gc.collect()
-    with counter:
+    with host_apart(counter), counter:
         try:
             return _Steps(counter, trainee(), engine, checkpointing).run()
         finally:
             counter.parts = tuple
             if engine.module is not None:
                 engine.close()
+
+
+@contextmanager
+def host_apart(counter: LiveBytes) -> Iterator[None]:
+    """Do not count copies of gradients in host memory, which are in no account: on a CPU they look like the device's."""
+    bring = HostHome.bring_gradient
+
+    def bring_apart(home: HostHome, average: Tensor) -> Tensor:
+        with counter.apart():
+            return bring(home, average)
+
+    with replaced(HostHome, "bring_gradient", bring_apart):
+        yield
 
 
 class _Steps:
@@ -135,7 +149,7 @@ class _Steps:
         counter.name_modules(module)
         checkpoint_activations(module, checkpointing, None)
         engine.shard(module)
-        engine.internals.steps.make_in_this_thread()
+        engine.internals.steps.make_in_this_thread(counter.apart)
         self._optimizers = trainee.optimizers()
         engine.attach(*self._optimizers)
 

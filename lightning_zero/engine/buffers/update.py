@@ -74,10 +74,14 @@ class StepThread:
         self._device = device
         self._executor: Executor | None = None
 
-    def stay_here(self) -> None:
-        """Make steps at once, in the thread that asks for them."""
+    def stay_here(self, during: Callable[[], AbstractContextManager[None]]) -> None:
+        """Make steps at once, in the thread that asks for them.
+
+        Args:
+            during: Makes the context around each.
+        """
         self.close()
-        self._executor = _Here()
+        self._executor = _Here(during)
 
     def executor(self) -> Executor:
         """Return the thread, started if it is not yet."""
@@ -93,12 +97,16 @@ class StepThread:
 
 
 class _Here(Executor):
-    """Runs what is submitted before it returns."""
+    """Runs functions before ``submit`` returns."""
+
+    def __init__(self, during: Callable[[], AbstractContextManager[None]]) -> None:
+        self._during = during
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
         try:
-            future.set_result(fn(*args, **kwargs))
+            with self._during():
+                future.set_result(fn(*args, **kwargs))
         except Exception as error:
             future.set_exception(error)
         return future

@@ -1,0 +1,244 @@
+"""Forecasts of memory against runs: live bytes of every storage, counted at every operation of a second step."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_zero import ActivationCheckpointing, Communication, MixedPrecision, ZeroEngine, ZeroStrategy
+from lightning_zero.forecast.estimate import estimate_memory
+from lightning_zero.forecast.live_bytes import LiveBytes
+from lightning_zero.forecast.rehearsal import host_apart
+from lightning_zero.forecast.settings import SettingForecast
+from lightning_zero.parallel.activation.checkpointing import checkpoint_activations
+from tests import worlds
+from tests.contracts.test_memory_formula import _live_bytes
+
+PEAK, PERSISTENT = 0.05, 0.005
+SCALARS = 1024  # bytes: counters of optimizers
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = (one.view(batch, length, 4, width // 4).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(width), Attention(width)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.mlp(x)
+
+
+class GPT(nn.Module):
+    def __init__(self, width: int = 96, depth: int = 4, vocabulary: int = 500) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(64, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return F.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
+
+
+class Stage(nn.Sequential):
+    def __init__(self, width: int) -> None:
+        super().__init__(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
+
+
+class ConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 48, 3, padding=1)
+        self.stages = nn.Sequential(*[Stage(48) for _ in range(4)])
+        self.head = nn.Linear(48, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = F.max_pool2d(self.stages(self.stem(images)), 2)
+        return F.cross_entropy(self.head(x.mean((2, 3))).float(), torch.zeros(len(images), dtype=torch.long))
+
+
+class Llama(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        config = LlamaConfig(
+            vocab_size=500, hidden_size=96, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=64, use_cache=False,
+        )  # fmt: skip
+        self.model = LlamaForCausalLM(config)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        loss: Tensor = self.model(input_ids=ids, labels=ids).loss
+        return loss
+
+
+MODELS: dict[str, tuple[type[nn.Module], Any]] = {
+    "gpt": (GPT, lambda: torch.zeros(4, 48, dtype=torch.long)),
+    "llama": (Llama, lambda: torch.zeros(4, 48, dtype=torch.long)),
+    "conv": (ConvNet, lambda: torch.zeros(4, 3, 24, 24)),
+}
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One setting of one model."""
+
+    model: str
+    stage: int
+    world: int
+    offload: str | None = None
+    checkpointing: str | None = None
+    precision: str = "32-true"
+    optimizer: str = "adamw"
+
+    def __str__(self) -> str:
+        words = (self.model, f"stage{self.stage}", f"w{self.world}", self.offload, self.checkpointing, self.precision)
+        return "-".join(word for word in (*words, self.optimizer) if word not in (None, "32-true", "adamw"))
+
+    @property
+    def policy(self) -> ActivationCheckpointing | None:
+        return None if self.checkpointing is None else ActivationCheckpointing(policy=self.checkpointing)  # type: ignore[arg-type]
+
+
+def _run(rank: int, world: int, case: Case) -> dict[str, int]:
+    """Train two steps as a loop does; return the bytes at the end of the second backward and at its highest."""
+    make, batch = MODELS[case.model]
+    gc.collect()
+    before = _live_bytes()
+    counter = LiveBytes()
+    with host_apart(counter), counter:
+        module = make().train()
+        if case.precision == "bf16-true":
+            module.to(torch.bfloat16)
+        inputs = batch().clone()
+        if case.precision == "bf16-true" and inputs.is_floating_point():
+            inputs = inputs.bfloat16()
+        checkpoint_activations(module, case.policy, None)
+        engine = ZeroEngine(
+            case.stage,
+            offload=case.offload,
+            precision=MixedPrecision(compute_dtype=torch.bfloat16 if case.precision == "bf16-mixed" else None),
+        )
+        engine.shard(module)
+        optimizer = engine.attach(OPTIMIZERS[case.optimizer](module.parameters()))
+        for step in range(2):
+            if step:
+                gc.collect()
+                device, host = engine.internals.steps.accounts()
+                states = engine.stats().host["optimizer"] - host.live("optimizer")
+                kinds = ("parameters", "gradients", "optimizer", "gathered")
+                counter.parts, counter.num_away = lambda: (states + sum(map(host.live, kinds)),), 1  # type: ignore[arg-type]
+                counter.reset_peak()
+            autocast = torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16-mixed")
+            with engine.scope("training_step"), autocast:
+                loss = module(inputs)
+            optimizer.zero_grad()
+            with engine.backward_scope():
+                loss.backward()
+            stats = engine.stats()
+            del loss
+            gc.collect()
+            alive = _live_bytes() - before
+            optimizer.step()
+        peak = counter.peak.nbytes
+        counter.parts = tuple
+        engine.close()
+    buffers = sum(one.nbytes for one in module.buffers())
+    kept = sum(stats.memory[kind] for kind in ("parameters", "gradients", "optimizer")) + buffers
+    away = sum(stats.host.values())
+    return {"peak": peak, "persistent": kept, "host": away, "alive": alive - inputs.nbytes, "sent": 0}
+
+
+def _forecast(case: Case, **options: Any) -> SettingForecast:
+    make, batch = MODELS[case.model]
+    strategy = ZeroStrategy(
+        stage=case.stage, offload=case.offload, activation_checkpointing=case.policy, communication=Communication()
+    )
+    found = estimate_memory(
+        make,
+        strategy,
+        world_size=case.world,
+        batch=batch(),
+        optimizer=OPTIMIZERS[case.optimizer],
+        precision=case.precision,
+        accelerator="cpu",
+        side_by_side=False,
+        **options,
+    )
+    return found.own
+
+
+def _compare(case: Case) -> None:
+    forecast = _forecast(case)
+    for run in worlds.run(_run, case.world, case):
+        assert abs(forecast.peak_bytes - run["peak"]) <= PEAK * run["peak"], (forecast, run)
+        for mine, found in ((forecast.persistent_bytes, "persistent"), (sum(forecast.host.values()), "host")):
+            assert abs(mine - run[found]) <= PERSISTENT * run[found] + SCALARS, (found, forecast, run)
+        kept = forecast.persistent_bytes + sum(forecast.host.values())
+        assert abs(kept - run["alive"]) <= PERSISTENT * run["alive"] + 8 * SCALARS, (forecast, run)  # as Python sees it
+
+
+def _matrix() -> Iterator[Case]:
+    for model, stage, world, offload, policy in itertools.product(
+        MODELS, (0, 1, 2, 3), (1, 2), (None, "cpu"), (None, "full")
+    ):
+        yield Case(model, stage, world, offload, policy)
+    for model, stage, precision in itertools.product(MODELS, (1, 3), ("bf16-mixed", "bf16-true")):
+        yield Case(model, stage, 2, None, "full", precision)
+    for optimizer, offload in itertools.product(("adam", "sgd"), (None, "cpu")):
+        yield Case("gpt", 2, 2, offload, None, "32-true", optimizer)
+    yield Case("gpt", 3, 2, None, "selective")
+    yield Case("llama", 3, 4)
+
+
+QUICK = [
+    Case("gpt", 3, 2),
+    Case("gpt", 1, 2, "cpu", "full"),
+    Case("llama", 3, 2, None, "full", "bf16-mixed"),
+    Case("conv", 2, 2, "cpu"),
+    Case("conv", 0, 1),
+]
+
+
+@pytest.mark.parametrize("case", QUICK, ids=str)
+def test_forecasts_are_those_of_a_run(case: Case) -> None:
+    _compare(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in _matrix() if case not in QUICK], ids=str)
+def test_forecasts_are_those_of_a_run_in_every_setting(case: Case) -> None:
+    _compare(case)
