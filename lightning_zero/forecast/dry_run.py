@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from lightning_zero.forecast.live_bytes import LiveBytes, replaced
+from lightning_zero.forecast.live_bytes import LiveBytes, OperationKind, kind_of, replaced
 from lightning_zero_ops import chunks
 
 __all__ = ["DryRun"]
@@ -36,7 +36,7 @@ _SMALL = 1024  # elements of a tensor that is computed
 _aten = torch.ops.aten
 _RUN = frozenset(
     [
-        _aten._local_scalar_dense.default, _aten.is_nonzero.default, _aten.lift_fresh.default, _aten.lift_fresh_copy.default,
+        _aten._local_scalar_dense.default, _aten.is_nonzero.default,
         _aten.resize_.default, _aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset,
     ]
 )  # fmt: skip
@@ -60,6 +60,7 @@ class DryRun(LiveBytes):
         num_threads = torch.get_num_threads()
         self._context.callback(torch.set_num_threads, num_threads)
         torch.set_num_threads(1)
+        self._context.enter_context(replaced(torch.utils.deterministic, "fill_uninitialized_memory", False))
         self._context.enter_context(replaced(chunks, "_step_window", lambda *args: None))
         super().__enter__()
         return self
@@ -73,21 +74,23 @@ class DryRun(LiveBytes):
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        kind = _kind(func)
-        if kind is _AS_IT_IS:
+        kind = kind_of(func)
+        if kind in (OperationKind.VIEW, OperationKind.LIFTED) or func in _RUN:
             return func(*args, **kwargs)
         key: list[Hashable] = [func]
         is_small = _describe(args, key)
         if kwargs:
             key.extend(kwargs)
             is_small &= _describe(kwargs.values(), key)
-        if kind is _FRESH:
+        if func is _aten.equal.default and not is_small:
+            return True  # values of the same origin
+        if kind is OperationKind.FRESH:
             return self._fresh(func, args, kwargs, key=key, is_small=is_small)
         if is_small:
             return func(*args, **kwargs)
-        if kind is _COLLECTIVE:
+        if kind is OperationKind.COLLECTIVE:
             return _call_without_values(func, args, kwargs)
-        return True if func is _aten.equal.default else _written(func, args, kwargs)  # values of the same origin
+        return _written(func, args, kwargs)
 
     def _fresh(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, key: Sequence[Hashable], is_small: bool
@@ -167,31 +170,7 @@ def _describe(values: Iterable[Any], key: list[Hashable]) -> bool:
     return is_small
 
 
-# -- Kinds of operations -----------------------------------------------------------------------------------------------
-
-_AS_IT_IS, _IN_PLACE, _FRESH, _COLLECTIVE = "as it is", "in place", "fresh", "collective"
-_KINDS: dict[Any, str] = {}
-
-
-def _kind(func: Any) -> str:
-    kind = _KINDS.get(func)
-    if kind is None:
-        kind = _KINDS[func] = _find_kind(func)
-    return kind
-
-
-def _find_kind(func: Any) -> str:
-    schema = func._schema
-    if func.namespace == "c10d":
-        return _COLLECTIVE
-    if func in _RUN:
-        return _AS_IT_IS
-    aliases = [one.alias_info for one in schema.returns]
-    if any(one.alias_info is not None and one.alias_info.is_write for one in schema.arguments):
-        return _IN_PLACE if all(one is not None and one.is_write for one in aliases) else _FRESH
-    if func is _aten.equal.default:
-        return _IN_PLACE
-    return _AS_IT_IS if any(one is not None for one in aliases) else _FRESH  # a view
+# -- Operations --------------------------------------------------------------------------------------------------------
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -14,6 +14,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from enum import Enum
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +24,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["LiveBytes", "Moment", "replaced"]
+__all__ = ["LiveBytes", "Moment", "OperationKind", "kind_of", "replaced"]
+
+_LIFTED = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default})
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Moment:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages on the CPU that operations return, and those of ``adopt``.
+    """Counts the bytes of storages on the CPU that operations make, and those of ``adopt``.
 
     Call protocol:
         1. Enter it before tensors are made that are to be counted.
@@ -80,8 +84,9 @@ class LiveBytes(TorchDispatchMode):
 
         def counted(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
-            counter._note(storage)
-            counter._sample("resize_")
+            if storage._cdata in counter._sizes:
+                counter._note(storage)
+                counter._sample("resize_")
             return result
 
         self._context.enter_context(replaced(torch.UntypedStorage, "resize_", counted))
@@ -132,7 +137,9 @@ class LiveBytes(TorchDispatchMode):
     # -- Bytes -----------------------------------------------------------------------------------------------------
 
     def count(self, result: Any, func: Any) -> None:
-        """Count the storages of what an operation has returned."""
+        """Count the storages of the results of an operation that makes tensors."""
+        if not kind_of(func).makes_tensors:
+            return
         if isinstance(result, Tensor):
             self._note_tensor(result)
         elif result is not None:
@@ -205,6 +212,36 @@ class LiveBytes(TorchDispatchMode):
         while self._running and self._running.pop() is not module:  # those that an error has ended
             pass
         self._ended.append((torch._C._autograd._get_sequence_nr(), module))
+
+
+class OperationKind(Enum):
+    """What an operation does to memory: makes tensors, writes its arguments, shows their memory, or communicates."""
+
+    FRESH = "fresh"
+    LIFTED = "lifted"  # a tensor that was made elsewhere, from Python's values
+    IN_PLACE = "in place"
+    VIEW = "view"
+    COLLECTIVE = "collective"
+
+    @property
+    def makes_tensors(self) -> bool:
+        """Whether results are new tensors."""
+        return self in (OperationKind.FRESH, OperationKind.LIFTED)
+
+
+@cache
+def kind_of(func: Any) -> OperationKind:
+    """Return the kind of an operation, from its schema."""
+    schema = func._schema
+    if func.namespace == "c10d":
+        return OperationKind.COLLECTIVE
+    if func in _LIFTED:
+        return OperationKind.LIFTED
+    aliases = [one.alias_info for one in schema.returns]
+    if any(one.alias_info is not None and one.alias_info.is_write for one in schema.arguments):
+        is_all = all(one is not None and one.is_write for one in aliases)
+        return OperationKind.IN_PLACE if is_all else OperationKind.FRESH
+    return OperationKind.VIEW if any(one is not None for one in aliases) else OperationKind.FRESH
 
 
 @contextmanager
