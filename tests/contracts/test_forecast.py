@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_zero import ActivationCheckpointing, Communication, MixedPrecision, ZeroEngine, ZeroStrategy
@@ -23,6 +24,7 @@ from lightning_zero.forecast.settings import SettingForecast
 from lightning_zero.parallel.activation.checkpointing import checkpoint_activations
 from tests import worlds
 from tests.contracts.test_memory_formula import _live_bytes
+from tests.lightning_programs import trainer
 
 PEAK, PERSISTENT = 0.05, 0.005
 SCALARS = 1024  # bytes: counters of optimizers
@@ -133,6 +135,14 @@ class Case:
         return None if self.checkpointing is None else ActivationCheckpointing(policy=self.checkpointing)  # type: ignore[arg-type]
 
 
+def _away(engine: ZeroEngine) -> Callable[[], tuple[int, ...]]:
+    """Return a function of the bytes in host memory, which a CPU has in the same memory as its own."""
+    _, host = engine.internals.steps.accounts()
+    states = engine.stats().host["optimizer"] - host.live("optimizer")
+    kinds: tuple[Any, ...] = ("parameters", "gradients", "optimizer", "gathered")
+    return lambda: (states + sum(map(host.live, kinds)),)
+
+
 def _run(rank: int, world: int, case: Case) -> dict[str, int]:
     """Train two steps as a loop does; return the bytes at the end of the second backward and at its highest."""
     make, batch = MODELS[case.model]
@@ -157,10 +167,7 @@ def _run(rank: int, world: int, case: Case) -> dict[str, int]:
         for step in range(2):
             if step:
                 gc.collect()
-                device, host = engine.internals.steps.accounts()
-                states = engine.stats().host["optimizer"] - host.live("optimizer")
-                kinds = ("parameters", "gradients", "optimizer", "gathered")
-                counter.parts, counter.num_away = lambda: (states + sum(map(host.live, kinds)),), 1  # type: ignore[arg-type]
+                counter.parts, counter.num_away = _away(engine), 1
                 counter.reset_peak()
             autocast = torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16-mixed")
             with engine.scope("training_step"), autocast:
@@ -179,7 +186,7 @@ def _run(rank: int, world: int, case: Case) -> dict[str, int]:
     buffers = sum(one.nbytes for one in module.buffers())
     kept = sum(stats.memory[kind] for kind in ("parameters", "gradients", "optimizer")) + buffers
     away = sum(stats.host.values())
-    return {"peak": peak, "persistent": kept, "host": away, "alive": alive - inputs.nbytes, "sent": 0}
+    return {"peak": peak, "persistent": kept, "host": away, "alive": alive - inputs.nbytes}
 
 
 def _forecast(case: Case, **options: Any) -> SettingForecast:
@@ -236,6 +243,80 @@ QUICK = [
 @pytest.mark.parametrize("case", QUICK, ids=str)
 def test_forecasts_are_those_of_a_run(case: Case) -> None:
     _compare(case)
+
+
+# -- Lightning ---------------------------------------------------------------------------------------------------------
+
+
+class Program(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = GPT()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(torch.zeros(16, 48, dtype=torch.long), batch_size=4)  # type: ignore[arg-type]
+
+
+class FromTheSecondStep(pl.Callback):
+    """Measures the peak from the second batch on."""
+
+    def __init__(self, counter: LiveBytes) -> None:
+        self.counter = counter
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 1:
+            engine = trainer.strategy.engine  # type: ignore[attr-defined]
+            self.counter.parts, self.counter.num_away = _away(engine), 1
+            self.counter.reset_peak()
+
+
+def _fit(rank: int, world: int, options: dict[str, Any], more: dict[str, Any]) -> int:
+    """Return the highest bytes of a fit of three steps."""
+    counter = LiveBytes()
+    with host_apart(counter), counter:
+        fit = trainer(
+            rank, world, ZeroStrategy(**options), max_steps=3, callbacks=[FromTheSecondStep(counter)], **more
+        )
+        fit.fit(Program())
+        counter.parts = tuple
+    return counter.peak.nbytes
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "world"),
+    [
+        ({"stage": 3, "activation_checkpointing": True}, {"precision": "bf16-mixed"}, 2),
+        pytest.param({"stage": 2, "offload": "cpu"}, {"gradient_clip_val": 1.0}, 2, marks=pytest.mark.slow),
+        pytest.param({"stage": 1}, {"accumulate_grad_batches": 2, "precision": "bf16-true"}, 2, marks=pytest.mark.slow),
+        pytest.param({"stage": 2, "step": "backward"}, {}, 2, marks=pytest.mark.slow),
+        pytest.param({"stage": 0, "moments": "int8"}, {}, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_forecasts_are_those_of_a_fit(options: dict[str, Any], more: dict[str, Any], world: int) -> None:
+    given = {"precision": more.get("precision"), "clips": "gradient_clip_val" in more}
+    forecast = estimate_memory(
+        Program(),
+        ZeroStrategy(**options),
+        world_size=world,
+        batch=torch.zeros(4, 48, dtype=torch.long),
+        accelerator="cpu",
+        accumulate_grad_batches=more.get("accumulate_grad_batches", 1),
+        side_by_side=False,
+        **given,
+    ).own
+    for peak in worlds.run(_fit, world, options, more):
+        assert abs(forecast.peak_bytes - peak) <= PEAK * peak, (forecast, peak)
+
+
+# -- Every setting -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
