@@ -40,10 +40,15 @@ _RUN = frozenset(
         _aten.resize_.default, _aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset,
     ]
 )  # fmt: skip
-_UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException, NotImplementedError)
+_UNKNOWN = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+    NotImplementedError,
+)
 
 
-class DryRun(LiveBytes):
+class DryRun(LiveBytes):  # type: ignore[no-untyped-call]
     """Counts live bytes as ``LiveBytes`` does, of a program whose operations compute nothing.
 
     Args:
@@ -77,7 +82,7 @@ class DryRun(LiveBytes):
         kind = kind_of(func)
         if kind in (OperationKind.VIEW, OperationKind.LIFTED) or func in _RUN:
             return func(*args, **kwargs)
-        key: list[Hashable] = [func]
+        key: list[Any] = [func]
         is_small = _describe(args, key)
         if kwargs:
             key.extend(kwargs)
@@ -154,7 +159,7 @@ class _Kept(NamedTuple):
         return tensor.zero_() if self.size.numel() <= _SMALL else tensor
 
 
-def _describe(values: Iterable[Any], key: list[Hashable]) -> bool:
+def _describe(values: Iterable[Any], key: list[Any]) -> bool:
     """Append the arguments of an operation to a key, tensors without their values; say whether all are small."""
     is_small = True
     for value in values:
@@ -165,8 +170,7 @@ def _describe(values: Iterable[Any], key: list[Hashable]) -> bool:
             key.append(len(value))
             is_small &= _describe(value, key)
         else:
-            key.append(type(value))  # True, 1 and 1.0 are equal
-            key.append(value)
+            key += (type(value), value)  # True, 1 and 1.0 are equal
     return is_small
 
 

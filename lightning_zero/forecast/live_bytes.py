@@ -1,8 +1,8 @@
 """Bytes of tensors that are alive while a program runs, and the moment at which they are most.
 
 Note [Storages]
-    Every operation of PyTorch, in forwards, backwards and steps, passes a ``TorchDispatchMode``, also those that autograd
-    makes by itself. A storage counts from the operation that returns it until nobody has it any more; what autograd
+    Every operation of PyTorch, in forwards, backwards and steps, passes a ``TorchDispatchMode``, also those of
+    autograd. A storage counts from the operation that returns it until nobody has it any more; what autograd
     keeps for a backward is counted, which a walk over Python's objects does not see. Memory that a kernel takes and
     gives back by itself is not.
 """
@@ -48,7 +48,7 @@ class Moment:
     parts: tuple[int, ...]
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of storages on the CPU that operations make, and those of ``adopt``.
 
     Call protocol:
@@ -62,7 +62,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self, parts: Callable[[], tuple[int, ...]] = tuple, num_away: int = 0) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.parts = parts
         self.num_away = num_away
         self.live = 0  # bytes of all storages
@@ -95,12 +95,12 @@ class LiveBytes(TorchDispatchMode):
             register_module_forward_hook(self._end_module, always_call=True),
         ):
             self._context.callback(handle.remove)
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         """End counting."""
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._context.close()
 
     def __torch_dispatch__(

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -125,7 +124,7 @@ def rehearse(
 
 @contextmanager
 def host_apart(counter: LiveBytes) -> Iterator[None]:
-    """Do not count copies of gradients in host memory, which are in no account: on a CPU they look like the device's."""
+    """Do not count copies of gradients in host memory that are in no account."""
     bring = HostHome.bring_gradient
 
     def bring_apart(home: HostHome, average: Tensor) -> Tensor:
@@ -195,7 +194,7 @@ class _Steps:
             for optimizer in self._optimizers:
                 optimizer.zero_grad()
         with self._counter.phase("backward"), self._engine.backward_scope():
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
 
     # -- Kinds of bytes --------------------------------------------------------------------------------------------
 
@@ -213,7 +212,7 @@ class _Steps:
 
     def _kinds(self, peak: Moment) -> dict[str, int]:
         """Return the bytes on the device at the peak, by kind; those that are not the engine's are the program's."""
-        kinds = dict(zip(_KINDS, peak.parts, strict=False))
+        kinds: dict[str, int] = dict(zip(_KINDS, peak.parts, strict=False))
         kinds["optimizer"] += peak.parts[len(_KINDS)]
         buffers = {id(one): one.nbytes for one in self._trainee.module.buffers()}
         kinds["buffers"] = sum(buffers.values())

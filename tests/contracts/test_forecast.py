@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_zero import ActivationCheckpointing, Communication, MixedPrecision, ZeroEngine, ZeroStrategy
-from lightning_zero.forecast.estimate import estimate_memory
 from lightning_zero.forecast.live_bytes import LiveBytes
 from lightning_zero.forecast.rehearsal import host_apart
 from lightning_zero.forecast.settings import SettingForecast
+from lightning_zero.lightning.estimate import estimate_memory
 from lightning_zero.parallel.activation.checkpointing import checkpoint_activations
 from tests import worlds
 from tests.contracts.test_memory_formula import _live_bytes
@@ -282,9 +282,7 @@ def _fit(rank: int, world: int, options: dict[str, Any], more: dict[str, Any]) -
     """Return the highest bytes of a fit of three steps."""
     counter = LiveBytes()
     with host_apart(counter), counter:
-        fit = trainer(
-            rank, world, ZeroStrategy(**options), max_steps=3, callbacks=[FromTheSecondStep(counter)], **more
-        )
+        fit = trainer(rank, world, ZeroStrategy(**options), max_steps=3, callbacks=[FromTheSecondStep(counter)], **more)
         fit.fit(Program())
         counter.parts = tuple
     return counter.peak.nbytes

@@ -77,7 +77,7 @@ def estimate_memory(
         optimizer: Makes the optimizer from parameters; by default the module's ``configure_optimizers``, or AdamW.
         loss: Computes the loss of a module and a batch; by default ``training_step``, or the module's output if it is a
             scalar or has a ``loss``.
-        precision: As in the Trainer: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``; by default that of the strategy.
+        precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``, as in the Trainer; by default the strategy's.
         accelerator: ``"gpu"``, or ``"cpu"``, on which reductions take more memory.
         ranks_per_node: Ranks of a node, for ``Sharding(params="node")``.
         accumulate_grad_batches: As in the Trainer.
@@ -361,7 +361,7 @@ def _loss(module: nn.Module, batch: Any) -> Tensor:
         ValueError: The step fails without a Trainer, or its result has no loss.
     """
     if isinstance(module, pl.LightningModule) and is_overridden("training_step", module):
-        module.log = module.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign]
+        vars(module).update(dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None))
         try:
             output = module.training_step(batch, 0)
         except Exception as error:

@@ -12,8 +12,8 @@ import yaml
 from torch import nn
 
 from lightning_zero.checkpoint.safetensors import parse_size
-from lightning_zero.forecast.estimate import estimate_memory
 from lightning_zero.forecast.report import draw, json_of, table
+from lightning_zero.lightning.estimate import estimate_memory
 from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.parallel.tensor.command import built, entry_of, first_batch, named
 
@@ -115,10 +115,12 @@ def _strategy(trainer: Mapping[str, Any]) -> ZeroStrategy:
     if given is None or given == "auto":
         return ZeroStrategy()
     if isinstance(given, str) and given.startswith("zero_") and given[5:] in ("0", "1", "2", "3"):
-        return ZeroStrategy(stage=int(given[5:]))
+        return ZeroStrategy(stage=int(given[5:]))  # type: ignore[arg-type]
     if isinstance(given, Mapping) and str(given.get("class_path")).rpartition(".")[2] == "ZeroStrategy":
         return ZeroStrategy(**{name: built(value) for name, value in (given.get("init_args") or {}).items()})
-    raise ValueError(f"`strategy: {given}` is not forecast. Use `lightning_zero.ZeroStrategy`, or `zero_0` to `zero_3`.")
+    raise ValueError(
+        f"`strategy: {given}` is not forecast. Use `lightning_zero.ZeroStrategy`, or `zero_0` to `zero_3`."
+    )
 
 
 def _optimizer(entry: Any) -> Callable[..., torch.optim.Optimizer] | None:

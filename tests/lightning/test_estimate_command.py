@@ -10,7 +10,7 @@ from torch import Tensor, nn, ones
 from torch.utils.data import DataLoader
 
 from lightning_zero.__main__ import main
-from tests.forecast.test_estimate import WIDTH, Program
+from tests.lightning.test_estimate import WIDTH, Program
 
 HERE = __name__
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero import ActivationCheckpointing, LayerSpec, Offload, Pipeline, Sharding, TensorParallel, ZeroStrategy
-from lightning_zero.forecast.estimate import estimate_memory
 from lightning_zero.forecast.settings import SettingForecast
+from lightning_zero.lightning.estimate import estimate_memory
 
 WIDTH = 64
 
