@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -332,17 +333,25 @@ def _optimizers(module: nn.Module, make: Optimizers | None) -> list[Optimizer]:
     Raises:
         ValueError: ``configure_optimizers`` needs a Trainer, or makes none.
     """
+    found = _made_optimizers(module, make)
+    if not found:
+        raise ValueError("`configure_optimizers` makes no optimizer. Give `optimizer=torch.optim.AdamW`.")
+    for optimizer in found:
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ValueError(f"`{type(optimizer).__name__}`, whose step needs a closure, is not forecast yet.")
+    return found
+
+
+def _made_optimizers(module: nn.Module, make: Optimizers | None) -> list[Optimizer]:
     if make is not None:
         return [make(module.parameters())]
     if not isinstance(module, pl.LightningModule):
         return [torch.optim.AdamW(module.parameters(), lr=1e-3)]
     try:
-        found = _found_optimizers(module.configure_optimizers())
+        return _found_optimizers(module.configure_optimizers())
     except Exception as error:
         raise _needs_trainer("configure_optimizers", error) from error
-    if not found:
-        raise ValueError("`configure_optimizers` makes no optimizer. Give `optimizer=torch.optim.AdamW`.")
-    return found
 
 
 def _found_optimizers(given: Any) -> list[Optimizer]:

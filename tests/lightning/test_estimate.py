@@ -131,6 +131,7 @@ def test_options_that_are_not_forecast_are_refused_by_name(strategy: ZeroStrateg
         (Program(), {"accelerator": "tpu"}, "`accelerator='tpu'` is not known"),
         (Program(), {"batch": None}, "needs a batch of `Program`. Give `batch=...`"),
         (Program(), {"batch": torch.ones(2, 3)}, "runs `training_step` without a Trainer, and it failed"),
+        (Program(), {"optimizer": torch.optim.LBFGS}, "`LBFGS`, whose step needs a closure, is not forecast"),
         (_blocks(), {}, "The output of `Sequential` is a `Tensor` without a loss"),
     ],
 )
