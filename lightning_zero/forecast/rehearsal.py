@@ -2,7 +2,8 @@
 
 Note [Why two steps]
     The first step makes optimizer states and learns the order in which units are gathered; from the second on every
-    step is the same.
+    step is the same. Python's garbage collector does not run in it: tensors in reference cycles, which models of
+    transformers make, are alive for as long as they may be.
 """
 
 from __future__ import annotations
@@ -112,11 +113,14 @@ def rehearse(
         engine: Without a module; is closed behind the steps.
         checkpointing: Activations that are recomputed.
     """
+    was_enabled = gc.isenabled()
     gc.collect()
     with host_apart(counter), counter:
         try:
             return _Steps(counter, trainee(), engine, checkpointing).run()
         finally:
+            if was_enabled:
+                gc.enable()
             counter.parts = tuple
             if engine.module is not None:
                 engine.close()
@@ -156,6 +160,7 @@ class _Steps:
         """Make two steps."""
         self._step()
         gc.collect()
+        gc.disable()
         self._engine.internals.fits.reset_stats()
         self._count_states()
         self._counter.reset_peak()

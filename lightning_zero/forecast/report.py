@@ -10,20 +10,21 @@ from lightning_zero.forecast.settings import MemoryForecast, SettingForecast
 
 __all__ = ["draw", "json_of", "table"]
 
-_GIB = 2**30
+_UNITS = {"MiB": 2**20, "GiB": 2**30}
 _KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "workspace", "buffers")
 _COLOURS = ("#4285c8", "#e1964b", "#5aa05a", "#9fc5e8", "#c27ba0", "#b7b7b7", "#8e7cc3")
 
 
 def table(forecast: MemoryForecast, memory: int | None = None) -> str:
-    """Return a row per setting, with the bytes of a rank in GiB; ``>`` marks the setting that was asked for.
+    """Return a row per setting, with the bytes of a rank; ``>`` marks the setting that was asked for.
 
     Args:
         forecast: The forecast.
         memory: Bytes of the device: a column says which settings fit.
     """
     head = ["", "setting", "params", "grads", "optim", "activ.", "other", "peak", "at", "host", "sent", "across"]
-    rows = [_row(one, memory) for one in forecast.settings]
+    unit = _unit(forecast)
+    rows = [_row(one, memory, _UNITS[unit]) for one in forecast.settings]
     if memory is not None:
         head.append("fits")
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
@@ -33,26 +34,30 @@ def table(forecast: MemoryForecast, memory: int | None = None) -> str:
         for cells in (list(enumerate(zip(row, widths, strict=True))) for row in [head, *rows])
     ]
     title = (
-        f"GiB per rank at the peak of a step, on {forecast.world_size} rank(s), precision {forecast.precision}; sent"
+        f"{unit} per rank at the peak of a step, on {forecast.world_size} rank(s), precision {forecast.precision}; sent"
         " per step, and across nodes where a scope says so"
     )
     return "\n".join([title, *lines])
 
 
-def _row(one: SettingForecast, memory: int | None) -> list[str]:
+def _row(one: SettingForecast, memory: int | None, unit: int) -> list[str]:
     parts = one.at_peak
+    engine = [parts[kind] for kind in ("parameters", "gradients", "optimizer")]
     other = sum(parts.get(kind, 0) for kind in ("gathered", "workspace", "buffers"))
-    engine = [_gib(parts[kind]) for kind in ("parameters", "gradients", "optimizer")]
-    place = f"{one.phase} {one.module}".strip()
-    row = [">" if one.is_own else "", str(one.setting), *engine, _gib(parts.get("activations", 0)), _gib(other)]
-    row += [_gib(one.peak_bytes), place, _gib(sum(one.host.values())), _gib(one.sent_bytes)]
-    row.append("-" if one.sent_across_nodes is None else _gib(one.sent_across_nodes))
+    sizes = [_size(nbytes, unit) for nbytes in (*engine, parts.get("activations", 0), other, one.peak_bytes)]
+    row = [">" if one.is_own else "", str(one.setting), *sizes, f"{one.phase} {one.module}".strip()]
+    row += [_size(sum(one.host.values()), unit), _size(one.sent_bytes, unit)]
+    row.append("-" if one.sent_across_nodes is None else _size(one.sent_across_nodes, unit))
     return row if memory is None else [*row, "yes" if one.peak_bytes <= memory else "no"]
 
 
-def _gib(nbytes: int) -> str:
-    gib = nbytes / _GIB
-    return f"{gib:.2f}" if gib >= 0.1 or not nbytes else f"{gib:.1g}"
+def _unit(forecast: MemoryForecast) -> str:
+    most = max(one.peak_bytes for one in forecast.settings)
+    return "GiB" if most >= _UNITS["GiB"] else "MiB"
+
+
+def _size(nbytes: int, unit: int) -> str:
+    return f"{nbytes / unit:.2f}"
 
 
 def json_of(forecast: MemoryForecast, memory: int | None = None) -> str:
@@ -78,19 +83,19 @@ def draw(forecast: MemoryForecast, path: Path, memory: int | None = None) -> Non
         raise RuntimeError("`--plot` needs matplotlib: `pip install matplotlib`.") from error
     if not path.parent.is_dir():
         raise ValueError(f"`--plot {path}`: the folder `{path.parent}` does not exist.")
-    names = [str(one.setting) for one in forecast.settings]
+    names, unit = [str(one.setting) for one in forecast.settings], _UNITS[_unit(forecast)]
     figure = Figure(figsize=(9, 1.2 + 0.34 * len(names)))
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     starts = [0.0] * len(names)
     for kind, colour in zip(_KINDS, _COLOURS, strict=True):
-        sizes = [one.at_peak.get(kind, 0) / _GIB for one in forecast.settings]
+        sizes = [one.at_peak.get(kind, 0) / unit for one in forecast.settings]
         axes.barh(names, sizes, left=starts, color=colour, label=kind)
         starts = [start + size for start, size in zip(starts, sizes, strict=True)]
     if memory is not None:
-        axes.axvline(memory / _GIB, color="black", linestyle="--", label=f"memory, {_gib(memory)} GiB")
+        axes.axvline(memory / unit, color="black", linestyle="--", label="memory of the device")
     axes.invert_yaxis()
-    axes.set_xlabel(f"GiB per rank at the peak, {forecast.world_size} rank(s), {forecast.precision}")
+    axes.set_xlabel(f"{_unit(forecast)} per rank at the peak, {forecast.world_size} rank(s), {forecast.precision}")
     axes.legend(loc="lower right", fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=110)

@@ -167,6 +167,7 @@ def _run(rank: int, world: int, case: Case) -> dict[str, int]:
         for step in range(2):
             if step:
                 gc.collect()
+                gc.disable()  # tensors in cycles are alive for as long as they may be
                 counter.parts, counter.num_away = _away(engine), 1
                 counter.reset_peak()
             autocast = torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16-mixed")
@@ -180,6 +181,7 @@ def _run(rank: int, world: int, case: Case) -> dict[str, int]:
             gc.collect()
             alive = _live_bytes() - before
             optimizer.step()
+        gc.enable()
         peak = counter.peak.nbytes
         counter.parts = tuple
         engine.close()
@@ -275,6 +277,8 @@ class FromTheSecondStep(pl.Callback):
         if trainer.global_step == 1:
             engine = trainer.strategy.engine  # type: ignore[attr-defined]
             self.counter.parts, self.counter.num_away = _away(engine), 1
+            gc.collect()
+            gc.disable()
             self.counter.reset_peak()
 
 
@@ -284,6 +288,7 @@ def _fit(rank: int, world: int, options: dict[str, Any], more: dict[str, Any]) -
     with host_apart(counter), counter:
         fit = trainer(rank, world, ZeroStrategy(**options), max_steps=3, callbacks=[FromTheSecondStep(counter)], **more)
         fit.fit(Program())
+        gc.enable()
         counter.parts = tuple
     return counter.peak.nbytes
 
