@@ -179,7 +179,6 @@ class Communicator:
         self._groups: GroupSet | None = None  # None in a world of one rank, and when it is closed
         self.timeout_s = config.timeout_s
         self._backend = ""
-        self._is_pretended = False  # one rank is all there is; calls go as over `Communication(backend=...)`
         self._abandoned_for: str | None = None  # an error on this rank
         self._is_interrupted = False  # see `interrupt`
         self.running: dict[Pending, None] = {}  # nobody has waited for them, in the order in which they were started
@@ -235,13 +234,17 @@ class Communicator:
         if self.world_size == 1:
             return
         transport = dist.get_backend(self._process_group)
-        self._is_pretended = transport == "fake"
         self._backend = self._config.backend or transport
-        kind = transport if self._is_pretended else self._backend
+        kind = transport if transport == "fake" else self._backend
         self._groups = borrow(self, self._own_ranks, kind, self.timeout_s)
         self._loan = self._groups.loan
         if lets_device_wait(self.device, self._backend):
             self.waits = Waits(self.device, [self._groups.gather, self._groups.reduce])
+
+    @property
+    def _is_pretended(self) -> bool:
+        """Whether this rank is all there is; its calls go as over `Communication(backend=...)`."""
+        return bool(dist.get_backend(self._process_group) == "fake")
 
     @property
     def _gather_group(self) -> Any:

@@ -73,7 +73,7 @@ class DryRun(LiveBytes):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Return what an operation would return, and count it."""
+        """Return the results that an operation would have, and count them."""
         result = self._run(func, args, kwargs or {})
         self.count(result, func)
         return result

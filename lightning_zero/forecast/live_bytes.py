@@ -106,7 +106,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation and count what it returns."""
+        """Run an operation and count its results."""
         result = func(*args, **(kwargs or {}))
         self.count(result, func)
         return result
@@ -215,7 +215,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class OperationKind(Enum):
-    """What an operation does to memory: makes tensors, writes its arguments, shows their memory, or communicates."""
+    """The use of memory by an operation: makes tensors, writes its arguments, shows their memory, or communicates."""
 
     FRESH = "fresh"
     LIFTED = "lifted"  # a tensor that was made elsewhere, from Python's values
