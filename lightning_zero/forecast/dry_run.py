@@ -4,8 +4,9 @@ Note [How]
     Tensors are ordinary ones on the CPU, so hooks, autocast, autograd and the engine run as ever. But an operation on
     anything that is not small is not computed: a run of it on fake tensors says which results it has, and these get
     memory that is never written. The system gives a page of memory when it is first touched, so a model of any size
-    takes address space alone. Small tensors (``_SMALL`` elements) have their values, which decide how a program goes
-    on: counters, flags, agreements. Small results of large tensors are zeros.
+    takes address space alone. Small tensors (``_SMALL`` elements; more of integers and bools, such as positions and
+    masks) have their values, which decide how a program goes on. Small results of large tensors are zeros, and so is
+    everything that is read of them: a forecast is the same every time.
 
 Note [What is run nevertheless]
     Views, which move no memory. Operations of which fake tensors do not know the result, because it depends on values
@@ -32,7 +33,7 @@ from lightning_zero_ops import chunks
 
 __all__ = ["DryRun"]
 
-_SMALL = 1024  # elements of a tensor that is computed
+_SMALL, _SMALL_INTEGERS = 2**10, 2**20  # elements of a tensor that is computed, with and without fractions
 _aten = torch.ops.aten
 _RUN = frozenset(
     [
@@ -40,6 +41,7 @@ _RUN = frozenset(
         _aten.resize_.default, _aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset,
     ]
 )  # fmt: skip
+_READS = frozenset({_aten._local_scalar_dense.default, _aten.is_nonzero.default})
 _UNKNOWN = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -59,6 +61,7 @@ class DryRun(LiveBytes):  # type: ignore[no-untyped-call]
         super().__init__()
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self._known = {} if known is None else known
+        self._blank: set[int] = set()  # storages that are never written, by address
 
     def __enter__(self) -> DryRun:
         """Begin to run dry; steps of optimizers on a CPU make no piece of theirs, and use one thread."""
@@ -80,13 +83,16 @@ class DryRun(LiveBytes):  # type: ignore[no-untyped-call]
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind = kind_of(func)
-        if kind in (OperationKind.VIEW, OperationKind.LIFTED) or func in _RUN:
+        if kind in (OperationKind.VIEW, OperationKind.LIFTED):
             return func(*args, **kwargs)
+        if func in _RUN:
+            is_blank = func in _READS and self._is_blank(args[0])
+            return _zero_of(args[0].dtype) if is_blank else func(*args, **kwargs)
         key: list[Any] = [func]
-        is_small = _describe(args, key)
+        is_small = self._describe(args, key)
         if kwargs:
             key.extend(kwargs)
-            is_small &= _describe(kwargs.values(), key)
+            is_small &= self._describe(kwargs.values(), key)
         if func is _aten.equal.default and not is_small:
             return True  # values of the same origin
         if kind is OperationKind.FRESH:
@@ -107,7 +113,29 @@ class DryRun(LiveBytes):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if is_small and results.are_small:
             return func(*args, **kwargs)
-        return results.make()
+        return results.make(self._blank)
+
+    def _describe(self, values: Iterable[Any], key: list[Any]) -> bool:
+        """Append the arguments of an operation to a key, tensors without values; say whether all are to be computed."""
+        is_small = True
+        for value in values:
+            if isinstance(value, Tensor):
+                key.append((value.size(), value.stride(), value.dtype, value.device.type))
+                is_small = is_small and _is_small(value.numel(), value.dtype) and not self._is_blank(value)
+            elif type(value) in (list, tuple):
+                key.append(len(value))
+                is_small &= self._describe(value, key)
+            else:
+                key += (type(value), value)  # True, 1 and 1.0 are equal
+        return is_small
+
+    def _is_blank(self, tensor: Tensor) -> bool:
+        """Say whether a tensor lies in memory that is never written."""
+        return tensor.device.type == "cpu" and tensor.untyped_storage()._cdata in self._blank
+
+    def _forget(self, key: int) -> None:
+        super()._forget(key)
+        self._blank.discard(key)
 
     def _results(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable) -> _Results:
         try:
@@ -133,12 +161,12 @@ class _Results:
     def __init__(self, results: Any) -> None:
         leaves, self._tree = tree_flatten(results)
         self._leaves = [_Kept.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.are_small = all(leaf.size.numel() <= _SMALL for leaf in self._leaves if isinstance(leaf, _Kept))
+        self.are_small = all(leaf.is_small for leaf in self._leaves if isinstance(leaf, _Kept))
         self._is_one = isinstance(results, Tensor)
 
-    def make(self) -> Any:
-        """Return tensors like them: zeros if they are small, else memory that is not touched."""
-        made = [leaf.make() if isinstance(leaf, _Kept) else leaf for leaf in self._leaves]
+    def make(self, blank: set[int]) -> Any:
+        """Return tensors like them: zeros if they are small, else memory that is not touched, noted in ``blank``."""
+        made = [leaf.make(blank) if isinstance(leaf, _Kept) else leaf for leaf in self._leaves]
         return made[0] if self._is_one else tree_unflatten(made, self._tree)
 
 
@@ -154,24 +182,25 @@ class _Kept(NamedTuple):
     def of(cls, tensor: Tensor) -> _Kept:
         return cls(tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
 
-    def make(self) -> Tensor:
+    @property
+    def is_small(self) -> bool:
+        return _is_small(self.size.numel(), self.dtype)
+
+    def make(self, blank: set[int]) -> Tensor:
         tensor = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
-        return tensor.zero_() if self.size.numel() <= _SMALL else tensor
+        if self.is_small:
+            return tensor.zero_()
+        if self.device.type == "cpu":
+            blank.add(tensor.untyped_storage()._cdata)
+        return tensor
 
 
-def _describe(values: Iterable[Any], key: list[Any]) -> bool:
-    """Append the arguments of an operation to a key, tensors without their values; say whether all are small."""
-    is_small = True
-    for value in values:
-        if isinstance(value, Tensor):
-            key.append((value.size(), value.stride(), value.dtype, value.device.type))
-            is_small &= value.numel() <= _SMALL
-        elif type(value) in (list, tuple):
-            key.append(len(value))
-            is_small &= _describe(value, key)
-        else:
-            key += (type(value), value)  # True, 1 and 1.0 are equal
-    return is_small
+def _is_small(numel: int, dtype: torch.dtype) -> bool:
+    return numel <= (_SMALL if dtype.is_floating_point or dtype.is_complex else _SMALL_INTEGERS)
+
+
+def _zero_of(dtype: torch.dtype) -> Any:
+    return torch.zeros((), dtype=dtype).item()
 
 
 # -- Operations --------------------------------------------------------------------------------------------------------

@@ -38,6 +38,16 @@ def test_small_tensors_have_their_values() -> None:
         assert torch.ones(10).repeat(MANY).shape == (10 * MANY,)
 
 
+def test_values_that_are_read_of_large_tensors_are_zeros() -> None:
+    with DryRun():
+        large = torch.full((MANY,), 3.0)
+        assert large[0].item() == 0
+        assert not bool((large[:4] == 3).all())
+        assert large[:4].sum().item() == 0
+        positions = torch.arange(MANY)
+        assert bool((positions.diff() == 1).all())
+
+
 def _attention(x: Tensor) -> Any:
     q = x.view(2, 4, -1, 16)
     return F.scaled_dot_product_attention(q, q, q, is_causal=True)
