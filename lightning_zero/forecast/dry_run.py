@@ -6,7 +6,7 @@ Note [How]
     memory that is never written. The system gives a page of memory when it is first touched, so a model of any size
     takes address space alone. Small tensors (``_SMALL`` elements; more of integers and bools, such as positions and
     masks) have their values, which decide how a program goes on. Small results of large tensors are zeros, and so is
-    everything that is read of them: a forecast is the same every time.
+    everything that is read of them: what memory held before decides nothing.
 
 Note [What is run nevertheless]
     Views, which move no memory. Operations of which fake tensors do not know the result, because it depends on values

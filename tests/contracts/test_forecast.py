@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -326,3 +330,55 @@ def test_forecasts_are_those_of_a_fit(options: dict[str, Any], more: dict[str, A
 @pytest.mark.parametrize("case", [case for case in _matrix() if case not in QUICK], ids=str)
 def test_forecasts_are_those_of_a_run_in_every_setting(case: Case) -> None:
     _compare(case)
+
+
+# -- A large model -----------------------------------------------------------------------------------------------------
+
+
+class Llama70B(pl.LightningModule):
+    """A Llama of 70 billion parameters, without values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = LlamaConfig(
+            vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+            num_key_value_heads=8, max_position_embeddings=8192, use_cache=False,
+        )  # fmt: skip
+        with torch.device("meta"):
+            self.model = LlamaForCausalLM(config)
+        self.example_input_array = torch.zeros(1, 4096, dtype=torch.long)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+_COMMAND = """
+import json, resource, sys, time
+from lightning_zero.__main__ import main
+began = time.process_time()
+status = main(sys.argv[1:])
+print(time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
+sys.exit(status)
+"""
+
+
+@pytest.mark.slow
+def test_a_model_of_70_billion_parameters_takes_a_minute_and_4_gib(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    strategy = "{class_path: lightning_zero.ZeroStrategy, init_args: {stage: 3, activation_checkpointing: true}}"
+    config.write_text(
+        f"trainer: {{precision: bf16-mixed, strategy: {strategy}}}\nmodel: {{class_path: {__name__}.Llama70B}}\n"
+    )
+    options = ["estimate", f"--config={config}", "--world=64", "--only=true", "--json=true"]
+    done = subprocess.run([sys.executable, "-c", _COMMAND, *options], capture_output=True, text=True, check=True)
+    seconds, kib = map(float, done.stderr.splitlines()[-1].split())
+    assert seconds < 60
+    assert kib < 4 * 2**20
+    (row,) = json.loads(done.stdout)["settings"]
+    numel = 70_553_706_496
+    assert abs(row["device"]["parameters"] - 2 * numel / 64) <= PERSISTENT * row["device"]["parameters"]
+    assert abs(row["device"]["optimizer"] - 12 * numel / 64) <= PERSISTENT * row["device"]["optimizer"]
