@@ -22,7 +22,7 @@ def table(forecast: MemoryForecast, memory: int | None = None) -> str:
         forecast: The forecast.
         memory: Bytes of the device: a column says which settings fit.
     """
-    head = ["", "setting", "params", "grads", "optim", "activ.", "other", "peak", "at", "host", "sent", "across"]
+    head = ["", "setting", "params", "grads", "optim", "acts", "other", "peak", "at", "host", "sent", "across"]
     unit = _unit(forecast)
     rows = [_row(one, memory, _UNITS[unit]) for one in forecast.settings]
     if memory is not None:
