@@ -16,10 +16,12 @@ from lightning_zero.errors import (
     ReleasedParameterError,
     ShardedGradientError,
 )
+from lightning_zero.forecast.settings import MemoryForecast, Setting, SettingForecast
 from lightning_zero.grid import Grid, ParamAxes
 from lightning_zero.layout import FlatLayout
 from lightning_zero.lightning.callbacks import ExportSafetensors, ZeroMonitor
 from lightning_zero.lightning.checkpoint_io import load_from_checkpoint, name_the_reader_of_directories
+from lightning_zero.lightning.estimate import estimate_memory
 from lightning_zero.lightning.precision import LossScale
 from lightning_zero.lightning.strategy import ZeroStrategy, register_strategies
 from lightning_zero.parallel.pipeline.stages.specs import LayerSpec, TiedLayerSpec
@@ -43,6 +45,7 @@ __all__ = [
     "LRRangeTest",
     "LayerSpec",
     "LossScale",
+    "MemoryForecast",
     "MixedPrecision",
     "Offload",
     "OneCycle",
@@ -53,6 +56,8 @@ __all__ = [
     "Pipeline",
     "PipelineError",
     "ReleasedParameterError",
+    "Setting",
+    "SettingForecast",
     "Sharding",
     "ShardedGradientError",
     "TensorParallel",
@@ -64,6 +69,7 @@ __all__ = [
     "ZeroEngine",
     "ZeroMonitor",
     "ZeroStrategy",
+    "estimate_memory",
     "export_safetensors",
     "gathered",
     "load_from_checkpoint",

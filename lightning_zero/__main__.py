@@ -13,6 +13,7 @@ from jsonargparse import auto_cli
 from lightning_zero.checkpoint.consolidate import consolidate
 from lightning_zero.checkpoint.convert import convert
 from lightning_zero.compat.deepspeed_yaml import convert_config
+from lightning_zero.lightning.estimate_command import estimate
 from lightning_zero.parallel.pipeline.schedule.picture import pipeline
 from lightning_zero.parallel.tensor.command import tensor_plan
 
@@ -22,6 +23,7 @@ COMMANDS: dict[str, Any] = {
     "consolidate": consolidate,
     "convert": convert,
     "convert-config": convert_config,
+    "estimate": estimate,
     "pipeline": pipeline,
     "tensor-plan": tensor_plan,
 }
@@ -30,7 +32,10 @@ COMMANDS: dict[str, Any] = {
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status: 0, 1 after an error, 2 (by ``SystemExit``) for arguments not known."""
     given = list(sys.argv[1:] if args is None else args)
-    if given[:1] == ["tensor-plan"]:  # `auto_cli` has a `--config` of its own, and gives none to a command
+    if given[:1] in (
+        ["tensor-plan"],
+        ["estimate"],
+    ):  # `auto_cli` has a `--config` of its own, and gives none to a command
         given = [re.sub(r"^--config(?==|$)", "--run", one) for one in given]
     try:
         auto_cli(COMMANDS, args=given, prog="python -m lightning_zero")

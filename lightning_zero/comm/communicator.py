@@ -233,11 +233,18 @@ class Communicator:
         self.rank = self._own_ranks.index(dist.get_rank())
         if self.world_size == 1:
             return
-        self._backend = self._config.backend or dist.get_backend(self._process_group)
-        self._groups = borrow(self, self._own_ranks, self._backend, self.timeout_s)
+        transport = dist.get_backend(self._process_group)
+        self._backend = self._config.backend or transport
+        kind = transport if transport == "fake" else self._backend
+        self._groups = borrow(self, self._own_ranks, kind, self.timeout_s)
         self._loan = self._groups.loan
         if lets_device_wait(self.device, self._backend):
             self.waits = Waits(self.device, [self._groups.gather, self._groups.reduce])
+
+    @property
+    def _is_pretended(self) -> bool:
+        """Whether this rank is all there is; its calls go as over `Communication(backend=...)`."""
+        return bool(dist.get_backend(self._process_group) == "fake")
 
     @property
     def _gather_group(self) -> Any:
@@ -532,8 +539,8 @@ class Communicator:
         Raises:
             CollectiveError: A peer did not come in time, or came for another call.
         """
-        if self.world_size == 1:
-            return [value]
+        if self.world_size == 1 or self._is_pretended:
+            return [value] * self.world_size
         found: list[Any] = [None] * self.world_size
         # Over a group that is given, a thread saves: nothing of the step waits for it.
         with self._waiting(what, self.object_group) if group is None else self._named(what):

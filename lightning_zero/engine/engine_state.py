@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -266,6 +266,10 @@ class EngineState:
         """End an interrupted backward, before gradients are read or assigned. No collective."""
         if self.module is not None:
             self.sharded.hooks.scopes.recover()
+
+    def stay_in_thread(self, during: Callable[[], AbstractContextManager[None]]) -> None:
+        """Make the steps of offloaded units at once, in the thread that asks for them, each in a context."""
+        self._thread.stay_here(during)
 
     def _mark_stale(self, buffer: FlatBuffer) -> None:
         self.param_index.unit_of(buffer).mark_stale()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
@@ -13,6 +13,7 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.engine_state import EngineState
 from lightning_zero.engine.runtime.accumulation_hooks import has_hooks_of_program
 from lightning_zero.microbatch import Microbatch
+from lightning_zero.storage.store import Accounts
 
 __all__ = ["StepControl"]
 
@@ -127,6 +128,16 @@ class StepControl:
         """
         self._state.require_module()
         return [] if self._state.parts is None else self._state.parts.sum_gradients(self._state.buffers)
+
+    # -- Forecasts -------------------------------------------------------------------------------------------------
+
+    def make_in_this_thread(self, during: Callable[[], AbstractContextManager[None]]) -> None:
+        """Make the steps of offloaded units at once, in the thread that asks for them, each in a context."""
+        self._state.stay_in_thread(during)
+
+    def accounts(self) -> tuple[Accounts, Accounts]:
+        """Return the accounts of the device and of host memory."""
+        return self._state.sharded.store, self._state.sharded.placement.host
 
     # -- The step window -------------------------------------------------------------------------------------------
 

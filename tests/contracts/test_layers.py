@@ -46,6 +46,7 @@ LEVELS: dict[str, int] = {
     "lightning_zero.engine.access": 7,
     "lightning_zero.engine": 8,
     "lightning_zero.checkpoint": 9,
+    "lightning_zero.forecast": 9,
     "lightning_zero.lightning": 10,
     "lightning_zero.__main__": 11,
     "lightning_zero": 12,

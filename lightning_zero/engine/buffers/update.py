@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -30,7 +31,7 @@ class Update:
         name: str,
         calls: Sequence[Callable[[], None]],
         *,
-        thread: ThreadPoolExecutor | None,
+        thread: Executor | None,
         during: Callable[[], AbstractContextManager[None]] = nullcontext,
         announcing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
@@ -71,9 +72,18 @@ class StepThread:
 
     def __init__(self, device: Callable[[], torch.device]) -> None:
         self._device = device
-        self._executor: ThreadPoolExecutor | None = None
+        self._executor: Executor | None = None
 
-    def executor(self) -> ThreadPoolExecutor:
+    def stay_here(self, during: Callable[[], AbstractContextManager[None]]) -> None:
+        """Make steps at once, in the thread that asks for them.
+
+        Args:
+            during: Makes the context around each.
+        """
+        self.close()
+        self._executor = _Here(during)
+
+    def executor(self) -> Executor:
         """Return the thread, started if it is not yet."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "lightning_zero-step", first_call_of_thread(self._device()))
@@ -84,3 +94,19 @@ class StepThread:
         if self._executor is not None:
             self._executor.shutdown()
             self._executor = None
+
+
+class _Here(Executor):
+    """Runs functions before ``submit`` returns."""
+
+    def __init__(self, during: Callable[[], AbstractContextManager[None]]) -> None:
+        self._during = during
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            with self._during():
+                future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future

@@ -18,7 +18,7 @@ from lightning_zero.parallel.tensor.plan import TensorParallel
 from lightning_zero.parallel.tensor.planning import plan_model
 from lightning_zero.trees import tree_leaves
 
-__all__ = ["tensor_plan"]
+__all__ = ["built", "entry_of", "first_batch", "named", "tensor_plan"]
 
 
 def tensor_plan(
@@ -61,18 +61,23 @@ def _options(content: Any, size: int | None, plan: Literal["auto", "model"] | No
 
 def _model(config: Path | None, module: str | None, content: Any) -> nn.Module:
     """Build the model without values of its parameters, or with them if it asks for values while it is built."""
-    entry = {"class_path": module} if module is not None else _entry(config, content, "model")
+    entry = {"class_path": module} if module is not None else entry_of(config, content, "model")
     try:
         with _without_values():
-            model = _built(entry)
+            model = built(entry)
     except (RuntimeError, NotImplementedError):
-        model = _built(entry)
+        model = built(entry)
     if not isinstance(model, nn.Module):
         raise TypeError(f"`{module or 'model'}` gives a `{type(model).__name__}`. Name one that gives an `nn.Module`.")
     return model.train()
 
 
-def _entry(config: Path | None, content: Any, key: str) -> dict[str, Any]:
+def entry_of(config: Path | None, content: Any, key: str) -> dict[str, Any]:
+    """Return the entry of a configuration that says which object is made.
+
+    Raises:
+        ValueError: There is none.
+    """
     entry = content.get(key) if isinstance(content, dict) else None
     if not isinstance(entry, dict) or "class_path" not in entry:
         raise ValueError(
@@ -82,17 +87,17 @@ def _entry(config: Path | None, content: Any, key: str) -> dict[str, Any]:
     return entry
 
 
-def _built(value: Any) -> Any:
+def built(value: Any) -> Any:
     """Build the object of a ``class_path`` and its ``init_args``, which may have others inside."""
     if isinstance(value, dict) and "class_path" in value:
-        arguments = {name: _built(one) for name, one in (value.get("init_args") or {}).items()}
-        return _named(value["class_path"])(**arguments)
+        arguments = {name: built(one) for name, one in (value.get("init_args") or {}).items()}
+        return named(value["class_path"])(**arguments)
     if isinstance(value, dict):
-        return {key: _built(one) for key, one in value.items()}
-    return [_built(one) for one in value] if isinstance(value, list) else value
+        return {key: built(one) for key, one in value.items()}
+    return [built(one) for one in value] if isinstance(value, list) else value
 
 
-def _named(path: str | None) -> Any:
+def named(path: str | None) -> Any:
     """Return a class or function by ``package.module:name`` or ``package.module.name``."""
     package, _, name = (path or "").replace(":", ".").rpartition(".")
     try:
@@ -124,7 +129,7 @@ def _without_values() -> Iterator[None]:
 def _call(model: nn.Module, content: Any) -> Call:
     """Return a function that runs the model, or a copy of it."""
     if isinstance(content, dict) and "data" in content:
-        batch = _first_batch(_built(_entry(None, content, "data")))
+        batch = _first_batch(built(entry_of(None, content, "data")))
         return lambda one: one.training_step(batch, 0)  # type: ignore[operator]
     example = getattr(model, "example_input_array", None)
     if example is not None:
@@ -139,12 +144,16 @@ def _call(model: nn.Module, content: Any) -> Call:
     )
 
 
-def _first_batch(data: Any) -> Any:
+def first_batch(data: Any) -> Any:
     """Return the first batch of a data module."""
     data.prepare_data()
     data.setup("fit")
-    loader = data.train_dataloader()
-    batch = next(iter(loader))
+    return next(iter(data.train_dataloader()))
+
+
+def _first_batch(data: Any) -> Any:
+    """Return the first batch of a data module, of two samples or more."""
+    batch = first_batch(data)
     if any(isinstance(one, Tensor) and one.dim() and one.shape[0] == 1 for one in tree_leaves(batch)):
         raise ValueError("A plan is verified with two samples or more. Use a `batch_size` of at least 2 in `data`.")
     return batch

@@ -1,0 +1,225 @@
+"""Two training steps of one setting, by the engine that a run uses, on one pretended rank and without values.
+
+Note [Why two steps]
+    The first step makes optimizer states and learns the order in which units are gathered; from the second on every
+    step is the same. Python's garbage collector does not run in it: tensors in reference cycles, which models of
+    transformers make, are alive for as long as they may be.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.config import ActivationCheckpointing
+from lightning_zero.engine.buffers.home import HostHome
+from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.forecast.live_bytes import LiveBytes, Moment, replaced
+from lightning_zero.parallel.activation.checkpointing import checkpoint_activations
+from lightning_zero.storage.store import Kind
+
+__all__ = ["Rehearsed", "Trainee", "host_apart", "pretended_world", "rehearse"]
+
+_KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainee:
+    """A model as a run trains it.
+
+    Attributes:
+        module: The model.
+        optimizers: Makes its optimizers.
+        loss: Computes the loss of a batch.
+        context: Makes the context of a forward, such as autocast.
+        clips: Whether gradients are clipped by their norm.
+        microbatches: Micro-batches per step.
+    """
+
+    module: nn.Module
+    optimizers: Callable[[], list[Optimizer]]
+    loss: Callable[[], Tensor]
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    clips: bool = False
+    microbatches: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsed:
+    """The bytes of a rank in the second step.
+
+    Attributes:
+        device: At the end of the backward, by kind.
+        host: Of these kinds in host memory.
+        peak: The moment of the most bytes on the device.
+        at_peak: Bytes on the device at this moment, by kind.
+        sent: Bytes that a rank sends in a step.
+        sent_across: Those of them that are sent by calls over nodes, where ``stage`` has a scope of a node.
+        units: Number of units.
+    """
+
+    device: dict[str, int]
+    host: dict[str, int]
+    peak: Moment
+    at_peak: dict[str, int] = field(default_factory=dict)
+    sent: int
+    sent_across: int
+    units: int
+
+
+@contextmanager
+def pretended_world(world_size: int) -> Iterator[None]:
+    """Be rank 0 of a world whose other ranks are pretended.
+
+    Raises:
+        RuntimeError: There is a process group.
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            "A forecast pretends its ranks, and this process has a process group. Make it before training, or with"
+            " `python -m lightning_zero estimate` in a process of its own."
+        )
+    if world_size == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def rehearse(
+    counter: LiveBytes,
+    trainee: Callable[[], Trainee],
+    engine: ZeroEngine,
+    *,
+    checkpointing: ActivationCheckpointing | None = None,
+) -> Rehearsed:
+    """Train two steps under a counter and return the bytes of the second.
+
+    Args:
+        counter: A ``LiveBytes``, or one that computes nothing.
+        trainee: Makes the model. Called under the counter, so its tensors count.
+        engine: Without a module; is closed behind the steps.
+        checkpointing: Activations that are recomputed.
+    """
+    was_enabled = gc.isenabled()
+    gc.collect()
+    with host_apart(counter), counter:
+        try:
+            return _Steps(counter, trainee(), engine, checkpointing).run()
+        finally:
+            if was_enabled:
+                gc.enable()
+            counter.parts = tuple
+            if engine.module is not None:
+                engine.close()
+
+
+@contextmanager
+def host_apart(counter: LiveBytes) -> Iterator[None]:
+    """Do not count copies of gradients in host memory that are in no account."""
+    bring = HostHome.bring_gradient
+
+    def bring_apart(home: HostHome, average: Tensor) -> Tensor:
+        with counter.apart():
+            return bring(home, average)
+
+    with replaced(HostHome, "bring_gradient", bring_apart):
+        yield
+
+
+class _Steps:
+    """The steps of one engine."""
+
+    def __init__(
+        self, counter: LiveBytes, trainee: Trainee, engine: ZeroEngine, checkpointing: ActivationCheckpointing | None
+    ) -> None:
+        self._counter = counter
+        self._trainee = trainee
+        self._engine = engine
+        module = trainee.module
+        counter.name_modules(module)
+        checkpoint_activations(module, checkpointing, None)
+        engine.shard(module)
+        engine.internals.steps.make_in_this_thread(counter.apart)
+        self._optimizers = trainee.optimizers()
+        engine.attach(*self._optimizers)
+
+    def run(self) -> Rehearsed:
+        """Make two steps."""
+        self._step()
+        gc.collect()
+        gc.disable()
+        self._engine.internals.fits.reset_stats()
+        self._count_states()
+        self._counter.reset_peak()
+        rest = self._step()
+        stats = self._engine.stats()
+        peak = self._counter.peak
+        return Rehearsed(
+            device=rest[0],
+            host=rest[1],
+            peak=peak,
+            at_peak=self._kinds(peak),
+            sent=sum(stats.traffic.values()),
+            sent_across=sum(stats.across_nodes.values()),
+            units=stats.num_units,
+        )
+
+    def _step(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Train on one batch in Lightning's order; return the bytes at the end of the backward."""
+        for number in range(self._trainee.microbatches):
+            is_last = number == self._trainee.microbatches - 1
+            with ExitStack() as stack:
+                stack.enter_context(self._engine.microbatch(last=is_last))
+                self._forward_backward(is_first=number == 0)
+        stats = self._engine.stats()
+        with self._counter.phase("step"):
+            for optimizer in self._optimizers:
+                if self._trainee.clips:
+                    self._engine.clip_grad_norm(optimizer, 1.0)
+                optimizer.step()
+        return stats.memory, stats.host
+
+    def _forward_backward(self, *, is_first: bool) -> None:
+        with self._counter.phase("forward"), self._engine.scope("training_step"), self._trainee.context():
+            loss = self._trainee.loss()
+        if is_first:
+            for optimizer in self._optimizers:
+                optimizer.zero_grad()
+        with self._counter.phase("backward"), self._engine.backward_scope():
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    # -- Kinds of bytes --------------------------------------------------------------------------------------------
+
+    def _count_states(self) -> None:
+        """Let the counter tell the engine's bytes by kind; optimizers have their states by now."""
+        device, host = self._engine.internals.steps.accounts()
+        stats = self._engine.stats()
+        states = stats.memory["optimizer"] - device.live("optimizer")
+        host_states = stats.host["optimizer"] - host.live("optimizer")
+
+        def parts() -> tuple[int, ...]:
+            return (*(device.live(kind) for kind in _KINDS), states, host_states + sum(host.live(k) for k in _KINDS))
+
+        self._counter.parts, self._counter.num_away = parts, 1
+
+    def _kinds(self, peak: Moment) -> dict[str, int]:
+        """Return the bytes on the device at the peak, by kind; those that are not the engine's are the program's."""
+        kinds: dict[str, int] = dict(zip(_KINDS, peak.parts, strict=False))
+        kinds["optimizer"] += peak.parts[len(_KINDS)]
+        buffers = {id(one): one.nbytes for one in self._trainee.module.buffers()}
+        kinds["buffers"] = sum(buffers.values())
+        rest = peak.nbytes - sum(kinds.values())
+        return {**kinds, "workspace" if peak.phase == "step" else "activations": rest}

@@ -1,0 +1,393 @@
+"""``estimate_memory``: the bytes of a training step with every setting, before there is a run."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.blocks import repeated_blocks
+from lightning_zero.config import ActivationCheckpointing, Offload
+from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.forecast.dry_run import DryRun
+from lightning_zero.forecast.rehearsal import Trainee, pretended_world, rehearse
+from lightning_zero.forecast.settings import MemoryForecast, Setting, SettingForecast, plain
+from lightning_zero.lightning.precision import (
+    ZeroHalfPrecision,
+    ZeroMixedPrecision,
+    ZeroPrecision,
+    ZeroStep,
+    engine_precision,
+)
+from lightning_zero.lightning.strategy import ZeroStrategy
+from lightning_zero.parallel.pipeline.stages.specs import SpecifiedLayers
+from lightning_zero.parallel.tensor.examples import run_example
+from lightning_zero.sharding import Sharding
+from lightning_zero.trees import tree_map_only
+
+__all__ = ["estimate_memory"]
+
+_PRECISIONS: dict[str, Callable[[], ZeroStep]] = {
+    "32-true": ZeroPrecision,
+    "bf16-mixed": partial(ZeroMixedPrecision, "bf16-mixed", "cpu"),
+    "bf16-true": partial(ZeroHalfPrecision, "bf16-true"),
+}
+_PERSISTENT = ("parameters", "gradients", "optimizer")
+
+Optimizers = Callable[[Iterator[nn.Parameter]], Optimizer]
+
+
+def estimate_memory(
+    module: nn.Module | Callable[[], nn.Module],
+    strategy: ZeroStrategy | None = None,
+    *,
+    world_size: int,
+    batch: Any = None,
+    optimizer: Optimizers | None = None,
+    loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    precision: str | None = None,
+    accelerator: str = "gpu",
+    ranks_per_node: int | None = None,
+    accumulate_grad_batches: int = 1,
+    clips: bool = False,
+    side_by_side: bool = True,
+) -> MemoryForecast:
+    """Forecast the bytes of a rank in a training step, for the given setting and others side by side.
+
+    Two steps of the engine run on rank 0 of a pretended world, with tensors that nobody writes: no memory is allocated
+    for them, nothing is computed, no GPU is needed. The module is not changed, and may be on the meta device.
+
+    Args:
+        module: A ``LightningModule``, any other module, or a function that makes one, which saves the copies.
+        strategy: The setting; by default ``ZeroStrategy()``.
+        world_size: Number of ranks.
+        batch: Of one rank: argument of ``training_step``, or of the module (a tuple: its arguments, a dict: its keyword
+            arguments). By default the module's ``example_input_array``.
+        optimizer: Makes the optimizer from parameters; by default the module's ``configure_optimizers``, or AdamW.
+        loss: Computes the loss of a module and a batch; by default ``training_step``, or the module's output if it is a
+            scalar or has a ``loss``.
+        precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``, as in the Trainer; by default the strategy's.
+        accelerator: ``"gpu"``, or ``"cpu"``, on which reductions take more memory.
+        ranks_per_node: Ranks of a node, for ``Sharding(params="node")``.
+        accumulate_grad_batches: As in the Trainer.
+        clips: Whether gradients are clipped by their norm.
+        side_by_side: Forecast stages 0 to 3, with and without offloading and checkpointing, too.
+
+    Raises:
+        ValueError: An option, or the module, is one whose memory is not forecast; the error names it.
+        RuntimeError: There is a process group in this process.
+    """
+    strategy = strategy or ZeroStrategy()
+    name = _precision(precision, strategy)
+    _refuse(strategy, world_size=world_size, accelerator=accelerator)
+    plugin = _PRECISIONS[name]()
+    model = _Model(
+        module=module,
+        batch=batch,
+        optimizer=optimizer,
+        loss=loss,
+        plugin=plugin,
+        microbatches=min(accumulate_grad_batches, 2),  # the second one finds gradients of the one before, as all others
+        clips=clips,
+    )
+    engines = _Engines(strategy, plugin, accelerator, ranks_per_node)
+    own = _own(strategy)
+    known: dict[Hashable, Any] = {}
+    with _quiet():
+        rows = [
+            _forecast(setting, model, engines, world_size=world_size, is_own=setting == own, known=known)
+            for setting in _settings(strategy, model, side_by_side=side_by_side)
+        ]
+    return MemoryForecast(world_size=world_size, precision=name, settings=rows, base=_base(strategy))
+
+
+def _forecast(
+    setting: Setting, model: _Model, engines: _Engines, *, world_size: int, is_own: bool, known: dict[Hashable, Any]
+) -> SettingForecast:
+    with pretended_world(world_size):
+        found = rehearse(
+            DryRun(known), model.make, engines.make(setting), checkpointing=setting.activation_checkpointing
+        )
+    return SettingForecast(
+        setting=setting,
+        is_own=is_own,
+        device={kind: found.device[kind] for kind in _PERSISTENT} | {"buffers": found.at_peak["buffers"]},
+        host={kind: found.host[kind] for kind in _PERSISTENT},
+        disk=dict.fromkeys(_PERSISTENT, 0),
+        peak_bytes=found.peak.nbytes,
+        at_peak=found.at_peak,
+        phase=found.peak.phase,
+        module=found.peak.module,
+        sent_bytes=found.sent,
+        sent_across_nodes=found.sent_across if setting.sharding.has_nodes else None,
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide warnings of a run that does not take place, and let the collector pass over objects that are there."""
+    gc.freeze()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        gc.unfreeze()
+
+
+# -- Options -----------------------------------------------------------------------------------------------------------
+
+
+def _precision(given: str | None, strategy: ZeroStrategy) -> str:
+    name = str(given or strategy.precision_plugin.precision)
+    name = {"32": "32-true", "bf16": "bf16-mixed"}.get(name, name)
+    if name not in _PRECISIONS:
+        raise ValueError(f"`precision={name!r}` is not forecast yet. Use {', '.join(map(repr, _PRECISIONS))}.")
+    return name
+
+
+def _refuse(strategy: ZeroStrategy, *, world_size: int, accelerator: str) -> None:
+    """Refuse options whose memory is not forecast.
+
+    Raises:
+        ValueError: There is one.
+    """
+    offload, checkpointing = strategy.offload, strategy.activation_checkpointing
+    policy = "full" if checkpointing is None else checkpointing.policy
+    refused = {
+        "`pipeline`": strategy.pipeline is not None and strategy.pipeline.stages > 1,
+        "`tensor_parallel`": strategy.tensor_parallel is not None,
+        "`offload` to disks": offload is not None and offload.uses_disks,
+        "`Offload(fraction='auto')`": offload is not None and offload.fraction == "auto",
+        "`Offload(step_device='cuda')`": offload is not None and offload.step_device == "cuda",
+        f"`ActivationCheckpointing(policy={policy!r})`": policy not in ("full", "selective"),
+    }
+    for option, is_used in refused.items():
+        if is_used:
+            raise ValueError(f"{option} is not forecast yet. Leave it out, or change it for the forecast.")
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f"`world_size={world_size!r}` must be a number of ranks, 1 or more.")
+    if accelerator not in ("gpu", "cuda", "cpu"):
+        raise ValueError(f"`accelerator={accelerator!r}` is not known. Use 'gpu' or 'cpu'.")
+
+
+def _own(strategy: ZeroStrategy) -> Setting:
+    return Setting(
+        sharding=strategy.sharding,
+        offload=strategy.offload,
+        activation_checkpointing=strategy.activation_checkpointing,
+    )
+
+
+def _settings(strategy: ZeroStrategy, model: _Model, *, side_by_side: bool) -> list[Setting]:
+    """Return the strategy's own setting, and those beside it."""
+    own, checkpointing = _own(strategy), strategy.activation_checkpointing
+    if not side_by_side:
+        return [own]
+    checkpointed = checkpointing or (ActivationCheckpointing() if model.has_blocks() else None)
+    beside = [
+        Setting(sharding=Sharding.of(stage), offload=offload, activation_checkpointing=policy)
+        for stage in (0, 1, 2, 3)
+        for offload in (None, Offload(optimizer="cpu"))
+        for policy in ([None] if checkpointed is None else [None, checkpointed])
+    ]
+    return beside if own in beside else [own, *beside]
+
+
+def _base(strategy: ZeroStrategy) -> dict[str, Any]:
+    """Return the options that all settings share, as in YAML, without the defaults."""
+    default = ZeroStrategy()
+    found = {name: getattr(strategy, name) for name in ("units", "masters", "lowered", "moments", "step")}
+    found = {name: value for name, value in found.items() if value != getattr(default, name)}
+    if strategy.communication != default.communication:
+        found["communication"] = strategy.communication
+    return {name: plain(value) for name, value in found.items()}
+
+
+class _Engines:
+    """Makes the engine of each setting.
+
+    Args:
+        strategy: The other options.
+        plugin: The precision plugin.
+        accelerator: See ``estimate_memory``.
+        ranks_per_node: Likewise.
+    """
+
+    def __init__(self, strategy: ZeroStrategy, plugin: ZeroStep, accelerator: str, ranks_per_node: int | None) -> None:
+        self._ranks_per_node = ranks_per_node
+        self._options: dict[str, Any] = {
+            "units": strategy.units,
+            "communication": replace(strategy.communication, backend="gloo" if accelerator == "cpu" else "nccl"),
+            "precision": engine_precision(plugin, masters=strategy.masters, lowered=strategy.lowered),
+            "device": torch.device("cpu"),
+            "step": strategy.step,
+            "moments": strategy.moments,
+        }
+
+    def make(self, setting: Setting) -> ZeroEngine:
+        """Return a new engine.
+
+        Raises:
+            ValueError: A scope is a node, and nobody has said how many ranks it has.
+        """
+        sharding = setting.sharding
+        if sharding.uses_launcher:
+            if self._ranks_per_node is None:
+                raise ValueError(f"`{sharding}`: say how many ranks a node has, with `ranks_per_node=8`.")
+            sharding = sharding.with_node(self._ranks_per_node)
+        return ZeroEngine(sharding, offload=setting.offload, **self._options)
+
+
+# -- The model ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Model:
+    """The model of the program, and how it is trained; see ``estimate_memory``."""
+
+    module: nn.Module | Callable[[], nn.Module]
+    batch: Any
+    optimizer: Optimizers | None
+    loss: Callable[[nn.Module, Any], Tensor] | None
+    plugin: ZeroStep
+    microbatches: int
+    clips: bool
+
+    def has_blocks(self) -> bool:
+        """Say whether activation checkpointing finds repeated blocks."""
+        with DryRun():
+            return any(True for _ in repeated_blocks(self._new()))
+
+    def _new(self) -> nn.Module:
+        module = _copied(self.module) if isinstance(self.module, nn.Module) else self.module()
+        if isinstance(module, pl.LightningModule):
+            module.configure_model()
+        SpecifiedLayers(module).build(None)
+        _without_meta(module)
+        return module
+
+    def make(self) -> Trainee:
+        """Return a model that may be changed, on the CPU and without memory for its values."""
+        module = self._new()
+        module.train()
+        self.plugin.convert_module(module)
+        batch = self.batch if self.batch is not None else getattr(module, "example_input_array", None)
+        if batch is None and self.loss is None:
+            raise ValueError(
+                f"A forecast needs a batch of `{type(module).__name__}`. Give `batch=...`, or set its"
+                " `example_input_array`."
+            )
+        batch = self.plugin.convert_input(tree_map_only(Tensor, _on_cpu, batch))
+        return Trainee(
+            module=module,
+            optimizers=partial(_optimizers, module, self.optimizer),
+            loss=partial(self.loss or _loss, module, batch),
+            context=self.plugin.train_step_context,
+            clips=self.clips,
+            microbatches=self.microbatches,
+        )
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """Return a copy without its Trainer, which logs nothing."""
+    kept = [getattr(module, name, None) for name in ("_trainer", "_fabric")]
+    memo: dict[int, Any] = {id(one): None for one in kept if one is not None}
+    return copy.deepcopy(module, memo)
+
+
+def _without_meta(module: nn.Module) -> None:
+    """Let parameters and buffers on the meta device be tensors on the CPU, the same ones under all their names."""
+    made: dict[int, nn.Parameter] = {}
+    for child in module.modules():
+        for name, param in child._parameters.items():
+            if param is not None and param.is_meta:
+                if id(param) not in made:
+                    values = torch.empty_like(param, device="cpu")
+                    made[id(param)] = nn.Parameter(values, requires_grad=param.requires_grad)
+                child._parameters[name] = made[id(param)]
+        for name, buffer in child._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                child._buffers[name] = torch.zeros_like(buffer, device="cpu")
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.to("cpu", copy=True)
+
+
+def _optimizers(module: nn.Module, make: Optimizers | None) -> list[Optimizer]:
+    """Return the optimizers of a module.
+
+    Raises:
+        ValueError: ``configure_optimizers`` needs a Trainer, or makes none.
+    """
+    found = _made_optimizers(module, make)
+    if not found:
+        raise ValueError("`configure_optimizers` makes no optimizer. Give `optimizer=torch.optim.AdamW`.")
+    for optimizer in found:
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ValueError(f"`{type(optimizer).__name__}`, whose step needs a closure, is not forecast yet.")
+    return found
+
+
+def _made_optimizers(module: nn.Module, make: Optimizers | None) -> list[Optimizer]:
+    if make is not None:
+        return [make(module.parameters())]
+    if not isinstance(module, pl.LightningModule):
+        return [torch.optim.AdamW(module.parameters(), lr=1e-3)]
+    try:
+        return _found_optimizers(module.configure_optimizers())
+    except Exception as error:
+        raise _needs_trainer("configure_optimizers", error) from error
+
+
+def _found_optimizers(given: Any) -> list[Optimizer]:
+    """Return the optimizers in a result of ``configure_optimizers``."""
+    if isinstance(given, Optimizer):
+        return [given]
+    if isinstance(given, Mapping):
+        return _found_optimizers(given.get("optimizer"))
+    return [one for each in given for one in _found_optimizers(each)] if isinstance(given, (list, tuple)) else []
+
+
+def _loss(module: nn.Module, batch: Any) -> Tensor:
+    """Return the loss of a batch.
+
+    Raises:
+        ValueError: The step fails without a Trainer, or its result has no loss.
+    """
+    if isinstance(module, pl.LightningModule) and is_overridden("training_step", module):
+        vars(module).update(dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None))
+        try:
+            output = module.training_step(batch, 0)
+        except Exception as error:
+            raise _needs_trainer("training_step", error) from error
+    else:
+        output = run_example(module, batch)
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        raise ValueError(
+            f"The output of `{type(module).__name__}` is a `{type(output).__name__}` without a loss. Give"
+            " `loss=lambda module, batch: ...`, which returns one."
+        )
+    return found
+
+
+def _needs_trainer(name: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"A forecast runs `{name}` without a Trainer, and it failed ({type(error).__name__}: {error}). Give"
+        + (" `optimizer=...`." if name == "configure_optimizers" else " `loss=lambda module, batch: ...`.")
+    )

@@ -1,0 +1,384 @@
+"""Forecasts of memory against runs: live bytes of every storage, counted at every operation of a second step."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_zero import ActivationCheckpointing, Communication, MixedPrecision, ZeroEngine, ZeroStrategy
+from lightning_zero.forecast.live_bytes import LiveBytes
+from lightning_zero.forecast.rehearsal import host_apart
+from lightning_zero.forecast.settings import SettingForecast
+from lightning_zero.lightning.estimate import estimate_memory
+from lightning_zero.parallel.activation.checkpointing import checkpoint_activations
+from tests import worlds
+from tests.contracts.test_memory_formula import _live_bytes
+from tests.lightning_programs import trainer
+
+PEAK, PERSISTENT = 0.05, 0.005
+SCALARS = 1024  # bytes: counters of optimizers
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = (one.view(batch, length, 4, width // 4).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(width), Attention(width)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.mlp(x)
+
+
+class GPT(nn.Module):
+    def __init__(self, width: int = 96, depth: int = 4, vocabulary: int = 500) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(64, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return F.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
+
+
+class Stage(nn.Sequential):
+    def __init__(self, width: int) -> None:
+        super().__init__(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
+
+
+class ConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 48, 3, padding=1)
+        self.stages = nn.Sequential(*[Stage(48) for _ in range(4)])
+        self.head = nn.Linear(48, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = F.max_pool2d(self.stages(self.stem(images)), 2)
+        return F.cross_entropy(self.head(x.mean((2, 3))).float(), torch.zeros(len(images), dtype=torch.long))
+
+
+class Llama(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        config = LlamaConfig(
+            vocab_size=500, hidden_size=96, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=64, use_cache=False,
+        )  # fmt: skip
+        self.model = LlamaForCausalLM(config)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        loss: Tensor = self.model(input_ids=ids, labels=ids).loss
+        return loss
+
+
+MODELS: dict[str, tuple[type[nn.Module], Any]] = {
+    "gpt": (GPT, lambda: torch.zeros(4, 48, dtype=torch.long)),
+    "llama": (Llama, lambda: torch.zeros(4, 48, dtype=torch.long)),
+    "conv": (ConvNet, lambda: torch.zeros(4, 3, 24, 24)),
+}
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One setting of one model."""
+
+    model: str
+    stage: int
+    world: int
+    offload: str | None = None
+    checkpointing: str | None = None
+    precision: str = "32-true"
+    optimizer: str = "adamw"
+
+    def __str__(self) -> str:
+        words = (self.model, f"stage{self.stage}", f"w{self.world}", self.offload, self.checkpointing, self.precision)
+        return "-".join(word for word in (*words, self.optimizer) if word not in (None, "32-true", "adamw"))
+
+    @property
+    def policy(self) -> ActivationCheckpointing | None:
+        return None if self.checkpointing is None else ActivationCheckpointing(policy=self.checkpointing)  # type: ignore[arg-type]
+
+
+def _away(engine: ZeroEngine) -> Callable[[], tuple[int, ...]]:
+    """Return a function of the bytes in host memory, which a CPU has in the same memory as its own."""
+    _, host = engine.internals.steps.accounts()
+    states = engine.stats().host["optimizer"] - host.live("optimizer")
+    kinds: tuple[Any, ...] = ("parameters", "gradients", "optimizer", "gathered")
+    return lambda: (states + sum(map(host.live, kinds)),)
+
+
+def _run(rank: int, world: int, case: Case) -> dict[str, int]:
+    """Train two steps as a loop does; return the bytes at the end of the second backward and at its highest."""
+    make, batch = MODELS[case.model]
+    gc.collect()
+    before = _live_bytes()
+    counter = LiveBytes()
+    with host_apart(counter), counter:
+        module = make().train()
+        if case.precision == "bf16-true":
+            module.to(torch.bfloat16)
+        inputs = batch().clone()
+        if case.precision == "bf16-true" and inputs.is_floating_point():
+            inputs = inputs.bfloat16()
+        checkpoint_activations(module, case.policy, None)
+        engine = ZeroEngine(
+            case.stage,
+            offload=case.offload,
+            precision=MixedPrecision(compute_dtype=torch.bfloat16 if case.precision == "bf16-mixed" else None),
+        )
+        engine.shard(module)
+        optimizer = engine.attach(OPTIMIZERS[case.optimizer](module.parameters()))
+        for step in range(2):
+            if step:
+                gc.collect()
+                gc.disable()  # tensors in cycles are alive for as long as they may be
+                counter.parts, counter.num_away = _away(engine), 1
+                counter.reset_peak()
+            autocast = torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16-mixed")
+            with engine.scope("training_step"), autocast:
+                loss = module(inputs)
+            optimizer.zero_grad()
+            with engine.backward_scope():
+                loss.backward()
+            stats = engine.stats()
+            del loss
+            gc.collect()
+            alive = _live_bytes() - before
+            optimizer.step()
+        gc.enable()
+        peak = counter.peak.nbytes
+        counter.parts = tuple
+        engine.close()
+    buffers = sum(one.nbytes for one in module.buffers())
+    kept = sum(stats.memory[kind] for kind in ("parameters", "gradients", "optimizer")) + buffers
+    away = sum(stats.host.values())
+    return {"peak": peak, "persistent": kept, "host": away, "alive": alive - inputs.nbytes}
+
+
+def _forecast(case: Case, **options: Any) -> SettingForecast:
+    make, batch = MODELS[case.model]
+    strategy = ZeroStrategy(
+        stage=case.stage, offload=case.offload, activation_checkpointing=case.policy, communication=Communication()
+    )
+    found = estimate_memory(
+        make,
+        strategy,
+        world_size=case.world,
+        batch=batch(),
+        optimizer=OPTIMIZERS[case.optimizer],
+        precision=case.precision,
+        accelerator="cpu",
+        side_by_side=False,
+        **options,
+    )
+    return found.own
+
+
+def _compare(case: Case) -> None:
+    forecast = _forecast(case)
+    for run in worlds.run(_run, case.world, case):
+        assert abs(forecast.peak_bytes - run["peak"]) <= PEAK * run["peak"], (forecast, run)
+        for mine, found in ((forecast.persistent_bytes, "persistent"), (sum(forecast.host.values()), "host")):
+            assert abs(mine - run[found]) <= PERSISTENT * run[found] + SCALARS, (found, forecast, run)
+        kept = forecast.persistent_bytes + sum(forecast.host.values())
+        assert abs(kept - run["alive"]) <= PERSISTENT * run["alive"] + 8 * SCALARS, (forecast, run)  # as Python sees it
+
+
+def _matrix() -> Iterator[Case]:
+    for model, stage, world, offload, policy in itertools.product(
+        MODELS, (0, 1, 2, 3), (1, 2), (None, "cpu"), (None, "full")
+    ):
+        yield Case(model, stage, world, offload, policy)
+    for model, stage, precision in itertools.product(MODELS, (1, 3), ("bf16-mixed", "bf16-true")):
+        yield Case(model, stage, 2, None, "full", precision)
+    for optimizer, offload in itertools.product(("adam", "sgd"), (None, "cpu")):
+        yield Case("gpt", 2, 2, offload, None, "32-true", optimizer)
+    yield Case("gpt", 3, 2, None, "selective")
+    yield Case("llama", 3, 4)
+
+
+QUICK = [
+    Case("gpt", 3, 2),
+    Case("gpt", 1, 2, "cpu", "full"),
+    Case("llama", 3, 2, None, "full", "bf16-mixed"),
+    Case("conv", 2, 2, "cpu"),
+    Case("conv", 0, 1),
+]
+
+
+@pytest.mark.parametrize("case", QUICK, ids=str)
+def test_forecasts_are_those_of_a_run(case: Case) -> None:
+    _compare(case)
+
+
+# -- Lightning ---------------------------------------------------------------------------------------------------------
+
+
+class Program(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = GPT()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(torch.zeros(16, 48, dtype=torch.long), batch_size=4)  # type: ignore[arg-type]
+
+
+class FromTheSecondStep(pl.Callback):
+    """Measures the peak from the second batch on."""
+
+    def __init__(self, counter: LiveBytes) -> None:
+        self.counter = counter
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 1:
+            engine = trainer.strategy.engine  # type: ignore[attr-defined]
+            self.counter.parts, self.counter.num_away = _away(engine), 1
+            gc.collect()
+            gc.disable()
+            self.counter.reset_peak()
+
+
+def _fit(rank: int, world: int, options: dict[str, Any], more: dict[str, Any]) -> int:
+    """Return the highest bytes of a fit of three steps."""
+    counter = LiveBytes()
+    with host_apart(counter), counter:
+        fit = trainer(rank, world, ZeroStrategy(**options), max_steps=3, callbacks=[FromTheSecondStep(counter)], **more)
+        fit.fit(Program())
+        gc.enable()
+        counter.parts = tuple
+    return counter.peak.nbytes
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "world"),
+    [
+        ({"stage": 3, "activation_checkpointing": True}, {"precision": "bf16-mixed"}, 2),
+        pytest.param({"stage": 2, "offload": "cpu"}, {"gradient_clip_val": 1.0}, 2, marks=pytest.mark.slow),
+        pytest.param({"stage": 1}, {"accumulate_grad_batches": 2, "precision": "bf16-true"}, 2, marks=pytest.mark.slow),
+        pytest.param({"stage": 2, "step": "backward"}, {}, 2, marks=pytest.mark.slow),
+        pytest.param({"stage": 0, "moments": "int8"}, {}, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_forecasts_are_those_of_a_fit(options: dict[str, Any], more: dict[str, Any], world: int) -> None:
+    given = {"precision": more.get("precision"), "clips": "gradient_clip_val" in more}
+    forecast = estimate_memory(
+        Program(),
+        ZeroStrategy(**options),
+        world_size=world,
+        batch=torch.zeros(4, 48, dtype=torch.long),
+        accelerator="cpu",
+        accumulate_grad_batches=more.get("accumulate_grad_batches", 1),
+        side_by_side=False,
+        **given,
+    ).own
+    for peak in worlds.run(_fit, world, options, more):
+        assert abs(forecast.peak_bytes - peak) <= PEAK * peak, (forecast, peak)
+
+
+# -- Every setting -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in _matrix() if case not in QUICK], ids=str)
+def test_forecasts_are_those_of_a_run_in_every_setting(case: Case) -> None:
+    _compare(case)
+
+
+# -- A large model -----------------------------------------------------------------------------------------------------
+
+
+class Llama70B(pl.LightningModule):
+    """A Llama of 70 billion parameters, without values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = LlamaConfig(
+            vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+            num_key_value_heads=8, max_position_embeddings=8192, use_cache=False,
+        )  # fmt: skip
+        with torch.device("meta"):
+            self.model = LlamaForCausalLM(config)
+        self.example_input_array = torch.zeros(1, 4096, dtype=torch.long)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+_COMMAND = """
+import json, resource, sys, time
+from lightning_zero.__main__ import main
+began = time.process_time()
+status = main(sys.argv[1:])
+print(time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
+sys.exit(status)
+"""
+
+
+@pytest.mark.slow
+def test_a_model_of_70_billion_parameters_takes_a_minute_and_4_gib(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    strategy = "{class_path: lightning_zero.ZeroStrategy, init_args: {stage: 3, activation_checkpointing: true}}"
+    config.write_text(
+        f"trainer: {{precision: bf16-mixed, strategy: {strategy}}}\nmodel: {{class_path: {__name__}.Llama70B}}\n"
+    )
+    options = ["estimate", f"--config={config}", "--world=64", "--only=true", "--json=true"]
+    done = subprocess.run([sys.executable, "-c", _COMMAND, *options], capture_output=True, text=True, check=True)
+    seconds, kib = map(float, done.stderr.splitlines()[-1].split())
+    assert seconds < 60
+    assert kib < 4 * 2**20
+    (row,) = json.loads(done.stdout)["settings"]
+    numel = 70_553_706_496
+    assert abs(row["device"]["parameters"] - 2 * numel / 64) <= PERSISTENT * row["device"]["parameters"]
+    assert abs(row["device"]["optimizer"] - 12 * numel / 64) <= PERSISTENT * row["device"]["optimizer"]

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_zero import ActivationCheckpointing, Offload, Sharding, ZeroStrategy
+from lightning_zero.forecast.settings import MemoryForecast, Setting, SettingForecast
+
+
+def made(setting: Setting, peak: int, is_own: bool = False) -> SettingForecast:
+    kinds = {"parameters": peak // 2, "gradients": 0, "optimizer": 0}
+    return SettingForecast(
+        setting=setting,
+        is_own=is_own,
+        device={**kinds, "buffers": 0},
+        host=kinds,
+        peak_bytes=peak,
+        at_peak={**kinds, "gathered": 0, "buffers": 0, "activations": peak - peak // 2},
+        phase="backward",
+        module="blocks.1",
+        sent_bytes=10,
+        sent_across_nodes=None,
+    )
+
+
+def setting(stage: Any, offload: bool = False, checkpointing: bool = False) -> Setting:
+    return Setting(
+        sharding=Sharding.of(stage),
+        offload=Offload(optimizer="cpu") if offload else None,
+        activation_checkpointing=ActivationCheckpointing() if checkpointing else None,
+    )
+
+
+def forecast() -> MemoryForecast:
+    rows = [
+        made(setting(0), 100),
+        made(setting(3), 60, is_own=True),
+        made(setting(1, checkpointing=True), 50),
+        made(setting(1, offload=True), 40),
+        made(setting(3, offload=True, checkpointing=True), 20),
+    ]
+    return MemoryForecast(world_size=8, precision="bf16-mixed", settings=rows, base={"units": ["Block"]})
+
+
+@pytest.mark.parametrize(
+    ("memory", "expected"),
+    [(100, "stage 0"), (99, "stage 3"), (59, "stage 1, checkpointing"), (49, "stage 1, offload cpu"), (19, None)],
+)
+def test_the_fastest_that_fits_does_the_least_besides(memory: int, expected: str | None) -> None:
+    found = forecast().fastest(memory)
+    assert (found and str(found.setting)) == expected
+
+
+def test_yaml_makes_the_strategy() -> None:
+    rows = forecast()
+    content = yaml.safe_load(rows.yaml(rows.settings[-1]))
+    assert content["trainer"]["precision"] == "bf16-mixed"
+    options = content["trainer"]["strategy"]["init_args"]
+    assert options == {"units": ["Block"], "stage": 3, "offload": "cpu", "activation_checkpointing": True}
+    assert ZeroStrategy(**options).offload == Offload(optimizer="cpu")
+
+
+def test_options_with_fields_are_dicts_of_those_that_are_set() -> None:
+    one = Setting(
+        sharding=Sharding(params="node", grads="node"),
+        offload=Offload(optimizer="cpu", params=None, fraction=0.5),
+        activation_checkpointing=ActivationCheckpointing(every=2),
+    )
+    assert one.options["offload"] == {"fraction": 0.5}
+    assert one.options["activation_checkpointing"] == {"every": 2}
+    assert Sharding.of(one.options["stage"]) == one.sharding
+    assert str(one) == "stage params=node grads=node, offload fraction=0.5, checkpointing every=2"
+
+
+def test_the_own_setting_is_found() -> None:
+    assert forecast().own.peak_bytes == 60
+    assert forecast().own.persistent_bytes == 30
+    assert forecast().as_dict()["settings"][1]["is_own"]

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_zero import ActivationCheckpointing, LayerSpec, Offload, Pipeline, Sharding, TensorParallel, ZeroStrategy
+from lightning_zero.forecast.settings import SettingForecast
+from lightning_zero.lightning.estimate import estimate_memory
+
+WIDTH = 64
+
+
+def _blocks(depth: int = 3) -> nn.Sequential:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(depth)])
+
+
+class Program(pl.LightningModule):
+    def __init__(self, make: Callable[[], nn.Module] = _blocks) -> None:
+        super().__init__()
+        self.net = make()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = self.net(batch).square().mean()
+        self.log("loss", loss)
+        return {"loss": loss}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+
+
+class Configured(Program):
+    def __init__(self) -> None:
+        super().__init__(nn.Identity)
+
+    def configure_model(self) -> None:
+        if isinstance(self.net, nn.Identity):
+            self.net = _blocks()
+
+
+BATCH = torch.ones(8, WIDTH)
+
+
+def _own(module: Any, strategy: ZeroStrategy | None = None, **options: Any) -> SettingForecast:
+    options = {"world_size": 2, "batch": BATCH, **options}
+    return estimate_memory(module, strategy, side_by_side=False, **options).own
+
+
+def test_settings_stand_side_by_side_and_the_module_stays() -> None:
+    module = Program()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    strategy = ZeroStrategy(stage=2, units=["Linear"])
+    found = estimate_memory(module, strategy, world_size=4, batch=BATCH, optimizer=torch.optim.AdamW)
+    assert len(found.settings) == 16
+    assert [one.setting.sharding.stage for one in found.settings if one.is_own] == [2]
+    assert found.base == {"units": ["Linear"]}
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    peaks = {str(one.setting): one.peak_bytes for one in found.settings}
+    assert peaks["stage 3"] < peaks["stage 0"]
+    assert peaks["stage 1, offload cpu"] < peaks["stage 1"]
+
+
+def test_an_own_setting_that_is_no_row_is_another_one() -> None:
+    found = estimate_memory(Program(), ZeroStrategy(stage=3, offload=Offload(params="cpu")), world_size=2, batch=BATCH)
+    assert len(found.settings) == 17
+    assert found.own.host["parameters"] > 0
+
+
+def test_modules_on_the_meta_device_and_functions_give_the_same() -> None:
+    with torch.device("meta"):
+        on_meta = Program()
+    expected = _own(Program())
+    assert _own(on_meta) == expected
+    assert _own(Program, loss=lambda module, batch: module.net(batch).square().mean()) == expected
+    assert _own(Configured()).device == expected.device
+    layers = Program(lambda: nn.Sequential(*[LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(3)]))
+    assert _own(layers).device["parameters"] == expected.device["parameters"]
+
+
+def test_optimizers_of_the_module_or_the_call_are_used() -> None:
+    assert _own(Program()).device["optimizer"] == 0
+    assert _own(Program(), optimizer=torch.optim.AdamW).device["optimizer"] > 0
+    assert _own(_blocks(), loss=lambda module, batch: module(batch).mean()).device["optimizer"] > 0
+
+
+def test_precisions_have_their_bytes() -> None:
+    whole, mixed, half = (_own(Program(), precision=one) for one in ("32-true", "bf16-mixed", "bf16-true"))
+    assert whole.device["parameters"] > 1.9 * half.device["parameters"]
+    assert whole.device["optimizer"] == 0
+    assert half.device["optimizer"] == whole.device["parameters"]  # masters
+    assert 0.95 * half.device["optimizer"] < mixed.device["optimizer"] < half.device["optimizer"]  # of matrices
+
+
+def test_scopes_of_a_node_say_what_crosses_nodes() -> None:
+    strategy = ZeroStrategy(stage=Sharding(params="node", grads="node"))
+    found = _own(Program(), strategy, world_size=8, ranks_per_node=4)
+    assert found.sent_across_nodes is not None
+    assert 0 < found.sent_across_nodes < found.sent_bytes
+    assert _own(Program(), world_size=8).sent_across_nodes is None
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (ZeroStrategy(pipeline=Pipeline(stages=2)), "`pipeline` is not forecast yet"),
+        (ZeroStrategy(tensor_parallel=TensorParallel(size=2)), "`tensor_parallel` is not forecast yet"),
+        (ZeroStrategy(offload=Offload(optimizer="nvme", path="/tmp")), "`offload` to disks is not forecast"),
+        (ZeroStrategy(offload=Offload(fraction="auto")), r"`Offload\(fraction='auto'\)` is not forecast"),
+        (
+            ZeroStrategy(activation_checkpointing=ActivationCheckpointing(policy="offload")),
+            r"`ActivationCheckpointing\(policy='offload'\)` is not forecast",
+        ),
+        (ZeroStrategy(stage=Sharding(params="node", grads="node")), "say how many ranks a node has"),
+    ],
+)
+def test_options_that_are_not_forecast_are_refused_by_name(strategy: ZeroStrategy, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _own(Program(), strategy)
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "message"),
+    [
+        (Program(), {"precision": "16-mixed"}, "`precision='16-mixed'` is not forecast yet. Use '32-true'"),
+        (Program(), {"world_size": 0}, "`world_size=0` must be a number of ranks"),
+        (Program(), {"accelerator": "tpu"}, "`accelerator='tpu'` is not known"),
+        (Program(), {"batch": None}, "needs a batch of `Program`. Give `batch=...`"),
+        (Program(), {"batch": torch.ones(2, 3)}, "runs `training_step` without a Trainer, and it failed"),
+        (Program(), {"optimizer": torch.optim.LBFGS}, "`LBFGS`, whose step needs a closure, is not forecast"),
+        (_blocks(), {}, "The output of `Sequential` is a `Tensor` without a loss"),
+    ],
+)
+def test_bad_input_is_refused(module: nn.Module, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _own(module, **options)

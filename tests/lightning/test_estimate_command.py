@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from lightning import LightningDataModule
+from torch import Tensor, nn, ones
+from torch.utils.data import DataLoader
+
+from lightning_zero.__main__ import main
+from tests.lightning.test_estimate import WIDTH, Program
+
+HERE = __name__
+
+
+class Described(Program):
+    example_input_array = ones(4, WIDTH)
+
+
+class Data(LightningDataModule):
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(ones(8, WIDTH), batch_size=2)  # type: ignore[arg-type]
+
+
+def not_a_module() -> int:
+    return 3
+
+
+def _config(folder: Path, strategy: str = "zero_2", model: str = "Described", more: str = "") -> str:
+    path = folder / "run.yaml"
+    path.write_text(
+        f"trainer: {{precision: bf16-mixed, strategy: {strategy}}}\nmodel: {{class_path: {HERE}.{model}}}\n{more}"
+    )
+    return f"--config={path}"
+
+
+def test_the_table_names_the_fastest_setting_and_its_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", _config(tmp_path), "--world=8", "--memory=1GiB"]) == 0
+    shown = capsys.readouterr().out
+    assert "on 8 rank(s), precision bf16-mixed" in shown
+    assert "\n>  stage 2 " in shown
+    head, text = shown.split("The fastest setting that fits into 1GiB: stage 0\n\n")
+    options = yaml.safe_load(text)["trainer"]["strategy"]
+    assert options == {"class_path": "lightning_zero.ZeroStrategy", "init_args": {"stage": 0}}
+    assert head.count("yes") == 16
+
+
+def test_nothing_that_fits_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", _config(tmp_path), "--memory=1KiB", "--only=true"]) == 0
+    assert "No setting fits into 1KiB: use more ranks" in capsys.readouterr().out
+
+
+def test_json_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    strategy = "{class_path: lightning_zero.ZeroStrategy, init_args: {stage: 1, offload: cpu}}"
+    picture = tmp_path / "bars.png"
+    data = f"data: {{class_path: {HERE}.Data}}\noptimizer: {{class_path: torch.optim.AdamW, init_args: {{lr: 0.1}}}}"
+    given = _config(tmp_path, strategy, "Program", data)
+    assert main(["estimate", given, "--world=2", "--only=true", "--json=true", f"--plot={picture}"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["settings"]
+    assert row["setting"] == {"stage": 1, "offload": "cpu"}
+    assert row["host"]["optimizer"] > 0
+    assert picture.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "`estimate` needs a model: give `--config=run.yaml` or `--module=package.module:name`"),
+        ([f"--module={HERE}:Missing"], "Missing` cannot be imported"),
+        ([f"--module={HERE}:not_a_module"], "gives a `int`. Name one that gives an `nn.Module`"),
+        ([f"--module={HERE}:Program"], "needs a batch of `Program`"),
+        ([f"--module={HERE}:Described", "--memory=much"], "`--memory=much` is not a size"),
+        ([f"--module={HERE}:Described", "--world=0"], "`world_size=0` must be a number of ranks"),
+        ([f"--module={HERE}:Described", "--precision=16-mixed"], "`precision='16-mixed'` is not forecast yet"),
+    ],
+)
+def test_errors_end_with_status_1_and_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["estimate", *arguments]) == 1
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert len(shown.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("ddp", "`strategy: ddp` is not forecast. Use `lightning_zero.ZeroStrategy`"),
+        ("{class_path: lightning_zero.ZeroStrategy, init_args: {pipeline: 2}}", "`pipeline` is not forecast yet"),
+    ],
+)
+def test_strategies_that_are_not_forecast_are_refused(
+    strategy: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["estimate", _config(tmp_path, strategy)]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_help_reads_well(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["estimate", "--help"])
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert "Forecast the memory of a training step per rank" in shown
+    assert all(option in shown for option in ("--world", "--memory", "--plot", "--json", "--only"))
+
+
+def plain() -> nn.Module:
+    return nn.Linear(2, 2)
