@@ -145,8 +145,8 @@ def _attribute(key: Key) -> str:
 
 def _error_of_lengths(name: str, difference: str) -> PipelineError:
     return PipelineError(
-        f"`{name}` {difference} in the first batch of this kind. Other pipeline stages know the sizes from the shapes of"
-        " the batch and from the first batch of these shapes. If the step cuts the batch to a length of its own"
+        f"`{name}` {difference} in the first batch of this kind. Other pipeline stages know the sizes from the shapes"
+        " of the batch and from the first batch of these shapes. If the step cuts the batch to a length of its own"
         " (`ids[:, : self.length]`, a curriculum), cut it in `collate_fn` or the dataset, so that batches of another"
         " length have other shapes. If the size depends on values, pad to one size."
     )
