@@ -1029,7 +1029,7 @@ ON_ONE_STAGE: list[tuple[Any, str]] = [
 ]
 ON_ALL_STAGES: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (MetricInDictionary, {}, PipelineError, "`MetricInDictionary.metrics` holds a `MulticlassAccuracy`"),
-    (SkipsBlock, {}, PipelineError, "`net.norm` is called before `net.blocks.2`"),
+    (SkipsBlock, {}, PipelineError, "`net.norm` is called between `net.blocks."),
     (Backwards, {}, PipelineError, "`net.blocks.3` is called out of turn"),
     (Manual, {}, ValueError, "manual optimization cannot work with it"),
     (OwnBackward, {}, ValueError, "`OwnBackward.backward` is overridden"),

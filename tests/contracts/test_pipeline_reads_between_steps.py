@@ -148,7 +148,7 @@ def test_reads_of_what_one_stage_has_changed_are_refused(case: tuple[Any, str]) 
         run(_fit, 2, case[0], PLAIN)
 
 
-@pytest.mark.parametrize("make", (GradientNorms, SetsCount, LogsInHooks), ids=lambda one: one.__name__)
+@pytest.mark.parametrize("make", [GradientNorms, SetsCount, LogsInHooks], ids=lambda one: one.__name__)
 def test_programs_that_do_not_read_it_train_and_log_as_without_a_pipeline(make: Any) -> None:
     logged, expected = run(_fit, 1, make, {})[0]
     for found_logged, found in run(_fit, 2, make, PLAIN):

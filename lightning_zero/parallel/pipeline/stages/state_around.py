@@ -451,9 +451,9 @@ class StateAround:
             return self._error(key, None)
         if key in self._own.in_backward.get(self._name, ()) and key not in self._stale:
             return PipelineError(
-                f"`{'.'.join(filter(None, key))}` of `{self._root}` is read between two steps, and changed in the backward"
-                " (by hooks on gradients or `register_full_backward_hook`) on several pipeline stages, each of which has"
-                " a part of it. Log the values in these hooks (`self.log`)."
+                f"`{'.'.join(filter(None, key))}` of `{self._root}` is read between two steps, and changed in the"
+                " backward (by hooks on gradients or `register_full_backward_hook`) on several pipeline stages, each of"
+                " which has a part of it. Log the values in these hooks (`self.log`)."
             )
         if key in self._own.elsewhere.get(self._name, ()) and key not in self._stale:
             return PipelineError(

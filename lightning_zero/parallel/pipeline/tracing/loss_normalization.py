@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 import lightning_zero_ops  # noqa: F401 (defines the op)
 from lightning_zero.errors import PipelineError
 
-__all__ = ["Denominators", "count_elements", "unwatched"]
+__all__ = ["Denominators", "count_elements", "uncounting", "unwatched"]
 
 
 class Denominators:
@@ -113,6 +113,17 @@ def unwatched() -> Iterator[None]:
             yield
     else:
         yield
+
+
+@contextmanager
+def uncounting() -> Iterator[None]:
+    """Run a module on fakes in a survey: a loss in it has no labels that could be counted."""
+    with _pop_mode_temporarily() if _is_counting() else nullcontext():
+        yield
+
+
+def _is_counting() -> bool:
+    return isinstance(_get_current_function_mode(), _Counting)  # type: ignore[no-untyped-call]
 
 
 class _Counted(Exception):

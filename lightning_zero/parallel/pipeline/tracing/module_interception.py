@@ -48,7 +48,7 @@ from lightning_zero.parallel.pipeline.tracing.fake_mode import VALUES_NEEDED
 from lightning_zero.parallel.pipeline.tracing.fake_state import fake_state
 from lightning_zero.parallel.pipeline.tracing.fakes import Fakes
 from lightning_zero.parallel.pipeline.tracing.gradient_hooks import GradientHooks
-from lightning_zero.parallel.pipeline.tracing.loss_normalization import unwatched
+from lightning_zero.parallel.pipeline.tracing.loss_normalization import uncounting, unwatched
 from lightning_zero.parallel.pipeline.tracing.operations import Operation, Operations
 from lightning_zero.parallel.pipeline.tracing.outcomes import Attributes, Outcome
 from lightning_zero.parallel.pipeline.tracing.own_gradients import OwnGradients, enclosing_function, users_of_parameters
@@ -184,6 +184,7 @@ class ModuleInterception:
         self._on_call = on_call
         self._inside = inside
         self._device = device
+        self._unnoticed = unnoticed
         self._random_state = partial(RandomState, device)
         self._places = {id(module.get_submodule(place.name)): place for place in split.places}
         self._modules = [module.get_submodule(place.name) for place in split.places]
@@ -252,6 +253,8 @@ class ModuleInterception:
                 trace.hidden
                 or "The result of the step depends on a value of an earlier pipeline stage that did not come through"
                 f" the blocks of `{self._split.blocks}`, and it could not be told before the step that it is needed."
+                " If every batch uses another value (`hidden[step % 4]`), use all of them in every batch, multiplied by"
+                " zero where they are not to count."
                 f"{self._fakes.advice}"
             )
         return finished, result
@@ -386,7 +389,9 @@ class ModuleInterception:
         except VALUES_NEEDED as error:
             raise PipelineError(
                 "The step needs a value that an earlier pipeline stage computes, outside of the blocks of"
-                f" `{self._split.blocks}`: {error}. The line is in the traceback. Move it into a block, or write"
+                f" `{self._split.blocks}`: {_words_of_read(error)}. The line is in the traceback. Move it into a block,"
+                " leave a check out (`assert torch.isfinite(hidden).all()`; `Trainer(detect_anomaly=True)` finds"
+                " the place), or write"
                 f" `pipeline_step` and `pipeline_loss`.{self._fakes.advice}"
             ) from error
         except RuntimeError as error:
@@ -739,7 +744,10 @@ class ModuleInterception:
         unrecorded = nullcontext() if operations is None else operations.inside(place.name, is_recorded=False)
         try:
             with unrecorded:
-                output = (self._fakes.outputs if trace.computes else self._fakes.zeros)(module, args, kwargs)
+                if trace.computes:
+                    output = self._fakes.outputs(module, args, kwargs)
+                else:
+                    output = self._surveyed(module, place, args, kwargs)
         finally:
             trace.is_inside = False
         if operations is not None:
@@ -758,6 +766,16 @@ class ModuleInterception:
             trace.copies.clear()
         return output
 
+    def _surveyed(self, module: nn.Module, place: PlacedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return zeros for the outputs of a module in a survey, which is broken off at a loss inside of it."""
+        with uncounting():
+            output = self._fakes.zeros(module, args, kwargs)
+        if place.block is None and isinstance(output, Tensor) and output.ndim == 0:
+            # A criterion with parameters: its loss is seen by the function mode of the survey.
+            with suppress(RuntimeError, TypeError, ValueError), put_back(module.modules()), self._unnoticed():
+                module.forward(*args, **kwargs)
+        return output
+
     def _computes_outside(self, trace: _Trace, place: PlacedModule) -> bool:
         is_before = trace.reached < trace.start
         if place.chunk == 0:
@@ -769,8 +787,12 @@ class ModuleInterception:
             return trace.chunk == 0 and trace.stop > 0
         if is_before and trace.passed >= 0:
             raise PipelineError(
-                f"`{place.name}` is called before `{self._block_name(trace.start)}`, the first block of a pipeline"
-                f" stage. A pipeline needs every block of `{self._split.blocks}` to be called in every step, in order."
+                f"`{place.name}` is called between `{self._block_name(trace.passed)}` and"
+                f" `{self._block_name(trace.start)}`, the first block of a pipeline stage. A module that is no block of"
+                f" `{self._split.blocks}` and is used after the first one lies on the last stage, which has no values"
+                " there. Keep the hidden states and call the module after the last block (`heads` of deep supervision),"
+                " or make it a part of the block that it follows (adapters). If blocks are skipped: a pipeline needs"
+                " every block to be called in every step, in order."
             )
         if is_before:
             self._refuse_place(place, "before the blocks", "last", "first")
@@ -867,6 +889,13 @@ class ModuleInterception:
 
     def _block_name(self, block: int) -> str:
         return next((place.name for place in self._split.places if place.block == block), f"block {block}")
+
+
+def _words_of_read(error: Exception) -> str:
+    """Return the operation that reads a value, as the program writes it where that is known."""
+    if "_local_scalar_dense" in str(error) or "_is_any_true" in str(error):
+        return f"it reads a number (`{error}`), as `.item()`, `float(...)`, `if tensor:` and `assert tensor` do"
+    return str(error)
 
 
 def _is_transforming() -> bool:

@@ -64,7 +64,8 @@ class Outcome:
         """
         now = Outcome.of(output, {})
         if not self._is_alike(now):
-            raise _error(name, f"returns {_words(now)}, not {_words(self)} as")
+            difference = f"returns {_words(now)}, not {_words(self)} as"
+            raise _error_of_lengths(name, difference) if self._differs_in_lengths(now) else _error(name, difference)
         for key in attributes.changed():
             if key not in self.left and key not in self.objects:
                 raise _error(name, f"sets its attribute {_attribute(key)} to a tensor, unlike")
@@ -72,6 +73,15 @@ class Outcome:
             value = attributes.value(key)
             if tuple(isinstance(leaf, Tensor) for leaf in tree_leaves(value)) != are_tensors:
                 raise _error(name, f"leaves {type(value).__name__} in its attribute {_attribute(key)}, unlike")
+
+    def _differs_in_lengths(self, now: Outcome) -> bool:
+        """Say whether tensors have other sizes alone."""
+        if self.spec != now.spec:
+            return False
+        return all(
+            was == one or (type(was) is type(one) is tuple and (len(was[0]), was[1]) == (len(one[0]), one[1]))
+            for was, one in zip(self.leaves, now.leaves, strict=True)
+        )
 
     def _is_alike(self, now: Outcome) -> bool:
         if self.spec != now.spec:
@@ -131,6 +141,15 @@ def _words(outcome: Outcome) -> str:
 
 def _attribute(key: Key) -> str:
     return "`" + ".".join(part for part in key if part and part != "_buffers") + "`"
+
+
+def _error_of_lengths(name: str, difference: str) -> PipelineError:
+    return PipelineError(
+        f"`{name}` {difference} in the first batch of this kind. Other pipeline stages know the sizes from the shapes"
+        " of the batch and from the first batch of these shapes. If the step cuts the batch to a length of its own"
+        " (`ids[:, : self.length]`, a curriculum), cut it in `collate_fn` or the dataset, so that batches of another"
+        " length have other shapes. If the size depends on values, pad to one size."
+    )
 
 
 def _error(name: str, difference: str) -> PipelineError:

@@ -58,7 +58,7 @@ def _error(found: Difference) -> PipelineError:
         f"The step does something else in pipeline stages than without a pipeline{where}: without one {whole}, and in"
         f" stages {staged}. The step, or a block, uses a value that a module of an earlier stage leaves in a place from"
         " which it is not sent: a number or an object in a global, a closure, a class, a context variable, an object"
-        " that modules share, or an attribute that the module sets to something else than tensors. Let the module"
-        " return the value as a tensor, or keep it as a tensor in an attribute of its own (`self.loss = ...`), which"
-        " are sent; compute numbers in the step and pass them to the blocks as arguments."
+        " that modules share, or an object in an attribute. Let the module return the tensor or the number, or keep it"
+        " in an attribute of its own (`self.loss = ...`), which are sent; compute other values in the step and pass"
+        " them to the blocks as arguments."
     )
