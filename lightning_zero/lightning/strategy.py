@@ -601,6 +601,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         """Run ``LightningModule.training_step`` with the parameters it needs."""
         if self._tensor is not None:
             self._tensor.agree_on_random_numbers()
+            self._tensor.refuse_hooks(self._sharded_module)
         if self._steps is not None:
             return self._pipelined_training_step(self._steps, args)
         with self.engine.scope("training_step"):
@@ -623,6 +624,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
 
     def backward(self, closure_loss: Tensor, optimizer: Optional[Optimizer], *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward of a loss; in a pipeline the training step has done so, and only hooks are called."""
+        if self._tensor is not None:
+            self._tensor.refuse_hooks(self._sharded_module)  # of this step
         if self._steps is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         assert self.lightning_module is not None

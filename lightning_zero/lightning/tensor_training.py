@@ -30,6 +30,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_zero.comm.tensor_groups import TensorGroups
 from lightning_zero.engine.buffers.part_parameter import show_as_whole, show_parts
+from lightning_zero.engine.runtime.accumulation_hooks import has_hooks_of_program
 from lightning_zero.grid import Grid
 from lightning_zero.lightning.part_forwards import TensorRun, compute_with_parts
 from lightning_zero.lightning.plan_inputs import call_for_plan, without_collectives
@@ -122,6 +123,24 @@ class TensorTraining:
             params = dict(module.named_parameters())
             parts = {name: record.part for name, record in done.records.items() if record.part is not None}
             show_as_whole(params, parts)
+
+    def refuse_hooks(self, module: nn.Module) -> None:
+        """Refuse hooks of the program on gradients of which this rank has a summand.
+
+        Raises:
+            ValueError: There is one.
+        """
+        done: _CutModule = vars(module)[_KEY]
+        params = dict(module.named_parameters())
+        names = (name for name, record in done.records.items() if record.kind == "partial" and name in params)
+        name = next((one for one in names if has_hooks_of_program(params[one])), None)
+        if name is not None:
+            raise ValueError(
+                f"`{name}` has a hook on its gradient (`register_hook`, `register_post_accumulate_grad_hook`), and with"
+                f" this plan of tensor parallelism the gradient is a sum over {self.groups.size} ranks: the hook gets"
+                " the summand of one. Read and change gradients in `on_before_optimizer_step`, where they are summed,"
+                " or leave `sequence` or the rule 'partial' out."
+            )
 
     def _agreed_plan(self, module: pl.LightningModule) -> tuple[TensorPlan, list[str], list[str]]:
         """Return the plan, its lines, and the names of the modules that it was verified for."""

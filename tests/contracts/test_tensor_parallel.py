@@ -546,6 +546,32 @@ class Stateless(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class PenalisedNorms(Program):
+    """Adds a penalty on parameters that are not cut."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        norms = [param for name, param in self.named_parameters() if "ln1" in name]
+        return self._loss(batch) + sum(param.square().sum() for param in norms)
+
+
+class Hooked(Program):
+    """Has a hook on the gradient of a parameter that is not cut."""
+
+    kind = ""
+
+    def configure_model(self) -> None:
+        weight: Any = self.model.blocks[0].ln1.weight  # type: ignore[index, union-attr]
+        if self.kind == "hook":
+            weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+        if self.kind == "hook behind":
+            weight.register_post_accumulate_grad_hook(lambda param: None)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.kind == "late hook":
+            self.model.blocks[0].ln1.weight.register_hook(lambda grad: grad.sign())  # type: ignore[index, union-attr]
+        return self._loss(batch)
+
+
 def _message(rank: int, world: int, what: str) -> str:
     options: Any = {"tensor_parallel": 2}
     module: LightningModule = Program("hand-separate")
@@ -562,6 +588,12 @@ def _message(rank: int, world: int, what: str) -> str:
         options = {"tensor_parallel": {"size": 2, "plan": {f"model.{name}": rule for name, rule in rules.items()}}}
     elif what == "penalty":
         module = Penalised("hand-separate")
+    elif what == "penalty on norms":
+        module, options = PenalisedNorms("hand-separate"), {"tensor_parallel": {"size": 2, "sequence": True}}
+    elif what in ("hook", "late hook", "hook behind"):
+        module, options = Hooked("hand-separate"), {"tensor_parallel": {"size": 2, "sequence": True}}
+        module.kind = what
+        module.configure_model()
     elif what == "batch norm":
         module.add_module("norm", nn.BatchNorm1d(3))
         more = {"sync_batchnorm": True}
@@ -585,6 +617,10 @@ def _message(rank: int, world: int, what: str) -> str:
         ("meta", "`model.blocks.0.attn.q.weight` is a part of a parameter"),
         ("wrong", "With this plan of tensor parallelism over 2 ranks, block `model.blocks.0`"),
         ("penalty", "code outside of its block reads it"),
+        ("penalty on norms", "The gradient of `model.blocks.0.ln1.bias` is a sum over 2 ranks"),
+        ("hook", "`model.blocks.0.ln1.weight` has a hook on its gradient"),
+        ("late hook", "`model.blocks.0.ln1.weight` has a hook on its gradient"),
+        ("hook behind", "`model.blocks.0.ln1.weight` has a hook on its gradient"),
         ("batch norm", "`sync_batchnorm=True` averages `norm` over all ranks"),
         ("length", "(2, 17, 64) cannot be divided over 2 ranks of tensor parallelism"),
         ("stages", "`tensor_parallel=2` does not divide the 1 ranks of a pipeline stage"),

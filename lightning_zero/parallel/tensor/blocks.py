@@ -47,6 +47,7 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _READS_NO_VALUES = frozenset(
     getattr(Tensor, name).__get__ for name in ("dtype", "device", "shape", "requires_grad", "is_leaf", "grad")
 ) | {Tensor.size, Tensor.dim, Tensor.is_floating_point, Tensor.numel}
+_HOOKS = frozenset([Tensor.register_hook, Tensor.register_post_accumulate_grad_hook])  # parameters' are seen later
 
 
 @dataclass(frozen=True)
@@ -313,7 +314,7 @@ class _Reads(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function not in _READS_NO_VALUES:
             for one in tree_leaves((args, kwargs)):
-                if isinstance(one, Tensor):
+                if isinstance(one, Tensor) and not (function in _HOOKS and id(one) in self._owners):
                     self._note(one)
         return function(*args, **(kwargs or {}))
 

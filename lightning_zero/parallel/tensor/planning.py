@@ -139,9 +139,9 @@ class _Planner:
         if tied:
             blocks = [self._without_tied(block, tied) for block in blocks]
             plan = self._merged([*blocks, *outside])
-        sections = resolve(self._module, plan, self._size).sections
-        params = dict(self._module.named_parameters())
-        self._refuse_uses(sections)
+        resolution = resolve(self._module, plan, self._size)
+        sections, params = resolution.sections, dict(self._module.named_parameters())
+        self._refuse_uses(sections, resolution.partial)
         return ModelPlan(
             plan=plan,
             size=self._size,
@@ -292,14 +292,21 @@ class _Planner:
             f" Its forward reads the integers {shown}: those that count heads belong into `divided`." if shown else ""
         )
 
-    def _refuse_uses(self, sections: Collection[str]) -> None:
-        """Refuse code outside of the blocks that would read a rank's parts."""
+    def _refuse_uses(self, sections: Collection[str], partial_gradients: Collection[str]) -> None:
+        """Refuse code outside of the blocks that would read a rank's parts, or add to gradients that are summed."""
         for name in sorted(self._captured.read_outside & set(sections)):
             self._refuse(
                 f"`{name}` would be cut over {self._size} ranks of tensor parallelism, and code outside of its block"
                 " reads it (a penalty, a norm, a product with it): it would see a rank's part. Read"
                 " `strategy.full_param(param)` in a hook, leave the code out, or give a `TensorPlan` that leaves the"
                 " parameter whole."
+            )
+        for name in sorted(self._captured.read_outside & set(partial_gradients)):
+            self._refuse(
+                f"The gradient of `{name}` is a sum over {self._size} ranks of tensor parallelism, to which each adds"
+                " its part of the sequence or of the features, and code outside of its block reads it (a penalty, a"
+                f" norm): its gradient would count {self._size} times. Change the values in a hook, with"
+                " `torch.no_grad()`, or leave `sequence` or the rule 'partial' out."
             )
         for name in sorted(self._captured.used_between) if self._options.sequence else ():
             self._refuse(

@@ -40,7 +40,7 @@ class Scaled(torch.autograd.Function):
 
 
 def _plain(values: Tensor, weight: Any) -> Tensor:
-    return Scaled.apply(values, weight)  # type: ignore[no-any-return, no-untyped-call]
+    return Scaled.apply(values, weight)  # type: ignore[no-any-return]
 
 
 def _recomputed(values: Tensor, weight: Any) -> Tensor:
@@ -63,7 +63,7 @@ def test_modules_compute_with_parts_in_a_backward(compute: Callable[..., Tensor]
         thread.start()
         thread.join()
     else:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     assert values.grad is not None
 
 
@@ -136,7 +136,7 @@ def _own_recomputation(hook: Any, weight: Any) -> Tensor:
     values = torch.ones(3, requires_grad=True)
     with computing_with_parts([weight]):
         weight.sum()
-    return Later.apply(values)  # type: ignore[no-any-return, no-untyped-call]
+    return Later.apply(values)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_programs_see_wholes_in_a_backward(make: Callable[..., Tensor]) -> None:
     weight = _weight()
     loss = make(_reads(weight), weight).sum()
     with pytest.raises(PartialParameterError, match="needs the whole parameter `w`"):
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
 
 def test_ranges_of_nodes_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
