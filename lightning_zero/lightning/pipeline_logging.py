@@ -90,11 +90,13 @@ class Logs:
     Attributes:
         given: Values that were logged between the modules while the step ran to be described. The stages that compute
             them send them, if they are logged on a later stage.
+        are_elsewhere: Other stages than the last one have logged values alone.
     """
 
     def __init__(self, module: Any) -> None:
         self._module = module
         self.given: list[Any] = []
+        self.are_elsewhere = False
         self.on_rank_zero = RankZeroCalls(module, partial(_Metrics, self._note_read))
         self._calls: dict[str, dict[int, _Call]] = {}  # by key, by micro-batch
         self._sizes: dict[int, int] = {}  # samples of the micro-batches that have run

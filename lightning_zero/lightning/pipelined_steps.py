@@ -116,7 +116,6 @@ class PipelinedSteps:
         self._metrics = MetricStates(module, mesh.data_group)
         self._trainer_state = TrainerState(module)
         self._buffers = _buffers_by_stage(module, split)
-        self._logs_elsewhere = False  # a step logs values on other stages than the last one alone
         # - The losses of a step
         self._has_counts: bool | None = None  # whether their numbers of elements can be told before; None: not tried
         self._sizes: list[int] = [1]  # of the micro-batches that are running
@@ -414,9 +413,9 @@ class PipelinedSteps:
         """
         known = {one.key for one in logged}
         mine = [one for one in self._logs.merged() if one.key not in known and not one.is_elsewhere]
-        if self.runner.is_new or self._logs_elsewhere:
+        if self.runner.is_new or self._logs.are_elsewhere:
             everyone = [one for found in self._mesh.gather(mine, "values that one stage logs") for one in found]
-            self._logs_elsewhere |= bool(everyone)
+            self._logs.are_elsewhere |= bool(everyone)
             return everyone
         if mine:
             raise PipelineError(

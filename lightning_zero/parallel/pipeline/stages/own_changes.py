@@ -1,4 +1,4 @@
-"""State that one stage alone changes: attributes of its own modules, and what hooks in its backward collect.
+"""State that one stage alone changes: attributes of its own modules, and values that hooks in its backward collect.
 
 Note [One stage alone]
     Blocks count, keep statistics, and fill module buffers on the stage that runs them; the other stages have the values
@@ -26,7 +26,7 @@ Items = Callable[[Mapping[str, nn.Module]], Iterable[tuple[Key, bool, Any]]]
 
 @dataclass(frozen=True)
 class StageChanges:
-    """What a batch has changed on one stage, with fingerprints of the new values.
+    """Changes of a batch on one stage, with fingerprints of the new values.
 
     Attributes:
         modules: Attributes and module buffers of its own modules.

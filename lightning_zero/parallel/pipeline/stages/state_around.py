@@ -300,7 +300,7 @@ class StateAround:
                 raise self._error(key, chunk)
 
     def _changed_alone(self) -> StageChanges:
-        """Return what this batch has changed in modules of this stage, and in its backward."""
+        """Return the changes of this batch in modules of this stage, and in its backward."""
         if not self._is_repeated:
             return StageChanges({}, {})
         view = self._views[max(self._views)]

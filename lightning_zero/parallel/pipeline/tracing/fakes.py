@@ -77,6 +77,25 @@ _KNOWN_BY_VALUE = (int, float, complex, str, bool, bytes, type(None), torch.Size
 _PLAIN = (Tensor, *_KNOWN_BY_VALUE)
 
 
+@dataclass
+class _Run:
+    """The surroundings of a run.
+
+    Attributes:
+        num_logged: Returns how many calls of ``self.log`` were made.
+        num_by_hooks: Of these calls, those by hooks of the program.
+        fetch: Of a run that computes.
+        read: Attributes with numbers that it is sent.
+        given_numbers: To code between the modules.
+    """
+
+    num_logged: Callable[[], int]
+    num_by_hooks: int = 0
+    fetch: Fetch | None = None
+    read: Sequence[Source] = ()
+    given_numbers: list[Any] = field(default_factory=list)
+
+
 def _unchanged(leaf: int, value: Any) -> Any:
     """Return a value that is no tensor as it is."""
     return value
@@ -107,8 +126,6 @@ class Fakes:
     ) -> None:
         self._names = names
         self._unnoticed = unnoticed
-        self._num_logged = num_logged
-        self._num_by_hooks = 0  # of these calls
         self.mode = Mode(allow_non_fake_inputs=True)
         self._parameters: dict[int, dict[str, nn.Parameter]] = {}  # of a module, as fakes
         self._free = free
@@ -122,9 +139,7 @@ class Fakes:
         # - The run
         self._times: Counter[str] = Counter()  # calls by name of the module
         self._sharing: list[tuple[str, Tensor, int]] = []  # module, tensor that shares memory with others, and version
-        self._fetch: Fetch | None = None  # of a run that computes
-        self._read: Sequence[Source] = ()  # attributes with numbers that it is sent
-        self._given_numbers: list[Any] = []  # to code between the modules
+        self._run = _Run(num_logged)
         self._escapes: Escapes | None = None  # of the forward that was imagined last
         self._outside: list[str] = []  # names of modules that have left fakes outside
         self._ever_outside = ""  # the first of these, in all runs
@@ -141,13 +156,13 @@ class Fakes:
             read: Attributes with numbers that this chunk is sent.
         """
         self._given.clear()
-        self._given_numbers.clear()
-        self._read = read
+        self._run.given_numbers.clear()
+        self._run.read = read
         self._times.clear()
         self._sharing.clear()
         self._outside.clear()
         self.mode.origins = origins
-        self._fetch = fetch
+        self._run.fetch = fetch
         convert: Any = self.mode.fake_tensor_converter
         for param in self._free:
             known = self._known.get(param)
@@ -159,7 +174,7 @@ class Fakes:
 
     def end(self) -> None:
         """End a run: restore the attributes that modules passed over show as fakes."""
-        self.mode.origins = self._fetch = None
+        self.mode.origins = self._run.fetch = None
         self.mode.refusal = None
         self.mode.note_hook = None
         while self._shown:
@@ -304,7 +319,7 @@ class Fakes:
             self.mode.origins.need_number(source, NUMBER)
         sent = self._fetched(source)
         value = value if sent is None else decoded(sent, value, source)
-        self._given_numbers.append(value)
+        self._run.given_numbers.append(value)
         return value
 
     def _show_numbers(self, module: nn.Module, call: _Call) -> None:
@@ -316,7 +331,7 @@ class Fakes:
 
     def _show_read(self, module: nn.Module, name: str, number: int) -> None:
         """Show the numbers in attributes that were read when the step was described, as they were sent."""
-        for source in self._read:
+        for source in self._run.read:
             if (source.module, source.call) == (name, number) and source.left is not None:
                 child, _, key = source.left
                 owner = module.get_submodule(child)
@@ -325,7 +340,7 @@ class Fakes:
                 if sent is not None:
                     value = decoded(sent, value, source)
                     self._show(vars(owner), key, value)
-                    self._given_numbers.append(value)
+                    self._run.given_numbers.append(value)
 
     def note_read(self, name: str, child: str, key: str) -> None:
         """Note, in a run on fakes, that code between the modules reads a number that a module has, after a call."""
@@ -336,13 +351,13 @@ class Fakes:
 
     def is_given(self, value: Any) -> bool:
         """Say whether a module of another chunk has returned this very number in the last run."""
-        return any(value is one for one in self._given_numbers)
+        return any(value is one for one in self._run.given_numbers)
 
     def _fetched(self, source: Source) -> Tensor | None:
-        if self._fetch is None:
+        if self._run.fetch is None:
             return None
         with self.mode.paused():
-            return self._fetch(source)
+            return self._run.fetch(source)
 
     def gradients(self, outputs: Sequence[Any], inputs: Sequence[Any], has_graph: bool) -> tuple[Tensor, ...]:
         """Return fakes, or zeros in a survey, for gradients that the step computes in a run that computes nothing."""
@@ -499,10 +514,10 @@ class Fakes:
         """Run a forward, or its replacement, on fakes; describe its outputs and the attributes it sets."""
         self._fake_parameters(module)  # stay
         self._escapes = self.mode.escapes = Escapes(inputs) if forward is None else None
-        before, num_logged = self.mode.refusal, self._num_logged() - self._num_by_hooks
+        before, num_logged = self.mode.refusal, self._run.num_logged() - self._run.num_by_hooks
         try:
             call = self._imagined(module, inputs, spec, forward=forward)
-            call.has_logged = self._num_logged() - self._num_by_hooks != num_logged
+            call.has_logged = self._run.num_logged() - self._run.num_by_hooks != num_logged
             return call
         finally:
             self.mode.escapes = None
@@ -679,10 +694,10 @@ class Fakes:
                 self._note_hook(number, (args, kwargs))
                 if self.mode.escapes is not None:
                     self.mode.escapes.ignore((args, kwargs))
-                before = self._num_logged()
+                before = self._run.num_logged()
                 with recording.hook(number, (args, kwargs)) as found, self.mode.paused():
                     found.append(results.popleft() if results else hook(*args, **kwargs))
-                self._num_by_hooks += self._num_logged() - before
+                self._run.num_by_hooks += self._run.num_logged() - before
                 return found[0]
 
             call.__module__ = ""  # not one of ours
