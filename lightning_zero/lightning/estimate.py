@@ -247,7 +247,8 @@ class _Engines:
         if sharding.uses_launcher:
             if self._ranks_per_node is None:
                 raise ValueError(f"`{sharding}`: say how many ranks a node has, with `ranks_per_node=8`.")
-            sharding = sharding.with_node(self._ranks_per_node)
+            scopes = {name: getattr(sharding, name) for name in ("params", "grads", "optim")}
+            sharding = replace(sharding, **{name: self._ranks_per_node for name in scopes if scopes[name] == "node"})
         return ZeroEngine(sharding, offload=setting.offload, **self._options)
 
 
