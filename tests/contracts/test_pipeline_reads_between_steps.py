@@ -71,6 +71,18 @@ class FeedsBack(Program):
         self.scale = 1.0 + 0.1 * sum(block.count for block in self.blocks)
 
 
+class ReadsAfterEvaluation(Program):
+    """Logs a number that its blocks count in training, when an evaluation ends."""
+
+    block = UsesBlock
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("ids", batch.double().mean() + 0 * self.body(self.embedding(batch)).sum())
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("usage", self.blocks[0].usage.norm())
+
+
 class GradientNorms(Program):
     """Collects norms of gradients in a dictionary."""
 
@@ -127,7 +139,8 @@ def _fit(rank: int, world: int, make: Any, options: dict[str, Any]) -> Any:
     strategy = ZeroStrategy(stage=1, pipeline=Pipeline(partition="uniform", **options) if options else None)
     lightning = trainer(rank, world, strategy, max_epochs=2, precision="64-true")
     module = seeded(make)
-    lightning.fit(module, DataLoader(batches(), batch_size=None))
+    loader = DataLoader(batches(), batch_size=None)
+    lightning.fit(module, loader, loader if make is ReadsAfterEvaluation else None)
     logged = {name: value.item() for name, value in lightning.callback_metrics.items()}
     return logged, {name: strategy.full_param(param).clone() for name, param in module.named_parameters()}
 
@@ -136,6 +149,7 @@ OLD = "changed in a step on another pipeline stage, which runs the module"
 REFUSED = (
     (ReadsUsage, f"`blocks.[02].usage` .* {OLD}"),
     (ReadsLast, f"`blocks.[02].last` .* {OLD}"),
+    (ReadsAfterEvaluation, f"`blocks.0.usage` .* {OLD}"),
     (FeedsBack, f"`blocks.[02].count` .* {OLD}"),
     (LogsNorms, "`norms` of `LogsNorms` is read between two steps, and changed in the backward"),
 )

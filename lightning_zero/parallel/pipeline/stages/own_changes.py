@@ -54,14 +54,14 @@ class OwnChanges:
     Attributes:
         modules: Those that this stage runs, by name.
         items: Yields keys and values of modules.
-        elsewhere: Keys of values in modules that another stage changes, by name of the step's method.
-        in_backward: Keys of state around the blocks that a stage changes in its backward, likewise.
+        elsewhere: Keys of values in modules that another stage changes, in any method.
+        in_backward: Keys of state around the blocks that several stages change in their backwards.
     """
 
     modules: Mapping[str, nn.Module]
     items: Items
-    elsewhere: dict[str, set[Key]] = field(default_factory=dict)
-    in_backward: dict[str, set[Key]] = field(default_factory=dict)
+    elsewhere: set[Key] = field(default_factory=set)
+    in_backward: set[Key] = field(default_factory=set)
     _before: dict[Key, tuple[Any, Any]] = field(default_factory=dict)
 
     def begin(self, *, is_new: bool) -> None:
@@ -79,27 +79,24 @@ class OwnChanges:
         self._before.clear()
         return found
 
-    def compare(self, name: str, everyone: Sequence[StageChanges], stage: int, value_of: Callable[[Key], Any]) -> None:
+    def compare(self, everyone: Sequence[StageChanges], stage: int, value_of: Callable[[Key], Any]) -> None:
         """Note the state that this stage has otherwise than another one which has changed it.
 
         Args:
-            name: Of the step's method.
             everyone: The changes of all stages.
             stage: Of this rank.
             value_of: Returns the value that this stage has.
         """
-        elsewhere = self.elsewhere.setdefault(name, set())
-        in_backward = self.in_backward.setdefault(name, set())
         for number, changes in enumerate(everyone):
             if number != stage:
-                elsewhere |= {
+                self.elsewhere |= {
                     key for key, value in changes.modules.items() if differ(fingerprint(value_of(key)), value)
                 }
         for key in {key for changes in everyone[:-1] for key in changes.backward}:
             values = [changes.backward.get(key, Mark.MISSING) for changes in everyone]
             if any(differ(one, values[0]) for one in values):
-                in_backward.add(key)
+                self.in_backward.add(key)
 
-    def watched(self, name: str) -> Collection[Key]:
+    def watched(self) -> Collection[Key]:
         """Return the keys that must not be read between two steps."""
-        return self.elsewhere.get(name, set()) | self.in_backward.get(name, set())
+        return self.elsewhere | self.in_backward

@@ -284,7 +284,7 @@ class StateAround:
         last = everyone.pop(self._split.num_chunks - 1)
         self._compare_places([changed for _, changed, _ in given])
         if self._is_repeated:
-            self._own.compare(self._name, [alone for _, _, alone in given], self._stage, self._kept.value_of)
+            self._own.compare([alone for _, _, alone in given], self._stage, self._kept.value_of)
         if not self._is_repeated:
             self._require_apart(everyone[0], last)
         behind = self._behind.setdefault(self._name, {})
@@ -309,7 +309,7 @@ class StateAround:
         return StageChanges(self._own.changed(), backward)
 
     def _watch_between_steps(self) -> None:
-        self._between = self._stale.union(self._own.watched(self._name))
+        self._between = self._stale.union(self._own.watched())
         self._watching.watch_between_steps(self._between)
 
     def _compare_places(self, changed: Sequence[Mapping[Key, Any]]) -> None:
@@ -449,13 +449,13 @@ class StateAround:
     def _refusal(self, key: Key, is_between: bool) -> PipelineError:
         if not is_between:
             return self._error(key, None)
-        if key in self._own.in_backward.get(self._name, ()) and key not in self._stale:
+        if key in self._own.in_backward and key not in self._stale:
             return PipelineError(
                 f"`{'.'.join(filter(None, key))}` of `{self._root}` is read between two steps, and changed in the"
                 " backward (by hooks on gradients or `register_full_backward_hook`) on several pipeline stages, each of"
                 " which has a part of it. Log the values in these hooks (`self.log`)."
             )
-        if key in self._own.elsewhere.get(self._name, ()) and key not in self._stale:
+        if key in self._own.elsewhere and key not in self._stale:
             return PipelineError(
                 f"`{'.'.join(filter(None, key))}` of `{self._root}` is read between two steps, and changed in a step on"
                 " another pipeline stage, which runs the module: this stage has an old value. Log it in the step"
