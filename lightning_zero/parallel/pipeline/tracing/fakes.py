@@ -808,7 +808,8 @@ def _cause(error: Exception) -> str:
         f"it reads the value of a tensor (`{error}`, as in `int(self.pointer)`, `x.item()`, `if x.any():`), which this"
         " stage does not have. Keep numbers that a forward reads in plain attributes (`self.pointer = 0`), compute with"
         " tensors (`torch.where`), or write `pipeline_step` and `pipeline_loss`, with which no stage passes over"
-        " modules of others"
+        " modules of others. If the block updates a metric of torchmetrics: let it keep the value in an attribute, and"
+        " update the metric with it after the blocks"
     )
 
 
