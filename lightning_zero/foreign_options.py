@@ -19,7 +19,10 @@ FOREIGN_OPTIONS: dict[str, str] = {
     # - Earlier versions of this package
     **FORMER_STEP_OPTIONS,
     # - FSDPStrategy and FullyShardedDataParallel
-    "sharding_strategy": "Use `stage`: 3 is FULL_SHARD, 2 is SHARD_GRAD_OP, 0 is NO_SHARD. There is no HYBRID_SHARD.",
+    "sharding_strategy": (
+        "Use `stage`: 3 is FULL_SHARD, 2 is SHARD_GRAD_OP, 0 is NO_SHARD, `Sharding(params='node', grads='node')` is"
+        " HYBRID_SHARD."
+    ),
     "cpu_offload": f"Use {_OFFLOAD}",
     "mixed_precision": f"Use {_PRECISION}",
     "auto_wrap_policy": "Use `units`, for example `units=['Block']`. By default they are found.",
@@ -36,13 +39,13 @@ FOREIGN_OPTIONS: dict[str, str] = {
     "sync_module_states": f"{_ALWAYS} all ranks start from the values of rank 0.",
     "use_orig_params": f"{_ALWAYS} parameters stay the objects that they are.",
     # - fully_shard
-    "reshard_after_forward": "Use `stage`: 3 is True, 2 is False.",
+    "reshard_after_forward": "Use `stage`: 3 is True, 2 is False, `Sharding(params=N, grads='world')` is a number.",
     "mp_policy": f"Use {_PRECISION}",
     "offload_policy": f"Use {_OFFLOAD}",
     "mesh": f"{_ALWAYS} parameters are sharded over all ranks, or over the copies of a stage with `pipeline`.",
     # - ModelParallelStrategy
     "data_parallel_size": f"{_ALWAYS} parameters are sharded over all ranks, or over the copies of a stage.",
-    "tensor_parallel_size": "There is no tensor parallelism. `pipeline` cuts a model into stages.",
+    "tensor_parallel_size": "Use `tensor_parallel`, for example `tensor_parallel=2`.",
     "save_distributed_checkpoint": "Use `state_dict_type`: 'sharded' is True, 'full' is False.",
     # - DDPStrategy and DistributedDataParallel
     "find_unused_parameters": f"{_ALWAYS} parameters may be unused on any rank in any step.",
