@@ -22,7 +22,7 @@ import pytest
 
 __all__ = ["highest_stages", "measured", "sample", "within_time"]
 
-SECONDS = 6.0
+SECONDS = 3.0
 COSTS = Path(__file__).with_name("costs.json")
 
 

@@ -820,9 +820,19 @@ def test_a_value_that_one_stage_computes_is_logged_by_all(schedule: str) -> None
         assert logged == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_value_that_no_stage_has_where_it_is_logged_is_refused() -> None:
-    with pytest.raises(PipelineError, match=re.escape("`self.log('behind', ...)` logs a value of an earlier")):
-        run(_log_early, 2, _pipeline(), True)
+def test_a_value_of_an_earlier_stage_is_logged_behind_the_blocks() -> None:
+    expected = run(_log_early, 1, {"stage": 0}, True)[0]
+    assert "behind" in expected
+    for logged in run(_log_early, 2, _pipeline(), True):
+        assert logged == pytest.approx(expected, rel=1e-6)
+
+
+def _counts_of(block: Any) -> tuple[int, int, int] | None:
+    """Return the counts of a block, or None where another stage has them."""
+    try:
+        return block.calls, int(block.count), int(block.norm.num_batches_tracked)
+    except PipelineError:
+        return None
 
 
 def _count(rank: int, world: int, schedule: str) -> Any:
@@ -831,8 +841,7 @@ def _count(rank: int, world: int, schedule: str) -> Any:
     lightning = trainer(rank, world, strategy, max_epochs=1)
     module = seeded(Counts)
     lightning.fit(module, _loader(1, 0))
-    blocks = [(block.calls, int(block.count), int(block.norm.num_batches_tracked))
-              for block in module.net.blocks if isinstance(block, Counted)]  # fmt: skip
+    blocks = [_counts_of(block) for block in module.net.blocks if isinstance(block, Counted)]
     assert (module.in_callable.calls, int(module.in_array[0])) == (module.steps,) * 2
     if schedule == "1f1b":
         others = module.in_dictionary["n"], len(module.in_list), int(module.in_tensor), len(module.in_tuple)
@@ -850,7 +859,8 @@ def test_state_that_a_step_changes_counts_every_micro_batch_once(schedule: str) 
         assert all(mine == count for mine, count in seen)
         assert max(seen) == (num_steps, num_steps)
     for block in zip(first[3], last[3], strict=True):  # each lies on one stage
-        assert sorted(block) == [(0, 0, 0), (num_steps, num_steps, num_steps)]
+        assert None in block
+        assert (num_steps, num_steps, num_steps) in block
     assert (first[4], last[4]) == (num_steps, num_steps)  # of the head, which all stages are told
 
 

@@ -15,6 +15,7 @@ from lightning_zero.engine.units.unit import UnitState
 class _Order:
     def __init__(self, *, gathers: bool) -> None:
         self.gathers = gathers
+        self.meets = False
         self.is_suspended = 0
         self.begun: list[tuple[Any, bool]] = []
 
