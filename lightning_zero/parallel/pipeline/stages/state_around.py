@@ -405,6 +405,8 @@ class StateAround:
                     self._require_one_microbatch(change.key)
                 elif differs and change.key not in known:
                     self._note_behind(change.key)
+                if change.key not in self._stale:
+                    self._own.elsewhere.discard(change.key)
         self._watch_between_steps()
 
     def _take(self, change: Change, taking: Taking) -> bool:
