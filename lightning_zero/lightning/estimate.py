@@ -169,6 +169,7 @@ def _refuse(strategy: ZeroStrategy, *, world_size: int, accelerator: str) -> Non
     refused = {
         "`pipeline`": strategy.pipeline is not None and strategy.pipeline.stages > 1,
         "`tensor_parallel`": strategy.tensor_parallel is not None,
+        "`expert_parallel`": strategy.expert_parallel is not None,
         "`offload` to disks": offload is not None and offload.uses_disks,
         "`Offload(fraction='auto')`": offload is not None and offload.fraction == "auto",
         "`Offload(step_device='cuda')`": offload is not None and offload.step_device == "cuda",

@@ -109,6 +109,7 @@ def test_scopes_of_a_node_say_what_crosses_nodes() -> None:
     [
         (ZeroStrategy(pipeline=Pipeline(stages=2)), "`pipeline` is not forecast yet"),
         (ZeroStrategy(tensor_parallel=TensorParallel(size=2)), "`tensor_parallel` is not forecast yet"),
+        (ZeroStrategy(expert_parallel=2), "`expert_parallel` is not forecast yet"),
         (ZeroStrategy(offload=Offload(optimizer="nvme", path="/tmp")), "`offload` to disks is not forecast"),
         (ZeroStrategy(offload=Offload(fraction="auto")), r"`Offload\(fraction='auto'\)` is not forecast"),
         (
