@@ -131,9 +131,9 @@ class TensorTraining:
             ValueError: There is one.
         """
         done: _CutModule = vars(module)[_KEY]
-        params = dict(module.named_parameters())
-        names = (name for name, record in done.records.items() if record.kind == "partial" and name in params)
-        name = next((one for one in names if has_hooks_of_program(params[one])), None)
+        summands = {name for name, record in done.records.items() if record.kind == "partial"}
+        params = module.named_parameters() if summands else ()
+        name = next((name for name, param in params if name in summands and has_hooks_of_program(param)), None)
         if name is not None:
             raise ValueError(
                 f"`{name}` has a hook on its gradient (`register_hook`, `register_post_accumulate_grad_hook`), and with"
