@@ -27,15 +27,13 @@ COMMANDS: dict[str, Any] = {
     "pipeline": pipeline,
     "tensor-plan": tensor_plan,
 }
+_HAVE_CONFIG = ("estimate", "tensor-plan")
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status: 0, 1 after an error, 2 (by ``SystemExit``) for arguments not known."""
     given = list(sys.argv[1:] if args is None else args)
-    if given[:1] in (
-        ["tensor-plan"],
-        ["estimate"],
-    ):  # `auto_cli` has a `--config` of its own, and gives none to a command
+    if given and given[0] in _HAVE_CONFIG:  # `auto_cli` has a `--config` of its own, and gives none to a command
         given = [re.sub(r"^--config(?==|$)", "--run", one) for one in given]
     try:
         auto_cli(COMMANDS, args=given, prog="python -m lightning_zero")
