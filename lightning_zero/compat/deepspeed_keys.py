@@ -129,7 +129,7 @@ IGNORED: dict[str, str] = {
     "managed_gradient_accumulation": "the Trainer accumulates (`accumulate_grad_batches`)",
     "dataloader_drop_last": "the loader is that of the program: `DataLoader(drop_last=...)`",
     "use_data_before_expert_parallelism": "the ranks of an expert group are always neighbours",
-    "seq_parallel_communication_data_type": "there is no sequence parallelism yet",
+    "seq_parallel_communication_data_type": "there is no sequence parallelism over attention heads (Ulysses) yet",
     # - ZeRO
     "zero_optimization.allgather_partitions": "shards are always gathered by all-gather",
     "zero_optimization.allgather_bucket_size": _FLAT,
@@ -257,7 +257,7 @@ FEATURES: dict[str, str] = {
     "sparse_attention": "sparse attention does not exist",
     "elasticity": "elastic batch sizes do not exist",
     "hybrid_engine": "the engine for generation in training does not exist yet",
-    "sequence_parallel_size": "sequence parallelism does not exist yet",
+    "sequence_parallel_size": "sequence parallelism over attention heads (Ulysses) does not exist yet",
     "gradient_allreduce_op": "gradients are averaged, not summed",
     "data_types.param_dtype": "parameters have the dtypes that the precision says",
     "data_types.buffer_dtype": "module buffers have the dtypes that the module gives them",
