@@ -13,6 +13,7 @@ from jsonargparse import auto_cli
 from lightning_zero.checkpoint.consolidate import consolidate
 from lightning_zero.checkpoint.convert import convert
 from lightning_zero.compat.deepspeed_yaml import convert_config
+from lightning_zero.diagnostics.command import report
 from lightning_zero.lightning.estimate_command import estimate
 from lightning_zero.parallel.pipeline.schedule.picture import pipeline
 from lightning_zero.parallel.tensor.command import tensor_plan
@@ -25,6 +26,7 @@ COMMANDS: dict[str, Any] = {
     "convert-config": convert_config,
     "estimate": estimate,
     "pipeline": pipeline,
+    "report": report,
     "tensor-plan": tensor_plan,
 }
 _HAVE_CONFIG = ("estimate", "tensor-plan")

@@ -80,7 +80,7 @@ def estimate_memory(
             scalar or has a ``loss``.
         precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``, as in the Trainer; by default the strategy's.
         accelerator: ``"gpu"``, or ``"cpu"``, on which reductions take more memory.
-        ranks_per_node: Ranks of a node, for ``Sharding(params="node")``.
+        ranks_per_node: Ranks of a node, for ``Sharding(grads="node")``.
         accumulate_grad_batches: As in the Trainer.
         clips: Whether gradients are clipped by their norm.
         side_by_side: Forecast stages 0 to 3, with and without offloading and checkpointing, too.

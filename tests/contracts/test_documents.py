@@ -97,9 +97,9 @@ def test_make_targets_in_documents_exist(path: Path) -> None:
     assert set(re.findall(r"\bmake ([a-z-]+)", code)) <= targets
 
 
-def test_tests_that_the_readme_names_exist() -> None:
-    commands = re.findall(r"`pytest ([\w/.]+)(?: -k (\w+))?`", (ROOT / "README.md").read_text())
-    assert len(commands) > 5
+def test_tests_that_the_promises_name_exist() -> None:
+    commands = re.findall(r"`pytest ([\w/.]+)(?: -k (\w+))?`", (ROOT / "docs" / "promises.md").read_text())
+    assert len(commands) > 20
     for file, keyword in commands:
         names = re.findall(r"^def test_(\w+)", (ROOT / file).read_text(), flags=re.MULTILINE)
         assert any(keyword in name for name in names), (file, keyword)
@@ -184,6 +184,15 @@ def test_public_names_are_in_the_changelog() -> None:
 
 
 # -- Decisions ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_decision_is_listed_with_its_title() -> None:
+    rows = re.findall(
+        r"^\* \[(\d{4})\]\(decisions/([\w.-]+)\) (.*)$", (ROOT / "docs" / "decisions.md").read_text(), re.M
+    )
+    assert [(name, f"# {number} {title}") for number, name, title in rows] == [
+        (path.name, path.read_text().splitlines()[0]) for path in DECISIONS
+    ]
 
 
 def test_numbers_of_decisions_are_unique() -> None:

@@ -1,0 +1,1 @@
+"""The machine of a run: versions, devices, rates, working features."""

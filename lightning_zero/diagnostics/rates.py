@@ -1,0 +1,150 @@
+"""Rates of a machine, measured in seconds: copies, steps on the CPU, disks, collectives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.config import Communication
+from lightning_zero.engine.optim.step_device import measure_rates
+from lightning_zero.storage.nvme import NvmeStore
+
+__all__ = ["collectives", "copies_and_steps", "disk"]
+
+_GB = 1e9
+_DISK_BYTES = 2**28
+_SHARD_NUMEL = 2**20
+_REPEATS = 5
+_TIMEOUT_S = 60.0
+
+
+def copies_and_steps() -> dict[str, str]:
+    """Return the rates of AdamW on the CPU, and of copies between page-locked host memory and the first GPU."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    rates = measure_rates(device)
+    found = {
+        f"AdamW on the CPU, {torch.get_num_threads()} thread(s)": f"{rates.host_step / 1e6:.0f} million elements per s"
+    }
+    if device.type == "cuda":
+        found["host to GPU 0, page-locked"] = f"{rates.up / _GB:.1f} GB/s"
+        found["GPU 0 to host, page-locked"] = f"{rates.down / _GB:.1f} GB/s"
+    return found
+
+
+def disk(path: Path) -> dict[str, str]:
+    """Return the rates at which ``Offload(path=...)`` would write and read a directory; 256 MiB are written there.
+
+    Raises:
+        StorageError: The directory cannot be written, or is full.
+    """
+    store = NvmeStore([path], block_bytes=2**22, threads=16, direct=True)
+    try:
+        record = store.reserve("report", _DISK_BYTES)
+        memory = store.empty(_DISK_BYTES)
+        memory.fill_(1)
+        writing = _seconds(lambda: store.write(record, memory).wait())
+        reading = _seconds(lambda: store.read(record, memory).wait())
+        through = "" if store.is_direct else ", through the page cache"
+    finally:
+        store.close()
+    return {
+        f"write to {path}": f"{_DISK_BYTES / writing / _GB:.2f} GB/s{through}",
+        f"read from {path}": f"{_DISK_BYTES / reading / _GB:.2f} GB/s{through}",
+    }
+
+
+def collectives(ranks: int | None = None) -> dict[str, str]:
+    """Return the rates of an all-gather and a reduce-scatter of 4 MiB per rank, between processes of this machine.
+
+    Args:
+        ranks: Number of processes; by default one per GPU, or two on a CPU.
+
+    Raises:
+        RuntimeError: A process failed, or the collectives did not end within a minute.
+    """
+    on_gpus = torch.cuda.is_available() and dist.is_nccl_available()
+    count = ranks or (torch.cuda.device_count() if on_gpus else 2)
+    backend = "nccl" if on_gpus and count <= torch.cuda.device_count() else "gloo"
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    context = mp.get_context("spawn")
+    results: Any = context.SimpleQueue()
+    world = _World(count, backend, store.port)
+    processes: Any = mp.spawn(_worker, (world, results), nprocs=count, join=False)  # type: ignore[attr-defined,no-untyped-call]
+    ends = time.monotonic() + _TIMEOUT_S
+    try:
+        while not processes.join(timeout=1.0):
+            if time.monotonic() > ends:
+                raise RuntimeError(f"collectives of {backend} did not end within {_TIMEOUT_S:.0f} s")
+    finally:
+        for process in processes.processes:
+            process.kill()
+    seconds: dict[str, float] = results.get()
+    sent = (count - 1) * _SHARD_NUMEL * 4
+    return {
+        f"{name}, {backend}, {count} ranks": f"{sent / second / _GB:.2f} GB/s sent per rank"
+        for name, second in seconds.items()
+    }
+
+
+class _World(NamedTuple):
+    """The processes: how many, how they communicate, where they meet."""
+
+    size: int
+    backend: str
+    port: int
+
+
+def _worker(rank: int, world: _World, results: Any) -> None:
+    torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if world.backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=_TIMEOUT_S)
+    store = dist.TCPStore("127.0.0.1", world.port, timeout=timeout)  # type: ignore[attr-defined]
+    dist.init_process_group(world.backend, store=store, rank=rank, world_size=world.size, timeout=timeout)
+    communicator = Communicator(Communication(), device)
+    shard = torch.ones(_SHARD_NUMEL, device=device)
+    whole = torch.ones(_SHARD_NUMEL * world.size, device=device)
+
+    def all_gather() -> None:
+        communicator.all_gather(whole, shard, "flat").wait()
+        _finish(device)
+
+    def reduce_scatter() -> None:
+        communicator.reduce_scatter(shard, whole, "flat").wait()
+        _finish(device)
+
+    found = {
+        "all-gather": _seconds(all_gather, dist.barrier),
+        "reduce-scatter": _seconds(reduce_scatter, dist.barrier),
+    }
+    if rank == 0:
+        results.put(found)
+    communicator.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _seconds(call: Callable[[], None], meet: Callable[[], Any] = lambda: None) -> float:
+    """Return the seconds of the fastest of a few calls, the first of which is not counted."""
+    call()
+    seconds = []
+    for _ in range(_REPEATS):
+        meet()
+        started = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lightning_zero.diagnostics import rates
+from lightning_zero.storage import nvme
+from lightning_zero.storage.nvme import StorageError
+
+
+def _numbers(found: dict[str, str]) -> list[float]:
+    return [float(match[0]) for value in found.values() if (match := re.match(r"[\d.]+", value))]
+
+
+def test_steps_on_the_cpu_have_a_rate() -> None:
+    found = rates.copies_and_steps()
+    assert any(name.startswith("AdamW on the CPU") for name in found)
+    assert all(number > 0 for number in _numbers(found))
+
+
+def test_collectives_are_measured_between_processes() -> None:
+    found = rates.collectives(2)
+    assert [name.partition(",")[0] for name in found] == ["all-gather", "reduce-scatter"]
+    assert len(_numbers(found)) == 2
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    with pytest.raises(Exception, match="no-such-interface"):
+        rates.collectives(2)
+
+
+def test_a_disk_is_written_and_read_and_left_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "_DISK_BYTES", 2**22)
+    assert list(rates.disk(tmp_path)) == [f"write to {tmp_path}", f"read from {tmp_path}"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_an_error_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvme.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    with pytest.raises(StorageError, match="no room"):
+        rates.disk(tmp_path)
