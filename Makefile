@@ -4,6 +4,7 @@
 PYTHON ?= .venv/bin/python
 BASE_PYTHON ?= python3
 STAMP := .venv/.installed
+DEMO_STAMP := .venv/.installed-demo
 
 # A rank computes with one thread; two ranks with a pool of threads each fight for the cores.
 ONE_THREAD := OMP_NUM_THREADS=1
@@ -12,6 +13,8 @@ AT_ONCE := -n 3 --dist worksteal
 
 ifeq ($(PYTHON),.venv/bin/python)
 INSTALLED := $(STAMP)
+# The demo needs no tools for tests; what `make setup` has installed is enough.
+DEMO_INSTALLED := $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP))
 endif
 
 .PHONY: setup demo test test-all gpu lint format type docs check bench
@@ -24,7 +27,13 @@ $(STAMP): pyproject.toml constraints.txt
 	.venv/bin/python -m pip install --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-demo: $(INSTALLED)
+$(DEMO_STAMP): pyproject.toml constraints.txt
+	test -x .venv/bin/python || $(BASE_PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --no-compile "$$(grep '^torch==' constraints.txt)"
+	.venv/bin/python -m pip install --no-compile --constraint constraints.txt --editable .
+	touch $@
+
+demo: $(DEMO_INSTALLED)
 	$(ONE_THREAD) $(PYTHON) examples/gpt/train.py fit --config examples/gpt/cpu.yaml
 
 test: $(INSTALLED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Iterator
@@ -28,6 +29,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a GPU")
 
 
+GARBAGE = worlds.FrozenImports()
+
+
+def pytest_runtest_teardown() -> None:
+    GARBAGE.collect(always=False)
+
+
+def pytest_collection_finish() -> None:
+    GARBAGE.collect()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = sum("needs a GPU" in str(report.longrepr) for report in terminalreporter.getreports("skipped"))
     if skipped:
@@ -36,6 +48,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def pytest_sessionfinish() -> None:
     worlds.close()
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ import os
 import pickle
 import random
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -34,7 +35,17 @@ from torch._C._distributed_c10d import FileStore, ProcessGroup, Store
 
 from lightning_zero.comm.groups import destroy_all
 
-__all__ = ["Ledger", "RankError", "close", "count_collectives", "poisoned_memory", "run", "seed", "slow_collectives"]
+__all__ = [
+    "FrozenImports",
+    "Ledger",
+    "RankError",
+    "close",
+    "count_collectives",
+    "poisoned_memory",
+    "run",
+    "seed",
+    "slow_collectives",
+]
 
 GRACE_S = 3.0  # how long the other ranks may still answer after the first error
 
@@ -63,6 +74,25 @@ def seed(value: int = 0) -> None:
     """Start all random number generators anew."""
     random.seed(value)
     torch.manual_seed(value)
+
+
+class FrozenImports:
+    """Collects garbage, and lets later collections pass over the modules that were imported until then.
+
+    An engine that is made beside others collects garbage, which takes half a second where large packages are imported.
+    """
+
+    def __init__(self) -> None:
+        self._modules = 0
+
+    def collect(self, *, always: bool = True) -> None:
+        """Collect garbage; without ``always`` only where there are new modules."""
+        is_new = len(sys.modules) != self._modules
+        if always or is_new:
+            gc.collect()
+        if is_new:
+            gc.freeze()
+            self._modules = len(sys.modules)
 
 
 # -- The pool ----------------------------------------------------------------------------------------------------------
@@ -200,7 +230,8 @@ def _serve(connection: Connection, rank: int, world: int, folder: str) -> None:
     stacks = open(_stack_file(folder, rank), "w")  # noqa: SIM115 (open as long as the process lives)
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
-    gc.freeze()  # what the server has imported is never looked at again
+    garbage = FrozenImports()
+    garbage.collect()
     for number in itertools.count():
         try:
             fn, args, timeout_s = pickle.loads(connection.recv_bytes())
@@ -211,7 +242,7 @@ def _serve(connection: Connection, rank: int, world: int, folder: str) -> None:
             continue
         store = FileStore(os.path.join(folder, f"store{number}"), world)
         connection.send_bytes(_answer(_call(fn, args, rank, world, store, timeout_s)))
-        gc.collect()  # engines that the call left open
+        garbage.collect()  # engines that the call left open
 
 
 def _call(fn: Callable[..., Any], args: Sequence[Any], rank: int, world: int, store: Store, timeout_s: float) -> Any:
