@@ -448,7 +448,8 @@ class ZeroEngine:
 
     def plan(self) -> list[str]:
         """Return about six lines of text: units, memory, traffic and where steps are made."""
-        return [*self._state.sharded.statistics.plan(), *self._state.sharded.step_devices.plan()]
+        statistics, optimizers = self._state.sharded.statistics, self._internals.fits.optimizers
+        return [*statistics.plan(optimizers), *self._state.sharded.step_devices.plan()]
 
     # -- Inside ----------------------------------------------------------------------------------------------------
 

@@ -139,7 +139,7 @@ class MemoryForecast:
         """Return the fastest setting whose peak fits; None if none does.
 
         Settings are not timed. Of two that fit, the one comes first that computes nothing again and offloads nothing;
-        recomputation comes before offloading, and fewer bytes that are sent before more.
+        recomputation comes before offloading, and a lower stage before a higher one.
 
         Args:
             memory: Bytes of the device.

@@ -12,13 +12,13 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.export import EXPORTED, DtypeName, Include, dtype_named, export_safetensors
 from lightning_zero.checkpoint.paths import remove_path
 from lightning_zero.checkpoint.safetensors import parse_size
-from lightning_zero.lightning.monitor import Meter, samples_in, tokens_in
+from lightning_zero.lightning.monitor import Meter, Phases, samples_in, tokens_in
 from lightning_zero.lightning.precision import ZeroStep
 from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.option_checks import checked_arguments
@@ -29,11 +29,12 @@ __all__ = ["ExportSafetensors", "ZeroMonitor"]
 class ZeroMonitor(Callback):
     """Log memory, traffic, time and throughput to every logger of the Trainer, each ``log_every_n_steps``.
 
-    Scalars: ``memory/{parameters,gradients,optimizer,gathered,gathered_peak,other}`` in bytes on rank 0,
-    ``traffic/<collective>`` in bytes that rank 0 sent per step, ``time/wait_s`` in seconds per step that it waited,
-    ``throughput/{tokens,samples}_per_s`` over all ranks, and ``grad_norm`` and ``loss_scale`` where there are any. In
-    a pipeline ``pipeline/busy_s_<stage>`` in seconds per step and ``pipeline/bubble_share``. With other strategies only
-    the throughput is logged.
+    Scalars, with the units in their names: ``memory/{parameters,gradients,optimizer,gathered,gathered_peak,other}_GiB``
+    on rank 0, on a GPU ``memory/peak_GiB``; ``traffic/<collective>_MiB`` that rank 0 sent per step; ``time/step_s``,
+    and of it ``time/wait_s``, for which rank 0 waited for others, and ``time/{data,forward,backward,optimizer}_s``;
+    ``throughput/{tokens,samples}_per_s`` over all ranks; ``grad_norm`` and ``loss_scale`` where there are any. In a
+    pipeline ``pipeline/busy_s_<stage>`` in seconds per step and ``pipeline/bubble_share``, and no phases. With other
+    strategies memory, traffic and waiting are left out.
 
     Args:
         tokens: Number of tokens in a batch. The default is the number of elements of the batch's first integer tensor
@@ -46,6 +47,7 @@ class ZeroMonitor(Callback):
         self.tokens = tokens or tokens_in
         self.grad_norm = grad_norm
         self._meter = Meter(None)
+        self._phases: Phases | None = None  # where a batch has one forward, one backward and one step at most
         self._logged_step = 0  # step of the last row
         self._norm: float | None = None  # since the last row, if it was computed for it
 
@@ -62,7 +64,28 @@ class ZeroMonitor(Callback):
             copies = strategy.distributed_sampler_kwargs["num_replicas"]
         self._meter = Meter(engine, copies)
         self._meter.start()
+        has_pipeline = isinstance(strategy, ZeroStrategy) and strategy.pipeline is not None
+        self._phases = Phases(strategy.root_device) if pl_module.automatic_optimization and not has_pipeline else None
+        self._begin("data")
         self._logged_step = trainer.global_step
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Begin the forward."""
+        self._begin("forward")
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        """Begin the backward."""
+        self._begin("backward")
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin the step of the optimizer."""
+        self._begin("optimizer")
+
+    def _begin(self, phase: str | None) -> None:
+        if self._phases is not None:
+            self._phases.begin(phase)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
@@ -77,6 +100,7 @@ class ZeroMonitor(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the batch, and write a row when one is due."""
+        self._begin("data")
         self._meter.count(tokens=self.tokens(batch), samples=samples_in(batch))
         steps = trainer.global_step - self._logged_step
         if steps < self._interval(trainer):
@@ -84,6 +108,8 @@ class ZeroMonitor(Callback):
         row = {**self._meter.row(steps), **self._norm_and_scale(trainer)}
         if isinstance(trainer.strategy, ZeroStrategy):
             row |= trainer.strategy.pipeline_timings(steps)
+        if self._phases is not None:
+            row |= {f"time/{phase}_s": seconds / steps for phase, seconds in self._phases.take().items()}
         for logger in trainer.loggers:
             logger.log_metrics(row, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
             logger.save()
@@ -92,11 +118,13 @@ class ZeroMonitor(Callback):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop the clock: validation is not training."""
         self._meter.pause()
+        self._begin(None)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let the clock go on."""
         if trainer.state.fn == TrainerFn.FITTING:
             self._meter.resume()
+            self._begin("data")
 
     def _norm_and_scale(self, trainer: pl.Trainer) -> dict[str, float]:
         plugin = trainer.precision_plugin

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from lightning_zero.engine.access.statistics import away_bytes
 from lightning_zero.engine.engine import ZeroEngine
-from lightning_zero.storage.copies import memory_of
+from lightning_zero.storage.copies import Stamp, memory_of
 
-__all__ = ["Meter", "memory_in_use", "samples_in", "tokens_in"]
+__all__ = ["Meter", "Phases", "memory_in_use", "samples_in", "tokens_in"]
 
+_GIB, _MIB = 2.0**30, 2.0**20
 _STATM = Path("/proc/self/statm")  # second field: resident pages
 
 
@@ -76,6 +77,7 @@ class Meter:
     def row(self, steps: int) -> dict[str, float]:
         """Return the numbers of the ``steps`` optimizer steps since the last row, and start the next one."""
         row = {**self._throughput(), **self._memory(), **self._sent(max(steps, 1))}
+        row["time/step_s"] = self._seconds / max(steps, 1)
         self.start()
         return row
 
@@ -100,14 +102,45 @@ class Meter:
             - (float(sum(stats.host.values())) if device.type == "cpu" else 0.0)
         )
         memory |= {**away_bytes(stats), "other": max(other, 0.0), "gathered_peak": float(stats.peak_gathered)}
-        return {f"memory/{name}": nbytes for name, nbytes in memory.items()}
+        if device.type == "cuda":
+            memory["peak"] = float(memory_of(device).most_allocated)
+        return {f"memory/{name}_GiB": nbytes / _GIB for name, nbytes in memory.items()}
 
     def _sent(self, steps: int) -> dict[str, float]:
         if self.engine is None:
             return {}
         stats = self.engine.stats()
-        row = {f"traffic/{kind}": (sent - self._traffic.get(kind, 0)) / steps for kind, sent in stats.traffic.items()}
+        row = {
+            f"traffic/{kind}_MiB": (sent - self._traffic.get(kind, 0)) / steps / _MIB
+            for kind, sent in stats.traffic.items()
+        }
         return {**row, "time/wait_s": (stats.wait_s - self._wait_s) / steps}
+
+
+class Phases:
+    """The seconds that steps spend in each of their phases: on a CPU those of the host, on a GPU those of its stream.
+
+    Args:
+        device: Where the model computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stamps: list[tuple[str | None, Stamp]] = []  # beginnings of phases, in order
+
+    def begin(self, phase: str | None) -> None:
+        """End the phase that runs, and begin another; None: one that does not count."""
+        self._stamps.append((phase, Stamp(self._device)))
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds by phase since the last call, of those that the device has ended, without waiting."""
+        seconds: dict[str, float] = {}
+        while len(self._stamps) > 1 and self._stamps[1][1].is_past:
+            (phase, start), (_, end) = self._stamps[:2]
+            if phase is not None:
+                seconds[phase] = seconds.get(phase, 0.0) + end.seconds_since(start)
+            del self._stamps[0]
+        return seconds
 
 
 def memory_in_use(device: torch.device) -> int:

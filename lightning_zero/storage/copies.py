@@ -18,6 +18,7 @@ host memory makes copies asynchronous; others are right, and slower.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ __all__ = [
     "Copies",
     "DeviceMemory",
     "Landing",
+    "Stamp",
     "finish_stream",
     "first_call_of_thread",
     "lock_pages",
@@ -177,6 +179,32 @@ def memory_of(device: torch.device) -> DeviceMemory:
     free, total = torch.cuda.mem_get_info(device)
     reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
     return DeviceMemory(total, free, reserved, allocated, torch.cuda.max_memory_allocated(device))
+
+
+class Stamp:
+    """A moment: on a CPU that of the call, on a CUDA device that at which it has done its current stream's work so far.
+
+    Args:
+        device: Whose moment it is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: Any = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(device))
+        self._seconds = time.perf_counter()
+
+    @property
+    def is_past(self) -> bool:
+        """Whether the device has come to it. The host does not wait."""
+        return self._event is None or bool(self._event.query())
+
+    def seconds_since(self, earlier: Stamp) -> float:
+        """Return the seconds between two moments of a device that are past."""
+        if self._event is None:
+            return self._seconds - earlier._seconds
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
 def finish_stream(device: torch.device) -> None:

@@ -16,12 +16,17 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["
 
 
 def _steps(path: Path) -> list[dict[str, Any]]:
-    return [step for job in yaml.safe_load(path.read_text())["jobs"].values() for step in job["steps"]]
+    return [step for job in _jobs(path).values() for step in job["steps"]]
+
+
+def _jobs(path: Path) -> dict[str, Any]:
+    """Return the jobs that have steps of their own."""
+    return {name: job for name, job in yaml.safe_load(path.read_text())["jobs"].items() if "steps" in job}
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_actions_are_pinned_by_hash_with_their_version(path: Path) -> None:
-    lines = [line for line in path.read_text().splitlines() if "uses:" in line]
+    lines = [line for line in path.read_text().splitlines() if "uses:" in line and "uses: ./" not in line]
     assert len(lines) == sum("uses" in step for step in _steps(path))
     assert [line for line in lines if not re.search(r"uses: [\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+$", line)] == []
 
@@ -29,13 +34,19 @@ def test_actions_are_pinned_by_hash_with_their_version(path: Path) -> None:
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_workflows_call_targets_that_exist_and_may_write_nothing(path: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    content = yaml.safe_load(path.read_text())
-    assert content["permissions"] == {"contents": "read"}
-    assert all("timeout-minutes" in job for job in content["jobs"].values())
+    assert yaml.safe_load(path.read_text())["permissions"] == {"contents": "read"}
+    assert all("timeout-minutes" in job for job in _jobs(path).values())
     commands = " ".join(step.get("run", "") for step in _steps(path))
     assert set(re.findall(r"\bmake ([a-z-]+)", commands)) <= targets
-    for job in content["jobs"].values():
+    for job in _jobs(path).values():
         assert set(job.get("strategy", {}).get("matrix", {}).get("target", [])) <= targets
+
+
+def test_nothing_is_released_without_the_checks() -> None:
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"]
+    assert jobs["checks"]["uses"] == "./.github/workflows/checks.yml"
+    assert jobs["build"]["needs"] == "checks"
+    assert jobs["publish"]["needs"] == "build"
 
 
 def test_the_checks_of_a_push_are_those_of_the_local_ones() -> None:

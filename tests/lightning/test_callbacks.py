@@ -15,13 +15,17 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_zero.lightning.callbacks import ZeroMonitor
-from lightning_zero.lightning.monitor import Meter, memory_in_use, samples_in, tokens_in
+from lightning_zero.lightning.monitor import Meter, Phases, memory_in_use, samples_in, tokens_in
 from lightning_zero.lightning.strategy import ZeroStrategy
 from tests.lightning_programs import Net, loader, trainer, weights
 from tests.worlds import run
 
 WORLD = 2
-MEMORY = {f"memory/{name}" for name in ("parameters", "gradients", "optimizer", "gathered", "gathered_peak", "other")}
+GIB = 2**30
+PHASES = ("data", "forward", "backward", "optimizer")
+MEMORY = {
+    f"memory/{name}_GiB" for name in ("parameters", "gradients", "optimizer", "gathered", "gathered_peak", "other")
+}
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
@@ -46,12 +50,15 @@ def test_monitor_writes_a_row_per_interval(stage: int, tmp_path: Path) -> None:
     assert len(written) == 4
     for row in written:
         assert row.keys() >= MEMORY | {"throughput/tokens_per_s", "throughput/samples_per_s", "grad_norm"}
-        assert float(row["traffic/reduce_scatter"]) > 0
+        assert float(row["traffic/reduce_scatter_MiB"]) > 0
         assert float(row["grad_norm"]) > 0
         assert float(row["throughput/tokens_per_s"]) == pytest.approx(2.5 * float(row["throughput/samples_per_s"]))
-    assert float(written[-1]["memory/parameters"]) == memory["parameters"]
-    assert float(written[-1]["memory/optimizer"]) == memory["optimizer"]
-    assert written[1]["traffic/reduce_scatter"] == written[2]["traffic/reduce_scatter"]
+        phases = [float(row[f"time/{phase}_s"]) for phase in PHASES]
+        assert all(seconds > 0 for seconds in phases)
+        assert sum(phases) <= float(row["time/step_s"]) * 1.1
+    assert float(written[-1]["memory/parameters_GiB"]) == memory["parameters"] / GIB
+    assert float(written[-1]["memory/optimizer_GiB"]) == memory["optimizer"] / GIB
+    assert written[1]["traffic/reduce_scatter_MiB"] == written[2]["traffic/reduce_scatter_MiB"]
 
 
 def offloaded(rank: int, world: int, folder: str) -> tuple[dict[str, int], list[str]]:
@@ -65,7 +72,7 @@ def offloaded(rank: int, world: int, folder: str) -> tuple[dict[str, int], list[
 
 def test_monitor_and_plan_tell_what_is_in_host_memory(tmp_path: Path) -> None:
     host, plan = run(offloaded, WORLD, str(tmp_path))[0]
-    assert float(rows(tmp_path)[-1]["memory/host_optimizer"]) == host["optimizer"] > 0
+    assert float(rows(tmp_path)[-1]["memory/host_optimizer_GiB"]) == host["optimizer"] / GIB > 0
     assert any("in host memory: parameters 0 B, masters" in line for line in plan)
 
 
@@ -82,7 +89,7 @@ def test_monitor_runs_with_another_strategy_and_tensorboard(tmp_path: Path) -> N
 
     events = EventAccumulator(str(next(tmp_path.rglob("events*")).parent))
     events.Reload()
-    assert "throughput/samples_per_s" in events.Tags()["scalars"]
+    assert {"throughput/samples_per_s", "time/forward_s", "time/step_s"} <= set(events.Tags()["scalars"])
 
 
 @pytest.mark.parametrize(
@@ -126,8 +133,78 @@ def test_paused_time_does_not_count() -> None:
     time.sleep(0.05)
     meter.resume()
     row = meter.row(1)
-    assert row.keys() == {"throughput/tokens_per_s"}
+    assert row.keys() == {"throughput/tokens_per_s", "time/step_s"}
+    assert row["time/step_s"] < 0.05
     assert row["throughput/tokens_per_s"] > 300 / 0.05
+
+
+def test_phases_are_summed_and_those_that_run_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([0.0, 1.0, 3.0, 10.0, 11.0, 16.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(seconds))
+    phases = Phases(torch.device("cpu"))
+    for phase in ("forward", "backward", None, "forward"):
+        phases.begin(phase)
+    assert phases.take() == {"forward": 1.0, "backward": 2.0}
+    phases.begin("backward")
+    assert phases.take() == {"forward": 1.0}
+    assert phases.take() == {}
+    phases.begin(None)
+    assert phases.take() == {"backward": 5.0}
+
+
+def test_phases_on_a_gpu_are_taken_when_it_has_come_to_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        made = 0
+        past = 0
+
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+            Event.made += 1
+            self.at = Event.made
+
+        def record(self, stream: str) -> None:
+            assert stream == "current"
+
+        def query(self) -> bool:
+            return self.at <= Event.past
+
+        def elapsed_time(self, end: Event) -> float:
+            return 1e3 * (end.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "current")
+    phases = Phases(torch.device("cuda"))
+    for phase in ("forward", "backward", "optimizer"):
+        phases.begin(phase)
+    Event.past = 2
+    assert phases.take() == {"forward": 1.0}
+    Event.past = 3
+    assert phases.take() == {"backward": 1.0}
+
+
+def by_hand(rank: int, world: int, folder: str) -> None:
+    class ByHand(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(Net.training_step(self, batch, batch_idx))
+            optimizer.step()
+
+    fitted = trainer(
+        rank, world, 2, max_epochs=1, callbacks=ZeroMonitor(), logger=CSVLogger(folder), log_every_n_steps=1
+    )
+    fitted.fit(ByHand(), loader(rank, world))
+
+
+def test_steps_by_hand_have_no_phases(tmp_path: Path) -> None:
+    run(by_hand, WORLD, str(tmp_path))
+    (row, *_) = rows(tmp_path)
+    assert float(row["time/step_s"]) > 0
+    assert not {f"time/{phase}_s" for phase in PHASES} & row.keys()
 
 
 def test_memory_in_use_sees_a_large_tensor() -> None:

@@ -15,6 +15,7 @@ from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.group import NodeLevels
 from lightning_zero.engine.optim.flat_step import BufferSlot
 from lightning_zero.engine.optim.moments import MomentFormat
+from lightning_zero.engine.optim.planned_states import PlannedStates
 from lightning_zero.engine.units.lowering import Lowering
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.sharding import Sharding, ShardingScope
@@ -130,13 +131,13 @@ class Statistics:
         self._communicator.reset_stats()
         self._store.reset_peak()
 
-    def plan(self) -> list[str]:
-        """Return about six lines of text: units, dtypes, memory and traffic."""
+    def plan(self, optimizers: Iterable[Optimizer] = ()) -> list[str]:
+        """Return about six lines of text: units, dtypes, memory and traffic; states are those of the optimizers."""
         buffers = [buffer for unit in self._units for buffer in unit.buffers]
         trained = [buffer for buffer in buffers if buffer.kind.trained]
         total = sum(map(_whole_numel, buffers))
         largest = max(self._units, key=lambda unit: unit.numel)
-        memory, host = self._held(self._store), self._held(self._host)
+        memory, states = self._held(self._store), PlannedStates.of(optimizers, self._places, self._moments)
         grad_bytes = sum(_gradient_bytes(buffer) for buffer in trained)
         leaving = [buffer for buffer in trained if buffer.sharding.grads]
         host_grads = sum(_gradient_bytes(buffer) for buffer in leaving if buffer.home.where == "host")
@@ -155,16 +156,11 @@ class Statistics:
             f"dtypes: compute {', '.join(dtypes)}; gradients {', '.join(reduce) or 'none'}"
             + ("" if self._moments.is_pytorchs else f"; moments {self._moments.name}")
             + self._lowering.plan(),
-            f"memory per rank: parameters {_size(memory['parameters'])}, masters {_size(memory['optimizer'])},"
-            f" gradients {_size(grad_bytes - host_grads - disk_grads)}"
-            + (f", gathered at most about {_size(self._gathered_estimate())}" if self._sharding.stage == 3 else "")
-            + (
-                f"; in host memory: parameters {_size(host['parameters'])}, masters {_size(host['optimizer'])},"
-                f" gradients {_size(host_grads)}"
-                if any(host.values())
-                else ""
-            )
-            + ("" if self._disk is None else self._on_disk(self._disk, disk_grads)),
+            "memory per rank: "
+            + self._at("device", memory, states, grad_bytes - host_grads - disk_grads)
+            + self._away("host", self._held(self._host), states, host_grads)
+            + ("" if self._disk is None else self._away("disk", self._held(self._disk), states, disk_grads))
+            + ("" if not states.unknown else f"; states of {', '.join(sorted(states.unknown))} are not counted"),
             f"sent per rank and step: {_size(sent)}"
             f" (gradients {_size(sent_grads)}, parameters {_size(sent - sent_grads)})"
             + (f", {_size(sent - across)} inside a node and {_size(across)} across nodes" if across else ""),
@@ -202,12 +198,23 @@ class Statistics:
         here = sum(1 for places in units if places) - on_disk - in_host
         return f"; states of {here} units on the device, {in_host} in host memory, {on_disk} on disks"
 
-    def _on_disk(self, store: Accounts, grads: int) -> str:
-        held = self._held(store)
+    def _at(self, place: str, held: Mapping[str, int], states: PlannedStates, grads: int) -> str:
+        """Name the bytes in one place by kind, and on the device their sum, if optimizers are known."""
+        gathered = self._gathered_estimate() if place == "device" and self._sharding.stage == 3 else 0
+        total = held["parameters"] + held["optimizer"] + grads + states.nbytes[place] + gathered
         return (
-            f"; on disks: parameters {_size(held['parameters'])}, masters {_size(held['optimizer'])},"
-            f" gradients {_size(grads)}"
+            f"parameters {_size(held['parameters'])}, masters {_size(held['optimizer'])}"
+            + (f", optimizer states {_size(states.nbytes[place])}" if states.are_known else "")
+            + f", gradients {_size(grads)}"
+            + (f", gathered at most about {_size(gathered)}" if gathered else "")
+            + (f", in all {_size(total)}" if states.are_known and place == "device" else "")
         )
+
+    def _away(self, place: str, held: Mapping[str, int], states: PlannedStates, grads: int) -> str:
+        """Name the bytes that are offloaded to a place."""
+        where = {"host": "in host memory", "disk": "on disks"}[place]
+        is_used = place == "disk" or any(held.values()) or states.nbytes[place]
+        return f"; {where}: {self._at(place, held, states, grads)}" if is_used else ""
 
     @staticmethod
     def _held(store: Accounts | None) -> dict[str, int]:

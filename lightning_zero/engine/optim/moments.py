@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_zero.config import Moments
 from lightning_zero.engine.optim import int8_moments
 from lightning_zero.engine.optim.step_rules import ADAM, StepRule
+from lightning_zero_ops import adamw_int8
 
 __all__ = ["MOMENT_FORMATS", "MomentFormat"]
 
@@ -48,6 +49,11 @@ class MomentFormat:
     def itemsize(self) -> int:
         """Bytes per element of both moments."""
         return 2 * self.dtype.itemsize
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Bytes of both moments and their scales per element."""
+        return self.itemsize + len(self.adam.scales) * torch.float32.itemsize / adamw_int8.BLOCK
 
     def dtype_for(self, stepped: torch.dtype) -> torch.dtype:
         """Return the dtype of moments of values in ``stepped``."""
