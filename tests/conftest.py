@@ -29,15 +29,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a GPU")
 
 
-GARBAGE = worlds.FrozenImports()
-
-
-def pytest_runtest_teardown() -> None:
-    GARBAGE.collect(always=False)
-
-
 def pytest_collection_finish() -> None:
-    GARBAGE.collect()
+    """Let collections pass over thousands of cases: an engine that is made beside others collects garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import sys
 import time
-import types
-import weakref
 
 import pytest
 import torch
@@ -127,27 +123,3 @@ def test_threads_of_an_engine_that_a_call_leaves_open_end_with_the_call() -> Non
     for _ in range(3):
         worlds.run(_leave_an_engine, 2)
     assert worlds.run(_threads, 2) == before
-
-
-def test_collections_pass_over_imports_and_take_the_garbage_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Ring:
-        def __init__(self) -> None:
-            self.itself = self
-
-    garbage = worlds.FrozenImports()
-    garbage.collect()
-    frozen = gc.get_freeze_count()
-    kept, dropped = Ring(), weakref.ref(Ring())
-    garbage.collect(always=False)
-    assert dropped() is not None or not gc.isenabled()  # nothing was imported
-    monkeypatch.setitem(sys.modules, "a_new_one", types.ModuleType("a_new_one"))
-    garbage.collect(always=False)
-    assert dropped() is None
-    assert gc.get_freeze_count() > frozen
-    alive = weakref.ref(kept)
-    del kept
-    gc.collect()
-    assert alive() is not None  # frozen: collections pass over it
-    gc.unfreeze()
-    gc.collect()
-    assert alive() is None

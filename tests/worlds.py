@@ -18,7 +18,6 @@ import os
 import pickle
 import random
 import signal
-import sys
 import tempfile
 import time
 import traceback
@@ -36,7 +35,6 @@ from torch._C._distributed_c10d import FileStore, ProcessGroup, Store
 from lightning_zero.comm.groups import destroy_all
 
 __all__ = [
-    "FrozenImports",
     "Ledger",
     "RankError",
     "close",
@@ -76,25 +74,6 @@ def seed(value: int = 0) -> None:
     torch.manual_seed(value)
 
 
-class FrozenImports:
-    """Collects garbage, and lets later collections pass over the modules that were imported until then.
-
-    An engine that is made beside others collects garbage, which takes half a second where large packages are imported.
-    """
-
-    def __init__(self) -> None:
-        self._modules = 0
-
-    def collect(self, *, always: bool = True) -> None:
-        """Collect garbage; without ``always`` only where there are new modules."""
-        is_new = len(sys.modules) != self._modules
-        if always or is_new:
-            gc.collect()
-        if is_new:
-            gc.freeze()
-            self._modules = len(sys.modules)
-
-
 # -- The pool ----------------------------------------------------------------------------------------------------------
 
 _pools: dict[int, _Pool] = {}
@@ -124,7 +103,7 @@ class _Pool:
 
     def __init__(self, world: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "lightning_zero", "tests.worlds"])
+        context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "lightning_zero", "tests.worlds"])
         self._folder = tempfile.TemporaryDirectory(prefix="worlds-")
         self._connections: list[Connection] = []
         self._processes = []
@@ -230,8 +209,7 @@ def _serve(connection: Connection, rank: int, world: int, folder: str) -> None:
     stacks = open(_stack_file(folder, rank), "w")  # noqa: SIM115 (open as long as the process lives)
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
-    garbage = FrozenImports()
-    garbage.collect()
+    gc.freeze()  # what the server has imported is never looked at again
     for number in itertools.count():
         try:
             fn, args, timeout_s = pickle.loads(connection.recv_bytes())
@@ -242,7 +220,7 @@ def _serve(connection: Connection, rank: int, world: int, folder: str) -> None:
             continue
         store = FileStore(os.path.join(folder, f"store{number}"), world)
         connection.send_bytes(_answer(_call(fn, args, rank, world, store, timeout_s)))
-        garbage.collect()  # engines that the call left open
+        gc.collect()  # engines that the call left open
 
 
 def _call(fn: Callable[..., Any], args: Sequence[Any], rank: int, world: int, store: Store, timeout_s: float) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,7 @@ from lightning_zero.lightning.rank_zero_calls import RankZeroCalls, replaced
 from lightning_zero.parallel.pipeline.schedule.microbatches import weighted_mean
 from lightning_zero.parallel.pipeline.stages.sources import is_fake
 
-__all__ = ["LoggedValue", "Logs", "MetricStates"]
+__all__ = ["LoggedValue", "Logs", "MetricStates", "in_order"]
 
 
 @dataclass
@@ -56,6 +56,19 @@ class LoggedValue:
     def is_elsewhere(self) -> bool:
         """Whether another stage of the pipeline computes the value."""
         return self.value is None and self.metric is None
+
+
+_BACKWARD = "backward of chunk"
+
+
+def in_order(logged: Iterable[LoggedValue]) -> list[LoggedValue]:
+    """Return values in the order of a step without a pipeline: those of backwards come last, the last chunk first."""
+
+    def place(one: LoggedValue) -> tuple[bool, int]:
+        is_late = one.key.startswith(_BACKWARD)
+        return is_late, -int(one.key.removeprefix(_BACKWARD).partition(":")[0]) if is_late else 0
+
+    return sorted(logged, key=place)
 
 
 _ELSEWHERE = object()  # a value of a module that another stage computes
@@ -159,6 +172,17 @@ class Logs:
             yield
         finally:
             self._place = before
+
+    @contextmanager
+    def backward(self, chunk: int, index: int) -> Iterator[None]:
+        """Count calls in the backward of a micro-batch, by hooks on gradients, by themselves."""
+        before, self._place, self._index = (self._place, self._index), f"{_BACKWARD} {chunk}:", index
+        for key in [key for key in self._numbers if key.startswith(self._place)]:
+            del self._numbers[key]
+        try:
+            yield
+        finally:
+            self._place, self._index = before
 
     def num_calls(self) -> int:
         """Return how many calls were made."""

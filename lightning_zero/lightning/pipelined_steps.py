@@ -30,10 +30,10 @@ from lightning_zero.config import Pipeline
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.step_control import StepControl
 from lightning_zero.errors import PipelineError
-from lightning_zero.lightning.pipeline_logging import LoggedValue, Logs, MetricStates
+from lightning_zero.lightning.pipeline_logging import LoggedValue, Logs, MetricStates, in_order
 from lightning_zero.lightning.step_outputs import joined_outputs, nbytes_of
 from lightning_zero.lightning.trainer_state import TrainerState
-from lightning_zero.parallel.module_state import unregistered_modules
+from lightning_zero.parallel.module_state import set_buffer, unregistered_modules
 from lightning_zero.parallel.pipeline.explicit_steps import ExplicitStep, ExplicitSteps
 from lightning_zero.parallel.pipeline.pipeline import PipelineRunner, PipelineStage
 from lightning_zero.parallel.pipeline.schedule.microbatches import (
@@ -49,6 +49,7 @@ from lightning_zero.parallel.pipeline.schedule.plan import most_microbatches
 from lightning_zero.parallel.pipeline.schedule.reduce_policy import device_bytes, reduces_once
 from lightning_zero.parallel.pipeline.schedule.streams import RandomState, RandomStreams
 from lightning_zero.parallel.pipeline.stages.generators import Draws
+from lightning_zero.parallel.pipeline.stages.own_changes import own_modules
 from lightning_zero.parallel.pipeline.stages.placed_attributes import PlacedAttributes
 from lightning_zero.parallel.pipeline.stages.split import Split, modules_around
 from lightning_zero.parallel.pipeline.stages.state_around import StateAround
@@ -115,7 +116,6 @@ class PipelinedSteps:
         # - Messages from the last stage to the others
         self._metrics = MetricStates(module, mesh.data_group)
         self._trainer_state = TrainerState(module)
-        self._buffers = _buffers_by_stage(module, split)
         # - The losses of a step
         self._has_counts: bool | None = None  # whether their numbers of elements can be told before; None: not tried
         self._sizes: list[int] = [1]  # of the micro-batches that are running
@@ -392,7 +392,7 @@ class PipelinedSteps:
             of_front, told_in_front = self._mesh.broadcast(front, 0, "values that `pipeline_step` logs")
             logged, told = [*of_front, *logged], told.behind(told_in_front)
         else:
-            logged = [*self._logged_elsewhere(logged), *logged]
+            logged = in_order([*self._logged_elsewhere(logged), *logged])
         self._draws.settle(draws)
         self._fill_in([one for one in logged if one.is_elsewhere])
         if not self.runner.is_last:
@@ -498,11 +498,15 @@ class PipelinedSteps:
 
         Collective: all ranks.
         """
-        for stage, buffers in self._buffers.items():
-            mine = [buffer.cpu() for buffer in buffers()] if self._mesh.stage == stage else None
-            values = self._mesh.broadcast(mine, stage, "module buffers of a checkpoint")
-            for buffer, value in zip(buffers(), values, strict=True):
-                buffer.copy_(value)
+        for stage in range(self._mesh.stages):
+            mine = {
+                (name, key): None if buffer is None else buffer.cpu()
+                for name, child in own_modules(self._stage.module, self._split, stage).items()
+                for key, buffer in child._buffers.items()
+            }
+            found = self._mesh.broadcast(mine if self._mesh.stage == stage else None, stage, "module buffers of blocks")
+            for (name, key), value in found.items() if self._mesh.stage != stage else ():
+                set_buffer(self._stage.module.get_submodule(name), key, value, self._device)
         around = {key: buffer.cpu() for key, buffer in self.runner.around.buffers().items()}
         found = self._mesh.broadcast(
             around if self.runner.is_last else None, self.runner.last_stage, "module buffers around the blocks"
@@ -609,17 +613,6 @@ def _refuse_metrics_in_blocks(module: nn.Module, split: Split) -> None:
                     " the metric an attribute of the LightningModule, let the block return the value or keep it in an"
                     " attribute, and update the metric with it behind the blocks."
                 )
-
-
-def _buffers_by_stage(module: Any, split: Split) -> dict[int, Callable[[], list[Tensor]]]:
-    names: dict[int, list[str]] = {}
-    for place in split.places:
-        names.setdefault(place.chunk % split.stages, []).append(place.name)
-
-    def buffers_of(stage: int) -> Callable[[], list[Tensor]]:
-        return lambda: [buffer for name in names[stage] for buffer in module.get_submodule(name).buffers()]
-
-    return {stage: buffers_of(stage) for stage in sorted(names) if buffers_of(stage)()}
 
 
 def _sizes_of(pieces: list[Any]) -> list[int]:

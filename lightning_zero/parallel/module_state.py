@@ -34,11 +34,13 @@ __all__ = [
     "ModuleState",
     "RunAgain",
     "assign_slots",
+    "contents_put_back",
     "copies_of",
     "fields_of",
     "is_empty_cache",
     "is_of_the_program",
     "put_back",
+    "set_buffer",
     "set_field",
     "slots_of",
     "unregistered_modules",
@@ -225,6 +227,37 @@ def put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
             yield
     finally:
         before.restore()
+
+
+@contextmanager
+def contents_put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore lists, objects, arrays and the like among the attributes of modules, and not the attributes."""
+    kept = KeptValues()
+    for child in modules:
+        for key, value in vars(child).items():
+            if key not in _OF_MODULES and not isinstance(value, Tensor):
+                kept.add(value, f"{type(child).__name__}.{key}")
+    try:
+        yield
+    finally:
+        kept.put_back()
+
+
+def set_buffer(module: nn.Module, name: str, value: Tensor | None, device: torch.device) -> None:
+    """Give a module buffer the value of another rank, in its memory if it has the shape.
+
+    Args:
+        module: Has the buffer.
+        name: Of the buffer.
+        value: On any device.
+        device: Of a buffer that there is not yet.
+    """
+    old = module._buffers.get(name)
+    if value is None or old is None or old.shape != value.shape:
+        module._buffers[name] = None if value is None else value.to(device if old is None else old.device)
+        return
+    with torch.inference_mode(old.is_inference()), torch.no_grad():
+        old.copy_(value)
 
 
 def unregistered_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:

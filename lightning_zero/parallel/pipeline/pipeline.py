@@ -75,6 +75,10 @@ class CallLog(Logging, Protocol):
         """Note calls whose values another stage has."""
         ...
 
+    def backward(self, chunk: int, index: int) -> AbstractContextManager[None]:
+        """Note calls in the backward of a micro-batch."""
+        ...
+
 
 @dataclass(frozen=True)
 class PipelineStage:
@@ -492,6 +496,7 @@ class PipelineRunner(Generic[Step]):
         with (
             self._working(),
             self.hooks.watched(action.chunk),
+            self._stage.logging.backward(action.chunk, action.microbatch),
             self._engine.microbatch(microbatch),
             self._engine.backward_scope(),
         ):

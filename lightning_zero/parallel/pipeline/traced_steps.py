@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.errors import PipelineError
+from lightning_zero.parallel.module_state import contents_put_back
 from lightning_zero.parallel.pipeline.pipeline import MOST_KINDS, PipelineStage
 from lightning_zero.parallel.pipeline.schedule.microbatches import copy_of
 from lightning_zero.parallel.pipeline.stages.sources import Shape, Source, is_fake
@@ -76,6 +77,8 @@ class TracedSteps:
         self._stage = stage
         self._own_chunks = range(stage.mesh.stage, stage.split.num_chunks, stage.mesh.stages)
         self._around = list(modules_around(stage.module, stage.split))
+        around = set(map(id, self._around))
+        self._placed = [child for child in stage.module.modules() if id(child) not in around]
         self._interception = ModuleInterception(
             stage.module,
             stage.split,
@@ -171,7 +174,7 @@ class TracedSteps:
         outside = self._outside(kind)
         needed = {
             # A stage logs by itself the values that the step logs before the next stage begins.
-            chunk: self._apart(chunk, partial(self._interception.needed, copied(), chunk, on_start=step.logged.clear))
+            chunk: self._needed(chunk, copied, on_start=step.logged.clear)
             for chunk in self._own_chunks
         }
         self._outcomes[kind] = {chunk: outcomes for chunk, (_, outcomes) in needed.items()}
@@ -179,6 +182,20 @@ class TracedSteps:
         self._messages[kind] = self._found(copied, self._on_all_stages(mine))
         if outside is not None:
             self._compare_with_whole(copied, outside)
+
+    def _needed(
+        self, chunk: int, copied: Callable[[], Callable[[], Any]], *, on_start: Callable[[], None]
+    ) -> tuple[dict[Source, Shape], dict[tuple[str, int], Outcome]]:
+        """Return the sources that a chunk needs, whichever way flags lead that the step reads, and its outcomes."""
+
+        def look(guess: bool) -> Callable[[], Any]:
+            return partial(self._interception.needed, copied(), chunk, on_start=on_start, guess=guess)
+
+        needed, outcomes, has_read = self._apart(chunk, look(False))
+        if has_read:
+            others, more, _ = self._apart(chunk, look(True))
+            needed, outcomes = {**needed, **others}, {**more, **outcomes}
+        return needed, outcomes
 
     def _outside(self, kind: Hashable) -> OutsideState | None:
         """Return the state outside of modules if a step is to be compared with the whole one: the first ones are."""
@@ -271,7 +288,7 @@ class TracedSteps:
             missing = [origins.is_missing(leaf) for leaf in leaves]
             is_sent = self._interception.is_sent_number
             described = [
-                _SENT if is_sent(leaf) else _describe(leaf, is_missing=one)
+                _Number(repr(leaf), True) if is_sent(leaf) else _describe(leaf, is_missing=one)
                 for leaf, one in zip(leaves, missing, strict=True)
             ]
             return _Description(described, [origins.shapes_of(leaf) for leaf in leaves])
@@ -283,7 +300,7 @@ class TracedSteps:
 
         def run() -> T:
             self._enter(chunk)
-            with self._stage.engine.scope("arguments"):
+            with self._stage.engine.scope("arguments"), contents_put_back(self._placed):
                 return look()
 
         return self._stage.apart(run, self._around)
@@ -302,8 +319,22 @@ class _Description:
     origins: list[dict[Source, Shape]]
 
 
+@dataclass(frozen=True)
+class _Number:
+    """A value that is no tensor, as text; whether it is that very one that a block of an earlier stage returns."""
+
+    text: str
+    is_sent: bool = False
+
+    def is_like(self, other: Any) -> bool:
+        """Say whether both ends know it. A number may be one that a block returns, and another one, by chance."""
+        return isinstance(other, _Number) and (self.text == other.text or (self.is_sent and other.is_sent))
+
+    def __str__(self) -> str:
+        return "a number that a block of an earlier stage returns" if self.is_sent else self.text
+
+
 _MISSING = "missing"
-_SENT = "a number that a block of an earlier stage returns"
 _AVAILABLE = "available"
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.Size, torch.dtype)
 
@@ -311,7 +342,8 @@ _PLAIN = (int, float, complex, str, bytes, type(None), torch.Size, torch.dtype)
 def _describe(leaf: Any, *, is_missing: bool) -> Any:
     if not isinstance(leaf, Tensor):
         kind = type(leaf).__name__
-        return f"{kind}.{leaf.name}" if isinstance(leaf, Enum) else repr(leaf) if isinstance(leaf, _PLAIN) else kind
+        text = f"{kind}.{leaf.name}" if isinstance(leaf, Enum) else repr(leaf) if isinstance(leaf, _PLAIN) else kind
+        return _Number(text)
     values: int | str = _MISSING if is_missing else _AVAILABLE if is_fake(leaf) else _checksum(leaf)
     return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad, values)
 
@@ -328,7 +360,7 @@ def _differing(chunk: int, here: Sequence[Any], there: Sequence[Any]) -> tuple[M
     for index, (mine, theirs) in enumerate(zip(here, there, strict=True)):
         if isinstance(mine, tuple) and (mine[3] == _MISSING or mine != theirs):
             messages.append(Message(index, *mine[:3]))
-        elif mine != theirs:
+        elif not (isinstance(mine, _Number) and mine.is_like(theirs)) and mine != theirs:
             raise PipelineError(
                 f"The first block of pipeline chunk {chunk} is called with {mine} on its stage and {theirs} on the one"
                 " before. Values that are no tensors must not depend on random numbers drawn inside the model, nor on"

@@ -103,6 +103,10 @@ class Origins:
         """Say whether a value is a fake that is not computed from available sources alone."""
         return is_fake(value) and (_key(value) not in self._had or bool(self.of(value)))
 
+    def is_own(self, value: Any) -> bool:
+        """Say whether there is a fake in a value that the chunk computes."""
+        return any(_key(leaf) in self._own for leaf in tree_leaves(value) if is_fake(leaf))
+
     def mark_own(self, value: Any) -> None:
         """Take note that the chunk computes a value."""
         for fake in filter(is_fake, tree_leaves(value)):
@@ -114,7 +118,7 @@ class Origins:
 
         A result of both sources and values of the chunk can be computed only there, with the sources.
         """
-        if any(_key(leaf) in self._own for leaf in tree_leaves(arguments) if is_fake(leaf)):
+        if self.is_own(arguments):
             self.need(arguments)
             self.mark_own(result)
             return

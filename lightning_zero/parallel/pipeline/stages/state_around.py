@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.errors import PipelineError
-from lightning_zero.parallel.module_state import fields_of, unregistered_modules
+from lightning_zero.parallel.module_state import fields_of, set_buffer, unregistered_modules
 from lightning_zero.parallel.pipeline.stages.attribute_reads import AttributeReads, Key, Watch
 from lightning_zero.parallel.pipeline.stages.own_changes import OwnChanges, StageChanges, own_modules
 from lightning_zero.parallel.pipeline.stages.split import Split
@@ -224,13 +224,7 @@ class StateAround:
     def fill(self, buffers: Mapping[Key, Tensor]) -> None:
         """Give the module buffers the values of the last stage."""
         for (name, key), value in buffers.items():
-            space: dict[str, Any] = self._kept.around[name]._buffers
-            old = space.get(key)
-            if old is None or old.shape != value.shape:
-                space[key] = value.to(self._device if old is None else old.device)
-            else:
-                with torch.inference_mode(old.is_inference()), torch.no_grad():
-                    old.copy_(value)
+            set_buffer(self._kept.around[name], key, value, self._device)
 
     def begin(self, name: str, *, is_new: bool) -> None:
         """Begin a batch.
@@ -268,7 +262,9 @@ class StateAround:
     def _watch_of(self, chunk: int, index: int) -> Watch | None:
         is_last = chunk == self._split.num_chunks - 1
         is_noting = self._is_noting and (not self._is_repeated or index > 0 or is_last)
-        refused = set() if is_last else set(self._stale)
+        refused = set(self._own.in_backward)
+        if not is_last:
+            refused |= self._stale
         if index > 0 and not self._is_noting and not is_last:
             refused |= self._behind.get(self._name, {}).get(chunk, set())
         return Watch(refused, is_noting) if refused or is_noting else None
@@ -480,6 +476,12 @@ class StateAround:
     def _error(self, key: Key, chunk: int | None) -> PipelineError:
         where = "before them" if chunk in (None, 0) else f"before the end of pipeline chunk {chunk}"
         name = ".".join(filter(None, key))
+        if key in self._own.in_backward and key not in self._stale:
+            return PipelineError(
+                f"`{name}` of `{self._root}` is read in a step, and changed in the backward (by hooks on gradients or"
+                " `register_full_backward_hook`) on some pipeline stages: the others have an old value, or a part of"
+                " it. Compute it from values of the forward, or train without `pipeline`."
+            )
         if key in self._stale:
             return PipelineError(
                 f"`{name}` of `{self._root}` is changed by code after the blocks of `{self._split.blocks}` and read"

@@ -37,6 +37,9 @@ class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
     escapes: Escapes | None = None  # of a forward that is imagined
     note_hook: Callable[[int, Any], None] | None = None  # called with number and arguments of hooks of the program
     has_guessed = False  # a result, since this was set
+    guess: bool | None = None  # in a run on fakes, the value of flags that it reads; None: values are not read
+    guesses_all = False  # and not only those that the chunk computes
+    has_read = False  # a value of a fake that the chunk computes has been guessed, since this was set
     refusal: Exception | None = None  # the last error of an operation between modules, whoever has caught it
     is_dispatching = False  # an operation is running
     _is_imagining = False
@@ -111,6 +114,8 @@ class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
             result = super().__torch_dispatch__(func, types, *self._without_views_of_parameters(args, kwargs))
         except VALUES_NEEDED as error:
             reads = isinstance(error, DataDependentOutputException)  # a value may be read to be shown, or to compute
+            if reads and self.guesses((args, kwargs)):
+                return self._guessed_read(func, args)
             if reads or func._schema.is_mutable or not (self._is_imagining or self.origins is not None):
                 raise
             result = self._guess(func, args, kwargs)
@@ -119,6 +124,20 @@ class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if self.origins is not None and not self._is_imagining:
             self.origins.derive(result, (args, kwargs))
         return result
+
+    def guesses(self, value: Any) -> bool:
+        """Say whether a value that is read is guessed: in some runs on fakes those that the chunk computes are."""
+        is_own = self.origins is not None and self.origins.is_own(value)
+        is_guessed = self.guess is not None and (self.guesses_all or is_own)
+        if is_guessed and not self._is_imagining:
+            self.has_read = True
+        return is_guessed and not self._is_imagining
+
+    def _guessed_read(self, func: Any, args: Sequence[Any]) -> Any:
+        """Guess a number that the program reads: one, and what ``guess`` says of a flag."""
+        if func is not torch.ops.aten._local_scalar_dense.default or args[0].dtype is torch.bool:
+            return self.guess
+        return torch.ones((), dtype=args[0].dtype).item()
 
     def _without_views_of_parameters(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return arguments with fakes for views of parameters: converting them compares ``grad`` of the parameter."""

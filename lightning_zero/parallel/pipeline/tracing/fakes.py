@@ -52,7 +52,7 @@ from lightning_zero.parallel.pipeline.tracing.object_state import ObjectState, S
 from lightning_zero.parallel.pipeline.tracing.outcomes import Outcome
 from lightning_zero.parallel.pipeline.tracing.own_gradients import leaf_of
 from lightning_zero.parallel.pipeline.tracing.replays import Recording
-from lightning_zero.parallel.pipeline.tracing.sent_numbers import NUMBER, decoded, is_sent
+from lightning_zero.parallel.pipeline.tracing.sent_numbers import ABSENT, NUMBER, decoded, is_sent
 from lightning_zero.parallel.pipeline.tracing.user_hooks import (
     has_hooks_only,
     hooks_of_users,
@@ -86,6 +86,8 @@ class _Run:
         num_by_hooks: Of these calls, those by hooks of the program.
         fetch: Of a run that computes.
         read: Attributes with numbers that it is sent.
+        imagined: Name of the module whose forward is imagined.
+        hooked: Name of the module whose hook runs.
         given_numbers: To code between the modules.
     """
 
@@ -93,6 +95,8 @@ class _Run:
     num_by_hooks: int = 0
     fetch: Fetch | None = None
     read: Sequence[Source] = ()
+    imagined: str = ""
+    hooked: str = ""
     given_numbers: list[Any] = field(default_factory=list)
 
 
@@ -135,6 +139,7 @@ class Fakes:
         self._given: Counter[tuple[int, int]] = Counter()  # fakes in this run, by `id` of the call and leaf
         self._shown: list[tuple[dict[str, Any], str, Any]] = []  # attributes to restore: (attributes, name, value)
         self._has_changed_attributes = False  # a forward, or hooks in it
+        self._logging: set[int] = set()  # modules that have called `self.log`, by `id`
         self._has_run_hooks = True  # a forward has: they need no values
         # - The run
         self._times: Counter[str] = Counter()  # calls by name of the module
@@ -243,6 +248,23 @@ class Fakes:
         values = [space.get(name) for space, name, _ in self._shown]
         return [value for value in values if not isinstance(value, (*_NUMBERS, type(None)))]
 
+    def showing(self) -> Callable[[], AbstractContextManager[None]]:
+        """Return a function that makes a context in which modules show what they show now, for a recomputation."""
+        now = [(space, name, space.get(name, _MISSING)) for space, name, _ in self._shown]
+
+        @contextmanager
+        def shown() -> Iterator[None]:
+            before = [(space, name, space.get(name, _MISSING)) for space, name, _ in now]
+            try:
+                for one in now:
+                    _assign(*one)
+                yield
+            finally:
+                for one in before:
+                    _assign(*one)
+
+        return shown
+
     def outputs(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, are_sources: bool = True
     ) -> Any:
@@ -339,12 +361,31 @@ class Fakes:
                 sent = self._fetched(source)
                 if sent is not None:
                     value = decoded(sent, value, source)
-                    self._show(vars(owner), key, value)
-                    self._run.given_numbers.append(value)
+                    self._show(vars(owner), key, _MISSING if value is ABSENT else value)
+                    if value is not ABSENT:
+                        self._run.given_numbers.append(value)
+
+    @contextmanager
+    def _showing_read(self, module: nn.Module) -> Iterator[None]:
+        """Show a hook the numbers that its module has kept in this very call, as they were sent."""
+        name, before = self._names[id(module)], len(self._shown)
+        self._run.hooked = name
+        self._show_read(module, name, self._times[name])
+        try:
+            yield
+        finally:
+            self._run.hooked = ""
+            while len(self._shown) > before:
+                _assign(*self._shown.pop())
+
+    @property
+    def reader(self) -> str:
+        """The module whose forward reads attributes; empty for a hook of the program."""
+        return "" if self._run.hooked else self._run.imagined
 
     def note_read(self, name: str, child: str, key: str) -> None:
-        """Note, in a run on fakes, that code between the modules reads a number that a module has, after a call."""
-        number = self._times[name] - 1
+        """Note, in a run on fakes, that other code than its forward reads a number that a module has, after a call."""
+        number = self._times[name] - (name != self._run.hooked)
         if self.mode.origins is not None and number >= 0:
             source = Source(name, number, (child, "", key), WHOLE, is_number=True)
             self.mode.origins.need_number(source, NUMBER)
@@ -433,13 +474,19 @@ class Fakes:
         key = self._key(module, inputs, spec)
         if key not in self._calls or (self._calls[key].numbers and self.mode.origins is not None):
             call = self._imagined_alone(module, inputs, spec)
-            if call.has_escapes or call.has_logged or any(isinstance(leaf, _NUMBERS) for leaf in call.leaves):
+            if call.has_escapes or self._may_log(module, call) or any(map(_may_be_another, call.leaves)):
                 return call, inputs  # it logs in every call, and numbers may be others in the next one
             self._calls[key] = call
             if len(self._calls) > _MOST_CALLS:
                 self._calls.popitem(last=False)
         self._calls.move_to_end(key)
         return self._calls[key], inputs
+
+    def _may_log(self, module: nn.Module, call: _Call) -> bool:
+        """Say whether a module has logged in this call, or in an earlier one, as those that log every n-th step."""
+        if call.has_logged:
+            self._logging.add(id(module))
+        return id(module) in self._logging
 
     def _key(self, module: nn.Module, inputs: list[Any], spec: TreeSpec) -> Hashable:
         """Return a key that is equal for calls that return the same shapes."""
@@ -476,8 +523,9 @@ class Fakes:
         recording.end()
         self._require_settled(module, inputs, spec)
         self._note_escapes(module, call)
-        has_numbers = any(isinstance(leaf, _NUMBERS) for leaf in call.leaves)
-        is_same = not (self._has_changed_attributes or has_numbers or call.has_escapes or call.has_logged)
+        has_numbers = any(map(_may_be_another, call.leaves))
+        may_log = self._may_log(module, call)
+        is_same = not (self._has_changed_attributes or has_numbers or call.has_escapes or may_log)
         if key is not None and recording.is_exact and is_same:
             self._recorded[key] = call, recording
             if len(self._recorded) > _MOST_CALLS:
@@ -515,11 +563,13 @@ class Fakes:
         self._fake_parameters(module)  # stay
         self._escapes = self.mode.escapes = Escapes(inputs) if forward is None else None
         before, num_logged = self.mode.refusal, self._run.num_logged() - self._run.num_by_hooks
+        was_imagined, self._run.imagined = self._run.imagined, self._names[id(module)]
         try:
             call = self._imagined(module, inputs, spec, forward=forward)
             call.has_logged = self._run.num_logged() - self._run.num_by_hooks != num_logged
             return call
         finally:
+            self._run.imagined = was_imagined
             self.mode.escapes = None
             self.mode.refusal = before  # hooks that only watch may read values
 
@@ -695,7 +745,7 @@ class Fakes:
                 if self.mode.escapes is not None:
                     self.mode.escapes.ignore((args, kwargs))
                 before = self._run.num_logged()
-                with recording.hook(number, (args, kwargs)) as found, self.mode.paused():
+                with recording.hook(number, (args, kwargs)) as found, self.mode.paused(), self._showing_read(module):
                     found.append(results.popleft() if results else hook(*args, **kwargs))
                 self._run.num_by_hooks += self._run.num_logged() - before
                 return found[0]
@@ -890,6 +940,11 @@ def _describe(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return describe_tensor(leaf)
     return leaf if isinstance(leaf, _KNOWN_BY_VALUE) else _Object(leaf)
+
+
+def _may_be_another(leaf: Any) -> bool:
+    """Say whether an output of a call that is known may be another one in the next call."""
+    return isinstance(leaf, _NUMBERS) or (isinstance(leaf, _Object) and is_sent(leaf.value))
 
 
 def _is_known(leaf: Any) -> bool:

@@ -24,7 +24,7 @@ Note [Programs that catch errors]
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -53,7 +53,7 @@ from lightning_zero.parallel.pipeline.tracing.operations import Operation, Opera
 from lightning_zero.parallel.pipeline.tracing.outcomes import Attributes, Outcome
 from lightning_zero.parallel.pipeline.tracing.own_gradients import OwnGradients, enclosing_function, users_of_parameters
 from lightning_zero.parallel.pipeline.tracing.recomputation import Again, Checkpoints, NotedCall, NotedOutput, uncounted
-from lightning_zero.parallel.pipeline.tracing.sent_numbers import NumberReads, encoded, is_sent
+from lightning_zero.parallel.pipeline.tracing.sent_numbers import ABSENT, NumberReads, encoded, is_number, is_sent
 from lightning_zero.parallel.pipeline.tracing.value_reads import value_reads_refused
 from lightning_zero.parallel.writable import writable
 from lightning_zero.trees import tree_flatten, tree_leaves, tree_unflatten
@@ -260,28 +260,35 @@ class ModuleInterception:
         return finished, result
 
     def needed(
-        self, step: Callable[[], Any], chunk: int, *, on_start: Callable[[], None]
-    ) -> tuple[dict[Source, Shape], dict[tuple[str, int], Outcome]]:
-        """Run a step for one chunk on fakes.
+        self, step: Callable[[], Any], chunk: int, *, on_start: Callable[[], None], guess: bool = False
+    ) -> tuple[dict[Source, Shape], dict[tuple[str, int], Outcome], bool]:
+        """Run a step for one chunk on fakes. Numbers that it reads of the chunk's own values are guessed.
 
         Args:
             step: The user's code.
             chunk: The chunk.
             on_start: Called when its first block is.
+            guess: The value of flags that it reads.
 
         Returns:
-            The sources that it needs besides its first block's arguments, and the outcomes of calls of its modules, by
-            name of the module and number of the call.
+            The sources that it needs besides its first block's arguments, the outcomes of calls of its modules, by
+            name of the module and number of the call, and whether values were guessed.
         """
         bounds = self._split.bounds
         trace = _Trace(chunk, bounds[chunk], bounds[chunk + 1], origins=Origins(), on_start=on_start)
         assert trace.origins is not None
-        with suppress(Exception), self._number_reads(trace):  # a guess may lead to errors; the step shows the program's
-            finished, result = self._run(step, trace)
-            if finished:
-                trace.origins.need(result)
+        mode = self._fakes.mode
+        mode.guess, mode.has_read = guess, False
+        try:
+            # A guess may lead to errors; the step shows the program's.
+            with suppress(Exception), self._number_reads(trace):
+                finished, result = self._run(step, trace)
+                if finished:
+                    trace.origins.need(result)
+        finally:
+            mode.guess = None
         self._fakes.require_strong(trace.origins.results)
-        return trace.origins.needed, trace.outcomes
+        return trace.origins.needed, trace.outcomes, mode.has_read
 
     def _number_reads(self, trace: _Trace) -> AbstractContextManager[None]:
         """Watch which numbers in attributes of earlier chunks' modules code between the modules reads."""
@@ -293,9 +300,16 @@ class ModuleInterception:
                 watched.append(child)
 
         def note(module: nn.Module, name: str, value: Any) -> None:
-            is_between = not (trace.is_inside or self._fakes.mode.is_dispatching)
-            if is_between and id(module) in owners and (value is None or is_sent(value)):
-                self._fakes.note_read(*owners[id(module)], name)
+            if self._fakes.mode.is_dispatching or id(module) not in owners:
+                return
+            place, child = owners[id(module)]
+            reader = self._fakes.reader
+            if not trace.is_inside:
+                is_noted = value is None or value is ABSENT or is_sent(value) or _is_empty(value)
+            else:  # a hook of the program, or a module of this chunk
+                is_noted = is_number(value) and (not reader or self._split.chunk_of(reader) == trace.chunk)
+            if is_noted:
+                self._fakes.note_read(place, child, name)
 
         return NumberReads(note).watched(list({id(one): one for one in watched}.values()))
 
@@ -350,6 +364,8 @@ class ModuleInterception:
                 operations.stop()
                 return result
 
+            mode = self._fakes.mode
+            mode.guess, mode.guesses_all = False, True
             try:
                 with operations:
                     finished, result = self._run(run, trace)
@@ -359,6 +375,7 @@ class ModuleInterception:
                 operations.note_state(self._around)
                 return operations.found
             finally:
+                mode.guess, mode.guesses_all = None, False
                 operations.end()
         return None
 
@@ -441,7 +458,7 @@ class ModuleInterception:
 
     @contextmanager
     def _checkpoints(self, trace: _Trace) -> Iterator[None]:
-        trace.checkpoints = Checkpoints(self._run_again)
+        trace.checkpoints = Checkpoints(self._run_again, self._fakes.showing)
         with trace.checkpoints.watched(lambda: not trace.is_inside):
             yield
 
@@ -630,7 +647,7 @@ class ModuleInterception:
                 left = source.left
                 if source.leaf == WHOLE and left is not None:
                     owner = module.get_submodule(left[0])
-                    trace.computed[source] = encoded(getattr(owner, left[2], None), self._device)
+                    trace.computed[source] = encoded(getattr(owner, left[2], ABSENT), self._device)
                     continue
                 space = output if left is None else attribute_spaces(module).get(left[:2], {}).get(left[2])
                 leaves = tree_leaves(space)
@@ -889,6 +906,11 @@ class ModuleInterception:
 
     def _block_name(self, block: int) -> str:
         return next((place.name for place in self._split.places if place.block == block), f"block {block}")
+
+
+def _is_empty(value: Any) -> bool:
+    """Say whether a value is a container that may get numbers."""
+    return isinstance(value, (list, tuple, dict, set, deque)) and not value
 
 
 def _words_of_read(error: Exception) -> str:

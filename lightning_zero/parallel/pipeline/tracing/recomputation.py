@@ -18,7 +18,7 @@ Note [Tensors that count]
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -156,10 +156,16 @@ class Checkpoints:
 
     Args:
         run_again: Runs a function in a recomputation, given the calls that it makes.
+        showing: Returns a function that makes a context, in which modules show the attributes that they show now.
     """
 
-    def __init__(self, run_again: Callable[[Again, Callable[[], Any]], Any]) -> None:
+    def __init__(
+        self,
+        run_again: Callable[[Again, Callable[[], Any]], Any],
+        showing: Callable[[], Callable[[], AbstractContextManager[None]]] = lambda: nullcontext,
+    ) -> None:
         self._run_again = run_again
+        self._showing = showing
         self._open: list[list[NotedCall]] = []  # those that are running
         self._num_with_contexts = 0  # of these
         self._started: list[Generator[None]] = []
@@ -225,10 +231,18 @@ class Checkpoints:
         self._open.append(calls)
         self._num_with_contexts += has_contexts
         try:
-            yield from generator(partial(self._again, calls, function), *args, **kwargs)
+            yield from generator(partial(self._again, calls, function, self._showing()), *args, **kwargs)
         finally:
             self._open[:] = [one for one in self._open if one is not calls]
             self._num_with_contexts -= has_contexts
 
-    def _again(self, calls: list[NotedCall], function: _Function, *args: Any, **kwargs: Any) -> Any:
-        return self._run_again(Again(calls), partial(function, *args, **kwargs))
+    def _again(
+        self,
+        calls: list[NotedCall],
+        function: _Function,
+        showing: Callable[[], AbstractContextManager[None]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        with showing():
+            return self._run_again(Again(calls), partial(function, *args, **kwargs))

@@ -11,9 +11,12 @@ Note [Numbers]
 from __future__ import annotations
 
 import struct
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
+from numbers import Number
 from typing import Any
 
 import torch
@@ -24,20 +27,31 @@ from lightning_zero.parallel.pipeline.stages.sources import Shape, Source
 from lightning_zero.parallel.pipeline.stages.subclasses import subclass_of
 from lightning_zero.parallel.pipeline.tracing.object_state import held_leaves
 
-__all__ = ["NUMBER", "NumberReads", "decoded", "encoded", "is_sent"]
+__all__ = ["ABSENT", "NUMBER", "NumberReads", "decoded", "encoded", "is_number", "is_sent"]
 
 NUMBER = Shape((2,), (1,), torch.int64, torch.device("cpu"), requires_grad=False, is_fake=False)  # of a message
 
-_BOOL, _INT, _FLOAT, _NONE, _CHECKSUM = range(5)
+_BOOL, _INT, _FLOAT, _NONE, _CHECKSUM, _ABSENT = range(6)
 _NUMBERS = (bool, int, float, complex, str)
+_WITH_TEXT = (Enum, Number, slice, range, bytes)  # their text says all of them
 _OF_MODULES = frozenset(vars(nn.Module()))
+ABSENT = object()  # in the place of an attribute that a module does not have
 _MOST_BITS = 63
 _MOST_LEAVES = 1024  # of an object that has a checksum
 
 
+def is_number(value: Any) -> bool:
+    """Say whether a value is a number that is sent as it is."""
+    return isinstance(value, (bool, int, float)) or _is_of_numpy(value)
+
+
 def is_sent(value: Any) -> bool:
     """Say whether a value is a number, or a string or object with numbers in it."""
-    return isinstance(value, _NUMBERS) or (not isinstance(value, (Tensor, nn.Module)) and bool(_numbers_in(value)))
+    return (
+        _is_of_numpy(value)
+        or isinstance(value, _NUMBERS)
+        or (not isinstance(value, (Tensor, nn.Module)) and bool(_numbers_in(value)))
+    )
 
 
 def encoded(value: Any, device: torch.device) -> Tensor:
@@ -46,6 +60,10 @@ def encoded(value: Any, device: torch.device) -> Tensor:
 
 
 def _encoded(value: Any) -> tuple[int, int]:
+    if value is ABSENT:
+        return _ABSENT, 0
+    if _is_of_numpy(value):
+        value = value.item()
     if value is None:
         return _NONE, 0
     if type(value) is bool:
@@ -69,14 +87,15 @@ def decoded(message: Tensor, value: Any, source: Source) -> Any:
         PipelineError: Numbers in an object differ, which is not sent.
     """
     kind, bits = message.tolist()
+    like: Callable[[Any], Any] = type(value) if _is_of_numpy(value) else _as_it_is
     if kind == _BOOL:
-        return bool(bits)
+        return like(bool(bits))
     if kind == _INT:
-        return bits
-    if kind == _NONE:
-        return None
+        return like(bits)
+    if kind in (_NONE, _ABSENT):
+        return None if kind == _NONE else ABSENT
     if kind == _FLOAT:
-        return struct.unpack("<d", struct.pack("<q", bits))[0]
+        return like(struct.unpack("<d", struct.pack("<q", bits))[0])
     if _encoded(value) == (kind, bits):
         return value
     place = "returns" if source.left is None else f"keeps in its attribute `{'.'.join(filter(None, source.left))}`"
@@ -94,9 +113,28 @@ def _numbers_in(value: Any) -> list[Any]:
     for number, leaf in enumerate(held_leaves(value)):
         if number == _MOST_LEAVES:
             break
-        if isinstance(leaf, _NUMBERS):
+        if isinstance(leaf, _NUMBERS) or _is_of_numpy(leaf):
             found.append(leaf)
+        elif isinstance(leaf, _WITH_TEXT):
+            found.append(repr(leaf))
+        elif _is_array(leaf):
+            found.append((leaf.shape, str(leaf.dtype), zlib.crc32(leaf.tobytes())))
     return found
+
+
+def _is_of_numpy(value: Any) -> bool:
+    """Say whether a value is a number of NumPy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, (numpy.number, numpy.bool_))
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray) and not value.dtype.hasobject
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 class NumberReads:
@@ -112,8 +150,8 @@ class NumberReads:
 
     @contextmanager
     def watched(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """Watch modules of the program; those of PyTorch keep no numbers that change."""
-        before = [(module, type(module)) for module in modules if not type(module).__module__.startswith("torch.")]
+        """Watch modules of the program; of those of PyTorch it is rates of dropout that change."""
+        before = [(module, type(module)) for module in modules if _may_change(type(module))]
         try:
             for module, cls in before:
                 module.__class__ = self._watched_class(cls)
@@ -126,10 +164,20 @@ class NumberReads:
         if cls not in self._classes:
 
             def read(module: nn.Module, name: str) -> Any:
-                value = cls.__getattribute__(module, name)
+                try:
+                    value = cls.__getattribute__(module, name)
+                except AttributeError:
+                    registered = (vars(module)[kept] for kept in ("_parameters", "_buffers", "_modules"))
+                    if not (name.startswith("__") or any(name in kept for kept in registered)):
+                        self._note(module, name, ABSENT)
+                    raise
                 if name not in _OF_MODULES and not name.startswith("__") and not callable(value):
                     self._note(module, name, value)
                 return value
 
             self._classes[cls] = subclass_of(cls, {"__getattribute__": read})
         return self._classes[cls]
+
+
+def _may_change(cls: type[nn.Module]) -> bool:
+    return not cls.__module__.startswith("torch.") or cls.__module__ == "torch.nn.modules.dropout"

@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from lightning_zero.errors import PipelineError
 
 __all__ = ["value_reads_refused"]
 
+_GUESSED = ("numpy", "__array__", "__format__")
 _READS = ("numpy", "__array__", "__dlpack__", "__reduce_ex__", "__format__", "data_ptr")
 
 
@@ -45,6 +47,9 @@ def _refusing(name: str, mode: Any, is_between: Callable[[], bool], advice: Call
 
     def refusing(fake: Tensor, *args: Any, **kwargs: Any) -> Any:
         if fake.fake_mode is mode and is_between() and _is_read(name, fake):  # type: ignore[attr-defined]
+            if name in _GUESSED and mode.guesses(fake):
+                with unset_fake_temporarily():
+                    return getattr(torch.ones(fake.shape, dtype=fake.dtype), name)(*args, **kwargs)
             raise PipelineError(
                 f"The step reads the values of a tensor of an earlier pipeline stage between the modules (`{name}`, as"
                 " `tensor.numpy()`, `torch.save` and a text of one number do), and this stage does not"

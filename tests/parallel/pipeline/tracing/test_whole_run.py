@@ -109,14 +109,16 @@ def test_tensors_of_a_block_differ_from_those_of_the_batch_before() -> None:
     assert found.line.partition(":")[0] == __file__
 
 
-def test_a_step_that_reads_values_is_not_compared() -> None:
+def test_numbers_that_a_step_reads_are_guessed_and_it_is_compared() -> None:
     model = Model()
 
     def step() -> Tensor:
         loss = model(torch.ones(2, 3))
         return loss * loss.item()
 
-    assert _recorded(model, step, is_whole=True) is None
+    found = _recorded(model, step, is_whole=True)
+    assert found is not None
+    assert "aten.mul.Tensor" in [one.name for one in found]
 
 
 def _operation(number: float) -> Operation:
