@@ -22,7 +22,7 @@ from lightning_zero.blocks import repeated_blocks
 from lightning_zero.config import ActivationCheckpointing, Offload
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.forecast.dry_run import DryRun
-from lightning_zero.forecast.rehearsal import Trainee, pretended_world, rehearse
+from lightning_zero.forecast.rehearsal import Rehearsed, Trainee, pretended_world, rehearse
 from lightning_zero.forecast.settings import MemoryForecast, Setting, SettingForecast, plain
 from lightning_zero.lightning.precision import (
     ZeroHalfPrecision,
@@ -107,19 +107,41 @@ def estimate_memory(
     known: dict[Hashable, Any] = {}
     with _quiet():
         rows = [
-            _forecast(setting, model, engines, world_size=world_size, is_own=setting == own, known=known)
+            _forecast(
+                setting,
+                model,
+                engines,
+                world_size=world_size,
+                is_own=setting == own,
+                known=known,
+                microbatches=accumulate_grad_batches,
+            )
             for setting in _settings(strategy, model, side_by_side=side_by_side)
         ]
     return MemoryForecast(world_size=world_size, precision=name, settings=rows, base=_base(strategy))
 
 
 def _forecast(
-    setting: Setting, model: _Model, engines: _Engines, *, world_size: int, is_own: bool, known: dict[Hashable, Any]
+    setting: Setting,
+    model: _Model,
+    engines: _Engines,
+    *,
+    world_size: int,
+    is_own: bool,
+    known: dict[Hashable, Any],
+    microbatches: int,
 ) -> SettingForecast:
-    with pretended_world(world_size):
-        found = rehearse(
-            DryRun(known), model.make, engines.make(setting), checkpointing=setting.activation_checkpointing
-        )
+    def rehearsed(trained: _Model) -> Rehearsed:
+        with pretended_world(world_size):
+            checkpointing = setting.activation_checkpointing
+            return rehearse(DryRun(known), trained.make, engines.make(setting), checkpointing=checkpointing)
+
+    found = rehearsed(model)
+    sent, across = found.sent, found.sent_across
+    if microbatches > model.microbatches:  # each further one sends as much as the second
+        once = rehearsed(replace(model, microbatches=1))
+        sent += (microbatches - model.microbatches) * (found.sent - once.sent)
+        across += (microbatches - model.microbatches) * (found.sent_across - once.sent_across)
     return SettingForecast(
         setting=setting,
         is_own=is_own,
@@ -130,8 +152,8 @@ def _forecast(
         at_peak=found.at_peak,
         phase=found.peak.phase,
         module=found.peak.module,
-        sent_bytes=found.sent,
-        sent_across_nodes=found.sent_across if setting.sharding.has_nodes else None,
+        sent_bytes=sent,
+        sent_across_nodes=across if setting.sharding.has_nodes else None,
     )
 
 
@@ -174,6 +196,8 @@ def _refuse(strategy: ZeroStrategy, *, world_size: int, accelerator: str) -> Non
         "`Offload(fraction='auto')`": offload is not None and offload.fraction == "auto",
         "`Offload(step_device='cuda')`": offload is not None and offload.step_device == "cuda",
         f"`ActivationCheckpointing(policy={policy!r})`": policy not in ("full", "selective"),
+        "`ZeroStrategy.from_deepspeed`, whose precision and accumulation a Trainer takes,": strategy.imported
+        is not None,
     }
     for option, is_used in refused.items():
         if is_used:

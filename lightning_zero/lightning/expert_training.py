@@ -16,6 +16,7 @@ from lightning_zero.boxes import Part
 from lightning_zero.comm.expert_groups import ExpertGroups
 from lightning_zero.engine.buffers.part_parameter import show_as_whole, show_parts
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.engine.runtime.accumulation_hooks import has_hooks_of_program
 from lightning_zero.grid import Grid
 from lightning_zero.lightning.part_forwards import TensorRun, compute_with_parts
 from lightning_zero.moe.division import divide_experts, expert_layers, grid_of_experts
@@ -88,6 +89,23 @@ class ExpertTraining:
         """Let the parameters of experts be wholes to all code but their own forwards, once they are sharded."""
         done: _DividedModule = vars(module)[_KEY]
         show_as_whole(dict(module.named_parameters()), done.parts, _OPTION)
+
+    def refuse_hooks(self, module: nn.Module) -> None:
+        """Refuse hooks of the program on gradients of experts: they would get the sum over the tokens of all ranks.
+
+        Raises:
+            ValueError: There is one.
+        """
+        done: _DividedModule = vars(module)[_KEY]
+        params = module.named_parameters()
+        name = next((name for name, param in params if name in done.parts and has_hooks_of_program(param)), None)
+        if name is not None:
+            raise ValueError(
+                f"`{name}` has a hook on its gradient (`register_hook`, `register_post_accumulate_grad_hook`), and with"
+                f" `expert_parallel={self.groups.size}` the gradient of an expert is the sum over the tokens of"
+                f" {self.groups.size} ranks: the hook would not get that of one rank. Read and change gradients in"
+                " `on_before_optimizer_step`, where they are averages over all ranks."
+            )
 
     def lines(self, module: nn.Module) -> list[str]:
         """Return the groups in words."""

@@ -601,7 +601,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         """Run ``LightningModule.training_step`` with the parameters it needs."""
         if self._tensor is not None:
             self._tensor.agree_on_random_numbers()
-            self._tensor.refuse_hooks(self._sharded_module)
+        self._refuse_hooks()
         if self._steps is not None:
             return self._pipelined_training_step(self._steps, args)
         with self.engine.scope("training_step"):
@@ -610,6 +610,12 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         if output is None and self.world_size > 1 and self.lightning_module.automatic_optimization:
             return self._loss_of_nothing()
         return output
+
+    def _refuse_hooks(self) -> None:
+        """Refuse hooks on gradients that are not those of this rank's data."""
+        for parallelism in (self._tensor, self._experts):
+            if parallelism is not None:
+                parallelism.refuse_hooks(self._sharded_module)
 
     def _pipelined_training_step(self, steps: PipelinedSteps, args: tuple[Any, ...]) -> STEP_OUTPUT:
         trainer = self._sharded_module.trainer
@@ -624,8 +630,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
 
     def backward(self, closure_loss: Tensor, optimizer: Optional[Optimizer], *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward of a loss; in a pipeline the training step has done so, and only hooks are called."""
-        if self._tensor is not None:
-            self._tensor.refuse_hooks(self._sharded_module)  # of this step
+        self._refuse_hooks()  # of this step
         if self._steps is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         assert self.lightning_module is not None

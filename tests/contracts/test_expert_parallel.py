@@ -614,3 +614,46 @@ def test_unmodified_models_train_as_on_one_rank(name: str, stage: int) -> None:
         case = Case(size, stage, options=(("units", None),))
         for found in run(_train_family, WORLD, name, case):
             assert difference(found, expected) < BOUND, size
+
+
+class _OnGradients(Program):
+    """Hooks on gradients, or changes of them between micro-batches."""
+
+    what = ""
+
+    def __init__(self, case: Case, what: str) -> None:
+        super().__init__(case)
+        self.what = what
+        expert = next(param for name, param in self.named_parameters() if "experts" in name)
+        if what == "hook":
+            expert.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+        elif what == "accumulate hook":
+            expert.register_post_accumulate_grad_hook(lambda param: param.grad.add_(1.0))
+
+    def on_after_backward(self) -> None:
+        if self.what == "between":
+            for name, param in self.named_parameters():
+                if "experts" in name and param.grad is not None:
+                    param.grad.add_(1.0)
+
+
+def _message_of_gradients(rank: int, world: int, what: str) -> str:
+    fitted = trainer(rank, world, ZeroStrategy(stage=1, expert_parallel=2), accumulate_grad_batches=2, max_steps=1)
+    try:
+        fitted.fit(_OnGradients(Case(2, 1), what), _loader(rank, world))
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("hook", "has a hook on its gradient"),
+        ("accumulate hook", "has a hook on its gradient"),
+        ("between", "cannot be read before the last micro-batch: on this rank it is"),
+    ],
+)
+def test_gradients_of_the_tokens_of_several_ranks_are_not_shown_as_those_of_one(what: str, text: str) -> None:
+    for message in run(_message_of_gradients, 2, what):
+        assert text in message

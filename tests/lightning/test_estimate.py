@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import pytest
@@ -96,6 +96,15 @@ def test_precisions_have_their_bytes() -> None:
     assert 0.95 * half.device["optimizer"] < mixed.device["optimizer"] < half.device["optimizer"]  # of matrices
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_each_micro_batch_sends_as_much_as_the_second(stage: Literal[1, 3]) -> None:
+    one, two, five = (
+        _own(Program(), ZeroStrategy(stage=stage), accumulate_grad_batches=number).sent_bytes for number in (1, 2, 5)
+    )
+    assert five == one + 4 * (two - one)
+    assert (two > one) == (stage == 3)
+
+
 def test_scopes_of_a_node_say_what_crosses_nodes() -> None:
     strategy = ZeroStrategy(stage=Sharding(params="node", grads="node"))
     found = _own(Program(), strategy, world_size=8, ranks_per_node=4)
@@ -110,6 +119,10 @@ def test_scopes_of_a_node_say_what_crosses_nodes() -> None:
         (ZeroStrategy(pipeline=Pipeline(stages=2)), "`pipeline` is not forecast yet"),
         (ZeroStrategy(tensor_parallel=TensorParallel(size=2)), "`tensor_parallel` is not forecast yet"),
         (ZeroStrategy(expert_parallel=2), "`expert_parallel` is not forecast yet"),
+        (
+            ZeroStrategy.from_deepspeed({"bf16": {"enabled": True}}),
+            "`ZeroStrategy.from_deepspeed`, whose precision and",
+        ),
         (ZeroStrategy(offload=Offload(optimizer="nvme", path="/tmp")), "`offload` to disks is not forecast"),
         (ZeroStrategy(offload=Offload(fraction="auto")), r"`Offload\(fraction='auto'\)` is not forecast"),
         (

@@ -162,8 +162,25 @@ class BufferGradients:
                 " `microbatch(last=True)`, or call `zero_grad` before the first."
             )
         local = self.sums.of(index)
+        if local is not None:
+            self._require_of_this_rank(index, "be read before the last micro-batch")
         self.sums.is_read = self.sums.is_read or local is not None
         return local
+
+    def _require_of_this_rank(self, index: int, use: str) -> None:
+        """Refuse a gradient before its reduction that is no average over this rank's data.
+
+        Raises:
+            RuntimeError: It is a summand of that, or a sum over several ranks.
+        """
+        spec = self._spec
+        if spec.communicator.world_size * spec.factor(index) != spec.group.divisor:
+            raise RuntimeError(
+                f"The gradient of `{spec.layout.slots[index].name}` cannot {use}: on this rank it is a summand of its"
+                " gradient (`tensor_parallel` with `sequence`, or the rule 'partial'), or the sum over the tokens of"
+                " several ranks (`expert_parallel`). Use it behind the last micro-batch, in"
+                " `on_before_optimizer_step`, where it is the average over all ranks."
+            )
 
     # -- The average over the ranks --------------------------------------------------------------------------------
 
@@ -227,6 +244,7 @@ class BufferGradients:
         grad = raw_grad(param) if param.requires_grad else None
         if grad is None:
             return False
+        self._require_of_this_rank(index, "be assigned before a backward")
         self.accumulate(index, grad)
         if not grad.is_inference():  # a program that keeps it has a part of the average
             self.assigned.brought[index] = weakref.ref(grad), grad._version

@@ -259,7 +259,7 @@ class _Planner:
             for inner, child in self._module.get_submodule(name).named_modules():
                 if inner and (hook := _program_hook(child)):
                     self._refuse(
-                        f"`{f'{name}.{inner}'.strip('.')}` has the forward hook `{hook}`, and its block is cut over"
+                        f"`{f'{name}.{inner}'.strip('.')}` has the hook `{hook}`, and its block is cut over"
                         f" {self._size} tensor ranks: the hook may see a rank's part. Return what it takes from the"
                         f" block, register it on `{name or 'the model'}` itself, or leave the block out of a"
                         " `TensorPlan`; check='warn' trains all the same."
@@ -346,8 +346,9 @@ class _Planner:
 
 
 def _program_hook(module: nn.Module) -> str:
-    """Return the name of a forward hook of the program, or nothing."""
-    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+    """Return the name of a hook of the program on forwards or backwards, or nothing."""
+    forward = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    for hook in (*forward, *module._backward_pre_hooks.values(), *module._backward_hooks.values()):
         shown = hook if isinstance(hook, (FunctionType, MethodType)) else type(hook)
         if shown.__module__.partition(".")[0] not in ("torch", "transformers", "lightning_zero"):
             return shown.__qualname__

@@ -316,12 +316,22 @@ def test_results_behind_the_first_may_be_parts_if_no_code_reads_them() -> None:
 
 
 @pytest.mark.parametrize("plan", ["auto", CUT], ids=["auto", "given"])
+def test_backward_hooks_inside_of_cut_blocks_are_refused(plan: Any) -> None:
+    model = Stack(Mlp)
+    model.blocks[2].register_full_backward_hook(lambda *_: None)  # sees whole tensors
+    assert _plan_stack(model, plan=plan).cut_numel
+    model.blocks[2].fc2.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"`blocks.2.fc2` has the hook `.*<lambda>`, and its block is cut"):
+        _plan_stack(model, plan=plan)
+
+
+@pytest.mark.parametrize("plan", ["auto", CUT], ids=["auto", "given"])
 def test_forward_hooks_inside_of_cut_blocks_are_refused(plan: Any) -> None:
     model = Stack(Mlp)
     model.blocks[2].register_forward_hook(lambda *_: None)  # sees whole tensors
     assert _plan_stack(model, plan=plan).cut_numel
     model.blocks[2].fc1.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=r"`blocks.2.fc1` has the forward hook `.*<lambda>`, and its block is cut"):
+    with pytest.raises(ValueError, match=r"`blocks.2.fc1` has the hook `.*<lambda>`, and its block is cut"):
         _plan_stack(model, plan=plan)
 
 

@@ -134,7 +134,7 @@ class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return is_guessed and not self._is_imagining
 
     def _guessed_read(self, func: Any, args: Sequence[Any]) -> Any:
-        """Guess a number that the program reads: one, and what ``guess`` says of a flag."""
+        """Guess a number that the program reads: one, or ``guess`` for a flag."""
         if func is not torch.ops.aten._local_scalar_dense.default or args[0].dtype is torch.bool:
             return self.guess
         return torch.ones((), dtype=args[0].dtype).item()

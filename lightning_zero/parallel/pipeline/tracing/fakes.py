@@ -84,6 +84,7 @@ class _Run:
     Attributes:
         num_logged: Returns how many calls of ``self.log`` were made.
         num_by_hooks: Of these calls, those by hooks of the program.
+        logging: Modules that have made one in any run, by ``id``.
         fetch: Of a run that computes.
         read: Attributes with numbers that it is sent.
         imagined: Name of the module whose forward is imagined.
@@ -93,6 +94,7 @@ class _Run:
 
     num_logged: Callable[[], int]
     num_by_hooks: int = 0
+    logging: set[int] = field(default_factory=set)
     fetch: Fetch | None = None
     read: Sequence[Source] = ()
     imagined: str = ""
@@ -139,7 +141,6 @@ class Fakes:
         self._given: Counter[tuple[int, int]] = Counter()  # fakes in this run, by `id` of the call and leaf
         self._shown: list[tuple[dict[str, Any], str, Any]] = []  # attributes to restore: (attributes, name, value)
         self._has_changed_attributes = False  # a forward, or hooks in it
-        self._logging: set[int] = set()  # modules that have called `self.log`, by `id`
         self._has_run_hooks = True  # a forward has: they need no values
         # - The run
         self._times: Counter[str] = Counter()  # calls by name of the module
@@ -249,7 +250,7 @@ class Fakes:
         return [value for value in values if not isinstance(value, (*_NUMBERS, type(None)))]
 
     def showing(self) -> Callable[[], AbstractContextManager[None]]:
-        """Return a function that makes a context in which modules show what they show now, for a recomputation."""
+        """Return a function that makes a context in which modules show the attributes of now, for a recomputation."""
         now = [(space, name, space.get(name, _MISSING)) for space, name, _ in self._shown]
 
         @contextmanager
@@ -485,8 +486,8 @@ class Fakes:
     def _may_log(self, module: nn.Module, call: _Call) -> bool:
         """Say whether a module has logged in this call, or in an earlier one, as those that log every n-th step."""
         if call.has_logged:
-            self._logging.add(id(module))
-        return id(module) in self._logging
+            self._run.logging.add(id(module))
+        return id(module) in self._run.logging
 
     def _key(self, module: nn.Module, inputs: list[Any], spec: TreeSpec) -> Hashable:
         """Return a key that is equal for calls that return the same shapes."""
