@@ -55,6 +55,17 @@ class ReadOnOneWay(Program):
         raise ValueError("not finite")
 
 
+class LoopsOverAValue(Program):
+    block = Counting
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        error = loss.detach()
+        while error.item() > 0.1:  # one is never below
+            error = error * 0.5
+        return loss * self.blocks[0].temperature if error > 1.0 else loss + error
+
+
 class Contents(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -257,6 +268,7 @@ PROGRAMS = {
     for cls in (
         ReadBehindAnItem,
         ReadOnOneWay,
+        LoopsOverAValue,
         CountedInContainers,
         ReadByAHook,
         ReadByALaterBlock,

@@ -23,6 +23,8 @@ from lightning_zero.trees import tree_leaves, tree_map
 
 __all__ = ["VALUES_NEEDED", "Mode", "empty_like", "written_by"]
 
+_MOST_READS = 1000  # that are guessed in a run: a loop may wait for a value (`while error.item() > 1e-3`)
+
 # Errors of operations that need values of a fake.
 VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
@@ -39,7 +41,7 @@ class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
     has_guessed = False  # a result, since this was set
     guess: bool | None = None  # in a run on fakes, the value of flags that it reads; None: values are not read
     guesses_all = False  # and not only those that the chunk computes
-    has_read = False  # a value of a fake that the chunk computes has been guessed, since this was set
+    num_reads = 0  # values that were guessed, since this was set
     refusal: Exception | None = None  # the last error of an operation between modules, whoever has caught it
     is_dispatching = False  # an operation is running
     _is_imagining = False
@@ -128,10 +130,9 @@ class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def guesses(self, value: Any) -> bool:
         """Say whether a value that is read is guessed: in some runs on fakes those that the chunk computes are."""
         is_own = self.origins is not None and self.origins.is_own(value)
-        is_guessed = self.guess is not None and (self.guesses_all or is_own)
-        if is_guessed and not self._is_imagining:
-            self.has_read = True
-        return is_guessed and not self._is_imagining
+        is_guessed = self.guess is not None and (self.guesses_all or is_own) and not self._is_imagining
+        self.num_reads += is_guessed
+        return is_guessed and self.num_reads <= _MOST_READS
 
     def _guessed_read(self, func: Any, args: Sequence[Any]) -> Any:
         """Guess a number that the program reads: one, or ``guess`` for a flag."""

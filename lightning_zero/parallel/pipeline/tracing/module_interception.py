@@ -278,7 +278,7 @@ class ModuleInterception:
         trace = _Trace(chunk, bounds[chunk], bounds[chunk + 1], origins=Origins(), on_start=on_start)
         assert trace.origins is not None
         mode = self._fakes.mode
-        mode.guess, mode.has_read = guess, False
+        mode.guess, mode.num_reads = guess, 0
         try:
             # A guess may lead to errors; the step shows the program's.
             with suppress(Exception), self._number_reads(trace):
@@ -288,7 +288,7 @@ class ModuleInterception:
         finally:
             mode.guess = None
         self._fakes.require_strong(trace.origins.results)
-        return trace.origins.needed, trace.outcomes, mode.has_read
+        return trace.origins.needed, trace.outcomes, mode.num_reads > 0
 
     def _number_reads(self, trace: _Trace) -> AbstractContextManager[None]:
         """Watch which numbers in attributes of earlier chunks' modules code between the modules reads."""
@@ -365,7 +365,7 @@ class ModuleInterception:
                 return result
 
             mode = self._fakes.mode
-            mode.guess, mode.guesses_all = False, True
+            mode.guess, mode.guesses_all, mode.num_reads = False, True, 0
             try:
                 with operations:
                     finished, result = self._run(run, trace)
