@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -54,6 +54,7 @@ class RoutedExperts:
         self.module = module
         self.num_experts = len(next(module.parameters()))
         self.ranks: ExpertRanks | None = None
+        self._dtypes: dict[Hashable, torch.dtype] = {}  # of results, by the dtypes of a call
         self._number = 0  # of the layer, among those that are divided
         self._forward = module.__dict__.get("forward")  # which it stands in for; None: that of the class
 
@@ -106,7 +107,7 @@ class RoutedExperts:
         """Compute each row by its expert, of those that this rank has."""
         if not len(rows):  # no rows are in the graph as any others, and parameters have gradients of zeros
             nothing = [param.reshape(-1)[:0].sum().to(rows.dtype) for param in self.module.parameters()]
-            return rows + torch.stack(nothing).sum()
+            return (rows + torch.stack(nothing).sum()).to(self._dtype_of_results(dtype, rows, len(offsets)))
         numbers = torch.arange(len(offsets), device=rows.device)
         counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
         experts = numbers.repeat_interleave(counts, output_size=len(rows)).unsqueeze(1)
@@ -114,6 +115,18 @@ class RoutedExperts:
         with _having(self.module, len(offsets)):
             result: Tensor = self._call(rows, experts, weights)
         return result
+
+    def _dtype_of_results(self, dtype: torch.dtype, rows: Tensor, num_experts: int) -> torch.dtype:
+        """Return the dtype that ranks with rows send: that of the result for one row."""
+        device = rows.device.type
+        key = (dtype, rows.dtype, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        if key not in self._dtypes:
+            row, weight = rows.new_zeros(1, *rows.shape[1:]), torch.ones(1, 1, dtype=dtype, device=rows.device)
+            with torch.no_grad(), torch.random.fork_rng(), _having(self.module, num_experts):
+                self._dtypes[key] = self._call(
+                    row, torch.zeros(1, 1, dtype=torch.long, device=row.device), weight
+                ).dtype
+        return self._dtypes[key]
 
     def _call(self, *args: Tensor) -> Any:
         return self._forward(*args) if self._forward is not None else type(self.module).forward(self.module, *args)

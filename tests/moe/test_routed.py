@@ -128,3 +128,32 @@ def test_the_stand_in_computes_as_the_module_does(world: int) -> None:
         assert torch.allclose(of_up, up[own], atol=1e-4)  # of the last expert zeros
         assert torch.allclose(of_down, down[own], atol=1e-4)
         assert num_experts == E
+
+
+class Products(Plain):
+    """Computes with products alone, so that under autocast its results have 16 bits where the weights have."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        gates = top_k_weights.new_zeros(len(hidden_states), len(self.up)).scatter(1, top_k_index, top_k_weights)
+        inner = torch.einsum("th,eoh->teo", hidden_states, self.up).relu()
+        return (torch.einsum("teo,eho->teh", inner, self.down) * gates.unsqueeze(-1)).sum(1)
+
+
+def _narrow(rank: int, world: int) -> tuple[Tensor, Tensor]:
+    seed(3)
+    module, whole = Products(), Products()
+    whole.load_state_dict(module.state_dict())
+    divide_experts(nn.ModuleList([module]), ExpertRanks())
+    tokens = torch.randn(5, H, generator=torch.Generator().manual_seed(rank))
+    choices, weights = torch.zeros(5, 1, dtype=torch.long), torch.ones(5, 1).bfloat16()  # none for the second rank
+    drawn = torch.random.get_rng_state()
+    with torch.autocast("cpu", torch.bfloat16):
+        result, expected = module(tokens, choices, weights), whole(tokens, choices, weights)
+    assert expected.dtype == torch.bfloat16
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+    return result.detach(), expected.to(tokens.dtype).detach()
+
+
+def test_a_rank_without_tokens_sends_results_in_the_dtype_of_the_others() -> None:
+    for result, expected in run(_narrow, 2):
+        assert torch.equal(result, expected)
