@@ -135,8 +135,8 @@ class Products(Plain):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         gates = top_k_weights.new_zeros(len(hidden_states), len(self.up)).scatter(1, top_k_index, top_k_weights)
-        inner = torch.einsum("th,eoh->teo", hidden_states, self.up).relu()
-        return (torch.einsum("teo,eho->teh", inner, self.down) * gates.unsqueeze(-1)).sum(1)
+        inner = torch.einsum("nh,eoh->neo", hidden_states, self.up).relu()
+        return (torch.einsum("neo,eho->neh", inner, self.down) * gates.unsqueeze(-1)).sum(1)
 
 
 def _narrow(rank: int, world: int) -> tuple[Tensor, Tensor]:
