@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ import torch.multiprocessing as mp
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication
-from lightning_zero.engine.optim.step_device import measure_rates
+from lightning_zero.engine.optim.step_device import fastest_s, measure_rates
 from lightning_zero.storage.nvme import NvmeStore
 
 __all__ = ["collectives", "copies_and_steps", "disk"]
@@ -22,7 +21,6 @@ __all__ = ["collectives", "copies_and_steps", "disk"]
 _GB = 1e9
 _DISK_BYTES = 2**28
 _SHARD_NUMEL = 2**20
-_REPEATS = 5
 _TIMEOUT_S = 60.0
 
 
@@ -50,8 +48,8 @@ def disk(path: Path) -> dict[str, str]:
         record = store.reserve("report", _DISK_BYTES)
         memory = store.empty(_DISK_BYTES)
         memory.fill_(1)
-        writing = _seconds(lambda: store.write(record, memory).wait())
-        reading = _seconds(lambda: store.read(record, memory).wait())
+        writing = fastest_s(lambda: store.write(record, memory).wait(), _alone)
+        reading = fastest_s(lambda: store.read(record, memory).wait(), _alone)
         through = "" if store.is_direct else ", through the page cache"
     finally:
         store.close()
@@ -123,8 +121,8 @@ def _worker(rank: int, world: _World, results: Any) -> None:
         _finish(device)
 
     found = {
-        "all-gather": _seconds(all_gather, dist.barrier),
-        "reduce-scatter": _seconds(reduce_scatter, dist.barrier),
+        "all-gather": fastest_s(all_gather, dist.barrier),
+        "reduce-scatter": fastest_s(reduce_scatter, dist.barrier),
     }
     if rank == 0:
         results.put(found)
@@ -138,13 +136,5 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _seconds(call: Callable[[], None], meet: Callable[[], Any] = lambda: None) -> float:
-    """Return the seconds of the fastest of a few calls, the first of which is not counted."""
-    call()
-    seconds = []
-    for _ in range(_REPEATS):
-        meet()
-        started = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
+def _alone() -> None:
+    """Wait for no other process."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -126,21 +127,25 @@ class Phases:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stamps: list[tuple[str | None, Stamp]] = []  # beginnings of phases, in order
+        self._stamps: deque[tuple[str | None, Stamp]] = deque()  # beginnings that the device has not passed, in order
+        self._seconds: dict[str, float] = {}  # of phases that it has ended, since the last call of `take`
 
     def begin(self, phase: str | None) -> None:
         """End the phase that runs, and begin another; None: one that does not count."""
         self._stamps.append((phase, Stamp(self._device)))
+        self._settle()
 
     def take(self) -> dict[str, float]:
         """Return the seconds by phase since the last call, of those that the device has ended, without waiting."""
-        seconds: dict[str, float] = {}
-        while len(self._stamps) > 1 and self._stamps[1][1].is_past:
-            (phase, start), (_, end) = self._stamps[:2]
-            if phase is not None:
-                seconds[phase] = seconds.get(phase, 0.0) + end.seconds_since(start)
-            del self._stamps[0]
+        self._settle()
+        seconds, self._seconds = self._seconds, {}
         return seconds
+
+    def _settle(self) -> None:
+        while len(self._stamps) > 1 and self._stamps[1][1].is_past:
+            (phase, start), end = self._stamps.popleft(), self._stamps[0][1]
+            if phase is not None:
+                self._seconds[phase] = self._seconds.get(phase, 0.0) + end.seconds_since(start)
 
 
 def memory_in_use(device: torch.device) -> int:

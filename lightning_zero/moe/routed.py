@@ -119,10 +119,14 @@ class RoutedExperts:
     def _dtype_of_results(self, dtype: torch.dtype, rows: Tensor, num_experts: int) -> torch.dtype:
         """Return the dtype that ranks with rows send: that of the result for one row."""
         device = rows.device.type
-        key = (dtype, rows.dtype, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        is_narrowed, narrow = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        key = (dtype, rows.dtype, is_narrowed, narrow)
         if key not in self._dtypes:
             row, weight = rows.new_zeros(1, *rows.shape[1:]), torch.ones(1, 1, dtype=dtype, device=rows.device)
-            with torch.no_grad(), torch.random.fork_rng(), _having(self.module, num_experts):
+            random = torch.random.fork_rng([rows.device] if rows.is_cuda else [])
+            # Casts without a graph must not be there for a call that needs gradients.
+            casts = torch.autocast(device, narrow, is_narrowed, cache_enabled=False)
+            with torch.no_grad(), random, casts, _having(self.module, num_experts):
                 self._dtypes[key] = self._call(
                     row, torch.zeros(1, 1, dtype=torch.long, device=row.device), weight
                 ).dtype

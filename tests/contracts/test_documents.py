@@ -52,6 +52,21 @@ def _name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+def run_program(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in a folder, on the CPU, and return what it printed."""
+    (folder / "program.py").write_text(source)
+    return subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+    )
+
+
 def _blocks(path: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), flags=re.MULTILINE | re.DOTALL)
 
@@ -64,19 +79,7 @@ def _section(path: Path, title: str) -> str:
 
 
 def test_python_of_the_readme_runs_on_one_rank(tmp_path: Path) -> None:
-    program = tmp_path / "readme.py"
-    program.write_text(YOURS + "\n".join(_blocks(ROOT / "README.md", "python")))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, program],
-        cwd=tmp_path,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-    )
+    done = run_program(tmp_path, YOURS + "\n".join(_blocks(ROOT / "README.md", "python")))
     assert done.returncode == 0, done.stdout
     assert "ZeRO stage 3 on 1 rank" in done.stdout
 

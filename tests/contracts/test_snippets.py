@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ import torch
 import yaml
 
 import lightning_zero
-from tests.contracts.test_documents import YOURS
+from tests.contracts.test_documents import YOURS, run_program
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -73,19 +70,8 @@ def test_python_of_every_page_runs(tmp_path: Path) -> None:
         for path in PAGES
         if _blocks(path, "python")
     }
-    (tmp_path / "run.py").write_text(RUNNER)
     (tmp_path / "pages.json").write_text(json.dumps(pages))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "run.py"],
-        cwd=tmp_path,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-    )
+    done = run_program(tmp_path, RUNNER)
     ran = re.findall(r"^RAN (\w+)$", done.stdout, flags=re.MULTILINE)
     assert ran == list(pages), done.stdout
 

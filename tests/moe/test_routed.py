@@ -157,3 +157,15 @@ def _narrow(rank: int, world: int) -> tuple[Tensor, Tensor]:
 def test_a_rank_without_tokens_sends_results_in_the_dtype_of_the_others() -> None:
     for result, expected in run(_narrow, 2):
         assert torch.equal(result, expected)
+
+
+def test_a_call_without_rows_leaves_no_casts_without_a_graph_to_the_next() -> None:
+    module = Products()
+    experts = RoutedExperts(module)
+    rows, ends = torch.randn(5, H), torch.tensor([5, 5, 5, 5], dtype=torch.int32)
+    with torch.autocast("cpu", torch.bfloat16):
+        experts._compute(torch.bfloat16, rows[:0], torch.zeros_like(ends))
+        experts._compute(torch.bfloat16, rows, ends).sum().backward()
+    for param in module.parameters():
+        assert param.grad is not None
+        assert param.grad.any()

@@ -8,6 +8,7 @@ Note [Two dtypes]
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable
 
@@ -174,7 +175,7 @@ class BufferGradients:
             RuntimeError: It is a summand of that, or a sum over several ranks.
         """
         spec = self._spec
-        if spec.communicator.world_size * spec.factor(index) != spec.group.divisor:
+        if not math.isclose(spec.communicator.world_size * spec.factor(index), spec.group.divisor):
             raise RuntimeError(
                 f"The gradient of `{spec.layout.slots[index].name}` cannot {use}: on this rank it is a summand of its"
                 " gradient (`tensor_parallel` with `sequence`, or the rule 'partial'), or the sum over the tokens of"

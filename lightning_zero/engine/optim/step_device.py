@@ -23,7 +23,7 @@ from lightning_zero.engine.units.unit import Unit
 from lightning_zero.storage.copies import Copies
 from lightning_zero_ops import adamw
 
-__all__ = ["Rates", "StepDevice", "StepDevices", "choose_step_device", "measure_rates"]
+__all__ = ["Rates", "StepDevice", "StepDevices", "choose_step_device", "fastest_s", "measure_rates"]
 
 StepDevice = Literal["cpu", "cuda"]
 Meet = Callable[..., object]  # called with an error or without
@@ -76,13 +76,14 @@ def measure_rates(device: torch.device, meet: Meet = lambda error=None: None) ->
 
     copies = Copies(device)
     return Rates(
-        host_step=_SAMPLE_NUMEL / _fastest_s(step, meet),
-        up=host.nbytes / _fastest_s(lambda: copies.up(there, host).finish(), meet),
-        down=host.nbytes / _fastest_s(lambda: copies.down(host, there).finish(), meet),
+        host_step=_SAMPLE_NUMEL / fastest_s(step, meet),
+        up=host.nbytes / fastest_s(lambda: copies.up(there, host).finish(), meet),
+        down=host.nbytes / fastest_s(lambda: copies.down(host, there).finish(), meet),
     )
 
 
-def _fastest_s(call: Callable[[], None], meet: Meet) -> float:
+def fastest_s(call: Callable[[], None], meet: Callable[[], object]) -> float:
+    """Return the seconds of the fastest of a few calls, before each of which ``meet`` is called."""
     seconds = []
     for _ in range(_REPEATS):
         meet()

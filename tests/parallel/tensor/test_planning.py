@@ -315,22 +315,13 @@ def test_results_behind_the_first_may_be_parts_if_no_code_reads_them() -> None:
         _plan_stack(Stack(Returning, reads=True), plan=CUT)
 
 
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_full_backward_hook"])
 @pytest.mark.parametrize("plan", ["auto", CUT], ids=["auto", "given"])
-def test_backward_hooks_inside_of_cut_blocks_are_refused(plan: Any) -> None:
+def test_hooks_inside_of_cut_blocks_are_refused(plan: Any, register: str) -> None:
     model = Stack(Mlp)
-    model.blocks[2].register_full_backward_hook(lambda *_: None)  # sees whole tensors
+    getattr(model.blocks[2], register)(lambda *_: None)  # sees whole tensors
     assert _plan_stack(model, plan=plan).cut_numel
-    model.blocks[2].fc2.register_full_backward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=r"`blocks.2.fc2` has the hook `.*<lambda>`, and its block is cut"):
-        _plan_stack(model, plan=plan)
-
-
-@pytest.mark.parametrize("plan", ["auto", CUT], ids=["auto", "given"])
-def test_forward_hooks_inside_of_cut_blocks_are_refused(plan: Any) -> None:
-    model = Stack(Mlp)
-    model.blocks[2].register_forward_hook(lambda *_: None)  # sees whole tensors
-    assert _plan_stack(model, plan=plan).cut_numel
-    model.blocks[2].fc1.register_forward_hook(lambda *_: None)
+    getattr(model.blocks[2].fc1, register)(lambda *_: None)
     with pytest.raises(ValueError, match=r"`blocks.2.fc1` has the hook `.*<lambda>`, and its block is cut"):
         _plan_stack(model, plan=plan)
 

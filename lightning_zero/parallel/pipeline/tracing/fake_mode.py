@@ -127,6 +127,20 @@ class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
             self.origins.derive(result, (args, kwargs))
         return result
 
+    @contextmanager
+    def guessing(self, flags: bool, *, of_all: bool = False) -> Iterator[None]:
+        """Guess values of fakes that the program reads: of those that the chunk computes, or of all.
+
+        Args:
+            flags: The value of flags.
+            of_all: Of all fakes.
+        """
+        self.guess, self.guesses_all, self.num_reads = flags, of_all, 0
+        try:
+            yield
+        finally:
+            self.guess, self.guesses_all = None, False
+
     def guesses(self, value: Any) -> bool:
         """Say whether a value that is read is guessed: in some runs on fakes those that the chunk computes are."""
         is_own = self.origins is not None and self.origins.is_own(value)

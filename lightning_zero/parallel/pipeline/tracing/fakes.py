@@ -370,14 +370,16 @@ class Fakes:
     def _showing_read(self, module: nn.Module) -> Iterator[None]:
         """Show a hook the numbers that its module has kept in this very call, as they were sent."""
         name, before = self._names[id(module)], len(self._shown)
-        self._run.hooked = name
+        was_hooked, self._run.hooked = self._run.hooked, name
         self._show_read(module, name, self._times[name])
+        shown = self._shown[before:]
+        del self._shown[before:]  # the hook may call modules, which show attributes until the run ends
         try:
             yield
         finally:
-            self._run.hooked = ""
-            while len(self._shown) > before:
-                _assign(*self._shown.pop())
+            self._run.hooked = was_hooked
+            for one in reversed(shown):
+                _assign(*one)
 
     @property
     def reader(self) -> str:

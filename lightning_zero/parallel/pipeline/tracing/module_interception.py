@@ -277,18 +277,13 @@ class ModuleInterception:
         bounds = self._split.bounds
         trace = _Trace(chunk, bounds[chunk], bounds[chunk + 1], origins=Origins(), on_start=on_start)
         assert trace.origins is not None
-        mode = self._fakes.mode
-        mode.guess, mode.num_reads = guess, 0
-        try:
-            # A guess may lead to errors; the step shows the program's.
-            with suppress(Exception), self._number_reads(trace):
-                finished, result = self._run(step, trace)
-                if finished:
-                    trace.origins.need(result)
-        finally:
-            mode.guess = None
+        # A guess may lead to errors; the step shows the program's.
+        with suppress(Exception), self._fakes.mode.guessing(guess), self._number_reads(trace):
+            finished, result = self._run(step, trace)
+            if finished:
+                trace.origins.need(result)
         self._fakes.require_strong(trace.origins.results)
-        return trace.origins.needed, trace.outcomes, mode.num_reads > 0
+        return trace.origins.needed, trace.outcomes, self._fakes.mode.num_reads > 0
 
     def _number_reads(self, trace: _Trace) -> AbstractContextManager[None]:
         """Watch which numbers in attributes of earlier chunks' modules code between the modules reads."""
@@ -364,10 +359,8 @@ class ModuleInterception:
                 operations.stop()
                 return result
 
-            mode = self._fakes.mode
-            mode.guess, mode.guesses_all, mode.num_reads = False, True, 0
             try:
-                with operations:
+                with operations, self._fakes.mode.guessing(False, of_all=True):
                     finished, result = self._run(run, trace)
                 self._fakes.require_unwritten()
                 if finished:
@@ -375,7 +368,6 @@ class ModuleInterception:
                 operations.note_state(self._around)
                 return operations.found
             finally:
-                mode.guess, mode.guesses_all = None, False
                 operations.end()
         return None
 
