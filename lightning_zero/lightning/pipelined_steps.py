@@ -48,6 +48,7 @@ from lightning_zero.parallel.pipeline.schedule.microbatches import (
 from lightning_zero.parallel.pipeline.schedule.plan import most_microbatches
 from lightning_zero.parallel.pipeline.schedule.reduce_policy import device_bytes, reduces_once
 from lightning_zero.parallel.pipeline.schedule.streams import RandomState, RandomStreams
+from lightning_zero.parallel.pipeline.stages.backward_attributes import BackwardAttributes
 from lightning_zero.parallel.pipeline.stages.generators import Draws
 from lightning_zero.parallel.pipeline.stages.own_changes import own_modules
 from lightning_zero.parallel.pipeline.stages.placed_attributes import PlacedAttributes
@@ -102,6 +103,7 @@ class PipelinedSteps:
             self._streams,
             self._draws,
             PlacedAttributes(module, split),
+            BackwardAttributes.of(module, split, mesh.stage),
             self._logs,
         )
         self._keeps_gradients = self._reduces_once(pipeline) or pipeline.reduces_once

@@ -70,7 +70,7 @@ IN_CONTRACTS = {
     "lightning_zero/lightning/step_in_backward.py": "tests/engine/runtime/test_step_in_backward.py",
     "lightning_zero/lightning/uneven.py": "tests/contracts/test_lightning_data.py",
     "lightning_zero/moe/routing.py": "tests/moe/test_layer.py",
-    "lightning_zero/parallel/pipeline/tracing/attributes.py": "tests/contracts/test_pipeline_programs.py",
+    "lightning_zero/parallel/pipeline/stages/attributes.py": "tests/contracts/test_pipeline_programs.py",
     "lightning_zero/parallel/pipeline/traced_steps.py": "tests/contracts/test_pipeline_programs.py",
     "lightning_zero/parallel/pipeline/tracing/fake_state.py": "tests/parallel/pipeline/tracing/test_whole_run.py",
     "lightning_zero/parallel/pipeline/tracing/operations.py": "tests/parallel/pipeline/tracing/test_whole_run.py",

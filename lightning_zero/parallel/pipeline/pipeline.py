@@ -23,6 +23,7 @@ from lightning_zero.parallel.module_state import AttributeState, HookState, Modu
 from lightning_zero.parallel.pipeline.schedule.plan import Action, compute_order, evaluation_order, simulate
 from lightning_zero.parallel.pipeline.schedule.streams import RandomStreams
 from lightning_zero.parallel.pipeline.schedule.weight_gradients import WeightGradients
+from lightning_zero.parallel.pipeline.stages.backward_attributes import BackwardAttributes
 from lightning_zero.parallel.pipeline.stages.generators import Draws, GeneratorState, generators_of
 from lightning_zero.parallel.pipeline.stages.parameter_hooks import ParameterHooks
 from lightning_zero.parallel.pipeline.stages.placed_attributes import PlacedAttributes
@@ -93,6 +94,7 @@ class PipelineStage:
         streams: Random numbers of the chunks.
         draws: Draws of code around the blocks from generators of the program.
         placed: Attributes of modules in chunks that code around the blocks may change.
+        attributes: Those that forwards change, for the backwards of their micro-batches.
         logging: Notes what a step logs.
     """
 
@@ -104,6 +106,7 @@ class PipelineStage:
     streams: RandomStreams
     draws: Draws
     placed: PlacedAttributes
+    attributes: BackwardAttributes
     logging: CallLog
 
     def apart(self, run: Callable[[], T], modules: Iterable[nn.Module], *, is_survey: bool = False) -> T:
@@ -394,6 +397,7 @@ class PipelineRunner(Generic[Step]):
         self._outputs.clear()
         self._results.clear()
         self._states.clear()
+        self._stage.attributes.forget()
         if self._weights is not None:
             self._weights.forget()
 
@@ -423,7 +427,8 @@ class PipelineRunner(Generic[Step]):
             self._streams.enter(chunk, index)
             state, draws = self._state_of(chunk), self._stage.draws.watched(chunk, index)
             around, scope = self.around.watched(chunk, index), self._engine.scope(name)
-            with state, draws, around, scope, self._splitting(is_training):
+            kept = self._keeping(action) if is_training else nullcontext()
+            with state, draws, around, scope, self._splitting(is_training), kept:
                 finished, result = self._route.run(
                     step, index, chunk=chunk, expected=expected, receive=receive, send=send
                 )
@@ -432,6 +437,11 @@ class PipelineRunner(Generic[Step]):
             self._inputs[chunk, index] = received
         if finished:
             self._results[index] = result
+
+    def _keeping(self, action: Action) -> AbstractContextManager[None]:
+        """Return a context for a forward, whose backward finds the attributes that it leaves."""
+        looks_at_all = self._is_new or action.microbatch == 0
+        return self._stage.attributes.forward(action.chunk, action.microbatch, looks_at_all=looks_at_all)
 
     @contextmanager
     def _state_of(self, chunk: int) -> Iterator[None]:
@@ -493,16 +503,18 @@ class PipelineRunner(Generic[Step]):
         loss_of: Callable[[Any, int], torch.Tensor],
         microbatch: Microbatch,
     ) -> None:
+        chunk, index = action.chunk, action.microbatch
         with (
             self._working(),
-            self.hooks.watched(action.chunk),
-            self._stage.logging.backward(action.chunk, action.microbatch),
+            self.hooks.watched(chunk),
+            self._stage.attributes.backward(chunk, index, is_last=action.kind != "backward_input"),
+            self._stage.logging.backward(chunk, index),
             self._engine.microbatch(microbatch),
             self._engine.backward_scope(),
         ):
             if action.kind == "backward_weight":
                 assert self._weights is not None
-                self._weights.bring((action.chunk, action.microbatch))
+                self._weights.bring((chunk, index))
                 return
             self._backward_of_roots(action, loss_of)
             self._send_gradients(action)  # before the reductions are finished

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
+from lightning_zero.parallel.pipeline.stages.attributes import attribute_spaces
 from lightning_zero.parallel.pipeline.stages.sources import describe_tensor, is_fake
-from lightning_zero.parallel.pipeline.tracing.attributes import attribute_spaces
 from lightning_zero.parallel.pipeline.tracing.fake_mode import Mode, empty_like
 
 __all__ = ["fake_state"]

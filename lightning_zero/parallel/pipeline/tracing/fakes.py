@@ -35,6 +35,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.module_state import LIBRARIES, set_field
+from lightning_zero.parallel.pipeline.stages.attributes import Key, attribute_spaces
 from lightning_zero.parallel.pipeline.stages.sources import (
     FOR_HOOKS,
     WHOLE,
@@ -44,7 +45,6 @@ from lightning_zero.parallel.pipeline.stages.sources import (
     describe_tensor,
     is_fake,
 )
-from lightning_zero.parallel.pipeline.tracing.attributes import Key, attribute_spaces
 from lightning_zero.parallel.pipeline.tracing.containers import Contents, refill
 from lightning_zero.parallel.pipeline.tracing.escapes import Escapes
 from lightning_zero.parallel.pipeline.tracing.fake_mode import VALUES_NEEDED, Mode, empty_like

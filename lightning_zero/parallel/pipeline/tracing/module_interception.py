@@ -38,10 +38,10 @@ from torch.autograd import forward_ad
 from lightning_zero.errors import PipelineError, noting_pipeline_errors
 from lightning_zero.parallel.module_state import put_back, version_of, without_caches
 from lightning_zero.parallel.pipeline.schedule.streams import RandomState
+from lightning_zero.parallel.pipeline.stages.attributes import attribute_spaces
 from lightning_zero.parallel.pipeline.stages.sources import FOR_HOOKS, WHOLE, Origins, Shape, Source, is_fake
 from lightning_zero.parallel.pipeline.stages.split import PlacedModule, Split, modules_around
 from lightning_zero.parallel.pipeline.stages.subclasses import subclass_of
-from lightning_zero.parallel.pipeline.tracing.attributes import attribute_spaces
 from lightning_zero.parallel.pipeline.tracing.containers import Contents
 from lightning_zero.parallel.pipeline.tracing.conversions import conversions_watched
 from lightning_zero.parallel.pipeline.tracing.fake_mode import VALUES_NEEDED

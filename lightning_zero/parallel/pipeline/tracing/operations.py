@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_zero.parallel.pipeline.stages.attributes import attribute_spaces
 from lightning_zero.parallel.pipeline.stages.sources import is_fake
-from lightning_zero.parallel.pipeline.tracing.attributes import attribute_spaces
 from lightning_zero.parallel.pipeline.tracing.fake_mode import written_by
 from lightning_zero.parallel.pipeline.tracing.object_state import held_leaves
 from lightning_zero.trees import tree_leaves

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_zero.errors import PipelineError
-from lightning_zero.parallel.pipeline.tracing.attributes import Key, attribute_spaces
+from lightning_zero.parallel.pipeline.stages.attributes import Key, attribute_spaces
 from lightning_zero.parallel.pipeline.tracing.object_state import held_leaves
 from lightning_zero.trees import TreeSpec, tree_flatten, tree_leaves
 

@@ -6,9 +6,17 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Key", "attribute_spaces"]
+__all__ = ["OF_MODULES", "Key", "attribute_spaces", "own_spaces"]
 
 Key = tuple[str, str, str]  # submodule, dictionary among its attributes, and key
+OF_MODULES = frozenset(vars(nn.Module()))  # names of attributes that every module has
+
+
+def own_spaces(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return where a module itself has attributes ("" for these), module buffers and dictionaries of them, by name."""
+    own = vars(module)
+    kept = {name: value for name, value in own.items() if type(value) is dict and name not in OF_MODULES}
+    return {"": own, "_buffers": module._buffers, **kept}
 
 
 def attribute_spaces(module: nn.Module) -> dict[tuple[str, str], dict[str, Any]]:
@@ -19,11 +27,6 @@ def attribute_spaces(module: nn.Module) -> dict[tuple[str, str], dict[str, Any]]
     """
     spaces: dict[int, tuple[tuple[str, str], dict[str, Any]]] = {}
     for child_name, child in module.named_modules():
-        own = vars(child)
-        kept = {name: value for name, value in own.items() if type(value) is dict and name not in _OF_MODULES}
-        for name, space in {"": own, "_buffers": child._buffers, **kept}.items():
+        for name, space in own_spaces(child).items():
             spaces.setdefault(id(space), ((child_name, name), space))
     return dict(spaces.values())
-
-
-_OF_MODULES = frozenset(vars(nn.Module()))
