@@ -57,6 +57,11 @@ class LoggedValue:
         """Whether another stage of the pipeline computes the value."""
         return self.value is None and self.metric is None
 
+    @property
+    def is_of_block(self) -> bool:
+        """Whether a module with a place in the pipeline logs it, in its forward."""
+        return bool(self.key.partition(f"{self.name}/")[0]) and not self.key.startswith(_BACKWARD)
+
 
 _BACKWARD = "backward of chunk"
 

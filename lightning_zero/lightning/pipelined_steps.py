@@ -396,7 +396,7 @@ class PipelinedSteps:
         else:
             logged = in_order([*self._logged_elsewhere(logged), *logged])
         self._draws.settle(draws)
-        self._fill_in([one for one in logged if one.is_elsewhere])
+        logged = self._filled_in(logged)
         if not self.runner.is_last:
             self._metrics.apply(metrics)
             self.runner.around.take(changes)
@@ -427,21 +427,30 @@ class PipelinedSteps:
             )
         return []
 
-    def _fill_in(self, missing: list[LoggedValue]) -> None:
-        """Give values that were logged the numbers of the stage that computes them. Collective: all ranks of a copy."""
+    def _filled_in(self, logged: list[LoggedValue]) -> list[LoggedValue]:
+        """Give values that were logged the numbers of the stage that computes them. Collective: all ranks of a copy.
+
+        Returns:
+            The values, without those that a block was expected to log and has not.
+
+        Raises:
+            PipelineError: No stage has a value.
+        """
+        missing = [one for one in logged if one.is_elsewhere]
         if not missing:
-            return
+            return logged
         mine = {one.key: one.value for one in self._logs.merged() if not one.is_elsewhere}
         everyone = self._mesh.gather({one.key: mine.get(one.key) for one in missing}, "values to be logged")
         for one in missing:
             one.value = next((found[one.key] for found in everyone if found[one.key] is not None), None)
-            if one.value is None:
+            if one.value is None and not one.is_of_block:
                 raise PipelineError(
                     f"`self.log({one.name!r}, ...)` logs a value of an earlier pipeline stage after the blocks of"
                     f" `{self._split.blocks}`, where no stage has it. Log it where it is computed, let the block return"
                     " the value, or let it keep the value in an attribute of its own (`self.entropy = ...`), not in a"
                     " dictionary or object outside of it."
                 )
+        return [one for one in logged if not one.is_elsewhere]
 
     def _require_same(self, batch: Any, num_new: int) -> int:
         """Raise where the stages of a copy have different batches; let them draw the same random numbers.

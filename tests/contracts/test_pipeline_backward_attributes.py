@@ -115,7 +115,8 @@ class CountedInBackwards(Sets):
 
 
 PROGRAMS = {
-    cls.__name__: cls for cls in (Sets, SetsANumber, InADictionary, ABuffer, Reentrant, Hooked, SetLate, CountedInBackwards)
+    cls.__name__: cls
+    for cls in (Sets, SetsANumber, InADictionary, ABuffer, Reentrant, Hooked, SetLate, CountedInBackwards)
 }
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")
 

@@ -169,6 +169,10 @@ class ExplicitSteps:
             send(dict(enumerate(self._tensors(chunk, state))))
         return False, None
 
+    def take_written(self) -> set[tuple[int, str]]:
+        """Return an empty set: the parts of a step run where their modules are."""
+        return set()
+
     @property
     def modules_in_survey(self) -> Iterable[nn.Module]:
         """The modules whose state a survey may change."""

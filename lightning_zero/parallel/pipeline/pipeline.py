@@ -150,6 +150,10 @@ class Route(Protocol[Step]):
         """Run a micro-batch's code without the model, on the last stage. Collective: all ranks of this stage."""
         ...
 
+    def take_written(self) -> set[tuple[int, str]]:
+        """Return the attributes of other chunks' modules that were assigned: ``id`` of the dictionary, and key."""
+        ...
+
     @property
     def modules_in_survey(self) -> Iterable[nn.Module]:
         """The modules whose state a survey may change."""
@@ -341,7 +345,7 @@ class PipelineRunner(Generic[Step]):
             self._streams.end()
             self.timing.total_s += time.perf_counter() - started
             if self._is_new:
-                self.around.compare(self._of_all_stages)
+                self.around.compare(self._of_all_stages, self._route.take_written())
             return [self._results[index] for index in sorted(self._results)]
         finally:
             self._forget()
@@ -383,7 +387,7 @@ class PipelineRunner(Generic[Step]):
             self._p2p.flush()
             self._streams.end()
             if self._is_new:
-                self.around.compare(self._of_all_stages)
+                self.around.compare(self._of_all_stages, self._route.take_written())
             return self._results.get(0)
         finally:
             self._forget()

@@ -138,7 +138,12 @@ class TracedSteps:
 
     def survey(self, step: TracedStep, index: int) -> None:
         """Run the step as it would go on if no module of the split computed."""
-        self._interception.survey(step.on_copy(index))
+        with contents_put_back(self._placed):
+            self._interception.survey(step.on_copy(index))
+
+    def take_written(self) -> set[tuple[int, str]]:
+        """Return the attributes of modules of other chunks that steps have assigned since the last call."""
+        return self._interception.take_written()
 
     @property
     def modules_in_survey(self) -> Iterable[nn.Module]:
@@ -170,6 +175,10 @@ class TracedSteps:
         are leaves that differ between them, for example a mask that is drawn inside the model.
         Collective: all ranks.
         """
+        with self._stage.engine.scope("arguments"):  # one for all runs: copies of the model may need other runs
+            self._describe(step, index, kind)
+
+    def _describe(self, step: TracedStep, index: int, kind: Hashable) -> None:
         copied = partial(step.on_copy, index)
         outside = self._outside(kind)
         needed = {
@@ -216,8 +225,7 @@ class TracedSteps:
 
         for chunk in self._own_chunks:
             if chunk > 0:
-                with self._stage.engine.scope("arguments"):
-                    require_as_whole(partial(record, chunk))
+                require_as_whole(partial(record, chunk))
 
     def _enter(self, chunk: int) -> None:
         self._stage.streams.begin()

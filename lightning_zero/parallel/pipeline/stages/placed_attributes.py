@@ -12,18 +12,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
+from lightning_zero.parallel.pipeline.stages.attributes import OF_MODULES
 from lightning_zero.parallel.pipeline.stages.split import Split
 
 __all__ = ["PlacedAttributes"]
 
-_PLAIN = (bool, int, float, complex, str, type(None), Tensor)  # values that are bound anew, not changed in place
+_CONSTANT = OF_MODULES - {"training"}  # attributes of every module, which hold its parts
 _MISSING = object()
 
 
 class PlacedAttributes:
-    """Plain attributes of the modules with a place.
+    """Attributes of the modules with a place.
 
     Args:
         module: The root.
@@ -43,22 +44,22 @@ class PlacedAttributes:
             looks_at_all: False looks at the modules of which something was put back before.
         """
         modules = self._modules if looks_at_all else list(self._written.values())
-        before = [(child, dict(vars(child))) for child in modules]
+        before = [(child, space, dict(space)) for child in modules for space in (vars(child), child._buffers)]
         try:
             yield
         finally:
-            for child, attributes in before:
-                if _rebind(vars(child), attributes):
+            for child, space, values in before:
+                if _rebind(space, values):
                     self._written[id(child)] = child
 
 
 def _rebind(space: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Bind plain values as they were; say whether one was another."""
+    """Bind values as they were, but for modules; say whether one was another."""
     changed = [key for key in before.keys() | space.keys() if before.get(key, _MISSING) is not space.get(key, _MISSING)]
     found = False
     for key in changed:
         old, new = before.get(key, _MISSING), space.get(key, _MISSING)
-        if not all(isinstance(value, _PLAIN) or value is _MISSING for value in (old, new)):
+        if key in _CONSTANT or any(isinstance(value, nn.Module) for value in (old, new)):
             continue
         found = True
         if old is _MISSING:

@@ -21,11 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_zero.trees import tree_leaves
 
-__all__ = ["FOR_HOOKS", "WHOLE", "Origins", "Shape", "Source", "describe_tensor", "is_fake"]
+__all__ = ["BEFORE", "FOR_HOOKS", "WHOLE", "Origins", "Shape", "Source", "describe_tensor", "is_fake"]
 
 
 FOR_HOOKS = ("", "_forward_hooks", "")
 WHOLE = -1  # leaf of a value that is not taken apart
+BEFORE = -2  # likewise, of an attribute as a call finds it
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Source:
         call: Number of the call in a run of the step.
         left: Submodule, dictionary of it and key, for an attribute of the module; None for an output, and
             ``FOR_HOOKS`` for an output as its forward hooks are given it.
-        leaf: Position among the leaves of that; ``WHOLE`` for an attribute itself.
+        leaf: Position among the leaves of that; ``WHOLE`` for an attribute itself, ``BEFORE`` for one before the call.
         is_number: It is no tensor; see ``sent_numbers.py``.
     """
 

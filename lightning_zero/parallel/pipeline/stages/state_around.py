@@ -23,7 +23,7 @@ Note [Parts]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -171,9 +171,17 @@ class _Kept:
         before = {key for key in self.before if key[0] in self.around or key in self.reset}
         return before | {key for key, _, _ in self.items()}
 
-    def changed_in_places(self) -> dict[Key, Any]:
-        """Return the fingerprints of the values that the batch has changed in modules that run on other stages."""
-        return {key: fingerprint(value) for key, _, value in self.items_of(self._placed) if self.has_changed(key)}
+    def changed_in_places(self, written: Collection[tuple[int, str]]) -> dict[Key, Any]:
+        """Return the fingerprints of the values that the batch has changed in modules that run on other stages.
+
+        Args:
+            written: Assigned attributes, also those that have the value from before: ``id`` of the dictionary, and key.
+        """
+        return {
+            key: fingerprint(value)
+            for key, is_buffer, value in self.items_of(self._placed)
+            if (id(self.space(key, is_buffer=is_buffer)), key[1]) in written or self.has_changed(key)
+        }
 
 
 class StateAround:
@@ -269,13 +277,17 @@ class StateAround:
             refused |= self._behind.get(self._name, {}).get(chunk, set())
         return Watch(refused, is_noting) if refused or is_noting else None
 
-    def compare(self, exchange: Exchange) -> None:
+    def compare(self, exchange: Exchange, written: Collection[tuple[int, str]] = ()) -> None:
         """Find the state that is changed behind each chunk. Collective: all ranks of a copy.
+
+        Args:
+            exchange: Returns the values of all stages.
+            written: Attributes of other stages' modules that the step has assigned: ``id`` of the dictionary, and key.
 
         Raises:
             PipelineError: On all of them, where a chunk has read such a value.
         """
-        given = exchange((self._views, self._kept.changed_in_places(), self._changed_alone()))
+        given = exchange((self._views, self._kept.changed_in_places(written), self._changed_alone()))
         everyone = {chunk: view for views, _, _ in given for chunk, view in views.items()}
         last = everyone.pop(self._split.num_chunks - 1)
         self._compare_places([changed for _, changed, _ in given])
@@ -370,7 +382,7 @@ class StateAround:
         found = []
         for key in sorted(self._kept.all_keys()):
             is_buffer, value = now.get(key, (False, Mark.MISSING))
-            has_changed = self._kept.has_changed(key)
+            has_changed = key in self._kept.reset or self._kept.has_changed(key)
             if key in known or has_changed or key in sent:
                 pack = packing.pack if key in known or has_changed else packing.unchanged
                 packed = pack(key, value)

@@ -37,6 +37,7 @@ from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.module_state import LIBRARIES, set_field
 from lightning_zero.parallel.pipeline.stages.attributes import Key, attribute_spaces
 from lightning_zero.parallel.pipeline.stages.sources import (
+    BEFORE,
     FOR_HOOKS,
     WHOLE,
     Origins,
@@ -63,7 +64,7 @@ from lightning_zero.parallel.pipeline.tracing.user_hooks import (
 )
 from lightning_zero.trees import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-__all__ = ["Fakes"]
+__all__ = ["Fakes", "is_raised_by_program"]
 
 Fetch = Callable[[Source], Tensor | None]
 _Position = tuple[Key | None, int]  # see `Source`
@@ -89,6 +90,7 @@ class _Run:
         read: Attributes with numbers that it is sent.
         imagined: Name of the module whose forward is imagined.
         hooked: Name of the module whose hook runs.
+        is_before: That hook runs before the module's forward.
         given_numbers: To code between the modules.
     """
 
@@ -99,7 +101,46 @@ class _Run:
     read: Sequence[Source] = ()
     imagined: str = ""
     hooked: str = ""
+    is_before: bool = False
     given_numbers: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """An attribute of a module that was passed over.
+
+    Attributes:
+        space: The dictionary that has it.
+        name: Its key there.
+        before: The value that comes back, unless the program gives the attribute another one.
+        value: The one that it shows.
+        version: Of this, if it is a tensor.
+    """
+
+    space: dict[str, Any]
+    name: str
+    before: Any
+    value: Any
+    version: int
+
+    @property
+    def current(self) -> Any:
+        """The value of now."""
+        return self.space.get(self.name, _MISSING)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the program has given the attribute another value, or has written into the tensor."""
+        return self.current is not self.value or _version(self.value) != self.version
+
+    def end(self) -> None:
+        """Give the attribute back its value from before, unless the program has given it one with values."""
+        if not self.is_changed or any(map(is_fake, tree_leaves(self.current))):
+            _assign(self.space, self.name, self.before)
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 def _unchanged(leaf: int, value: Any) -> Any:
@@ -139,7 +180,8 @@ class Fakes:
         self._calls: OrderedDict[Hashable, _Call] = OrderedDict()
         self._recorded: OrderedDict[Hashable, tuple[_Call, Recording]] = OrderedDict()  # those with hooks
         self._given: Counter[tuple[int, int]] = Counter()  # fakes in this run, by `id` of the call and leaf
-        self._shown: list[tuple[dict[str, Any], str, Any]] = []  # attributes to restore: (attributes, name, value)
+        self._shown: list[_Shown] = []  # attributes to restore
+        self._lost: list[str] = []  # names of attributes that the program has given fakes in a run
         self._has_changed_attributes = False  # a forward, or hooks in it
         self._has_run_hooks = True  # a forward has: they need no values
         # - The run
@@ -150,6 +192,10 @@ class Fakes:
         self._outside: list[str] = []  # names of modules that have left fakes outside
         self._ever_outside = ""  # the first of these, in all runs
         self._shared = SharedNumbers(placed)
+        self._placed = [module for module, _ in placed]
+        self.written: set[tuple[int, str]] = (
+            set()
+        )  # attributes that the program has assigned: `id` of the dictionary, key
         last = max((chunk for _, chunk in placed), default=0)
         self._of_last_chunk = {id(module) for module, chunk in placed if chunk == last}  # nobody passes them over
 
@@ -183,12 +229,36 @@ class Fakes:
         self.mode.origins = self._run.fetch = None
         self.mode.refusal = None
         self.mode.note_hook = None
+        self._lost = [one.name for one in self._shown if one.is_changed and any(map(is_fake, tree_leaves(one.current)))]
+        self.written.update((id(one.space), one.name) for one in self._shown if one.is_changed)
         while self._shown:
-            attributes, name, value = self._shown.pop()
-            _assign(attributes, name, value)
+            self._shown.pop().end()
+
+    @property
+    def assigned(self) -> list[Any]:
+        """The values without numbers that the program has given attributes of modules with a place, in this run."""
+        left = {id(one.value) for one in self._shown if not one.is_changed}  # by the modules themselves
+        kept = [
+            value for module in self._placed for space in attribute_spaces(module).values() for value in space.values()
+        ]
+        leaves = [leaf for value in kept if isinstance(value, (Tensor, tuple, list)) for leaf in tree_leaves(value)]
+        return [one.current for one in self._shown if one.is_changed] + [
+            leaf for leaf in leaves if is_fake(leaf) and id(leaf) not in left
+        ]
 
     def require_unwritten(self) -> None:
-        """Raise where the program has written into one of several tensors that share memory on their own stage."""
+        """Raise where the program has written a value that another stage does not see, or that this one does not have.
+
+        Raises:
+            PipelineError: Into one of several tensors that share memory on their own stage, or a value of an earlier
+                stage into an attribute of its module.
+        """
+        for one in self._lost:
+            raise PipelineError(
+                f"The step gives the attribute `{one}` of a module of another pipeline stage a value that an earlier"
+                " stage computes, and it could not be told before the step that it is needed. Compute it in the module,"
+                " or in every batch."
+            )
         for name, tensor, version in self._sharing:
             if tensor._version != version:
                 raise PipelineError(
@@ -246,12 +316,12 @@ class Fakes:
     @property
     def shown(self) -> list[Any]:
         """The attributes with tensors that modules show as fakes, of all calls in this run."""
-        values = [space.get(name) for space, name, _ in self._shown]
+        values = [one.current for one in self._shown]
         return [value for value in values if not isinstance(value, (*_NUMBERS, type(None)))]
 
     def showing(self) -> Callable[[], AbstractContextManager[None]]:
         """Return a function that makes a context in which modules show the attributes of now, for a recomputation."""
-        now = [(space, name, space.get(name, _MISSING)) for space, name, _ in self._shown]
+        now = [(one.space, one.name, one.current) for one in self._shown]
 
         @contextmanager
         def shown() -> Iterator[None]:
@@ -352,10 +422,10 @@ class Fakes:
             if (child, kept) in spaces and not self._shared.is_shared(module.get_submodule(child)):
                 self._show(spaces[child, kept], name, value)
 
-    def _show_read(self, module: nn.Module, name: str, number: int) -> None:
+    def _show_read(self, module: nn.Module, name: str, number: int, leaf: int = WHOLE) -> None:
         """Show the numbers in attributes that were read when the step was described, as they were sent."""
         for source in self._run.read:
-            if (source.module, source.call) == (name, number) and source.left is not None:
+            if (source.module, source.call, source.leaf) == (name, number, leaf) and source.left is not None:
                 child, _, key = source.left
                 owner = module.get_submodule(child)
                 value = getattr(owner, key, None)
@@ -363,23 +433,24 @@ class Fakes:
                 if sent is not None:
                     value = decoded(sent, value, source)
                     self._show(vars(owner), key, _MISSING if value is ABSENT else value)
-                    if value is not ABSENT:
-                        self._run.given_numbers.append(value)
+                if value is not ABSENT:
+                    self._run.given_numbers.append(value)
 
     @contextmanager
-    def _showing_read(self, module: nn.Module) -> Iterator[None]:
-        """Show a hook the numbers that its module has kept in this very call, as they were sent."""
+    def _showing_read(self, module: nn.Module, *, is_before: bool) -> Iterator[None]:
+        """Show a hook the numbers that its module has kept in this very call, or before it, as they were sent."""
         name, before = self._names[id(module)], len(self._shown)
-        was_hooked, self._run.hooked = self._run.hooked, name
-        self._show_read(module, name, self._times[name])
+        was_hooked = self._run.hooked, self._run.is_before
+        self._run.hooked, self._run.is_before = name, is_before
+        self._show_read(module, name, self._times[name], BEFORE if is_before else WHOLE)
         shown = self._shown[before:]
         del self._shown[before:]  # the hook may call modules, which show attributes until the run ends
         try:
             yield
         finally:
-            self._run.hooked = was_hooked
+            self._run.hooked, self._run.is_before = was_hooked
             for one in reversed(shown):
-                _assign(*one)
+                one.end()
 
     @property
     def reader(self) -> str:
@@ -390,7 +461,8 @@ class Fakes:
         """Note, in a run on fakes, that other code than its forward reads a number that a module has, after a call."""
         number = self._times[name] - (name != self._run.hooked)
         if self.mode.origins is not None and number >= 0:
-            source = Source(name, number, (child, "", key), WHOLE, is_number=True)
+            is_before = self._run.is_before and name == self._run.hooked
+            source = Source(name, number, (child, "", key), BEFORE if is_before else WHOLE, is_number=True)
             self.mode.origins.need_number(source, NUMBER)
 
     def is_given(self, value: Any) -> bool:
@@ -449,7 +521,7 @@ class Fakes:
         return output
 
     def _show(self, space: dict[str, Any], name: str, value: Any) -> None:
-        self._shown.append((space, name, space.get(name, _MISSING)))
+        self._shown.append(_Shown(space, name, space.get(name, _MISSING), value, _version(value)))
         _assign(space, name, value)
 
     def _fake(self, call: _Call, leaf: int, known: Shape) -> Tensor:
@@ -537,7 +609,7 @@ class Fakes:
 
     def _replay(self, module: nn.Module, recording: Recording, inputs: Sequence[Any], results: deque[Any]) -> None:
         """Run the hooks of a recorded forward, up to one that returns a value; append their results to ``results``."""
-        hooks = [hook for _, hook in hooks_of_users(module)]
+        hooks = list(hooks_of_users(module))
 
         def returned(name: str, is_inner: bool, leaves: Collection[int]) -> dict[int, Tensor]:
             number = self._times[name]
@@ -552,8 +624,9 @@ class Fakes:
 
         def call(number: int, args: Any, kwargs: Any) -> Any:
             self._note_hook(number, (args, kwargs))
-            with self.mode.paused():
-                results.append(hooks[number](*args, **kwargs))
+            (child, is_behind, _), hook = hooks[number]
+            with self.mode.paused(), self._showing_read(module, is_before=child == 0 and not is_behind):
+                results.append(hook(*args, **kwargs))
             return results[-1]
 
         with suppress(*VALUES_NEEDED):  # a forward would be run without hooks then
@@ -643,7 +716,7 @@ class Fakes:
                 if self.mode.escapes is not None:
                     self.mode.escapes.end(self.mode.own_references(), tree_leaves(output))
         except Exception as error:
-            if not self.mode.has_guessed and _is_raised_by_program(error):
+            if not self.mode.has_guessed and is_raised_by_program(error):
                 raise  # as where the module computes
             raise PipelineError(
                 f"`{self._names[id(module)]}` lies on another pipeline stage, and its output could not be told"
@@ -740,15 +813,16 @@ class Fakes:
         """
         numbers = itertools.count()
 
-        def outside(hook: Any) -> Any:
+        def outside(hook: Any, *, is_before: bool) -> Any:
             number = next(numbers)
+            showing = partial(self._showing_read, module, is_before=is_before)
 
             def call(*args: Any, **kwargs: Any) -> Any:
                 self._note_hook(number, (args, kwargs))
                 if self.mode.escapes is not None:
                     self.mode.escapes.ignore((args, kwargs))
                 before = self._run.num_logged()
-                with recording.hook(number, (args, kwargs)) as found, self.mode.paused(), self._showing_read(module):
+                with recording.hook(number, (args, kwargs)) as found, self.mode.paused(), showing():
                     found.append(results.popleft() if results else hook(*args, **kwargs))
                 self._run.num_by_hooks += self._run.num_logged() - before
                 return found[0]
@@ -759,7 +833,8 @@ class Fakes:
         hooks = [one for child in module.modules() for one in (child._forward_pre_hooks, child._forward_hooks)]
         before = [dict(one) for one in hooks]
         for one in hooks:
-            one.update({key: outside(hook) for key, hook in one.items() if not is_own(hook)})
+            is_before = one is module._forward_pre_hooks
+            one.update({key: outside(hook, is_before=is_before) for key, hook in one.items() if not is_own(hook)})
         try:
             yield
         finally:
@@ -833,7 +908,7 @@ class Fakes:
         return fakes
 
 
-def _is_raised_by_program(error: BaseException) -> bool:
+def is_raised_by_program(error: BaseException) -> bool:
     """Say whether a ``raise`` in code of the program, which has read no value, has made an error."""
     trace = error.__traceback__
     if isinstance(error, (PipelineError, *VALUES_NEEDED)) or "FakeTensor(" in str(error) or trace is None:
@@ -844,7 +919,7 @@ def _is_raised_by_program(error: BaseException) -> bool:
         return False
     raised = [one for one in dis.get_instructions(trace.tb_frame.f_code) if one.offset == trace.tb_lasti]
     is_raise = bool(raised) and raised[0].opname == "RAISE_VARARGS"
-    return is_raise and (error.__context__ is None or _is_raised_by_program(error.__context__))
+    return is_raise and (error.__context__ is None or is_raised_by_program(error.__context__))
 
 
 def _cause(error: Exception) -> str:

@@ -39,21 +39,21 @@ from lightning_zero.errors import PipelineError, noting_pipeline_errors
 from lightning_zero.parallel.module_state import put_back, version_of, without_caches
 from lightning_zero.parallel.pipeline.schedule.streams import RandomState
 from lightning_zero.parallel.pipeline.stages.attributes import attribute_spaces
-from lightning_zero.parallel.pipeline.stages.sources import FOR_HOOKS, WHOLE, Origins, Shape, Source, is_fake
+from lightning_zero.parallel.pipeline.stages.sources import BEFORE, FOR_HOOKS, WHOLE, Origins, Shape, Source, is_fake
 from lightning_zero.parallel.pipeline.stages.split import PlacedModule, Split, modules_around
 from lightning_zero.parallel.pipeline.stages.subclasses import subclass_of
 from lightning_zero.parallel.pipeline.tracing.containers import Contents
 from lightning_zero.parallel.pipeline.tracing.conversions import conversions_watched
 from lightning_zero.parallel.pipeline.tracing.fake_mode import VALUES_NEEDED
 from lightning_zero.parallel.pipeline.tracing.fake_state import fake_state
-from lightning_zero.parallel.pipeline.tracing.fakes import Fakes
+from lightning_zero.parallel.pipeline.tracing.fakes import Fakes, is_raised_by_program
 from lightning_zero.parallel.pipeline.tracing.gradient_hooks import GradientHooks
 from lightning_zero.parallel.pipeline.tracing.loss_normalization import uncounting, unwatched
 from lightning_zero.parallel.pipeline.tracing.operations import Operation, Operations
 from lightning_zero.parallel.pipeline.tracing.outcomes import Attributes, Outcome
 from lightning_zero.parallel.pipeline.tracing.own_gradients import OwnGradients, enclosing_function, users_of_parameters
 from lightning_zero.parallel.pipeline.tracing.recomputation import Again, Checkpoints, NotedCall, NotedOutput, uncounted
-from lightning_zero.parallel.pipeline.tracing.sent_numbers import ABSENT, NumberReads, encoded, is_number, is_sent
+from lightning_zero.parallel.pipeline.tracing.sent_numbers import ABSENT, NumberReads, encoded, is_sent
 from lightning_zero.parallel.pipeline.tracing.value_reads import value_reads_refused
 from lightning_zero.parallel.writable import writable
 from lightning_zero.trees import tree_flatten, tree_leaves, tree_unflatten
@@ -94,6 +94,7 @@ class _Trace:
     send: Callable[[Mapping[int | Source, Any]], None] | None = None
     wanted: Collection[Source] = ()  # of this chunk, by later ones
     origins: Origins | None = None  # of a run on fakes
+    available: Sequence[Source] = ()  # of a run on fakes that finds arguments, sources that the chunk has
     on_start: Callable[[], None] = lambda: None  # called at the chunk's first block
     received: dict[int | Source, Tensor] | None = None
     copies: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of sources, and these, by id of the copy
@@ -278,7 +279,7 @@ class ModuleInterception:
         trace = _Trace(chunk, bounds[chunk], bounds[chunk + 1], origins=Origins(), on_start=on_start)
         assert trace.origins is not None
         # A guess may lead to errors; the step shows the program's.
-        with suppress(Exception), self._fakes.mode.guessing(guess), self._number_reads(trace):
+        with _ends_suppressed(), self._fakes.mode.guessing(guess), self._number_reads(trace):
             finished, result = self._run(step, trace)
             if finished:
                 trace.origins.need(result)
@@ -298,12 +299,10 @@ class ModuleInterception:
             if self._fakes.mode.is_dispatching or id(module) not in owners:
                 return
             place, child = owners[id(module)]
-            reader = self._fakes.reader
-            if not trace.is_inside:
-                is_noted = value is None or value is ABSENT or is_sent(value) or _is_empty(value)
-            else:  # a hook of the program, or a module of this chunk
-                is_noted = is_number(value) and (not reader or self._split.chunk_of(reader) == trace.chunk)
-            if is_noted:
+            # Inside of modules, a hook of the program or a module of this chunk reads it.
+            reader = self._fakes.reader if trace.is_inside else ""
+            is_here = not reader or self._split.chunk_of(reader) == trace.chunk
+            if is_here and (value is None or value is ABSENT or is_sent(value) or _is_empty(value)):
                 self._fakes.note_read(place, child, name)
 
         return NumberReads(note).watched(list({id(one): one for one in watched}.values()))
@@ -320,8 +319,9 @@ class ModuleInterception:
             The leaves, and which sources that the chunk does not have they are computed from.
         """
         start = self._split.bounds[chunk]
-        origins = Origins(available)
-        finished, leaves = self._run(step, _Trace(chunk, start, start, origins=origins))
+        sources = tuple(available)
+        origins = Origins(sources)
+        finished, leaves = self._run(step, _Trace(chunk, start, start, origins=origins, available=sources))
         if finished:
             raise PipelineError(
                 f"The step did not call `{self._block_name(start)}`, the first block of pipeline chunk {chunk}."
@@ -349,7 +349,7 @@ class ModuleInterception:
         placed = zip(self._modules, self._split.places, strict=True)
         modules = [module for module, place in placed if place.chunk in chunks]
         trace = _Trace(chunks[0], bounds[chunks[0]], bounds[chunk + 1], origins=Origins())
-        with suppress(Exception), put_back(self._root.modules()), fake_state(modules, self._fakes.mode):
+        with _ends_suppressed(), put_back(self._root.modules()), fake_state(modules, self._fakes.mode):
             trace.operations = operations = Operations(self._root, chunk)
 
             def run() -> Any:
@@ -371,6 +371,15 @@ class ModuleInterception:
                 operations.end()
         return None
 
+    def take_written(self) -> set[tuple[int, str]]:
+        """Return the attributes of modules of other chunks that the program has assigned since the last call.
+
+        Returns:
+            The ``id`` of the dictionary that has it, and the key.
+        """
+        written, self._fakes.written = self._fakes.written, set()
+        return written
+
     def survey(self, step: Callable[[], Any]) -> Any:
         """Run a step in which no module of the split computes: they return zeros without memory."""
         return self._run(step, _Trace(-1, 0, 0, computes=False))
@@ -382,7 +391,8 @@ class ModuleInterception:
         stand_in = None if trace.computes and trace.origins is None else self._fakes.gradients
         mode = self._fakes.mode
         try:
-            read = [one.leaf for one in trace.expected if isinstance(one.leaf, Source) and one.leaf.leaf == WHOLE]
+            sources = [*trace.available, *(one.leaf for one in trace.expected if isinstance(one.leaf, Source))]
+            read = [source for source in sources if source.leaf in (WHOLE, BEFORE)]
             self._fakes.begin(origins=trace.origins, fetch=partial(self._fetched, trace), read=read)
             with (
                 noting_pipeline_errors(partial(self._note_refusal, trace)),
@@ -430,6 +440,8 @@ class ModuleInterception:
                 " BaseException:`). A pipeline stage ends its run of the step by an exception at the first block of the"
                 " next stage. Catch `Exception`, or limit the number of tries."
             )
+        if trace.origins is not None:
+            trace.origins.need(self._fakes.assigned)
         if trace.end is not None:
             return False, trace.end.leaves
         self._require_unrefused(trace)
@@ -632,14 +644,17 @@ class ModuleInterception:
         if not mine:
             return cls.__call__(module, *args, **kwargs)
         seen = [one for one in mine if one.module != name or one.left == FOR_HOOKS]
+        for source in mine:
+            if source.leaf == BEFORE and source.call == trace.times[name]:
+                trace.computed[source] = self._encoded_attribute(module, source)
         with self._watching(trace, seen, name):
             output = cls.__call__(module, *args, **kwargs)
         for source in mine:
             if source not in seen and source.call == trace.times[name]:
                 left = source.left
-                if source.leaf == WHOLE and left is not None:
-                    owner = module.get_submodule(left[0])
-                    trace.computed[source] = encoded(getattr(owner, left[2], ABSENT), self._device)
+                if source.leaf < 0:
+                    if source.leaf == WHOLE:
+                        trace.computed[source] = self._encoded_attribute(module, source)
                     continue
                 space = output if left is None else attribute_spaces(module).get(left[:2], {}).get(left[2])
                 leaves = tree_leaves(space)
@@ -649,6 +664,11 @@ class ModuleInterception:
                     trace.computed[source] = encoded(leaves[source.leaf], self._device)
         trace.times[name] += 1
         return output
+
+    def _encoded_attribute(self, module: nn.Module, source: Source) -> Tensor:
+        assert source.left is not None
+        child, _, name = source.left
+        return encoded(getattr(module.get_submodule(child), name, ABSENT), self._device)
 
     @contextmanager
     def _watching(self, trace: _Trace, sources: Sequence[Source], outermost: str) -> Iterator[None]:
@@ -898,6 +918,21 @@ class ModuleInterception:
 
     def _block_name(self, block: int) -> str:
         return next((place.name for place in self._split.places if place.block == block), f"block {block}")
+
+
+@contextmanager
+def _ends_suppressed() -> Iterator[None]:
+    """Suppress errors of a run that computes nothing, and the end of the process where the program itself asks for it.
+
+    A flag that is guessed may lead to ``sys.exit``. A signal of the user ends the process as ever.
+    """
+    try:
+        yield
+    except Exception:
+        pass
+    except (SystemExit, KeyboardInterrupt) as error:
+        if isinstance(error, KeyboardInterrupt) and not is_raised_by_program(error):
+            raise
 
 
 def _is_empty(value: Any) -> bool:

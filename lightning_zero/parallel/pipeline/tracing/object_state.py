@@ -40,13 +40,14 @@ class ObjectState:
         self._fields: list[tuple[Any, dict[str, Any]]] = []
         self._lists: list[tuple[Any, list[Any]]] = []
         self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self._sets: list[tuple[set[Any], set[Any]]] = []
         for child in module.modules():
             for name, value in [*vars(child).items()]:
                 if name not in _OF_MODULES:
-                    self._add(value, _DEPTH, is_inside=False)
+                    self._add(value, _DEPTH, is_inside=type(value) not in (list, dict))  # these are kept by others
 
-    def _add(self, value: Any, depth: int, *, is_inside: bool) -> None:
-        """Keep a value, and values that it holds. A module's own containers are kept by others."""
+    def _add(self, value: Any, depth: int, *, is_inside: bool = True) -> None:
+        """Keep a value, and values that it holds."""
         if isinstance(value, (Tensor, nn.Module, *_NUMBERS, type(None))) or not depth or id(value) in self._seen:
             return
         self._seen[id(value)] = value
@@ -59,13 +60,15 @@ class ObjectState:
             held = list(value)
             if is_inside:
                 self._lists.append((value, list(value)))
+        elif isinstance(value, set):
+            self._sets.append((value, set(value)))
         elif isinstance(value, tuple):
             held = value
         elif (fields := fields_of(value)) is not None:
-            held, is_inside = fields.values(), True
+            held = fields.values()
             self._fields.append((value, fields))
         for one in held:
-            self._add(one, depth - 1, is_inside=is_inside)
+            self._add(one, depth - 1)
 
     def put_back(self) -> list[tuple[Any, str, Any]]:
         """Put back all but fakes; return objects, names and numbers that had changed."""
@@ -85,8 +88,12 @@ class ObjectState:
                 content.extend(items)
         for space, entries in self._dicts:
             if not _has_fake(dict(space)) and not _are_same([*space, *space.values()], [*entries, *entries.values()]):
-                space.clear()
-                space.update(entries)
+                dict.clear(space)
+                dict.update(space, entries)
+        for found, items in self._sets:
+            if found != items:
+                found.clear()
+                found.update(items)
         return changed
 
 
@@ -135,7 +142,7 @@ def held_leaves(value: Any, depth: int = _DEPTH) -> Iterator[Any]:
     """Yield the leaves of a value, and those in sets and objects of the program."""
     for leaf in tree_leaves(value):
         yield leaf
-        held = list(leaf) if isinstance(leaf, (set, frozenset)) else list((fields_of(leaf) or {}).values())
+        held = sorted(leaf, key=repr) if isinstance(leaf, (set, frozenset)) else list((fields_of(leaf) or {}).values())
         if held and depth:
             yield from held_leaves(held, depth - 1)
 

@@ -16,8 +16,8 @@ from lightning_zero.errors import PipelineError
 
 __all__ = ["value_reads_refused"]
 
-_GUESSED = ("numpy", "__array__", "__format__")
-_READS = ("numpy", "__array__", "__dlpack__", "__reduce_ex__", "__format__", "data_ptr")
+_GUESSED = ("numpy", "__array__", "__format__", "tolist")
+_READS = ("numpy", "__array__", "tolist", "__dlpack__", "__reduce_ex__", "__format__", "data_ptr")
 
 
 @contextmanager

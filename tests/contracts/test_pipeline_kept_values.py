@@ -1,0 +1,353 @@
+"""What steps assign to blocks, and read of them in unusual ways, in stages as on one rank."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_zero import PipelineError
+from lightning_zero.config import Pipeline
+from lightning_zero.lightning.strategy import ZeroStrategy
+from tests.contracts.test_pipeline_kept_numbers import (
+    EPOCH,
+    CountedInContainers,
+    Counting,
+    LoggedInSomeBatches,
+    ReadByAHook,
+)
+from tests.contracts.test_pipeline_kept_numbers import _fit as fit
+from tests.contracts.test_pipeline_late_values import WIDTH, Block, Program, batches
+from tests.lightning_programs import seeded, trainer
+from tests.sampling import sample
+from tests.worlds import run
+
+
+class Tempered(Block):
+    temperature = 1.0
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x * self.temperature)
+
+
+class Anneals(Program):
+    block = Tempered
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for block in self.blocks:
+            block.temperature = max(0.5, 0.8 * block.temperature)
+        return loss
+
+
+class CountsOwn(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        return super().forward(x / self.calls)
+
+
+class Resets(Program):
+    block = CountsOwn
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for block in self.blocks:
+            block.calls = 0
+        return loss
+
+
+class Routed(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("load", "bias"):
+            self.register_buffer(name, torch.zeros(WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Any:
+        x = super().forward(x + self.bias)
+        self.load = self.load + x.detach().abs().mean((0, 1))
+        return x
+
+
+class Balances(Program):
+    block = Routed
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for block in self.blocks:
+            block.bias = block.bias + 0.1 * (block.load.mean() - block.load)
+            block.load = torch.zeros_like(block.load)
+        return loss
+
+
+class RoutedInPlace(Routed):
+    def forward(self, x: Tensor) -> Any:
+        x = Block.forward(self, x + self.bias)
+        self.load += x.detach().abs().mean((0, 1))
+        return x
+
+
+class BalancesInPlace(Program):
+    block = RoutedInPlace
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for block in self.blocks:
+            block.bias += 0.1 * (block.load.mean() - block.load)
+            block.load.zero_()
+        return loss
+
+
+class ExitsOnNan(Program):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if not torch.isfinite(loss):
+            sys.exit(1)
+        return loss
+
+
+class ReadsManyValues(Program):
+    block = Counting
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        hidden = self.body(self.embedding(batch))
+        predicted = self.head(hidden).repeat(1, 1, 20).flatten().tolist()
+        assert len(predicted) > 1000
+        return self.loss(hidden, batch) * self.blocks[0].temperature
+
+
+class ReadsLateInside(Counting):
+    before: tuple[Any, ...] = ()
+
+    def forward(self, x: Tensor) -> Any:
+        x = super().forward(x)
+        if self.calls > 2:
+            self.late = 0.5
+        return x * getattr(self.before[0], "late", 1.0) if self.before else x
+
+
+class LateReadByABlock(Program):
+    block = ReadsLateInside
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].before = (self.blocks[0],)
+
+
+class StatsInside(Block):
+    before: tuple[Any, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stats = {"calls": 0}
+
+    def forward(self, x: Tensor) -> Any:
+        self.stats["calls"] += 1
+        return super().forward(x) / (self.before[0].stats["calls"] if self.before else 1)
+
+
+class DictReadByABlock(Program):
+    block = StatsInside
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].before = (self.blocks[0],)
+
+
+class Warming(Block):
+    owner: Any = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_warm = True
+
+    def forward(self, x: Tensor) -> Any:
+        self.is_warm = self.owner[0].global_step < 4
+        return super().forward(x)
+
+
+class HookOfAFlag(Program):
+    block, scale = Warming, 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.owner = (self,)
+        self.blocks[0].register_forward_hook(self.note)
+
+    def note(self, module: Any, args: Any, output: Any) -> None:
+        self.scale = 0.1 if module.is_warm else 1.0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * self.scale
+
+
+class ReadByAPreHook(ReadByAHook):
+    def __init__(self) -> None:
+        Program.__init__(self)
+        self.blocks[0].register_forward_pre_hook(self.before)
+
+    def before(self, module: Any, args: Any) -> None:
+        self.scale = module.temperature
+
+
+class Seen(Block):
+    seen: tuple[int, ...] = ()
+
+    def forward(self, x: Tensor) -> Any:
+        return x + super().forward(x) / (1 + len(self.seen))
+
+
+class RebindsATuple(Program):
+    block = Seen
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            block.seen = (*block.seen, 1)
+        return super().training_step(batch, batch_idx)
+
+
+class EveryThird(Block):
+    owner: Any = ()
+    calls = 0
+
+    def forward(self, x: Tensor) -> Any:
+        x = super().forward(x)
+        if self.calls % 3 == 0:
+            self.owner[0].log("norm", x.detach().norm(), **EPOCH)
+        self.calls += 1
+        return x
+
+
+class LogsByItsOwnCount(LoggedInSomeBatches):
+    block = EveryThird
+
+
+class Scaled(Counting):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Any:
+        return super().forward(x) * scale
+
+
+class PassesAnAttribute(Program):
+    block, lengths = Scaled, (5, 5, 5, 7)
+
+    def body(self, hidden: Tensor) -> Tensor:
+        scale = 1.0
+        for block in self.blocks:
+            hidden = block(hidden, scale)
+            scale = block.temperature
+        return hidden
+
+
+class CountedInPieces(CountedInContainers):
+    """The blocks count in containers, in every micro-batch once."""
+
+
+class HookedInPieces(CountedInContainers):
+    """So they do if hooks are run where other stages pass over them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shape: tuple[int, ...] = ()
+        for block in self.blocks:
+            block.register_forward_hook(self.note)
+
+    def note(self, module: Any, args: Any, output: Any) -> None:
+        self.shape = tuple(output.shape)
+
+
+class WeighsByItsGradient(Program):
+    norm = 1.0
+
+    def note(self, grad: Tensor) -> None:
+        self.norm = grad.norm().item()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        logits = self.head(self.body(self.embedding(batch)))
+        logits.register_hook(self.note)
+        return F.cross_entropy(logits.flatten(0, 1), batch.flatten()) / (1.0 + self.norm)
+
+
+class PrintsOnTheLastRank(Program):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if torch.distributed.get_rank() == 3:
+            print(f"{loss.item():.3f}")
+        return loss
+
+
+PROGRAMS = {
+    cls.__name__: cls
+    for cls in (
+        Anneals,
+        Resets,
+        Balances,
+        BalancesInPlace,
+        ExitsOnNan,
+        ReadsManyValues,
+        LateReadByABlock,
+        HookOfAFlag,
+        ReadByAPreHook,
+        RebindsATuple,
+        LogsByItsOwnCount,
+        PassesAnAttribute,
+    )
+}
+
+
+@pytest.mark.parametrize("name", sample([*PROGRAMS], "Anneals", "ReadsManyValues", "HookOfAFlag"))
+def test_stages_train_and_log_as_one_rank(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    logged, weights = run(fit, 1, PROGRAMS[name])[0]
+    for found_logged, found in run(fit, 2, PROGRAMS[name]):
+        assert found_logged == pytest.approx(logged, abs=1e-6)
+        for key, value in weights.items():
+            torch.testing.assert_close(found[key], value, rtol=0.0, atol=1e-9)
+
+
+def test_numbers_in_a_container_of_a_block_that_a_later_block_reads_are_refused() -> None:
+    with pytest.raises(PipelineError, match="`blocks.0` lies on an earlier pipeline stage, and keeps in its attribute"):
+        run(fit, 2, DictReadByABlock)
+
+
+def _fit_in_pieces(rank: int, world: int, program: type[Program], schedule: str) -> dict[str, Tensor]:
+    pipeline = None
+    if world > 1:
+        pipeline = Pipeline(stages=2, partition="uniform", microbatches=2, schedule=schedule)  # type: ignore[arg-type]
+    data = batches() if world > 1 else [half for one in batches() for half in one.split(2)]
+    strategy = ZeroStrategy(stage=1, pipeline=pipeline)
+    fitted = trainer(rank, world, strategy, precision="64-true", accumulate_grad_batches=1 if world > 1 else 2)
+    module = seeded(program)
+    fitted.fit(module, DataLoader(data, batch_size=None))  # type: ignore[arg-type]
+    return {name: strategy.full_param(param).clone() for name, param in module.named_parameters()}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("name", ["CountedInPieces", "HookedInPieces"])
+def test_micro_batches_train_as_one_rank_that_accumulates(name: str, schedule: str) -> None:
+    program = {one.__name__: one for one in (CountedInPieces, HookedInPieces)}[name]
+    weights = run(_fit_in_pieces, 1, program, schedule)[0]
+    for found in run(_fit_in_pieces, 2, program, schedule):
+        for key, value in weights.items():
+            torch.testing.assert_close(found[key], value, rtol=0.0, atol=1e-9)
+
+
+def _fit_of_copies(rank: int, world: int) -> float:
+    pipeline = Pipeline(stages=2, partition="uniform", microbatches=2)
+    strategy = ZeroStrategy(stage=3, pipeline=pipeline, timeout=30)
+    fitted = trainer(rank, world, strategy, max_epochs=1)
+    module = seeded(PrintsOnTheLastRank)
+    fitted.fit(module, DataLoader(batches(), batch_size=None))  # type: ignore[arg-type]
+    return float(sum(strategy.full_param(param).double().sum() for param in module.parameters()))
+
+
+def test_a_copy_that_reads_a_value_alone_describes_as_the_others() -> None:
+    assert len(set(run(_fit_of_copies, 4))) == 1
