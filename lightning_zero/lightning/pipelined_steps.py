@@ -16,7 +16,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.step_control import StepControl
 from lightning_zero.errors import PipelineError
 from lightning_zero.lightning.pipeline_logging import LoggedValue, Logs, MetricStates, in_order
+from lightning_zero.lightning.rank_zero_calls import replaced
 from lightning_zero.lightning.step_outputs import joined_outputs, nbytes_of
 from lightning_zero.lightning.trainer_state import TrainerState
 from lightning_zero.parallel.module_state import set_buffer, unregistered_modules
@@ -229,20 +230,29 @@ class PipelinedSteps:
             number: Micro-batches of a step, the same on all ranks.
         """
         pieces = self._pieces(batch, number)
-        num_new, num_lacking, is_uneven = self._agree(name, batch, pieces, number)
+        others = tuple(one for one in rest[1:] if isinstance(one, int))  # `dataloader_idx`
+        num_new, num_lacking, is_uneven = self._agree(name, batch, pieces, number=number, others=others)
         if num_lacking:
-            pieces = self._pieces(batch, number - num_lacking)
-            num_new, _, _ = self._agree(name, batch, pieces, number - num_lacking)
+            fewer = number - num_lacking
+            pieces = self._pieces(batch, fewer)
+            num_new, _, _ = self._agree(name, batch, pieces, number=fewer, others=others)
         self._sizes = _sizes_of(pieces)
         if num_lacking or is_uneven:
             self._warn_of_sizes(number)
         step = self._step(name, pieces, rest, context)
-        kinds = [shapes_of(piece) for piece in pieces]
         if num_new:
-            self._warnings.note_new(kinds[0])
-        with self._logs.describing(), self._metrics.muted():
+            self._warnings.note_new(shapes_of(pieces[0]))
+        with self._logs.describing(), self._metrics.muted(), self._saves_refused():
+            kinds = [(shapes_of(piece), others) for piece in pieces]
             self.runner.prepare(step, name, kinds, num_described=num_new)
         return step
+
+    @contextmanager
+    def _saves_refused(self) -> Iterator[None]:
+        """Refuse to write a checkpoint in a run that only describes a step, as one in which a flag is guessed."""
+        trainer = getattr(self._module, "_trainer", None)
+        with nullcontext() if trainer is None else replaced(trainer, "save_checkpoint", _refuse_save):
+            yield
 
     def _pieces(self, batch: Any, number: int) -> list[Any]:
         pieces = split_batch(batch, number)
@@ -272,16 +282,25 @@ class PipelinedSteps:
             raise ValueError(f"{message} The DataLoader has `batch_size={size}`.")
         self._warnings.once("a tensor for each sample", message)
 
-    def _agree(self, name: str, batch: Any, pieces: list[Any], number: int) -> tuple[int, int, bool]:
+    def _agree(
+        self, name: str, batch: Any, pieces: list[Any], *, number: int, others: tuple[int, ...]
+    ) -> tuple[int, int, bool]:
         """Compare batches and numbers of micro-batches.
 
         Collective: all ranks.
+
+        Args:
+            name: Of the method.
+            batch: The whole batch.
+            pieces: The micro-batches.
+            number: Micro-batches of a step, the same on all ranks.
+            others: Arguments of the method that may decide what it does.
 
         Returns:
             How many kinds of micro-batches are to be described, how many micro-batches a copy lacks, and, where none
             does, whether those of a copy differ in size.
         """
-        num_new = self._require_same(batch, self.runner.num_new(name, [shapes_of(piece) for piece in pieces]))
+        num_new = self._require_same(batch, self.runner.num_new(name, [(shapes_of(piece), others) for piece in pieces]))
         is_uneven = len(set(_sizes_of(pieces))) > 1
         numbers = [num_new, 2 * (number - len(pieces)) + is_uneven]  # two travel in one message
         num_new, both = self._steps.communicator.agree_on(numbers, "agreement on a new kind of step")
@@ -624,6 +643,13 @@ def _refuse_metrics_in_blocks(module: nn.Module, split: Split) -> None:
                     " the metric an attribute of the LightningModule, let the block return the value or keep it in an"
                     " attribute, and update the metric with it behind the blocks."
                 )
+
+
+def _refuse_save(*args: Any, **kwargs: Any) -> NoReturn:
+    raise PipelineError(
+        "The step saves a checkpoint, which all ranks write together, and a pipeline stage runs only a part of the"
+        " step. Save in `on_train_batch_end`, which runs on all of them."
+    )
 
 
 def _sizes_of(pieces: list[Any]) -> list[int]:

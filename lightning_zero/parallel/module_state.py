@@ -253,7 +253,7 @@ def set_buffer(module: nn.Module, name: str, value: Tensor | None, device: torch
         device: Of a buffer that there is not yet.
     """
     old = module._buffers.get(name)
-    if value is None or old is None or old.shape != value.shape:
+    if value is None or old is None or (old.shape, old.dtype) != (value.shape, value.dtype):
         module._buffers[name] = None if value is None else value.to(device if old is None else old.device)
         return
     with torch.inference_mode(old.is_inference()), torch.no_grad():

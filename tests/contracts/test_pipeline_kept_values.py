@@ -114,6 +114,14 @@ class ExitsOnNan(Program):
         return loss
 
 
+class SavesOnNan(Program):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if not torch.isfinite(loss):
+            self.trainer.save_checkpoint("broken.ckpt")
+        return loss
+
+
 class ReadsManyValues(Program):
     block = Counting
 
@@ -292,6 +300,7 @@ PROGRAMS = {
         Balances,
         BalancesInPlace,
         ExitsOnNan,
+        SavesOnNan,
         ReadsManyValues,
         LateReadByABlock,
         HookOfAFlag,
@@ -338,6 +347,17 @@ def test_micro_batches_train_as_one_rank_that_accumulates(name: str, schedule: s
     for found in run(_fit_in_pieces, 2, program, schedule):
         for key, value in weights.items():
             torch.testing.assert_close(found[key], value, rtol=0.0, atol=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_step_that_reads_what_its_own_backward_collects_is_right_or_refused(schedule: str) -> None:
+    weights = run(_fit_in_pieces, 1, WeighsByItsGradient, schedule)[0]
+    if schedule == "gpipe":
+        with pytest.raises(PipelineError, match="in this schedule the forwards of later micro-batches run before"):
+            run(_fit_in_pieces, 2, WeighsByItsGradient, schedule)
+        return
+    for key, value in run(_fit_in_pieces, 2, WeighsByItsGradient, schedule)[1].items():
+        torch.testing.assert_close(value, weights[key], rtol=0.0, atol=1e-9)
 
 
 def _fit_of_copies(rank: int, world: int) -> float:

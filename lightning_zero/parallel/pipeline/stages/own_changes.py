@@ -56,12 +56,14 @@ class OwnChanges:
         items: Yields keys and values of modules.
         elsewhere: Keys of values in modules that another stage changes, in any method.
         in_backward: Keys of state around the blocks that several stages change in their backwards.
+        late: Likewise, that the last stage changes, whose forwards of later micro-batches run before.
     """
 
     modules: Mapping[str, nn.Module]
     items: Items
     elsewhere: set[Key] = field(default_factory=set)
     in_backward: set[Key] = field(default_factory=set)
+    late: set[Key] = field(default_factory=set)
     _before: dict[Key, tuple[Any, Any]] = field(default_factory=dict)
 
     def begin(self, *, is_new: bool) -> None:
@@ -79,14 +81,19 @@ class OwnChanges:
         self._before.clear()
         return found
 
-    def compare(self, everyone: Sequence[StageChanges], stage: int, value_of: Callable[[Key], Any]) -> None:
+    def compare(
+        self, everyone: Sequence[StageChanges], stage: int, value_of: Callable[[Key], Any], *, is_in_order: bool
+    ) -> None:
         """Note the state that this stage has otherwise than another one which has changed it.
 
         Args:
             everyone: The changes of all stages.
             stage: Of this rank.
             value_of: Returns the value that this stage has.
+            is_in_order: On the last stage every backward runs before the next forward.
         """
+        if not is_in_order:
+            self.late |= everyone[-1].backward.keys()
         for number, changes in enumerate(everyone):
             if number != stage:
                 self.elsewhere |= {

@@ -273,16 +273,21 @@ class StateAround:
         refused = set(self._own.in_backward)
         if not is_last:
             refused |= self._stale
+        if index > 0 and not self._is_noting:
+            refused |= self._own.late
         if index > 0 and not self._is_noting and not is_last:
             refused |= self._behind.get(self._name, {}).get(chunk, set())
         return Watch(refused, is_noting) if refused or is_noting else None
 
-    def compare(self, exchange: Exchange, written: Collection[tuple[int, str]] = ()) -> None:
+    def compare(
+        self, exchange: Exchange, written: Collection[tuple[int, str]] = (), *, is_in_order: bool = True
+    ) -> None:
         """Find the state that is changed behind each chunk. Collective: all ranks of a copy.
 
         Args:
             exchange: Returns the values of all stages.
             written: Attributes of other stages' modules that the step has assigned: ``id`` of the dictionary, and key.
+            is_in_order: On the last stage every backward runs before the next forward.
 
         Raises:
             PipelineError: On all of them, where a chunk has read such a value.
@@ -292,7 +297,10 @@ class StateAround:
         last = everyone.pop(self._split.num_chunks - 1)
         self._compare_places([changed for _, changed, _ in given])
         if self._is_repeated:
-            self._own.compare([alone for _, _, alone in given], self._stage, self._kept.value_of)
+            alone = [changes for _, _, changes in given]
+            self._own.compare(alone, self._stage, self._kept.value_of, is_in_order=is_in_order)
+        for key in sorted(key for key, index in last.read.items() if index > 0 and key in self._own.late):
+            raise self._error(key, None)
         if not self._is_repeated:
             self._require_apart(everyone[0], last)
         behind = self._behind.setdefault(self._name, {})
@@ -493,6 +501,12 @@ class StateAround:
                 f"`{name}` of `{self._root}` is read in a step, and changed in the backward (by hooks on gradients or"
                 " `register_full_backward_hook`) on some pipeline stages: the others have an old value, or a part of"
                 " it. Compute it from values of the forward, or train without `pipeline`."
+            )
+        if key in self._own.late and key not in self._stale:
+            return PipelineError(
+                f"`{name}` of `{self._root}` is read in a step, and changed in the backward (by hooks on gradients or"
+                " `register_full_backward_hook`), and in this schedule the forwards of later micro-batches run before"
+                " it. Use `Pipeline(schedule='1f1b')` with one chunk per stage, or `microbatches=1`."
             )
         if key in self._stale:
             return PipelineError(

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from lightning_zero.errors import PipelineError, noting_pipeline_errors
-from lightning_zero.parallel.module_state import put_back, version_of, without_caches
+from lightning_zero.parallel.module_state import fields_of, put_back, version_of, without_caches
 from lightning_zero.parallel.pipeline.schedule.streams import RandomState
 from lightning_zero.parallel.pipeline.stages.attributes import attribute_spaces
 from lightning_zero.parallel.pipeline.stages.sources import BEFORE, FOR_HOOKS, WHOLE, Origins, Shape, Source, is_fake
@@ -302,7 +302,8 @@ class ModuleInterception:
             # Inside of modules, a hook of the program or a module of this chunk reads it.
             reader = self._fakes.reader if trace.is_inside else ""
             is_here = not reader or self._split.chunk_of(reader) == trace.chunk
-            if is_here and (value is None or value is ABSENT or is_sent(value) or _is_empty(value)):
+            is_object = trace.is_inside and fields_of(value) is not None  # its changes behind the blocks are told
+            if is_here and not is_object and (value is None or value is ABSENT or is_sent(value) or _is_empty(value)):
                 self._fakes.note_read(place, child, name)
 
         return NumberReads(note).watched(list({id(one): one for one in watched}.values()))
@@ -349,8 +350,9 @@ class ModuleInterception:
         placed = zip(self._modules, self._split.places, strict=True)
         modules = [module for module, place in placed if place.chunk in chunks]
         trace = _Trace(chunks[0], bounds[chunks[0]], bounds[chunk + 1], origins=Origins())
+        named = list(self._root.named_parameters(remove_duplicate=False))  # which objects of the program may hold
         with _ends_suppressed(), put_back(self._root.modules()), fake_state(modules, self._fakes.mode):
-            trace.operations = operations = Operations(self._root, chunk)
+            trace.operations = operations = Operations(self._root, chunk, named)
 
             def run() -> Any:
                 self._fakes.mode.note_hook = operations.note_hook

@@ -90,10 +90,10 @@ class ObjectState:
             if not _has_fake(dict(space)) and not _are_same([*space, *space.values()], [*entries, *entries.values()]):
                 dict.clear(space)
                 dict.update(space, entries)
-        for found, items in self._sets:
-            if found != items:
+        for found, members in self._sets:
+            if found != members:
                 found.clear()
-                found.update(items)
+                found.update(members)
         return changed
 
 

@@ -101,13 +101,14 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         module: The root, whose tensors have names.
         chunk: The chunk of the modules whose operations are recorded.
+        parameters: Those that fakes replace now, with their names: objects of the program may hold them.
 
     Attributes:
         chunk: As given.
         found: The operations.
     """
 
-    def __init__(self, module: nn.Module, chunk: int) -> None:
+    def __init__(self, module: nn.Module, chunk: int, parameters: Iterable[tuple[str, nn.Parameter]] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.chunk = chunk
         self.found: list[Operation] = []
@@ -120,7 +121,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept: list[Tensor] = []  # that have labels
         self._own: set[int] = set()  # tensors of the module, by `id`
         self._written: set[int] = set()  # of these, by the module that is running
-        for name, tensor in _tensors_of(module):
+        for name, tensor in [*((f"the parameter `{name}`", param) for name, param in parameters), *_tensors_of(module)]:
             self._add(tensor, name)
             self._own.add(id(tensor))
 

@@ -87,7 +87,7 @@ def decoded(message: Tensor, value: Any, source: Source) -> Any:
         PipelineError: Numbers in an object differ, which is not sent.
     """
     kind, bits = message.tolist()
-    like: Callable[[Any], Any] = type(value) if _is_of_numpy(value) else _as_it_is
+    like: Callable[[Any], Any] = type(value) if _encoded(value)[0] == kind and _is_of_numpy(value) else _as_it_is
     if kind == _BOOL:
         return like(bool(bits))
     if kind == _INT:
