@@ -75,7 +75,13 @@ class ABuffer(Sets):
     class block(Masked):
         def __init__(self) -> None:
             super().__init__()
-            self.register_buffer("mask", None, persistent=False)
+            self.register_buffer("kept", None, persistent=False)
+
+        def read(self) -> Any:
+            return self.kept
+
+    def set(self, block: Any, value: Tensor) -> None:
+        block.kept = value
 
 
 class Reentrant(Sets):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from typing import Any
 
@@ -130,6 +131,17 @@ class ReadsManyValues(Program):
         predicted = self.head(hidden).repeat(1, 1, 20).flatten().tolist()
         assert len(predicted) > 1000
         return self.loss(hidden, batch) * self.blocks[0].temperature
+
+
+class ReadsBehindAnError(Program):
+    """A tensor cannot be made of others without values, so the step cannot be described to its end."""
+
+    block = Counting
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.last = pickle.loads(pickle.dumps(torch.tensor([loss.detach(), 1.0])))
+        return loss * self.blocks[0].temperature
 
 
 class ReadsLateInside(Counting):
@@ -302,6 +314,7 @@ PROGRAMS = {
         ExitsOnNan,
         SavesOnNan,
         ReadsManyValues,
+        ReadsBehindAnError,
         LateReadByABlock,
         HookOfAFlag,
         ReadByAPreHook,

@@ -20,10 +20,11 @@ from lightning_zero.parallel.pipeline.pipeline import MOST_KINDS, PipelineStage
 from lightning_zero.parallel.pipeline.schedule.microbatches import copy_of
 from lightning_zero.parallel.pipeline.stages.sources import Shape, Source, is_fake
 from lightning_zero.parallel.pipeline.stages.split import modules_around
-from lightning_zero.parallel.pipeline.tracing.module_interception import Message, ModuleInterception
+from lightning_zero.parallel.pipeline.tracing.module_interception import Message, ModuleInterception, Needs
 from lightning_zero.parallel.pipeline.tracing.operations import Operation
 from lightning_zero.parallel.pipeline.tracing.outcomes import Outcome
 from lightning_zero.parallel.pipeline.tracing.outside_state import OutsideState
+from lightning_zero.parallel.pipeline.tracing.sent_numbers import NUMBER
 from lightning_zero.parallel.pipeline.tracing.whole_run import require_as_whole
 
 __all__ = ["TracedStep", "TracedSteps"]
@@ -91,6 +92,8 @@ class TracedSteps:
         self._messages: dict[Hashable, dict[int, tuple[Message, ...]]] = {}  # into every chunk, by kind of step
         self._outcomes: dict[Hashable, dict[int, dict[tuple[str, int], Outcome]]] = {}  # of own chunks, by kind of step
         self._described: Counter[Hashable] = Counter()  # descriptions, by method
+        self._partial: set[tuple[Hashable, int]] = set()  # kinds and chunks whose descriptions have ended by an error
+        self._late: dict[tuple[Hashable, int], set[Source]] = {}  # numbers that these read all the same
         self._kinds: Sequence[Hashable] = ()  # of the step that follows, by micro-batch
         self._running: list[dict[int, tuple[Message, ...]]] = []  # of the step that follows, by micro-batch
 
@@ -125,16 +128,22 @@ class TracedSteps:
             message.leaf for message in self._running[index].get(chunk + 1, ()) if isinstance(message.leaf, Source)
         ]
         wanted = [source for source in later if self._stage.split.chunk_of(source.module) == chunk]
-        outcomes = self._outcomes[self._kinds[index]][chunk]
-        return self._interception.run(
+        kind = self._kinds[index]
+        late: set[Source] | None = set() if (kind, chunk) in self._partial else None
+        found = self._interception.run(
             step.on_piece(index) if chunk == self._own_chunks[-1] else step.on_copy(index),
             chunk,
             expected=expected,
             receive=receive,
             send=send,
             wanted=wanted,
-            outcomes=outcomes,
+            outcomes=self._outcomes[kind][chunk],
+            late=late,
         )
+        if late:
+            self._late.setdefault((kind, chunk), set()).update(late)
+            self._messages.pop(kind, None)  # it is described once more, before the next batch
+        return found
 
     def survey(self, step: TracedStep, index: int) -> None:
         """Run the step as it would go on if no module of the split computed."""
@@ -160,6 +169,8 @@ class TracedSteps:
             for known in (self._messages, self._outcomes):
                 for kind in known.keys() - set(kinds):
                     del known[kind]
+            self._partial = {one for one in self._partial if one[0] in self._messages}
+            self._late = {one: found for one, found in self._late.items() if one[0] in self._messages}
 
     def messages(self, kinds: Sequence[Hashable]) -> list[dict[int, tuple[Message, ...]]]:
         """Return which leaves go into every chunk in the step that follows, by micro-batch."""
@@ -183,7 +194,7 @@ class TracedSteps:
         outside = self._outside(kind)
         needed = {
             # A stage logs by itself the values that the step logs before the next stage begins.
-            chunk: self._needed(chunk, copied, on_start=step.logged.clear)
+            chunk: self._needed(kind, chunk, copied, on_start=step.logged.clear)
             for chunk in self._own_chunks
         }
         self._outcomes[kind] = {chunk: outcomes for chunk, (_, outcomes) in needed.items()}
@@ -193,18 +204,20 @@ class TracedSteps:
             self._compare_with_whole(copied, outside)
 
     def _needed(
-        self, chunk: int, copied: Callable[[], Callable[[], Any]], *, on_start: Callable[[], None]
+        self, kind: Hashable, chunk: int, copied: Callable[[], Callable[[], Any]], *, on_start: Callable[[], None]
     ) -> tuple[dict[Source, Shape], dict[tuple[str, int], Outcome]]:
         """Return the sources that a chunk needs, whichever way flags lead that the step reads, and its outcomes."""
 
-        def look(guess: bool) -> Callable[[], Any]:
+        def look(guess: bool) -> Callable[[], Needs]:
             return partial(self._interception.needed, copied(), chunk, on_start=on_start, guess=guess)
 
-        needed, outcomes, has_read = self._apart(chunk, look(False))
-        if has_read:
-            others, more, _ = self._apart(chunk, look(True))
-            needed, outcomes = {**needed, **others}, {**more, **outcomes}
-        return needed, outcomes
+        found = [self._apart(chunk, look(False))]
+        if found[0].has_guessed:
+            found.append(self._apart(chunk, look(True)))
+        (self._partial.discard if any(one.is_whole for one in found) else self._partial.add)((kind, chunk))
+        late = dict.fromkeys(sorted(self._late.get((kind, chunk), ()), key=repr), NUMBER)
+        needed = {source: shape for one in found for source, shape in one.sources.items()}
+        return {**needed, **late}, {key: outcome for one in reversed(found) for key, outcome in one.outcomes.items()}
 
     def _outside(self, kind: Hashable) -> OutsideState | None:
         """Return the state outside of modules if a step is to be compared with the whole one: the first ones are."""

@@ -459,11 +459,16 @@ class Fakes:
 
     def note_read(self, name: str, child: str, key: str) -> None:
         """Note, in a run on fakes, that other code than its forward reads a number that a module has, after a call."""
-        number = self._times[name] - (name != self._run.hooked)
-        if self.mode.origins is not None and number >= 0:
-            is_before = self._run.is_before and name == self._run.hooked
-            source = Source(name, number, (child, "", key), BEFORE if is_before else WHOLE, is_number=True)
+        source = self.number_of(name, child, key)
+        if self.mode.origins is not None and source is not None:
             self.mode.origins.need_number(source, NUMBER)
+
+    def number_of(self, name: str, child: str, key: str) -> Source | None:
+        """Return the number that a module has now in an attribute; None before its first call."""
+        number = self._times[name] - (name != self._run.hooked)
+        is_before = self._run.is_before and name == self._run.hooked
+        leaf = BEFORE if is_before else WHOLE
+        return Source(name, number, (child, "", key), leaf, is_number=True) if number >= 0 else None
 
     def is_given(self, value: Any) -> bool:
         """Say whether a module of another chunk has returned this very number in the last run."""

@@ -58,7 +58,7 @@ from lightning_zero.parallel.pipeline.tracing.value_reads import value_reads_ref
 from lightning_zero.parallel.writable import writable
 from lightning_zero.trees import tree_flatten, tree_leaves, tree_unflatten
 
-__all__ = ["Logging", "Message", "ModuleInterception"]
+__all__ = ["Logging", "Message", "ModuleInterception", "Needs"]
 
 _HOST = torch.device("cpu")
 _MOST_TRIES = 100  # of a call that ends by an error
@@ -129,6 +129,23 @@ class _Trace:
         """Note a call of a module for recomputations."""
         if self.checkpoints is not None:
             self.checkpoints.note(call)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """A description of a chunk.
+
+    Attributes:
+        sources: That it needs besides its first block's arguments.
+        outcomes: Of calls of its modules, by name of the module and number of the call.
+        has_guessed: Values that the step reads were guessed.
+        is_whole: The step has come to its end, or to the next chunk.
+    """
+
+    sources: dict[Source, Shape]
+    outcomes: dict[tuple[str, int], Outcome]
+    has_guessed: bool
+    is_whole: bool
 
 
 class Logging(Protocol):
@@ -215,6 +232,7 @@ class ModuleInterception:
         send: Callable[[Mapping[int | Source, Any]], None],
         wanted: Collection[Source] = (),
         outcomes: Mapping[tuple[str, int], Outcome] | None = None,
+        late: set[Source] | None = None,
     ) -> tuple[bool, Any]:
         """Run a step for one chunk.
 
@@ -228,6 +246,7 @@ class ModuleInterception:
                 sources.
             wanted: Sources that this chunk computes and later ones need.
             outcomes: Of calls of its modules, as later chunks know them; see ``needed``.
+            late: Gets the numbers of other chunks that the step reads and this one is not sent, if they are looked for.
 
         Returns:
             Whether the step came to its end (the last chunk), and its result.
@@ -240,7 +259,8 @@ class ModuleInterception:
             chunk, bounds[chunk], bounds[chunk + 1], expected=expected, receive=receive, send=send, wanted=wanted
         )
         trace.outcomes.update(outcomes or {})
-        finished, result = self._run(step, trace)
+        with nullcontext() if late is None else self._number_reads(trace, partial(self._note_late, trace, late)):
+            finished, result = self._run(step, trace)
         self._fakes.require_unwritten()
         if finished and (chunk < self._split.num_chunks - 1 or trace.reached < trace.start):
             missed = trace.start if trace.reached < trace.start else trace.stop
@@ -260,9 +280,15 @@ class ModuleInterception:
             )
         return finished, result
 
+    def _note_late(self, trace: _Trace, late: set[Source], place: str, child: str, name: str) -> None:
+        """Note, in a run that computes, a read of a number between the modules that was not described."""
+        source = self._fakes.number_of(place, child, name)
+        if source is not None and not trace.is_inside and not any(one.leaf == source for one in trace.expected):
+            late.add(source)
+
     def needed(
         self, step: Callable[[], Any], chunk: int, *, on_start: Callable[[], None], guess: bool = False
-    ) -> tuple[dict[Source, Shape], dict[tuple[str, int], Outcome], bool]:
+    ) -> Needs:
         """Run a step for one chunk on fakes. Numbers that it reads of the chunk's own values are guessed.
 
         Args:
@@ -270,24 +296,27 @@ class ModuleInterception:
             chunk: The chunk.
             on_start: Called when its first block is.
             guess: The value of flags that it reads.
-
-        Returns:
-            The sources that it needs besides its first block's arguments, the outcomes of calls of its modules, by
-            name of the module and number of the call, and whether values were guessed.
         """
         bounds = self._split.bounds
         trace = _Trace(chunk, bounds[chunk], bounds[chunk + 1], origins=Origins(), on_start=on_start)
         assert trace.origins is not None
+        is_whole = False
         # A guess may lead to errors; the step shows the program's.
-        with _ends_suppressed(), self._fakes.mode.guessing(guess), self._number_reads(trace):
+        with _ends_suppressed(), self._fakes.mode.guessing(guess), self._number_reads(trace, self._fakes.note_read):
             finished, result = self._run(step, trace)
             if finished:
                 trace.origins.need(result)
+            is_whole = True
         self._fakes.require_strong(trace.origins.results)
-        return trace.origins.needed, trace.outcomes, self._fakes.mode.num_reads > 0
+        return Needs(trace.origins.needed, trace.outcomes, self._fakes.mode.num_reads > 0, is_whole)
 
-    def _number_reads(self, trace: _Trace) -> AbstractContextManager[None]:
-        """Watch which numbers in attributes of earlier chunks' modules code between the modules reads."""
+    def _number_reads(self, trace: _Trace, note_read: Callable[[str, str, str], None]) -> AbstractContextManager[None]:
+        """Watch which numbers in attributes of earlier chunks' modules code between the modules reads.
+
+        Args:
+            trace: The run.
+            note_read: Called with the name of the module with a place, that of the submodule, and the attribute.
+        """
         owners: dict[int, tuple[str, str]] = {}  # module with a place, and name in it, by `id`
         watched: list[nn.Module] = []
         for module, place in zip(self._modules, self._split.places, strict=True):
@@ -298,13 +327,12 @@ class ModuleInterception:
         def note(module: nn.Module, name: str, value: Any) -> None:
             if self._fakes.mode.is_dispatching or id(module) not in owners:
                 return
-            place, child = owners[id(module)]
             # Inside of modules, a hook of the program or a module of this chunk reads it.
             reader = self._fakes.reader if trace.is_inside else ""
             is_here = not reader or self._split.chunk_of(reader) == trace.chunk
             is_object = trace.is_inside and fields_of(value) is not None  # its changes behind the blocks are told
             if is_here and not is_object and (value is None or value is ABSENT or is_sent(value) or _is_empty(value)):
-                self._fakes.note_read(place, child, name)
+                note_read(*owners[id(module)], name)
 
         return NumberReads(note).watched(list({id(one): one for one in watched}.values()))
 
