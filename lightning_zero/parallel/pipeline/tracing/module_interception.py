@@ -393,6 +393,8 @@ class ModuleInterception:
                 with operations, self._fakes.mode.guessing(False, of_all=True):
                     finished, result = self._run(run, trace)
                 self._fakes.require_unwritten()
+                if trace.refusal is not None:  # which the run that computes raises
+                    return None
                 if finished:
                     operations.note_result(result)
                 operations.note_state(self._around)
@@ -480,7 +482,8 @@ class ModuleInterception:
     def _note_refusal(self, trace: _Trace, error: PipelineError) -> None:
         """Note an error of code between the modules; those of operations are noted when they end."""
         is_between = not (trace.is_inside or self._fakes.mode.is_dispatching or trace.end is not None)
-        if is_between and trace.computes and trace.origins is None and trace.refusal is None:
+        counts = trace.origins is None or trace.operations is not None
+        if is_between and trace.computes and counts and trace.refusal is None:
             trace.refusal = error
 
     def _require_unrefused(self, trace: _Trace) -> None:
