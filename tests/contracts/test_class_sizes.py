@@ -19,7 +19,7 @@ MOST, MOST_ASKED = 20, 10
 EXCEPTIONS = {
     "ZeroStrategy": "23 are its options, which users pass as arguments",
     "PipelineRunner": "its parts are those of a pipelined step, each an object; few decide",
-    "_Trace": "a record of one run of a step, which others read",
+    "Trace": "a record of one run of a step, which others read",
 }
 
 

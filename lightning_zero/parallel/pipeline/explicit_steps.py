@@ -19,7 +19,7 @@ from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.pipeline.pipeline import MOST_KINDS, PipelineStage
 from lightning_zero.parallel.pipeline.schedule.microbatches import copy_of
 from lightning_zero.parallel.pipeline.stages.sources import Source
-from lightning_zero.parallel.pipeline.tracing.module_interception import Message
+from lightning_zero.parallel.pipeline.tracing.traces import Message
 from lightning_zero.parallel.writable import writable
 
 __all__ = ["ExplicitStep", "ExplicitSteps"]

@@ -30,7 +30,7 @@ from lightning_zero.parallel.pipeline.stages.placed_attributes import PlacedAttr
 from lightning_zero.parallel.pipeline.stages.sources import Source, is_fake
 from lightning_zero.parallel.pipeline.stages.split import Split, modules_around
 from lightning_zero.parallel.pipeline.stages.state_around import StateAround
-from lightning_zero.parallel.pipeline.tracing.module_interception import Logging, Message
+from lightning_zero.parallel.pipeline.tracing.traces import Logging, Message
 
 __all__ = ["MOST_KINDS", "PipelineRunner", "PipelineStage", "Route", "Stepper", "Timing"]
 

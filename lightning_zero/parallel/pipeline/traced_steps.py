@@ -20,11 +20,12 @@ from lightning_zero.parallel.pipeline.pipeline import MOST_KINDS, PipelineStage
 from lightning_zero.parallel.pipeline.schedule.microbatches import copy_of
 from lightning_zero.parallel.pipeline.stages.sources import Shape, Source, is_fake
 from lightning_zero.parallel.pipeline.stages.split import modules_around
-from lightning_zero.parallel.pipeline.tracing.module_interception import Message, ModuleInterception, Needs
+from lightning_zero.parallel.pipeline.tracing.module_interception import ModuleInterception
 from lightning_zero.parallel.pipeline.tracing.operations import Operation
 from lightning_zero.parallel.pipeline.tracing.outcomes import Outcome
 from lightning_zero.parallel.pipeline.tracing.outside_state import OutsideState
 from lightning_zero.parallel.pipeline.tracing.sent_numbers import NUMBER
+from lightning_zero.parallel.pipeline.tracing.traces import Message, Needs
 from lightning_zero.parallel.pipeline.tracing.whole_run import require_as_whole
 
 __all__ = ["TracedStep", "TracedSteps"]

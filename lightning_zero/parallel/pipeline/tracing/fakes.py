@@ -23,9 +23,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import partial
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -43,17 +41,33 @@ from lightning_zero.parallel.pipeline.stages.sources import (
     Origins,
     Shape,
     Source,
-    describe_tensor,
     is_fake,
 )
 from lightning_zero.parallel.pipeline.tracing.containers import Contents, refill
 from lightning_zero.parallel.pipeline.tracing.escapes import Escapes
 from lightning_zero.parallel.pipeline.tracing.fake_mode import VALUES_NEEDED, Mode, empty_like
+from lightning_zero.parallel.pipeline.tracing.known_calls import (
+    KNOWN_BY_VALUE,
+    NUMBERS,
+    Call,
+    Input,
+    Position,
+    Same,
+    SetAttribute,
+    again,
+    describe,
+    is_known,
+    may_be_another,
+    sharing,
+    strides,
+    zeros,
+)
 from lightning_zero.parallel.pipeline.tracing.object_state import ObjectState, SharedNumbers
 from lightning_zero.parallel.pipeline.tracing.outcomes import Outcome
 from lightning_zero.parallel.pipeline.tracing.own_gradients import leaf_of
 from lightning_zero.parallel.pipeline.tracing.replays import Recording
 from lightning_zero.parallel.pipeline.tracing.sent_numbers import ABSENT, NUMBER, decoded, is_sent
+from lightning_zero.parallel.pipeline.tracing.shown_attributes import MISSING, ShownAttributes, assign
 from lightning_zero.parallel.pipeline.tracing.user_hooks import (
     has_hooks_only,
     hooks_of_users,
@@ -67,15 +81,8 @@ from lightning_zero.trees import TreeSpec, tree_flatten, tree_leaves, tree_unfla
 __all__ = ["Fakes", "is_raised_by_program"]
 
 Fetch = Callable[[Source], Tensor | None]
-_Position = tuple[Key | None, int]  # see `Source`
-_Attribute = tuple[Key, dict[str, Any], Any]  # key, the dictionary that has it, value
-
 _MOST_CALLS = 4096  # that are remembered
-_MISSING = object()
-_NUMBERS = (int, float, complex, str, torch.Size)
-_KNOWN_BY_IDENTITY = (nn.Module, type, Enum, FunctionType, BuiltinFunctionType, torch.Generator)  # and nothing else
-_KNOWN_BY_VALUE = (int, float, complex, str, bool, bytes, type(None), torch.Size, torch.dtype, torch.device)
-_PLAIN = (Tensor, *_KNOWN_BY_VALUE)
+_PLAIN = (Tensor, *KNOWN_BY_VALUE)
 
 
 @dataclass
@@ -105,44 +112,6 @@ class _Run:
     given_numbers: list[Any] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class _Shown:
-    """An attribute of a module that was passed over.
-
-    Attributes:
-        space: The dictionary that has it.
-        name: Its key there.
-        before: The value that comes back, unless the program gives the attribute another one.
-        value: The one that it shows.
-        version: Of this, if it is a tensor.
-    """
-
-    space: dict[str, Any]
-    name: str
-    before: Any
-    value: Any
-    version: int
-
-    @property
-    def current(self) -> Any:
-        """The value of now."""
-        return self.space.get(self.name, _MISSING)
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether the program has given the attribute another value, or has written into the tensor."""
-        return self.current is not self.value or _version(self.value) != self.version
-
-    def end(self) -> None:
-        """Give the attribute back its value from before, unless the program has given it one with values."""
-        if not self.is_changed or any(map(is_fake, tree_leaves(self.current))):
-            _assign(self.space, self.name, self.before)
-
-
-def _version(value: Any) -> int:
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
-
-
 def _unchanged(leaf: int, value: Any) -> Any:
     """Return a value that is no tensor as it is."""
     return value
@@ -160,6 +129,7 @@ class Fakes:
 
     Attributes:
         mode: Of the fakes.
+        attributes: That modules show.
     """
 
     def __init__(
@@ -177,11 +147,10 @@ class Fakes:
         self._parameters: dict[int, dict[str, nn.Parameter]] = {}  # of a module, as fakes
         self._free = free
         self._known: dict[nn.Parameter, Tensor] = {}  # of these, as fakes
-        self._calls: OrderedDict[Hashable, _Call] = OrderedDict()
-        self._recorded: OrderedDict[Hashable, tuple[_Call, Recording]] = OrderedDict()  # those with hooks
+        self._calls: OrderedDict[Hashable, Call] = OrderedDict()
+        self._recorded: OrderedDict[Hashable, tuple[Call, Recording]] = OrderedDict()  # those with hooks
         self._given: Counter[tuple[int, int]] = Counter()  # fakes in this run, by `id` of the call and leaf
-        self._shown: list[_Shown] = []  # attributes to restore
-        self._lost: list[str] = []  # names of attributes that the program has given fakes in a run
+        self.attributes = ShownAttributes([module for module, _ in placed])
         self._has_changed_attributes = False  # a forward, or hooks in it
         self._has_run_hooks = True  # a forward has: they need no values
         # - The run
@@ -192,10 +161,6 @@ class Fakes:
         self._outside: list[str] = []  # names of modules that have left fakes outside
         self._ever_outside = ""  # the first of these, in all runs
         self._shared = SharedNumbers(placed)
-        self._placed = [module for module, _ in placed]
-        self.written: set[tuple[int, str]] = (
-            set()
-        )  # attributes that the program has assigned: `id` of the dictionary, key
         last = max((chunk for _, chunk in placed), default=0)
         self._of_last_chunk = {id(module) for module, chunk in placed if chunk == last}  # nobody passes them over
 
@@ -229,22 +194,7 @@ class Fakes:
         self.mode.origins = self._run.fetch = None
         self.mode.refusal = None
         self.mode.note_hook = None
-        self._lost = [one.name for one in self._shown if one.is_changed and any(map(is_fake, tree_leaves(one.current)))]
-        self.written.update((id(one.space), one.name) for one in self._shown if one.is_changed)
-        while self._shown:
-            self._shown.pop().end()
-
-    @property
-    def assigned(self) -> list[Any]:
-        """The values without numbers that the program has given attributes of modules with a place, in this run."""
-        left = {id(one.value) for one in self._shown if not one.is_changed}  # by the modules themselves
-        kept = [
-            value for module in self._placed for space in attribute_spaces(module).values() for value in space.values()
-        ]
-        leaves = [leaf for value in kept if isinstance(value, (Tensor, tuple, list)) for leaf in tree_leaves(value)]
-        return [one.current for one in self._shown if one.is_changed] + [
-            leaf for leaf in leaves if is_fake(leaf) and id(leaf) not in left
-        ]
+        self.attributes.end()
 
     def require_unwritten(self) -> None:
         """Raise where the program has written a value that another stage does not see, or that this one does not have.
@@ -253,12 +203,7 @@ class Fakes:
             PipelineError: Into one of several tensors that share memory on their own stage, or a value of an earlier
                 stage into an attribute of its module.
         """
-        for one in self._lost:
-            raise PipelineError(
-                f"The step gives the attribute `{one}` of a module of another pipeline stage a value that an earlier"
-                " stage computes, and it could not be told before the step that it is needed. Compute it in the module,"
-                " or in every batch."
-            )
+        self.attributes.require_kept()
         for name, tensor, version in self._sharing:
             if tensor._version != version:
                 raise PipelineError(
@@ -316,25 +261,7 @@ class Fakes:
     @property
     def shown(self) -> list[Any]:
         """The attributes with tensors that modules show as fakes, of all calls in this run."""
-        values = [one.current for one in self._shown]
-        return [value for value in values if not isinstance(value, (*_NUMBERS, type(None)))]
-
-    def showing(self) -> Callable[[], AbstractContextManager[None]]:
-        """Return a function that makes a context in which modules show the attributes of now, for a recomputation."""
-        now = [(one.space, one.name, one.current) for one in self._shown]
-
-        @contextmanager
-        def shown() -> Iterator[None]:
-            before = [(space, name, space.get(name, _MISSING)) for space, name, _ in now]
-            try:
-                for one in now:
-                    _assign(*one)
-                yield
-            finally:
-                for one in before:
-                    _assign(*one)
-
-        return shown
+        return [value for value in self.attributes.values if not isinstance(value, (*NUMBERS, type(None)))]
 
     def outputs(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, are_sources: bool = True
@@ -378,7 +305,7 @@ class Fakes:
         return output, outcome if call.has_hooks else None
 
     def _shown_result(
-        self, module: nn.Module, call: _Call, inputs: Sequence[Any], number: int, *, given: Any, are_sources: bool
+        self, module: nn.Module, call: Call, inputs: Sequence[Any], number: int, *, given: Any, are_sources: bool
     ) -> Any:
         name = self._names[id(module)]
         self._times[name] += 1
@@ -415,12 +342,12 @@ class Fakes:
         self._run.given_numbers.append(value)
         return value
 
-    def _show_numbers(self, module: nn.Module, call: _Call) -> None:
+    def _show_numbers(self, module: nn.Module, call: Call) -> None:
         """Show the numbers that a forward has set in attributes, unless other chunks have the module as well."""
         spaces = attribute_spaces(module) if call.numbers else {}
         for (child, kept, name), value in call.numbers.items():
             if (child, kept) in spaces and not self._shared.is_shared(module.get_submodule(child)):
-                self._show(spaces[child, kept], name, value)
+                self.attributes.show(spaces[child, kept], name, value)
 
     def _show_read(self, module: nn.Module, name: str, number: int, leaf: int = WHOLE) -> None:
         """Show the numbers in attributes that were read when the step was described, as they were sent."""
@@ -432,25 +359,21 @@ class Fakes:
                 sent = self._fetched(source)
                 if sent is not None:
                     value = decoded(sent, value, source)
-                    self._show(vars(owner), key, _MISSING if value is ABSENT else value)
+                    self.attributes.show(vars(owner), key, MISSING if value is ABSENT else value)
                 if value is not ABSENT:
                     self._run.given_numbers.append(value)
 
     @contextmanager
     def _showing_read(self, module: nn.Module, *, is_before: bool) -> Iterator[None]:
         """Show a hook the numbers that its module has kept in this very call, or before it, as they were sent."""
-        name, before = self._names[id(module)], len(self._shown)
-        was_hooked = self._run.hooked, self._run.is_before
+        name, was_hooked = self._names[id(module)], (self._run.hooked, self._run.is_before)
         self._run.hooked, self._run.is_before = name, is_before
-        self._show_read(module, name, self._times[name], BEFORE if is_before else WHOLE)
-        shown = self._shown[before:]
-        del self._shown[before:]  # the hook may call modules, which show attributes until the run ends
+        leaf = BEFORE if is_before else WHOLE
         try:
-            yield
+            with self.attributes.shown_by(partial(self._show_read, module, name, self._times[name], leaf)):
+                yield
         finally:
             self._run.hooked, self._run.is_before = was_hooked
-            for one in reversed(shown):
-                one.end()
 
     @property
     def reader(self) -> str:
@@ -483,9 +406,9 @@ class Fakes:
     def gradients(self, outputs: Sequence[Any], inputs: Sequence[Any], has_graph: bool) -> tuple[Tensor, ...]:
         """Return fakes, or zeros in a survey, for gradients that the step computes in a run that computes nothing."""
         leaves = [leaf_of(one) for one in inputs]
-        known = [Shape(tuple(one.shape), _strides(one), one.dtype, one.device, has_graph, True) for one in leaves]
+        known = [Shape(tuple(one.shape), strides(one), one.dtype, one.device, has_graph, True) for one in leaves]
         if self.mode.origins is None:
-            return tuple(map(_zeros, known))
+            return tuple(map(zeros, known))
         with self.mode:
             found = tuple(map(empty_like, known))
         self.mode.origins.derive(found, outputs)
@@ -494,12 +417,12 @@ class Fakes:
     def zeros(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the outputs of a call as zeros that take no memory."""
         call, inputs = self._call(module, args, kwargs, are_sources=False)
-        return self._result(module, call, inputs, lambda _, known: _zeros(known), given=(args, kwargs))
+        return self._result(module, call, inputs, lambda _, known: zeros(known), given=(args, kwargs))
 
     def _result(
         self,
         module: nn.Module,
-        call: _Call,
+        call: Call,
         inputs: Sequence[Any],
         make: Callable[[int, Shape], Tensor],
         *,
@@ -508,9 +431,9 @@ class Fakes:
     ) -> Any:
         leaves: list[Any] = []
         for number, leaf in enumerate(call.leaves):
-            same = isinstance(leaf, _Same)
+            same = isinstance(leaf, Same)
             leaves.append(
-                leaves[leaf.leaf] if same else _again(leaf, inputs, partial(make, number), partial(keep, number))
+                leaves[leaf.leaf] if same else again(leaf, inputs, partial(make, number), partial(keep, number))
             )
         for shared in call.sharing:
             alike = [leaves[number] for number in shared.leaves] + [inputs[number] for number in shared.inputs]
@@ -520,21 +443,17 @@ class Fakes:
         spaces = attribute_spaces(module) if left else {}
         for (child, kept, name), value in left.items():
             space = spaces[child, kept]
-            self._show(space, name, value)
+            self.attributes.show(space, name, value)
         for (_, _, name), space, value in call.opaque:
-            self._show(space, name, value)
+            self.attributes.show(space, name, value)
         return output
 
-    def _show(self, space: dict[str, Any], name: str, value: Any) -> None:
-        self._shown.append(_Shown(space, name, space.get(name, _MISSING), value, _version(value)))
-        _assign(space, name, value)
-
-    def _fake(self, call: _Call, leaf: int, known: Shape) -> Tensor:
+    def _fake(self, call: Call, leaf: int, known: Shape) -> Tensor:
         """Return a fake that this run has not had yet: one of an earlier run, if nobody has changed it in place."""
         made, number = call.made.setdefault(leaf, []), self._given[id(call), leaf]
         self._given[id(call), leaf] += 1
         old = made[number] if number < len(made) else None
-        is_same = old is not None and _describe(old) == replace(known, is_fake=True)
+        is_same = old is not None and describe(old) == replace(known, is_fake=True)
         if old is not None and is_same and not old._version and not old._backward_hooks:
             return old
         with self.mode:
@@ -545,16 +464,16 @@ class Fakes:
 
     def _call(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, are_sources: bool
-    ) -> tuple[_Call, list[Any]]:
+    ) -> tuple[Call, list[Any]]:
         inputs, spec = tree_flatten((args, kwargs))
         if runs_code_of_users(module):
             return self._call_with_hooks(module, inputs, spec, are_sources=are_sources), inputs
-        if not all(map(_is_known, inputs)):
+        if not all(map(is_known, inputs)):
             return self._imagined_alone(module, inputs, spec), inputs
         key = self._key(module, inputs, spec)
         if key not in self._calls or (self._calls[key].numbers and self.mode.origins is not None):
             call = self._imagined_alone(module, inputs, spec)
-            if call.has_escapes or self._may_log(module, call) or any(map(_may_be_another, call.leaves)):
+            if call.has_escapes or self._may_log(module, call) or any(map(may_be_another, call.leaves)):
                 return call, inputs  # it logs in every call, and numbers may be others in the next one
             self._calls[key] = call
             if len(self._calls) > _MOST_CALLS:
@@ -562,7 +481,7 @@ class Fakes:
         self._calls.move_to_end(key)
         return self._calls[key], inputs
 
-    def _may_log(self, module: nn.Module, call: _Call) -> bool:
+    def _may_log(self, module: nn.Module, call: Call) -> bool:
         """Say whether a module has logged in this call, or in an earlier one, as those that log every n-th step."""
         if call.has_logged:
             self._run.logging.add(id(module))
@@ -574,11 +493,11 @@ class Fakes:
         device = _autocast_device(inputs)
         autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         modes = (torch.is_grad_enabled(), autocast, tuple(child.training for child in module.modules()))
-        return id(module), spec, tuple(map(_describe, inputs)), trained, modes
+        return id(module), spec, tuple(map(describe, inputs)), trained, modes
 
-    def _call_with_hooks(self, module: nn.Module, inputs: list[Any], spec: TreeSpec, *, are_sources: bool) -> _Call:
+    def _call_with_hooks(self, module: nn.Module, inputs: list[Any], spec: TreeSpec, *, are_sources: bool) -> Call:
         """Describe a call in which hooks of the program run; see ``replays.py``."""
-        is_alike = self.mode.origins is None and has_hooks_only(module) and all(map(_is_known, inputs))
+        is_alike = self.mode.origins is None and has_hooks_only(module) and all(map(is_known, inputs))
         hooks = tuple(map(kind_of_hook, hooks_of_users(module)))
         first = {id(leaf): number for number, leaf in reversed(list(enumerate(inputs)))}
         same = tuple(first[id(leaf)] for leaf in inputs if isinstance(leaf, Tensor))  # hooks are given these themselves
@@ -603,7 +522,7 @@ class Fakes:
         recording.end()
         self._require_settled(module, inputs, spec)
         self._note_escapes(module, call)
-        has_numbers = any(map(_may_be_another, call.leaves))
+        has_numbers = any(map(may_be_another, call.leaves))
         may_log = self._may_log(module, call)
         is_same = not (self._has_changed_attributes or has_numbers or call.has_escapes or may_log)
         if key is not None and recording.is_exact and is_same:
@@ -639,7 +558,7 @@ class Fakes:
 
     def _imagine(
         self, module: nn.Module, inputs: list[Any], spec: TreeSpec, *, forward: Callable[[], Any] | None = None
-    ) -> _Call:
+    ) -> Call:
         """Run a forward, or its replacement, on fakes; describe its outputs and the attributes it sets."""
         self._fake_parameters(module)  # stay
         self._escapes = self.mode.escapes = Escapes(inputs) if forward is None else None
@@ -660,7 +579,7 @@ class Fakes:
         if not shared:
             return
         args, kwargs = tree_unflatten(inputs, spec)
-        before = [getattr(one, name, _MISSING) for one, name, _ in shared]
+        before = [getattr(one, name, MISSING) for one, name, _ in shared]
         try:
             for one, name, number in shared:
                 set_field(one, name, number, is_deleted=False)
@@ -668,7 +587,7 @@ class Fakes:
                 self._imagined(module, inputs, spec, forward=partial(module._call_impl, *args, **kwargs))
         finally:
             for (one, name, _), was in zip(shared, before, strict=True):
-                set_field(one, name, was, is_deleted=was is _MISSING)
+                set_field(one, name, was, is_deleted=was is MISSING)
         again = {(id(one), name) for one, name, _ in self._shared.changed}
         for one, name, _ in shared:
             if (id(one), name) in again:
@@ -679,13 +598,13 @@ class Fakes:
                     " number to the block as an argument."
                 )
 
-    def _imagined_alone(self, module: nn.Module, inputs: list[Any], spec: TreeSpec) -> _Call:
+    def _imagined_alone(self, module: nn.Module, inputs: list[Any], spec: TreeSpec) -> Call:
         """Describe a call without hooks of the program."""
         call = self._imagine(module, inputs, spec)
         self._require_settled(module, inputs, spec)
         return self._note_escapes(module, call)
 
-    def _note_escapes(self, module: nn.Module, call: _Call) -> _Call:
+    def _note_escapes(self, module: nn.Module, call: Call) -> Call:
         """Note whether the forward that was imagined last has left tensors outside of its module."""
         escapes, self._escapes = self._escapes, None
         call.has_escapes = escapes is not None and escapes.found()
@@ -698,7 +617,7 @@ class Fakes:
 
     def _imagined(
         self, module: nn.Module, inputs: list[Any], spec: TreeSpec, *, forward: Callable[[], Any] | None
-    ) -> _Call:
+    ) -> Call:
         args, kwargs = tree_unflatten(inputs, spec)
         self.mode.has_guessed, self._has_run_hooks = False, True
         try:
@@ -733,23 +652,23 @@ class Fakes:
             if isinstance(leaf, Tensor) and (filled or not is_fake(leaf))
         }
         leaves, out_spec = tree_flatten((output, left, filled))
-        places: list[_Position] = [(None, number) for number in range(len(tree_leaves(output)))]
+        places: list[Position] = [(None, number) for number in range(len(tree_leaves(output)))]
         places += [(key, number) for key, value in left.items() for number in range(len(tree_leaves(value)))]
         places += [(None, number) for number in range(len(tree_leaves(filled)))]
         first = {id(leaf): number for number, leaf in reversed(list(enumerate(leaves))) if isinstance(leaf, Tensor)}
         described = [
-            _Input(positions[id(leaf)])
+            Input(positions[id(leaf)])
             if id(leaf) in positions
-            else _Same(first[id(leaf)])
+            else Same(first[id(leaf)])
             if first.get(id(leaf), number) != number
-            else _describe(leaf)
+            else describe(leaf)
             for number, leaf in enumerate(leaves)
         ]
-        return _Call(
+        return Call(
             out_spec,
             described,
             places,
-            _sharing(leaves, inputs),
+            sharing(leaves, inputs),
             is_guess=self.mode.has_guessed,
             has_hooks=self._has_run_hooks,
             opaque=opaque,
@@ -847,7 +766,7 @@ class Fakes:
                 one.update({key: old.get(key, hook) for key, hook in one.items()})
 
     @contextmanager
-    def _apart(self, module: nn.Module) -> Iterator[tuple[dict[Key, Any], list[_Attribute], dict[Key, Any]]]:
+    def _apart(self, module: nn.Module) -> Iterator[tuple[dict[Key, Any], list[SetAttribute], dict[Key, Any]]]:
         """Show a forward fakes in place of the module's tensors, and restore its changes afterwards.
 
         Yields:
@@ -855,7 +774,7 @@ class Fakes:
             that it has set to objects, which may hold fakes, and a dictionary for those that it has set to numbers.
         """
         left: dict[Key, Any] = {}
-        opaque: list[_Attribute] = []
+        opaque: list[SetAttribute] = []
         numbers: dict[Key, Any] = {}
         submodules = {(name, "_modules"): child._modules for name, child in module.named_modules()}
         keys, spaces = zip(*{**attribute_spaces(module), **submodules}.items(), strict=True)
@@ -865,7 +784,7 @@ class Fakes:
         for space in spaces:
             for name, value in space.items():
                 if isinstance(value, Tensor) and not is_fake(value):
-                    fakes.setdefault(id(value), empty_like(_describe(value)))
+                    fakes.setdefault(id(value), empty_like(describe(value)))
                     space[name] = fakes[id(value)]
         versions = {id(fake): fake._version for fake in fakes.values()}
         objects = ObjectState(module)
@@ -883,7 +802,7 @@ class Fakes:
                 now[:] = was
             for number, (space, old) in enumerate(zip(spaces, before, strict=True)):
                 for name in [*space, *(name for name in old if name not in space)]:
-                    value, was = space.get(name, _MISSING), old.get(name, _MISSING)
+                    value, was = space.get(name, MISSING), old.get(name, MISSING)
                     stood = fakes.get(id(was))
                     is_changed = value is not was if stood is None else (
                         value is not stood or stood._version != versions[id(stood)]
@@ -893,11 +812,11 @@ class Fakes:
                         left[*keys[number], name] = value
                     elif is_changed and not all(isinstance(leaf, _PLAIN) for leaf in tree_leaves(value)):
                         opaque.append(((*keys[number], name), space, value))
-                    if is_changed and isinstance(value, (*_NUMBERS, type(None))):
+                    if is_changed and isinstance(value, (*NUMBERS, type(None))):
                         numbers[*keys[number], name] = value
-                    if isinstance(value, _NUMBERS) and value != was and not keys[number][1]:
+                    if isinstance(value, NUMBERS) and value != was and not keys[number][1]:
                         self._shared.changed.append((module.get_submodule(keys[number][0]), name, value))
-                    _assign(space, name, was)
+                    assign(space, name, was)
             self._shared.changed += objects.put_back()
 
     def _fake_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
@@ -946,136 +865,8 @@ def _cause(error: Exception) -> str:
     )
 
 
-@dataclass
-class _Call:
-    """The description of a module's call: its outputs and the attributes that it sets.
-
-    Attributes:
-        spec: Of its outputs, and of the attributes it sets.
-        leaves: Of these, described.
-        positions: Of these, as sources have them.
-        sharing: Leaves, and inputs, that share memory on the stage that computes.
-        is_guess: Shapes were guessed.
-        has_hooks: Hooks of the program, if there are any, have run.
-        has_logged: Its forward calls ``self.log``.
-        has_escapes: Its forward has left tensors outside of the module.
-        opaque: Attributes that it sets to objects in which fakes are.
-        numbers: Attributes that it sets to other numbers.
-        made: Fakes that stand for them, by leaf.
-    """
-
-    spec: TreeSpec
-    leaves: list[Any]
-    positions: list[_Position]
-    sharing: list[_Sharing]
-    is_guess: bool = False
-    has_hooks: bool = True
-    has_logged: bool = False
-    has_escapes: bool = False
-    opaque: list[_Attribute] = field(default_factory=list)
-    numbers: Mapping[Key, Any] = field(default_factory=dict)
-    made: dict[int, list[Tensor]] = field(default_factory=dict)
-
-    @property
-    def left(self) -> dict[Key, tuple[bool, ...]]:
-        """Of each attribute that it sets, which leaves are tensors."""
-        found: dict[Key, tuple[bool, ...]] = {}
-        for (key, _), leaf in zip(self.positions, self.leaves, strict=True):
-            if key is not None:
-                found[key] = (*found.get(key, ()), isinstance(leaf, (Shape, _Input, _Same)))
-        return found
-
-
-@dataclass
-class _Sharing:
-    """Positions of tensors that share memory."""
-
-    leaves: list[int] = field(default_factory=list)
-    inputs: list[int] = field(default_factory=list)
-
-
-def _sharing(leaves: Sequence[Any], inputs: Sequence[Any]) -> list[_Sharing]:
-    found: dict[int, _Sharing] = {}
-    for number, leaf in enumerate(leaves):
-        if is_fake(leaf):
-            found.setdefault(leaf.untyped_storage()._cdata, _Sharing()).leaves.append(number)
-    for number, leaf in enumerate(inputs):
-        if is_fake(leaf) and leaf.untyped_storage()._cdata in found:
-            found[leaf.untyped_storage()._cdata].inputs.append(number)
-    return [one for one in found.values() if len(one.leaves) + len(one.inputs) > 1]
-
-
-@dataclass(frozen=True)
-class _Input:
-    """An output that is an input."""
-
-    leaf: int
-
-
-@dataclass(frozen=True)
-class _Same:
-    """An output or attribute that is the same tensor as an earlier one."""
-
-    leaf: int
-
-
-def _describe(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return describe_tensor(leaf)
-    return leaf if isinstance(leaf, _KNOWN_BY_VALUE) else _Object(leaf)
-
-
-def _may_be_another(leaf: Any) -> bool:
-    """Say whether an output of a call that is known may be another one in the next call."""
-    return isinstance(leaf, _NUMBERS) or (isinstance(leaf, _Object) and is_sent(leaf.value))
-
-
-def _is_known(leaf: Any) -> bool:
-    """Say whether the next call with this argument is a call with the same argument."""
-    return isinstance(leaf, (Tensor, *_KNOWN_BY_VALUE, *_KNOWN_BY_IDENTITY))
-
-
-class _Object:
-    """A value of which nothing is known but which one it is."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Object) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
-def _strides(tensor: Tensor) -> tuple[int, ...]:
-    return torch.empty(tensor.shape, device="meta").stride()
-
-
-def _zeros(known: Shape) -> Tensor:
-    return torch.zeros((), dtype=known.dtype, device=known.device).expand(known.shape)
-
-
-def _again(output: Any, inputs: Sequence[Any], make: Callable[[Shape], Tensor], keep: Callable[[Any], Any]) -> Any:
-    """Return an output of a call that is known."""
-    if isinstance(output, _Input):
-        return inputs[output.leaf]
-    if isinstance(output, _Object):
-        return keep(output.value)
-    if not isinstance(output, Shape):
-        return keep(output)
-    return make(output)
-
-
 def _autocast_device(leaves: Sequence[Any]) -> str:
     return next((leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)), "cpu")
-
-
-def _assign(space: dict[str, Any], name: str, value: Any) -> None:
-    if value is _MISSING:
-        space.pop(name, None)
-    else:
-        space[name] = value
 
 
 def _shape_of(param: nn.Parameter) -> torch.Size:

@@ -24,12 +24,11 @@ Note [Programs that catch errors]
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +38,7 @@ from lightning_zero.errors import PipelineError, noting_pipeline_errors
 from lightning_zero.parallel.module_state import fields_of, put_back, version_of, without_caches
 from lightning_zero.parallel.pipeline.schedule.streams import RandomState
 from lightning_zero.parallel.pipeline.stages.attributes import attribute_spaces
-from lightning_zero.parallel.pipeline.stages.sources import BEFORE, FOR_HOOKS, WHOLE, Origins, Shape, Source, is_fake
+from lightning_zero.parallel.pipeline.stages.sources import BEFORE, FOR_HOOKS, WHOLE, Origins, Source, is_fake
 from lightning_zero.parallel.pipeline.stages.split import PlacedModule, Split, modules_around
 from lightning_zero.parallel.pipeline.stages.subclasses import subclass_of
 from lightning_zero.parallel.pipeline.tracing.containers import Contents
@@ -47,129 +46,21 @@ from lightning_zero.parallel.pipeline.tracing.conversions import conversions_wat
 from lightning_zero.parallel.pipeline.tracing.fake_mode import VALUES_NEEDED
 from lightning_zero.parallel.pipeline.tracing.fake_state import fake_state
 from lightning_zero.parallel.pipeline.tracing.fakes import Fakes, is_raised_by_program
-from lightning_zero.parallel.pipeline.tracing.gradient_hooks import GradientHooks
 from lightning_zero.parallel.pipeline.tracing.loss_normalization import uncounting, unwatched
 from lightning_zero.parallel.pipeline.tracing.operations import Operation, Operations
 from lightning_zero.parallel.pipeline.tracing.outcomes import Attributes, Outcome
 from lightning_zero.parallel.pipeline.tracing.own_gradients import OwnGradients, enclosing_function, users_of_parameters
 from lightning_zero.parallel.pipeline.tracing.recomputation import Again, Checkpoints, NotedCall, NotedOutput, uncounted
 from lightning_zero.parallel.pipeline.tracing.sent_numbers import ABSENT, NumberReads, encoded, is_sent
+from lightning_zero.parallel.pipeline.tracing.traces import BrokenOff, CalledBehindEnd, Logging, Message, Needs, Trace
 from lightning_zero.parallel.pipeline.tracing.value_reads import value_reads_refused
 from lightning_zero.parallel.writable import writable
 from lightning_zero.trees import tree_flatten, tree_leaves, tree_unflatten
 
-__all__ = ["Logging", "Message", "ModuleInterception", "Needs"]
+__all__ = ["ModuleInterception"]
 
 _HOST = torch.device("cpu")
 _MOST_TRIES = 100  # of a call that ends by an error
-
-
-@dataclass(frozen=True)
-class Message:
-    """A tensor that goes from one chunk to the next.
-
-    Attributes:
-        leaf: Position among the leaves of the arguments of the next chunk's first block, or a source.
-        shape: Of the tensor.
-        dtype: Of the tensor.
-        requires_grad: Whether its gradient comes back.
-    """
-
-    leaf: int | Source
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-
-@dataclass
-class _Trace:
-    """A run of the step for one chunk."""
-
-    chunk: int
-    start: int  # first block of the chunk
-    stop: int  # first block of the next one
-    computes: bool = True  # False: a survey
-    expected: Sequence[Message] = ()
-    receive: Callable[[], Sequence[Tensor]] = tuple
-    send: Callable[[Mapping[int | Source, Any]], None] | None = None
-    wanted: Collection[Source] = ()  # of this chunk, by later ones
-    origins: Origins | None = None  # of a run on fakes
-    available: Sequence[Source] = ()  # of a run on fakes that finds arguments, sources that the chunk has
-    on_start: Callable[[], None] = lambda: None  # called at the chunk's first block
-    received: dict[int | Source, Tensor] | None = None
-    copies: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of sources, and these, by id of the copy
-    computed: dict[Source, Tensor] = field(default_factory=dict)  # that are wanted
-    times: Counter[str] = field(default_factory=Counter)  # calls of modules that compute, by name
-    outcomes: dict[tuple[str, int], Outcome] = field(default_factory=dict)  # described, by name and number of the call
-    calls: Counter[str] = field(default_factory=Counter)  # that have been described or compared, by name
-    seen: set[str] = field(default_factory=set)  # modules outside of the blocks that were called
-    reached: int = -1  # block that was run last
-    passed: int = -1  # block that was passed over last
-    is_inside: bool = False  # a module with a place in the split is running
-    hidden: str = ""  # advice on fakes that an argument has hidden
-    has_failed_inside: bool = False  # a module that computes has raised an error
-    is_computing: bool = False  # one of this chunk
-    end: _BrokenOff | None = None  # the next chunk's first block was reached
-    refusal: PipelineError | None = None  # of a call, or of code between them, whoever has caught it
-    raised: Counter[int] = field(default_factory=Counter)  # calls that a caught error has ended, by id of the module
-    has_given_up: bool = False  # a loop that catches all errors was given zeros
-    gradients: GradientHooks = field(default_factory=GradientHooks)
-    own: OwnGradients = field(default_factory=partial(OwnGradients, -1, {}))
-    swaps: dict[int, tuple[Any, int, Tensor]] = field(default_factory=dict)  # fake leaf and version, by id -> received
-    again: Again | None = None  # of a recomputation
-    checkpoints: Checkpoints | None = None  # of the program, around modules
-    operations: Operations | None = None  # of a run on fakes in which modules of this chunk run their forwards
-
-    @property
-    def notes_calls(self) -> bool:
-        """Whether a function is running that the backward may run again."""
-        return self.checkpoints is not None and self.checkpoints.is_open
-
-    def note(self, call: NotedCall) -> None:
-        """Note a call of a module for recomputations."""
-        if self.checkpoints is not None:
-            self.checkpoints.note(call)
-
-
-@dataclass(frozen=True)
-class Needs:
-    """A description of a chunk.
-
-    Attributes:
-        sources: That it needs besides its first block's arguments.
-        outcomes: Of calls of its modules, by name of the module and number of the call.
-        has_guessed: Values that the step reads were guessed.
-        is_whole: The step has come to its end, or to the next chunk.
-    """
-
-    sources: dict[Source, Shape]
-    outcomes: dict[tuple[str, int], Outcome]
-    has_guessed: bool
-    is_whole: bool
-
-
-class Logging(Protocol):
-    """The calls of ``self.log`` in a step."""
-
-    def num_calls(self) -> int:
-        """Return how many were made."""
-        ...
-
-    def inside(self, place: str) -> AbstractContextManager[None]:
-        """Note calls that a module makes."""
-        ...
-
-
-class _BrokenOff(Exception):
-    """The next chunk's first block was reached. An ``Exception``, because module hooks see no other end of a call."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        super().__init__()
-        self.leaves = tree_flatten((args, kwargs))[0]
-
-
-class _CalledBehindEnd(BaseException):
-    """The program has caught ``_BrokenOff`` and calls another module."""
 
 
 class ModuleInterception:
@@ -218,7 +109,7 @@ class ModuleInterception:
             num_logged=int if logging is None else logging.num_calls,
         )
         self._logging = logging
-        self._trace: _Trace | None = None
+        self._trace: Trace | None = None
 
     # -- Running a step ------------------------------------------------------------------------------------------------
 
@@ -255,11 +146,11 @@ class ModuleInterception:
             PipelineError: The step cannot be run in chunks.
         """
         bounds = self._split.bounds
-        trace = _Trace(
+        trace = Trace(
             chunk, bounds[chunk], bounds[chunk + 1], expected=expected, receive=receive, send=send, wanted=wanted
         )
         trace.outcomes.update(outcomes or {})
-        with nullcontext() if late is None else self._number_reads(trace, partial(self._note_late, trace, late)):
+        with nullcontext() if late is None else self._number_reads(trace, self._note_of_late(trace, late)):
             finished, result = self._run(step, trace)
         self._fakes.require_unwritten()
         if finished and (chunk < self._split.num_chunks - 1 or trace.reached < trace.start):
@@ -280,11 +171,15 @@ class ModuleInterception:
             )
         return finished, result
 
-    def _note_late(self, trace: _Trace, late: set[Source], place: str, child: str, name: str) -> None:
-        """Note, in a run that computes, a read of a number between the modules that was not described."""
-        source = self._fakes.number_of(place, child, name)
-        if source is not None and not trace.is_inside and not any(one.leaf == source for one in trace.expected):
-            late.add(source)
+    def _note_of_late(self, trace: Trace, late: set[Source]) -> Callable[[str, str, str], None]:
+        """Return a function that notes, in a run that computes, reads of numbers which were not described."""
+
+        def note(place: str, child: str, name: str) -> None:
+            source = self._fakes.number_of(place, child, name)
+            if source is not None and not trace.is_inside and not any(one.leaf == source for one in trace.expected):
+                late.add(source)
+
+        return note
 
     def needed(
         self, step: Callable[[], Any], chunk: int, *, on_start: Callable[[], None], guess: bool = False
@@ -298,7 +193,7 @@ class ModuleInterception:
             guess: The value of flags that it reads.
         """
         bounds = self._split.bounds
-        trace = _Trace(chunk, bounds[chunk], bounds[chunk + 1], origins=Origins(), on_start=on_start)
+        trace = Trace(chunk, bounds[chunk], bounds[chunk + 1], origins=Origins(), on_start=on_start)
         assert trace.origins is not None
         is_whole = False
         # A guess may lead to errors; the step shows the program's.
@@ -310,7 +205,7 @@ class ModuleInterception:
         self._fakes.require_strong(trace.origins.results)
         return Needs(trace.origins.needed, trace.outcomes, self._fakes.mode.num_reads > 0, is_whole)
 
-    def _number_reads(self, trace: _Trace, note_read: Callable[[str, str, str], None]) -> AbstractContextManager[None]:
+    def _number_reads(self, trace: Trace, note_read: Callable[[str, str, str], None]) -> AbstractContextManager[None]:
         """Watch which numbers in attributes of earlier chunks' modules code between the modules reads.
 
         Args:
@@ -350,7 +245,7 @@ class ModuleInterception:
         start = self._split.bounds[chunk]
         sources = tuple(available)
         origins = Origins(sources)
-        finished, leaves = self._run(step, _Trace(chunk, start, start, origins=origins, available=sources))
+        finished, leaves = self._run(step, Trace(chunk, start, start, origins=origins, available=sources))
         if finished:
             raise PipelineError(
                 f"The step did not call `{self._block_name(start)}`, the first block of pipeline chunk {chunk}."
@@ -377,7 +272,7 @@ class ModuleInterception:
         chunks = range(chunk + 1) if is_whole else range(chunk, chunk + 1)
         placed = zip(self._modules, self._split.places, strict=True)
         modules = [module for module, place in placed if place.chunk in chunks]
-        trace = _Trace(chunks[0], bounds[chunks[0]], bounds[chunk + 1], origins=Origins())
+        trace = Trace(chunks[0], bounds[chunks[0]], bounds[chunk + 1], origins=Origins())
         named = list(self._root.named_parameters(remove_duplicate=False))  # which objects of the program may hold
         with _ends_suppressed(), put_back(self._root.modules()), fake_state(modules, self._fakes.mode):
             trace.operations = operations = Operations(self._root, chunk, named)
@@ -409,14 +304,13 @@ class ModuleInterception:
         Returns:
             The ``id`` of the dictionary that has it, and the key.
         """
-        written, self._fakes.written = self._fakes.written, set()
-        return written
+        return self._fakes.attributes.take_written()
 
     def survey(self, step: Callable[[], Any]) -> Any:
         """Run a step in which no module of the split computes: they return zeros without memory."""
-        return self._run(step, _Trace(-1, 0, 0, computes=False))
+        return self._run(step, Trace(-1, 0, 0, computes=False))
 
-    def _run(self, step: Callable[[], Any], trace: _Trace) -> tuple[bool, Any]:
+    def _run(self, step: Callable[[], Any], trace: Trace) -> tuple[bool, Any]:
         assert self._trace is None
         self._trace = trace
         trace.own = OwnGradients(trace.chunk, self._users)
@@ -457,12 +351,12 @@ class ModuleInterception:
             self._trace = None
             self._fakes.end()
 
-    def _run_installed(self, step: Callable[[], Any], trace: _Trace) -> tuple[bool, Any]:
+    def _run_installed(self, step: Callable[[], Any], trace: Trace) -> tuple[bool, Any]:
         result = None
         try:
             with self._installed():
                 result = step()
-        except (Exception, _CalledBehindEnd):
+        except (Exception, CalledBehindEnd):
             if trace.end is None and not trace.has_given_up:
                 raise
         if trace.has_given_up:
@@ -473,20 +367,20 @@ class ModuleInterception:
                 " next stage. Catch `Exception`, or limit the number of tries."
             )
         if trace.origins is not None:
-            trace.origins.need(self._fakes.assigned)
+            trace.origins.need(self._fakes.attributes.assigned)
         if trace.end is not None:
             return False, trace.end.leaves
         self._require_unrefused(trace)
         return True, result
 
-    def _note_refusal(self, trace: _Trace, error: PipelineError) -> None:
+    def _note_refusal(self, trace: Trace, error: PipelineError) -> None:
         """Note an error of code between the modules; those of operations are noted when they end."""
         is_between = not (trace.is_inside or self._fakes.mode.is_dispatching or trace.end is not None)
         counts = trace.origins is None or trace.operations is not None
         if is_between and trace.computes and counts and trace.refusal is None:
             trace.refusal = error
 
-    def _require_unrefused(self, trace: _Trace) -> None:
+    def _require_unrefused(self, trace: Trace) -> None:
         """Raise the refusal that the program has caught, in a run that computes."""
         if trace.refusal is not None:
             raise trace.refusal
@@ -494,14 +388,14 @@ class ModuleInterception:
             self._fakes.require_unrefused()
 
     @contextmanager
-    def _checkpoints(self, trace: _Trace) -> Iterator[None]:
-        trace.checkpoints = Checkpoints(self._run_again, self._fakes.showing)
+    def _checkpoints(self, trace: Trace) -> Iterator[None]:
+        trace.checkpoints = Checkpoints(self._run_again, self._fakes.attributes.showing)
         with trace.checkpoints.watched(lambda: not trace.is_inside):
             yield
 
     def _run_again(self, again: Again, function: Callable[[], Any]) -> Any:
         """Run a checkpointed function of the program in a backward."""
-        before, self._trace = self._trace, _Trace(-1, 0, 0, again=again)
+        before, self._trace = self._trace, Trace(-1, 0, 0, again=again)
         random = self._random_state()
         try:
             with self._checkpoints(self._trace), self._installed() if before is None else nullcontext():
@@ -556,11 +450,11 @@ class ModuleInterception:
         reached = trace.reached
         try:
             if trace.end is not None:
-                raise _CalledBehindEnd
+                raise CalledBehindEnd
             self._require_unrefused(trace)
             with nullcontext() if self._logging is None else self._logging.inside(self._places[id(module)].name):
                 return self._called(module, cls, trace=trace, args=args, kwargs=kwargs)
-        except (PipelineError, _CalledBehindEnd, *VALUES_NEEDED) as error:
+        except (PipelineError, CalledBehindEnd, *VALUES_NEEDED) as error:
             trace.raised[id(module)] += 1
             if isinstance(error, PipelineError):
                 trace.refusal = error
@@ -569,7 +463,7 @@ class ModuleInterception:
             trace.reached = reached  # the program may catch an error of its own, and call the module again
             raise
 
-    def _given_up(self, module: nn.Module, trace: _Trace, *, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _given_up(self, module: nn.Module, trace: Trace, *, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return zeros to a loop that catches every error, so that it ends; the step is refused."""
         trace.has_given_up = True
         trace.is_inside = True
@@ -581,7 +475,7 @@ class ModuleInterception:
             trace.is_inside = False
 
     def _called(
-        self, module: nn.Module, cls: type[nn.Module], *, trace: _Trace, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, cls: type[nn.Module], *, trace: Trace, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a module that has a place from code around the modules."""
         place = self._places[id(module)]
@@ -635,7 +529,7 @@ class ModuleInterception:
         return output
 
     def _call_again(
-        self, module: nn.Module, cls: type[nn.Module], *, trace: _Trace, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, cls: type[nn.Module], *, trace: Trace, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Repeat a call in a recomputation."""
         assert trace.again is not None
@@ -655,7 +549,7 @@ class ModuleInterception:
             noted.behind.restore()
 
     def _compared(
-        self, module: nn.Module, cls: type[nn.Module], *, trace: _Trace, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, cls: type[nn.Module], *, trace: Trace, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a module, and compare with its description if later chunks pass over it; see ``outcomes.py``."""
         name = self._places[id(module)].name
@@ -669,7 +563,7 @@ class ModuleInterception:
         return output
 
     def _compute(
-        self, module: nn.Module, cls: type[nn.Module], *, trace: _Trace, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, cls: type[nn.Module], *, trace: Trace, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a module, and keep the sources that later chunks want of it."""
         name = self._places[id(module)].name
@@ -704,7 +598,7 @@ class ModuleInterception:
         return encoded(getattr(module.get_submodule(child), name, ABSENT), self._device)
 
     @contextmanager
-    def _watching(self, trace: _Trace, sources: Sequence[Source], outermost: str) -> Iterator[None]:
+    def _watching(self, trace: Trace, sources: Sequence[Source], outermost: str) -> Iterator[None]:
         """Keep the tensors that a module, and modules inside of it, give to their hooks."""
         names = {one.module for one in sources}
 
@@ -724,7 +618,7 @@ class ModuleInterception:
                 handle.remove()
 
     def _stand_in(
-        self, module: nn.Module, trace: _Trace, *, place: PlacedModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, trace: Trace, *, place: PlacedModule, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Return fakes for the outputs of a module of this chunk, and note the sources that it needs."""
         assert trace.origins is not None
@@ -749,7 +643,7 @@ class ModuleInterception:
         return output
 
     def _execute(
-        self, module: nn.Module, trace: _Trace, *, place: PlacedModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, trace: Trace, *, place: PlacedModule, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the forward of a module on fakes, in a run whose operations are recorded."""
         assert trace.operations is not None
@@ -762,7 +656,7 @@ class ModuleInterception:
         trace.operations.note_outcome(place.name, module, output)
         return output
 
-    def _fetched(self, trace: _Trace, source: Source) -> Tensor | None:
+    def _fetched(self, trace: Trace, source: Source) -> Tensor | None:
         """Return a source that this chunk has been sent, else None."""
         if not any(message.leaf == source for message in trace.expected):
             return None
@@ -775,13 +669,13 @@ class ModuleInterception:
         trace.gradients.mark(tensor, source)
         return tensor
 
-    def _received(self, trace: _Trace) -> dict[int | Source, Tensor]:
+    def _received(self, trace: Trace) -> dict[int | Source, Tensor]:
         if trace.received is None:
             tensors = trace.receive()
             trace.received = {message.leaf: one for message, one in zip(trace.expected, tensors, strict=True)}
         return trace.received
 
-    def _computes(self, trace: _Trace, place: PlacedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _computes(self, trace: Trace, place: PlacedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if not trace.computes:
             return False
         if place.block is None:
@@ -791,7 +685,7 @@ class ModuleInterception:
     def _pass_over(
         self,
         module: nn.Module,
-        trace: _Trace,
+        trace: Trace,
         *,
         place: PlacedModule,
         args: tuple[Any, ...],
@@ -838,7 +732,7 @@ class ModuleInterception:
                 module.forward(*args, **kwargs)
         return output
 
-    def _computes_outside(self, trace: _Trace, place: PlacedModule) -> bool:
+    def _computes_outside(self, trace: Trace, place: PlacedModule) -> bool:
         is_before = trace.reached < trace.start
         if place.chunk == 0:
             if not is_before and trace.chunk > 0:
@@ -861,10 +755,10 @@ class ModuleInterception:
         return True
 
     def _computes_block(
-        self, trace: _Trace, place: PlacedModule, *, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, trace: Trace, place: PlacedModule, *, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         if block == trace.stop:
-            end = _BrokenOff(args, kwargs)
+            end = BrokenOff(args, kwargs)
             if trace.send is not None:
                 found: dict[int | Source, Any] = dict(trace.received or {})
                 found.update(trace.computed.items())
@@ -887,7 +781,7 @@ class ModuleInterception:
         return True
 
     def _with_received(
-        self, trace: _Trace, place: PlacedModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, trace: Trace, place: PlacedModule, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         leaves, spec = tree_flatten((args, kwargs))
         if trace.expected and place.block == trace.start and not trace.swaps:
@@ -912,7 +806,7 @@ class ModuleInterception:
         args, kwargs = tree_unflatten(leaves, spec)
         return args, kwargs
 
-    def _swapped(self, trace: _Trace, place: PlacedModule, leaf: Any) -> Any:
+    def _swapped(self, trace: Trace, place: PlacedModule, leaf: Any) -> Any:
         """Return the received tensor for a fake argument, and other arguments as they are."""
         if id(leaf) not in trace.swaps:
             return leaf
@@ -1009,7 +903,7 @@ def _hidden(name: str, arguments: Any) -> str:
     return ""
 
 
-def _keep(trace: _Trace, source: Source, leaves: Sequence[Any]) -> None:
+def _keep(trace: Trace, source: Source, leaves: Sequence[Any]) -> None:
     """Keep a copy of a source: the program may write into a module's outputs."""
     if source.leaf < len(leaves) and isinstance(leaves[source.leaf], Tensor):
         trace.computed[source] = leaves[source.leaf].clone()

@@ -1,0 +1,157 @@
+"""Attributes of modules that were passed over, as they are shown until a run ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_zero.errors import PipelineError
+from lightning_zero.parallel.pipeline.stages.attributes import attribute_spaces
+from lightning_zero.parallel.pipeline.stages.sources import is_fake
+from lightning_zero.trees import tree_leaves
+
+__all__ = ["MISSING", "ShownAttributes", "assign"]
+
+MISSING = object()  # in the place of an attribute that there is not
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """An attribute of a module that was passed over.
+
+    Attributes:
+        space: The dictionary that has it.
+        name: Its key there.
+        before: The value that comes back, unless the program gives the attribute another one.
+        value: The one that it shows.
+        version: Of this, if it is a tensor.
+    """
+
+    space: dict[str, Any]
+    name: str
+    before: Any
+    value: Any
+    version: int
+
+    @property
+    def current(self) -> Any:
+        """The value of now."""
+        return self.space.get(self.name, MISSING)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the program has given the attribute another value, or has written into the tensor."""
+        return self.current is not self.value or _version(self.value) != self.version
+
+    def end(self) -> None:
+        """Give the attribute back its value from before, unless the program has given it one with values."""
+        if not self.is_changed or any(map(is_fake, tree_leaves(self.current))):
+            assign(self.space, self.name, self.before)
+
+
+class ShownAttributes:
+    """The attributes that modules show in a run.
+
+    Args:
+        modules: Those that may be passed over.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._shown: list[_Shown] = []
+        self._lost: list[str] = []  # names of those that the program has given values of another stage, in the last run
+        self._written: set[tuple[int, str]] = set()  # those that it has assigned in all runs
+
+    def show(self, space: dict[str, Any], name: str, value: Any) -> None:
+        """Let an attribute have a value until the run ends."""
+        self._shown.append(_Shown(space, name, space.get(name, MISSING), value, _version(value)))
+        assign(space, name, value)
+
+    @property
+    def values(self) -> list[Any]:
+        """Their values of now, in the order in which they were shown."""
+        return [one.current for one in self._shown]
+
+    @property
+    def assigned(self) -> list[Any]:
+        """The values without numbers that the program has given attributes of modules, in this run."""
+        left = {id(one.value) for one in self._shown if not one.is_changed}  # by the modules themselves
+        kept = [
+            value for module in self._modules for space in attribute_spaces(module).values() for value in space.values()
+        ]
+        leaves = [leaf for value in kept if isinstance(value, (Tensor, tuple, list)) for leaf in tree_leaves(value)]
+        return [one.current for one in self._shown if one.is_changed] + [
+            leaf for leaf in leaves if is_fake(leaf) and id(leaf) not in left
+        ]
+
+    @contextmanager
+    def shown_by(self, show: Callable[[], None]) -> Iterator[None]:
+        """Show the attributes that ``show`` does for a while; those that are shown inside stay until the run ends."""
+        before = len(self._shown)
+        show()
+        shown = self._shown[before:]
+        del self._shown[before:]
+        try:
+            yield
+        finally:
+            for one in reversed(shown):
+                one.end()
+
+    def showing(self) -> Callable[[], AbstractContextManager[None]]:
+        """Return a function that makes a context in which modules show the attributes of now, for a recomputation."""
+        now = [(one.space, one.name, one.current) for one in self._shown]
+
+        @contextmanager
+        def shown() -> Iterator[None]:
+            before = [(space, name, space.get(name, MISSING)) for space, name, _ in now]
+            try:
+                for one in now:
+                    assign(*one)
+                yield
+            finally:
+                for one in before:
+                    assign(*one)
+
+        return shown
+
+    def end(self) -> None:
+        """Give the attributes back their values, but those that the program has assigned."""
+        changed = [one for one in self._shown if one.is_changed]
+        self._lost = [one.name for one in changed if any(map(is_fake, tree_leaves(one.current)))]
+        self._written.update((id(one.space), one.name) for one in changed)
+        while self._shown:
+            self._shown.pop().end()
+
+    def take_written(self) -> set[tuple[int, str]]:
+        """Return the attributes that the program has assigned since the last call: ``id`` of the dictionary and key."""
+        written, self._written = self._written, set()
+        return written
+
+    def require_kept(self) -> None:
+        """Refuse values of an earlier stage that the program has given attributes in the last run.
+
+        Raises:
+            PipelineError: There are some.
+        """
+        for name in self._lost:
+            raise PipelineError(
+                f"The step gives the attribute `{name}` of a module of another pipeline stage a value that an earlier"
+                " stage computes, and it could not be told before the step that it is needed. Compute it in the module,"
+                " or in every batch."
+            )
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+def assign(space: dict[str, Any], name: str, value: Any) -> None:
+    """Give an attribute a value, or remove it for ``MISSING``."""
+    if value is MISSING:
+        space.pop(name, None)
+    else:
+        space[name] = value
