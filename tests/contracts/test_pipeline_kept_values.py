@@ -144,6 +144,58 @@ class ReadsBehindAnError(Program):
         return loss * self.blocks[0].temperature
 
 
+class OfTwoLengths(ReadsBehindAnError):
+    lengths = (5, 5, 5, 7)
+
+
+class Cools(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = 1.0
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.temperature *= 0.9
+        self.calls += 1
+        return super().forward(x * self.temperature / self.calls)
+
+
+class ReadsNumbersOfInstances(Program):
+    block = Cools
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("temperature", self.blocks[0].temperature, **EPOCH)
+        self.log("calls", float(self.blocks[0].calls), **EPOCH)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("validated", super().training_step(batch, batch_idx) * self.blocks[0].temperature, **EPOCH)
+
+
+class Sums(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stats: dict[str, Any] = {}
+
+    def forward(self, x: Tensor) -> Any:
+        x = super().forward(x)
+        self.stats["load"] = self.stats.get("load", 0.0) + x.detach().abs().mean()
+        self.aux = getattr(self, "aux", 0.0) + x.detach().abs().mean()
+        return x
+
+
+class Pops(Program):
+    block = Sums
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        total = sum(block.stats.pop("load") + block.aux for block in self.blocks)
+        for block in self.blocks:
+            del block.aux
+        return loss / (1.0 + total)
+
+
 class ReadsLateInside(Counting):
     before: tuple[Any, ...] = ()
 
@@ -304,6 +356,41 @@ class PrintsOnTheLastRank(Program):
         return loss
 
 
+class Numbers(Program):
+    """The loop over the blocks sets their numbers, also of those that the first stages do not come to."""
+
+    def body(self, hidden: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            block.index = index
+            hidden = block(hidden)
+        return hidden
+
+
+class ScaledByAHook(Block):
+    owner: Any = ()
+
+    def forward(self, x: Tensor) -> Any:
+        x = super().forward(x)
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad * self.owner[0].scale)
+        return x
+
+
+class SetsBehind(Program):
+    block, scale = ScaledByAHook, 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.owner = (self,)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.scale = 1.0 / (1.0 + batch.double().mean().item())
+        return loss
+
+
+IN_PIECES = (CountedInPieces, HookedInPieces, ReadsBehindAnError, ReadsNumbersOfInstances)
 PROGRAMS = {
     cls.__name__: cls
     for cls in (
@@ -315,6 +402,9 @@ PROGRAMS = {
         SavesOnNan,
         ReadsManyValues,
         ReadsBehindAnError,
+        OfTwoLengths,
+        ReadsNumbersOfInstances,
+        Pops,
         LateReadByABlock,
         HookOfAFlag,
         ReadByAPreHook,
@@ -340,6 +430,25 @@ def test_numbers_in_a_container_of_a_block_that_a_later_block_reads_are_refused(
         run(fit, 2, DictReadByABlock)
 
 
+def test_an_attribute_that_is_set_behind_the_blocks_and_read_in_a_backward_is_refused() -> None:
+    with pytest.raises(
+        PipelineError,
+        match="`scale` of `SetsBehind` is changed by code after the blocks of `blocks` and read in the backward",
+    ):
+        run(fit, 2, SetsBehind)
+
+
+def _fit_on_four(rank: int, world: int) -> list[int]:
+    strategy = ZeroStrategy(stage=1, pipeline=Pipeline(stages=4, partition="uniform", microbatches=4))
+    module = seeded(Numbers)
+    trainer(rank, world, strategy, max_epochs=1).fit(module, DataLoader(batches(), batch_size=None))  # type: ignore[arg-type]
+    return [vars(module.blocks[rank])["index"]]  # type: ignore[arg-type]
+
+
+def test_attributes_that_the_loop_over_the_blocks_sets_train_on_four_stages() -> None:
+    assert run(_fit_on_four, 4) == [[0], [1], [2], [3]]
+
+
 def _fit_in_pieces(rank: int, world: int, program: type[Program], schedule: str) -> dict[str, Tensor]:
     pipeline = None
     if world > 1:
@@ -353,9 +462,9 @@ def _fit_in_pieces(rank: int, world: int, program: type[Program], schedule: str)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
-@pytest.mark.parametrize("name", ["CountedInPieces", "HookedInPieces"])
+@pytest.mark.parametrize("name", [one.__name__ for one in IN_PIECES])
 def test_micro_batches_train_as_one_rank_that_accumulates(name: str, schedule: str) -> None:
-    program = {one.__name__: one for one in (CountedInPieces, HookedInPieces)}[name]
+    program = {one.__name__: one for one in IN_PIECES}[name]
     weights = run(_fit_in_pieces, 1, program, schedule)[0]
     for found in run(_fit_in_pieces, 2, program, schedule):
         for key, value in weights.items():

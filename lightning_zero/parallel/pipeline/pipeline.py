@@ -109,12 +109,17 @@ class PipelineStage:
     attributes: BackwardAttributes
     logging: CallLog
 
-    def apart(self, run: Callable[[], T], modules: Iterable[nn.Module], *, is_survey: bool = False) -> T:
+    def apart(self, run: Callable[[], T], modules: Iterable[nn.Module]) -> T:
         """Run something that leaves no trace in the generators, and in the state of modules."""
         found = list(modules)
         generators = GeneratorState(generators_of(found).values())
-        placed = self.placed.put_back(looks_at_all=not is_survey)
-        with placed, put_back(found), ModuleState(found).shown(), HookState(self.module).shown(), generators.shown():
+        with (
+            self.placed.put_back(),
+            put_back(found),
+            ModuleState(found).shown(),
+            HookState(self.module).shown(),
+            generators.shown(),
+        ):
             result: T = self.streams.apart(run)
         return result
 
@@ -382,7 +387,7 @@ class PipelineRunner(Generic[Step]):
                     look(partial(self._route.survey, step, index))
                     self._streams.leave_common()
 
-        self._stage.apart(run, self._route.modules_in_survey, is_survey=True)
+        self._stage.apart(run, self._route.modules_in_survey)
 
     def evaluate(self, step: Step, name: str) -> Any:
         """Run the forward of one batch, after ``prepare``; return the step's result on the last stage, else None.
@@ -458,8 +463,8 @@ class PipelineRunner(Generic[Step]):
 
     def _keeping(self, action: Action) -> AbstractContextManager[None]:
         """Return a context for a forward, whose backward finds the attributes that it leaves."""
-        looks_at_all = self._is_new or action.microbatch == 0
-        return self._stage.attributes.forward(action.chunk, action.microbatch, looks_at_all=looks_at_all)
+        looks_inside = self._is_new or action.microbatch == 0
+        return self._stage.attributes.forward(action.chunk, action.microbatch, looks_inside=looks_inside)
 
     @contextmanager
     def _state_of(self, chunk: int) -> Iterator[None]:
@@ -525,6 +530,7 @@ class PipelineRunner(Generic[Step]):
         with (
             self._working(),
             self.hooks.watched(chunk),
+            self.around.watched_backward(chunk),
             self._stage.attributes.backward(chunk, index, is_last=action.kind != "backward_input"),
             self._stage.logging.backward(chunk, index),
             self._engine.microbatch(microbatch),

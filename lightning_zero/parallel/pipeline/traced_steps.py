@@ -94,7 +94,7 @@ class TracedSteps:
         self._outcomes: dict[Hashable, dict[int, dict[tuple[str, int], Outcome]]] = {}  # of own chunks, by kind of step
         self._described: Counter[Hashable] = Counter()  # descriptions, by method
         self._partial: set[tuple[Hashable, int]] = set()  # kinds and chunks whose descriptions have ended by an error
-        self._late: dict[tuple[Hashable, int], set[Source]] = {}  # numbers that these read all the same
+        self._late: dict[tuple[Hashable, int], set[Source]] = {}  # numbers that these read all the same, by method
         self._kinds: Sequence[Hashable] = ()  # of the step that follows, by micro-batch
         self._running: list[dict[int, tuple[Message, ...]]] = []  # of the step that follows, by micro-batch
 
@@ -142,7 +142,7 @@ class TracedSteps:
             late=late,
         )
         if late:
-            self._late.setdefault((kind, chunk), set()).update(late)
+            self._late.setdefault((_method_of(kind), chunk), set()).update(late)
             self._messages.pop(kind, None)  # it is described once more, before the next batch
         return found
 
@@ -171,7 +171,6 @@ class TracedSteps:
                 for kind in known.keys() - set(kinds):
                     del known[kind]
             self._partial = {one for one in self._partial if one[0] in self._messages}
-            self._late = {one: found for one, found in self._late.items() if one[0] in self._messages}
 
     def messages(self, kinds: Sequence[Hashable]) -> list[dict[int, tuple[Message, ...]]]:
         """Return which leaves go into every chunk in the step that follows, by micro-batch."""
@@ -215,14 +214,18 @@ class TracedSteps:
         found = [self._apart(chunk, look(False))]
         if found[0].has_guessed:
             found.append(self._apart(chunk, look(True)))
-        (self._partial.discard if any(one.is_whole for one in found) else self._partial.add)((kind, chunk))
-        late = dict.fromkeys(sorted(self._late.get((kind, chunk), ()), key=repr), NUMBER)
+        late = self._late.setdefault((_method_of(kind), chunk), set())
+        is_partial = not any(one.is_whole for one in found)
+        (self._partial.add if is_partial else self._partial.discard)((kind, chunk))
+        if is_partial:
+            late |= self._apart(chunk, partial(self._interception.read_in_survey, copied(), chunk))
         needed = {source: shape for one in found for source, shape in one.sources.items()}
-        return {**needed, **late}, {key: outcome for one in reversed(found) for key, outcome in one.outcomes.items()}
+        needed |= dict.fromkeys(sorted(late, key=repr), NUMBER)
+        return needed, {key: outcome for one in reversed(found) for key, outcome in one.outcomes.items()}
 
     def _outside(self, kind: Hashable) -> OutsideState | None:
         """Return the state outside of modules if a step is to be compared with the whole one: the first ones are."""
-        method = kind[0] if isinstance(kind, tuple) else kind
+        method = _method_of(kind)
         self._described[method] += 1  # the same on all ranks
         is_late = self._described[method] > _MOST_COMPARED
         return None if is_late or not any(self._own_chunks) else OutsideState(self._stage.module.modules())
@@ -326,6 +329,11 @@ class TracedSteps:
                 return look()
 
         return self._stage.apart(run, self._around)
+
+
+def _method_of(kind: Hashable) -> Hashable:
+    """Return the name of the method whose step a kind is one of."""
+    return kind[0] if isinstance(kind, tuple) else kind
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_zero.parallel.module_state import fields_of
 from lightning_zero.parallel.pipeline.stages.subclasses import original_class, subclass_of
 
-__all__ = ["AttributeReads", "Key", "Watch"]
+__all__ = ["AttributeReads", "Key", "Watch", "When"]
 
 Key = tuple[str, str]  # name of a module and of its attribute or module buffer
 
@@ -32,6 +32,14 @@ _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _LOADS = ("LOAD_CONST", "LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_SMALL_INT")
 
 
+class When(Enum):
+    """Times of reads."""
+
+    IN_STEP = "in a step"
+    IN_BACKWARD = "in a backward"
+    BETWEEN = "between two steps"
+
+
 @dataclass
 class Watch:
     """Attributes that are watched.
@@ -39,6 +47,7 @@ class Watch:
     Attributes:
         refused: Keys that must not be read.
         is_noting: Other reads are noted.
+        is_backward: A backward reads them.
         seen: Keys that were read before they were written.
         written: Keys that were written.
         touched: Keys that were read or written in any way.
@@ -47,6 +56,7 @@ class Watch:
 
     refused: Collection[Key]
     is_noting: bool
+    is_backward: bool = False
     seen: set[Key] = field(default_factory=set)
     written: set[Key] = field(default_factory=set)
     touched: set[Key] = field(default_factory=set)
@@ -60,7 +70,7 @@ class AttributeReads:
         modules: By name.
         noted: Names of those whose reads are noted.
         ignored: Names of attributes that are not watched.
-        refuse: Returns the error of a read of a key; also told whether it is between two steps.
+        refuse: Returns the error of a read of a key at a time.
     """
 
     def __init__(
@@ -68,7 +78,7 @@ class AttributeReads:
         modules: Mapping[str, nn.Module],
         noted: Collection[str],
         ignored: Collection[str],
-        refuse: Callable[[Key, bool], Exception],
+        refuse: Callable[[Key, When], Exception],
     ) -> None:
         self._modules = modules
         self._names = {id(child): name for name, child in modules.items()}
@@ -148,7 +158,8 @@ class AttributeReads:
                 self._raise(key, watch)
 
     def _raise(self, key: Key, watch: Watch) -> None:
-        watch.refusal = self._refuse(key, bool(self._between))
+        inside = When.IN_BACKWARD if watch.is_backward else When.IN_STEP
+        watch.refusal = self._refuse(key, When.BETWEEN if self._between else inside)
         raise watch.refusal
 
     def _note_write(self, module: nn.Module, name: str) -> None:

@@ -4,48 +4,57 @@ Note [Backwards that read attributes]
     On one rank the backward of a micro-batch follows its forward. A pipeline runs forwards of later micro-batches in
     between, so code that a backward runs (a function under ``torch.utils.checkpoint`` inside of a block, a hook on a
     gradient) would find the attributes of another micro-batch: ``block.mask = ...``. So attributes that forwards change
-    are kept for every micro-batch, and bound again while its backward runs. If the backward changes one, the value
-    stays; to a number, which is taken for a count, the difference is added.
+    are kept for every micro-batch, and bound again while its backward runs.
+
+Note [Backwards that change attributes]
+    A recomputation counts as its forward does, and a hook keeps a norm. An attribute that a backward changes as well is
+    not kept any more: the backward works on the value of now, as forwards do. In the first backward that changes it,
+    the difference to the value that was shown is added to the value of now.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from lightning_zero.parallel.pipeline.stages.attributes import OF_MODULES, own_spaces
+from lightning_zero.parallel.module_state import fields_of
+from lightning_zero.parallel.pipeline.stages.attributes import OF_MODULES
 from lightning_zero.parallel.pipeline.stages.split import Split, modules_around
 
 __all__ = ["BackwardAttributes"]
 
-_Key = tuple[nn.Module, str, Any]  # module, dictionary among its attributes, and key
+_Key = tuple[nn.Module, str, Any]  # module; attribute with a dictionary or an object, or ""; key, or attribute of it
 _MISSING = object()
 _CONSTANT = OF_MODULES - {"training"}  # attributes of every module, which hold its parts
+_PLAIN = (bool, int, float, str, type(None), Tensor, nn.Module, list, tuple, set)  # without attributes that change
+_MOST_ITEMS = 64  # of a dictionary that is looked into
 
 
 @dataclass(frozen=True)
 class _Attribute:
     """An attribute, and its value at one time."""
 
+    key: _Key
     space: dict[Any, Any]
-    name: Any
     value: Any
 
     @property
     def current(self) -> _Attribute:
         """The attribute with its value of now."""
-        return _Attribute(self.space, self.name, self.space.get(self.name, _MISSING))
+        return _Attribute(self.key, self.space, self.space.get(self.key[2], _MISSING))
 
     def bind(self) -> None:
         """Give the attribute the value."""
         if self.value is _MISSING:
-            self.space.pop(self.name, None)
+            self.space.pop(self.key[2], None)
         else:
-            self.space[self.name] = self.value
+            self.space[self.key[2]] = self.value
 
 
 @dataclass
@@ -57,7 +66,8 @@ class BackwardAttributes:
     """
 
     modules: dict[int, Sequence[nn.Module]]
-    _changing: dict[_Key, None] = field(default_factory=dict)  # in the order in which they were found
+    _changing: dict[_Key, None] = field(default_factory=dict)  # by forwards, in the order in which they were found
+    _of_backwards: set[_Key] = field(default_factory=set)  # that backwards change as well
     _kept: dict[tuple[int, int], list[_Attribute]] = field(default_factory=dict)  # by chunk and micro-batch
 
     @staticmethod
@@ -78,21 +88,22 @@ class BackwardAttributes:
         })  # fmt: skip
 
     @contextmanager
-    def forward(self, chunk: int, index: int, *, looks_at_all: bool) -> Iterator[None]:
+    def forward(self, chunk: int, index: int, *, looks_inside: bool) -> Iterator[None]:
         """Run the forward of a micro-batch, and keep the attributes that forwards change.
 
         Args:
             chunk: The chunk.
             index: The micro-batch.
-            looks_at_all: Also looks for attributes that are new among these.
+            looks_inside: Also looks for new ones among items of dictionaries and attributes of objects.
         """
-        before = self._values(chunk) if looks_at_all else {}
+        before = [_Values.of(module, looks_inside=looks_inside) for module in self.modules[chunk]]
         yield
-        if looks_at_all:
-            self._compare(chunk, before, self._values(chunk))
+        for one in before:
+            self._compare(chunk, one)
         own = set(map(id, self.modules[chunk]))
-        found = [_found(*key) for key in self._changing if id(key[0]) in own]
-        self._kept[chunk, index] = [one for one in found if one is not None]
+        found = [_found(key) for key in self._changing if id(key[0]) in own and key not in self._of_backwards]
+        distinct = {(id(one.space), one.key[2]): one for one in found if one is not None}  # modules may share an object
+        self._kept[chunk, index] = list(distinct.values())
 
     @contextmanager
     def backward(self, chunk: int, index: int, *, is_last: bool) -> Iterator[None]:
@@ -104,52 +115,124 @@ class BackwardAttributes:
             is_last: No backward of the micro-batch in this chunk follows.
         """
         kept = (self._kept.pop if is_last else self._kept.get)((chunk, index), [])
-        now = [(one, one.current) for one in kept]
+        now = [(one, one.current) for one in kept if one.key not in self._of_backwards]
         shown = [(one, was) for one, was in now if one.value is not was.value]
+        orders = {id(one.space): (one.space, list(one.space)) for one, _ in shown if one.value is _MISSING}
         for one, _ in shown:
             one.bind()
         try:
             yield
         finally:
+            changed = [one for one, _ in now if one.current.value is not one.value]
+            self._of_backwards.update(one.key for one in changed)
             for one, was in shown:
                 _leave(one, was)
+            for space, order in orders.values():
+                _reorder(space, order)
 
     def forget(self) -> None:
         """Forget the micro-batches."""
         self._kept.clear()
 
-    def _compare(self, chunk: int, before: dict[_Key, Any], after: dict[_Key, Any]) -> None:
+    def _compare(self, chunk: int, before: _Values) -> None:
         """Note the attributes that a forward has changed; micro-batches before it have left the value from before."""
-        for key in before.keys() | after.keys():
-            old = before.get(key, _MISSING)
-            if old is not after.get(key, _MISSING) and key not in self._changing:
+        for key, old in before.changed():
+            if key not in self._changing:
                 self._changing[key] = None
-                found = _found(*key)
-                if found is not None:
-                    earlier = [kept for (one, _), kept in self._kept.items() if one == chunk]
-                    for kept in earlier:
-                        kept.append(_Attribute(found.space, found.name, old))
-
-    def _values(self, chunk: int) -> dict[_Key, Any]:
-        return {
-            (module, kept, name): value
-            for module in self.modules[chunk]
-            for kept, space in own_spaces(module).items()
-            for name, value in space.items()
-            if kept or name not in _CONSTANT
-        }
+                found = _found(key)
+                earlier = [kept for (one, _), kept in self._kept.items() if one == chunk and found is not None]
+                for kept in earlier:
+                    assert found is not None
+                    kept.append(_Attribute(key, found.space, old))
 
 
-def _found(module: nn.Module, kept: str, name: Any) -> _Attribute | None:
-    """Return an attribute with its value; None if the dictionary that it was in is gone."""
-    space = own_spaces(module).get(kept) if kept else vars(module)
-    return None if space is None else _Attribute(space, name, space.get(name, _MISSING))
+@dataclass(frozen=True)
+class _Values:
+    """The values of a module's attributes at one time.
+
+    Attributes:
+        module: The module.
+        names: Of its attributes.
+        values: Of its attributes.
+        inside: Items of dictionaries and attributes of objects, by the attribute that has the dictionary or object.
+    """
+
+    module: nn.Module
+    names: list[str]
+    values: list[Any]
+    inside: dict[str, dict[Any, Any]]
+
+    @staticmethod
+    def of(module: nn.Module, *, looks_inside: bool) -> _Values:
+        own = vars(module)
+        inside = {"_buffers": dict(module._buffers)}
+        for name, value in own.items() if looks_inside else ():
+            space = None if name in OF_MODULES else _space_of(value)
+            if space is not None:
+                inside[name] = dict(space)
+        return _Values(module, list(own), list(own.values()), inside)
+
+    def changed(self) -> Iterator[tuple[_Key, Any]]:
+        """Yield the attributes that have another value by now, and their values from before."""
+        own = vars(self.module)
+        is_same = len(own) == len(self.names) and all(map(operator.is_, own.values(), self.values))
+        if not is_same:
+            yield from self._differing("", own, dict(zip(self.names, self.values, strict=True)))
+        for name, before in self.inside.items():
+            space = self.module._buffers if name == "_buffers" else _space_of(own.get(name))
+            if space is not None and not (
+                len(space) == len(before) and all(map(operator.is_, space.values(), before.values()))
+            ):
+                yield from self._differing(name, space, before)
+
+    def _differing(self, name: str, now: dict[Any, Any], before: dict[Any, Any]) -> Iterator[tuple[_Key, Any]]:
+        for key in [*before, *(key for key in now if key not in before)]:
+            old = before.get(key, _MISSING)
+            if now.get(key, _MISSING) is not old and not (name == "" and key in _CONSTANT):
+                yield (self.module, name, key), old
+
+
+def _space_of(value: Any) -> dict[Any, Any] | None:
+    """Return the dictionary in which a value has items or attributes; None of other values, and of large ones."""
+    if isinstance(value, dict):
+        return value if len(value) <= _MOST_ITEMS else None
+    if isinstance(value, _PLAIN) or fields_of(value) is None:
+        return None
+    return getattr(value, "__dict__", None)
+
+
+def _found(key: _Key) -> _Attribute | None:
+    """Return an attribute with its value; None if the dictionary or object that it was in is gone, or large by now."""
+    module, name, item = key
+    own = vars(module)
+    space = own if name == "" else module._buffers if name == "_buffers" else _space_of(own.get(name))
+    return None if space is None else _Attribute(key, space, space.get(item, _MISSING))
 
 
 def _leave(shown: _Attribute, was: _Attribute) -> None:
-    """Bind the value from before a backward, unless the backward has bound another one."""
+    """Bind the value from before a backward; where the backward has bound another one, add the difference to it."""
     now = shown.current.value
     if now is shown.value:
         was.bind()
-    elif all(isinstance(value, (int, float)) and type(value) is not bool for value in (now, shown.value, was.value)):
-        shown.space[shown.name] = was.value + (now - shown.value)
+    elif _can_be_summed([now, shown.value, was.value]):
+        shown.space[shown.key[2]] = was.value + (now - shown.value)
+
+
+def _can_be_summed(values: Sequence[Any]) -> bool:
+    """Say whether values are numbers, or tensors of one shape without a graph."""
+    if all(isinstance(value, (int, float)) and type(value) is not bool for value in values):
+        return True
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    kinds = {(tuple(one.shape), one.dtype, one.device, one.requires_grad) for one in tensors}
+    return (
+        len(tensors) == len(values)
+        and len(kinds) == 1
+        and not (tensors[0].requires_grad or tensors[0].dtype is torch.bool)
+    )
+
+
+def _reorder(space: dict[Any, Any], order: Sequence[Any]) -> None:
+    """Give a dictionary the order of keys that it had."""
+    if list(space)[: len(order)] != order:
+        for key in [key for key in order if key in space] + [key for key in space if key not in order]:
+            space[key] = space.pop(key)

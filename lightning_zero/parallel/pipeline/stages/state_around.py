@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.module_state import fields_of, set_buffer, unregistered_modules
-from lightning_zero.parallel.pipeline.stages.attribute_reads import AttributeReads, Key, Watch
+from lightning_zero.parallel.pipeline.stages.attribute_reads import AttributeReads, Key, Watch, When
 from lightning_zero.parallel.pipeline.stages.own_changes import OwnChanges, StageChanges, own_modules
 from lightning_zero.parallel.pipeline.stages.split import Split
 from lightning_zero.parallel.pipeline.stages.state_marks import MOST_BYTES, Mark, differ, fingerprint, has_fake, mark
@@ -86,12 +86,14 @@ class _View:
         changed: Keys that this batch has changed.
         read: The last micro-batch that has read a key before it has written it.
         touched: Keys that were read or written in any way.
+        in_backward: Keys that a backward has read before it has written them.
     """
 
     values: dict[Key, Any]
     changed: set[Key]
     read: dict[Key, int]
     touched: set[Key]
+    in_backward: set[Key] = field(default_factory=set)
 
 
 class _Kept:
@@ -168,7 +170,7 @@ class _Kept:
 
     def all_keys(self) -> set[Key]:
         """Return the keys that are kept alike, now or before the batch."""
-        before = {key for key in self.before if key[0] in self.around or key in self.reset}
+        before = {key for key in self.before if key[0] in self.around} | self.reset
         return before | {key for key, _, _ in self.items()}
 
     def changed_in_places(self, written: Collection[tuple[int, str]]) -> dict[Key, Any]:
@@ -177,11 +179,22 @@ class _Kept:
         Args:
             written: Assigned attributes, also those that have the value from before: ``id`` of the dictionary, and key.
         """
-        return {
+        spaces = {space for space, _ in written}
+        found = {
             key: fingerprint(value)
             for key, is_buffer, value in self.items_of(self._placed)
-            if (id(self.space(key, is_buffer=is_buffer)), key[1]) in written or self.has_changed(key)
+            if (id(self.space(key, is_buffer=is_buffer)), key[1]) in written
+            or (isinstance(value, dict) and id(value) in spaces)
+            or self.has_changed(key)
         }
+        deleted = {key for key in self.before if key[0] in self._placed}
+        deleted |= {
+            (name, key)
+            for name, child in self._placed.items()
+            for space, key in written
+            if space == id(vars(child)) and key not in self.ignored
+        }
+        return found | {key: fingerprint(Mark.MISSING) for key in deleted if self.value_of(key) is Mark.MISSING}
 
 
 class StateAround:
@@ -265,7 +278,25 @@ class StateAround:
                 read.update(dict.fromkeys(watch.seen, index))
                 touched |= watch.touched
             values = {key: fingerprint(value) for key, _, value in self._kept.items()}
-            self._views[chunk] = _View(values, self._kept.changed(), read, touched)
+            in_backward = set() if before is None else before.in_backward
+            self._views[chunk] = _View(values, self._kept.changed(), read, touched, in_backward)
+
+    @contextmanager
+    def watched_backward(self, chunk: int) -> Iterator[None]:
+        """Watch which attributes a backward reads, in front of the last chunk, whose forwards have run all of the step.
+
+        Raises:
+            PipelineError: It reads state that code behind the chunk changes.
+        """
+        if chunk == self._split.num_chunks - 1:
+            yield
+            return
+        refused = self._stale | self._behind.get(self._name, {}).get(chunk, set())
+        watch = Watch(refused, is_noting=self._is_noting, is_backward=True)
+        with self._watching.watched(watch) if refused or self._is_noting else nullcontext():
+            yield
+        if self._is_noting:
+            self._views[chunk].in_backward |= watch.seen
 
     def _watch_of(self, chunk: int, index: int) -> Watch | None:
         is_last = chunk == self._split.num_chunks - 1
@@ -314,6 +345,8 @@ class StateAround:
             reads.setdefault(chunk, set()).update(read)
             for key in sorted(found & read):
                 raise self._error(key, chunk)
+            for key in sorted(found & view.in_backward):
+                raise self._refusal(key, When.IN_BACKWARD)
 
     def _changed_alone(self) -> StageChanges:
         """Return the changes of this batch in modules of this stage, and in its backward."""
@@ -336,7 +369,8 @@ class StateAround:
         """
         last = changed[(self._split.num_chunks - 1) % self._split.stages]
         for key, value in last.items():
-            if value is not None and any(one.get(key, Mark.MISSING) != value for one in changed):
+            owner = changed[self._split.chunk_of(key[0]) % self._split.stages]  # no other stage uses the module
+            if value is not None and owner.get(key, Mark.MISSING) != value:
                 self._require_one_microbatch(key)
                 self._kept.reset.add(key)
 
@@ -464,9 +498,15 @@ class StateAround:
         self._watching.end_between_steps()
         self._stale &= self._between  # the program has assigned the others
 
-    def _refusal(self, key: Key, is_between: bool) -> PipelineError:
-        if not is_between:
+    def _refusal(self, key: Key, when: When) -> PipelineError:
+        if when is When.IN_STEP:
             return self._error(key, None)
+        if when is When.IN_BACKWARD:
+            return PipelineError(
+                f"`{'.'.join(filter(None, key))}` of `{self._root}` is changed by code after the blocks of"
+                f" `{self._split.blocks}` and read in the backward, by a hook on a gradient or by code that is computed"
+                " again, on a pipeline stage that does not have the new value then. Assign it before the blocks."
+            )
         if key in self._own.in_backward and key not in self._stale:
             return PipelineError(
                 f"`{'.'.join(filter(None, key))}` of `{self._root}` is read between two steps, and changed in the"

@@ -417,6 +417,7 @@ class Fakes:
     def zeros(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the outputs of a call as zeros that take no memory."""
         call, inputs = self._call(module, args, kwargs, are_sources=False)
+        self._times[self._names[id(module)]] += 1
         return self._result(module, call, inputs, lambda _, known: zeros(known), given=(args, kwargs))
 
     def _result(

@@ -205,17 +205,21 @@ class ModuleInterception:
         self._fakes.require_strong(trace.origins.results)
         return Needs(trace.origins.needed, trace.outcomes, self._fakes.mode.num_reads > 0, is_whole)
 
-    def _number_reads(self, trace: Trace, note_read: Callable[[str, str, str], None]) -> AbstractContextManager[None]:
+    def _number_reads(
+        self, trace: Trace, note_read: Callable[[str, str, str], None], *, before: int | None = None
+    ) -> AbstractContextManager[None]:
         """Watch which numbers in attributes of earlier chunks' modules code between the modules reads.
 
         Args:
             trace: The run.
             note_read: Called with the name of the module with a place, that of the submodule, and the attribute.
+            before: The chunk that the others are earlier than; None: that of the run.
         """
+        chunk = trace.chunk if before is None else before
         owners: dict[int, tuple[str, str]] = {}  # module with a place, and name in it, by `id`
         watched: list[nn.Module] = []
         for module, place in zip(self._modules, self._split.places, strict=True):
-            for name, child in module.named_modules() if place.chunk < trace.chunk else ():
+            for name, child in module.named_modules() if place.chunk < chunk else ():
                 owners.setdefault(id(child), (place.name, name))
                 watched.append(child)
 
@@ -224,7 +228,7 @@ class ModuleInterception:
                 return
             # Inside of modules, a hook of the program or a module of this chunk reads it.
             reader = self._fakes.reader if trace.is_inside else ""
-            is_here = not reader or self._split.chunk_of(reader) == trace.chunk
+            is_here = not reader or self._split.chunk_of(reader) == chunk
             is_object = trace.is_inside and fields_of(value) is not None  # its changes behind the blocks are told
             if is_here and not is_object and (value is None or value is ABSENT or is_sent(value) or _is_empty(value)):
                 note_read(*owners[id(module)], name)
@@ -297,6 +301,14 @@ class ModuleInterception:
             finally:
                 operations.end()
         return None
+
+    def read_in_survey(self, step: Callable[[], Any], chunk: int) -> set[Source]:
+        """Return the numbers of earlier chunks that a step reads in a survey, whose tensors are zeros with values."""
+        found: set[Source] = set()
+        trace = Trace(-1, 0, 0, computes=False)
+        with _ends_suppressed(), self._number_reads(trace, self._note_of_late(trace, found), before=chunk):
+            self._run(step, trace)
+        return found
 
     def take_written(self) -> set[tuple[int, str]]:
         """Return the attributes of modules of other chunks that the program has assigned since the last call.

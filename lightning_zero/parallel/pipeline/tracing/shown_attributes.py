@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -76,15 +76,24 @@ class ShownAttributes:
         """Their values of now, in the order in which they were shown."""
         return [one.current for one in self._shown]
 
+    def _latest(self) -> list[_Shown]:
+        """Return each attribute once: its value from before the run, and the one that was shown last."""
+        found: dict[tuple[int, str], _Shown] = {}
+        for one in self._shown:
+            key = (id(one.space), one.name)
+            found[key] = replace(one, before=found[key].before) if key in found else one
+        return list(found.values())
+
     @property
     def assigned(self) -> list[Any]:
         """The values without numbers that the program has given attributes of modules, in this run."""
-        left = {id(one.value) for one in self._shown if not one.is_changed}  # by the modules themselves
+        latest = self._latest()
+        left = {id(one.value) for one in latest if not one.is_changed}  # by the modules themselves
         kept = [
             value for module in self._modules for space in attribute_spaces(module).values() for value in space.values()
         ]
         leaves = [leaf for value in kept if isinstance(value, (Tensor, tuple, list)) for leaf in tree_leaves(value)]
-        return [one.current for one in self._shown if one.is_changed] + [
+        return [one.current for one in latest if one.is_changed] + [
             leaf for leaf in leaves if is_fake(leaf) and id(leaf) not in left
         ]
 
@@ -120,11 +129,13 @@ class ShownAttributes:
 
     def end(self) -> None:
         """Give the attributes back their values, but those that the program has assigned."""
-        changed = [one for one in self._shown if one.is_changed]
+        latest = self._latest()
+        changed = [one for one in latest if one.is_changed]
         self._lost = [one.name for one in changed if any(map(is_fake, tree_leaves(one.current)))]
         self._written.update((id(one.space), one.name) for one in changed)
-        while self._shown:
-            self._shown.pop().end()
+        self._shown.clear()
+        for one in latest:
+            one.end()
 
     def take_written(self) -> set[tuple[int, str]]:
         """Return the attributes that the program has assigned since the last call: ``id`` of the dictionary and key."""

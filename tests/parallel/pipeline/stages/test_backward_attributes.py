@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -24,7 +27,7 @@ class Block(nn.Module):
 
 def _forward(attributes: BackwardAttributes, index: int, **values: Any) -> None:
     (block,) = attributes.modules[0]
-    with attributes.forward(0, index, looks_at_all=True):
+    with attributes.forward(0, index, looks_inside=True):
         for name, value in values.items():
             setattr(block, name, value)
 
@@ -60,35 +63,80 @@ def test_an_attribute_that_came_later_is_missing_and_comes_back() -> None:
     attributes = BackwardAttributes({0: [Block()]})
     (block,) = attributes.modules[0]
     _forward(attributes, 0, new=1)
-    with attributes.forward(0, 1, looks_at_all=False):
+    with attributes.forward(0, 1, looks_inside=False):
         del block.new
     with _backward(attributes, 0):
         assert block.new == 1
     assert not hasattr(block, "new")
 
 
+@pytest.mark.parametrize("make", [OrderedDict, lambda: defaultdict(int), dict])
+def test_an_item_that_came_later_keeps_its_place(make: Any) -> None:
+    attributes = BackwardAttributes({0: [Block()]})
+    (block,) = attributes.modules[0]
+    block.table = make()
+    for index in range(2):
+        with attributes.forward(0, index, looks_inside=True):
+            block.table.update({f"of-{index}": index, f"and-{index}": index})
+    with _backward(attributes, 0):
+        assert [*block.table] == ["of-0", "and-0"]
+    assert [*block.table] == ["of-0", "and-0", "of-1", "and-1"]
+
+
+def test_attributes_of_objects_are_those_of_the_forward() -> None:
+    one, other = Block(), Block()
+    one.mask = other.mask = SimpleNamespace(mask=None, calls=0)  # of both
+    attributes = BackwardAttributes({0: [one, other]})
+    for index in range(2):
+        with attributes.forward(0, index, looks_inside=True):
+            one.mask.mask = index
+            one.mask.calls += 1
+    with _backward(attributes, 0):
+        assert other.mask.mask == 0
+        other.mask.calls += 1
+    assert vars(other.mask) == {"mask": 1, "calls": 3}
+
+
+def test_large_dictionaries_are_left_alone() -> None:
+    attributes = BackwardAttributes({0: [Block()]})
+    (block,) = attributes.modules[0]
+    for index in range(200):
+        with attributes.forward(0, index, looks_inside=True):
+            block.table[index] = index
+    assert len(attributes._kept[0, 199]) == 0
+    assert len(attributes._changing) <= 64
+
+
 def test_keys_of_dictionaries_are_attributes() -> None:
     attributes = BackwardAttributes({0: [Block()]})
     (block,) = attributes.modules[0]
     for index in range(2):
-        with attributes.forward(0, index, looks_at_all=True):
+        with attributes.forward(0, index, looks_inside=True):
             block.table["mask"] = index
     with _backward(attributes, 0):
         assert block.table == {"mask": 0}
     assert block.table == {"mask": 1}
 
 
-def test_values_that_a_backward_binds_stay_and_counts_go_on() -> None:
-    attributes, block = _two_forwards("mask", torch.zeros(1), torch.ones(1))
-    bound = torch.full((1,), 2.0)
-    with _backward(attributes, 0):
-        block.mask = bound
-    assert block.mask is bound
-    attributes, block = _two_forwards("calls", 1, 2)
-    for index in range(2):
+@pytest.mark.parametrize("make", [int, float, torch.tensor])
+def test_what_forwards_and_backwards_count_is_a_sum(make: Any) -> None:
+    attributes = BackwardAttributes({0: [Block()]})
+    (block,) = attributes.modules[0]
+    block.calls = make(0)
+    for index in range(4):
+        _forward(attributes, index, calls=block.calls + 1)
+    for index in range(4):
         with _backward(attributes, index):
-            block.calls += 1
-    assert block.calls == 4
+            block.calls = block.calls + 1
+    assert int(block.calls) == 8
+
+
+def test_a_value_that_a_backward_assigns_behind_a_forward_that_resets_it_stays() -> None:
+    attributes, block = _two_forwards("calls", 0.0, 0.0)
+    for index, norm in enumerate((2.0, 3.0)):
+        with _backward(attributes, index):
+            block.calls = norm
+    assert block.calls == 3.0
 
 
 def test_a_flag_that_a_backward_binds_is_no_count() -> None:
