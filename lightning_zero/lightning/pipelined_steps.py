@@ -458,11 +458,13 @@ class PipelinedSteps:
         missing = [one for one in logged if one.is_elsewhere]
         if not missing:
             return logged
-        mine = {one.key: one.value for one in self._logs.merged() if not one.is_elsewhere}
+        mine = {one.key: (one.value, one.options) for one in self._logs.merged() if not one.is_elsewhere}
         everyone = self._mesh.gather({one.key: mine.get(one.key) for one in missing}, "values to be logged")
         for one in missing:
-            one.value = next((found[one.key] for found in everyone if found[one.key] is not None), None)
-            if one.value is None and not one.is_of_block:
+            found = next((found[one.key] for found in everyone if found[one.key] is not None), None)
+            if found is not None:
+                one.value, one.options = found  # the block may log in some micro-batches only
+            elif not one.is_of_block:
                 raise PipelineError(
                     f"`self.log({one.name!r}, ...)` logs a value of an earlier pipeline stage after the blocks of"
                     f" `{self._split.blocks}`, where no stage has it. Log it where it is computed, let the block return"

@@ -390,7 +390,7 @@ class SetsBehind(Program):
         return loss
 
 
-IN_PIECES = (CountedInPieces, HookedInPieces, ReadsBehindAnError, ReadsNumbersOfInstances)
+IN_PIECES = (CountedInPieces, HookedInPieces, ReadsBehindAnError, ReadsNumbersOfInstances, LogsByItsOwnCount)
 PROGRAMS = {
     cls.__name__: cls
     for cls in (
@@ -449,7 +449,9 @@ def test_attributes_that_the_loop_over_the_blocks_sets_train_on_four_stages() ->
     assert run(_fit_on_four, 4) == [[0], [1], [2], [3]]
 
 
-def _fit_in_pieces(rank: int, world: int, program: type[Program], schedule: str) -> dict[str, Tensor]:
+def _fit_in_pieces(
+    rank: int, world: int, program: type[Program], schedule: str
+) -> tuple[dict[str, float], dict[str, Tensor]]:
     pipeline = None
     if world > 1:
         pipeline = Pipeline(stages=2, partition="uniform", microbatches=2, schedule=schedule)  # type: ignore[arg-type]
@@ -458,27 +460,29 @@ def _fit_in_pieces(rank: int, world: int, program: type[Program], schedule: str)
     fitted = trainer(rank, world, strategy, precision="64-true", accumulate_grad_batches=1 if world > 1 else 2)
     module = seeded(program)
     fitted.fit(module, DataLoader(data, batch_size=None))  # type: ignore[arg-type]
-    return {name: strategy.full_param(param).clone() for name, param in module.named_parameters()}
+    logged = {key: value.item() for key, value in fitted.callback_metrics.items()}
+    return logged, {name: strategy.full_param(param).clone() for name, param in module.named_parameters()}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
 @pytest.mark.parametrize("name", [one.__name__ for one in IN_PIECES])
 def test_micro_batches_train_as_one_rank_that_accumulates(name: str, schedule: str) -> None:
     program = {one.__name__: one for one in IN_PIECES}[name]
-    weights = run(_fit_in_pieces, 1, program, schedule)[0]
-    for found in run(_fit_in_pieces, 2, program, schedule):
+    logged, weights = run(_fit_in_pieces, 1, program, schedule)[0]
+    for found_logged, found in run(_fit_in_pieces, 2, program, schedule):
+        assert found_logged == pytest.approx(logged, abs=1e-6)
         for key, value in weights.items():
             torch.testing.assert_close(found[key], value, rtol=0.0, atol=1e-9)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_a_step_that_reads_what_its_own_backward_collects_is_right_or_refused(schedule: str) -> None:
-    weights = run(_fit_in_pieces, 1, WeighsByItsGradient, schedule)[0]
+    _, weights = run(_fit_in_pieces, 1, WeighsByItsGradient, schedule)[0]
     if schedule == "gpipe":
         with pytest.raises(PipelineError, match="in this schedule the forwards of later micro-batches run before"):
             run(_fit_in_pieces, 2, WeighsByItsGradient, schedule)
         return
-    for key, value in run(_fit_in_pieces, 2, WeighsByItsGradient, schedule)[1].items():
+    for key, value in run(_fit_in_pieces, 2, WeighsByItsGradient, schedule)[1][1].items():
         torch.testing.assert_close(value, weights[key], rtol=0.0, atol=1e-9)
 
 
