@@ -8,7 +8,6 @@ Note [Four classes]
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import MixedPrecision as PrecisionConfig
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.engine.optim.methods import may_use_closure, needs_closure
 from lightning_zero.option_checks import checked_fields
 
 __all__ = [
@@ -184,7 +184,7 @@ class ZeroStep(Precision):
         Collective: all ranks.
         """
         engine = self._require_engine()
-        if _needs_closure(optimizer):
+        if self._gives_closure(optimizer):
             return self._step_with_closure(optimizer, model, closure, **kwargs)
         closure_result = closure()
         overflow = self._unscale(optimizer)
@@ -199,10 +199,18 @@ class ZeroStep(Precision):
             self._update_scale(overflow)
         return closure_result
 
+    def _gives_closure(self, optimizer: Optimizer) -> bool:
+        """Say whether the optimizer calls the closure itself; with ``16-mixed`` none does, as in Lightning."""
+        is_scaled_by_amp = self.scaler is not None
+        return needs_closure(optimizer) if is_scaled_by_amp else may_use_closure(optimizer)
+
     def _step_with_closure(
         self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Let an optimizer evaluate the closure as often as it likes (LBFGS, stage 0 only)."""
+        """Let an optimizer evaluate the closure as often as it likes.
+
+        Collective: all ranks, each time.
+        """
         if self.scaler is not None:
             raise ValueError(f"`{type(optimizer).__name__}` cannot be used with a scaled loss. Use another precision.")
         return optimizer.step(closure=partial(self._wrap_closure, model, optimizer, closure), **kwargs)
@@ -353,11 +361,6 @@ def engine_precision(
     """Return in which dtype the engine lets parameters compute under ``plugin``."""
     compute_dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(str(plugin.precision))
     return PrecisionConfig(compute_dtype=compute_dtype, masters=masters, lowered=lowered or ())
-
-
-def _needs_closure(optimizer: Optimizer) -> bool:
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

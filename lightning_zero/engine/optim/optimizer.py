@@ -80,6 +80,7 @@ class ShardedOptimizer:
         self.num_steps = 0  # that have ended
         self._is_halfway = False  # values may have changed in a step that has not ended, or was interrupted
         self._running_step = RunningStep()
+        self._is_unevaluated = False  # it has a closure, which may bring the last micro-batch, and has not called it
         self._by_torch: dict[int, FlatBuffer] = {}  # buffers of which PyTorch steps a part in this step
         # - Its parts
         self._attached: dict[int, BufferSlot] = {}
@@ -223,17 +224,19 @@ class ShardedOptimizer:
         self.checks.refuse_params_past_add()
         self._refuse_in_backward()
         self._begin_step()
-        self._refuse_local_gradients()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._refuse_local_gradients()
         self.states.look_for_kept(lambda: self.buffers)
         if self.is_open:  # somebody may have pointed `data` elsewhere
             self._window.take_again(self._buffers_to_show())
         self._begin_window()
         self._running_step.begin()
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._is_halfway = True
             return args, kwargs
         self._check_closure()
+        self._is_unevaluated = True
 
         def evaluate() -> Any:
             self._take_values()
@@ -243,8 +246,9 @@ class ShardedOptimizer:
             with torch.enable_grad():
                 loss = closure()
             self._begin_step()
+            self._refuse_local_gradients()
             self._begin_window()
-            self._is_halfway = True
+            self._is_halfway, self._is_unevaluated = True, False
             return loss
 
         if len(args) > 1:
@@ -276,6 +280,9 @@ class ShardedOptimizer:
         if not self._running_step.is_outermost:
             return
         self._running_step.end()
+        if self._is_unevaluated:
+            self._is_unevaluated = False
+            self._refuse_local_gradients()
         self._take_values()
         for buffer, index in self.places:
             if index in buffer.gradients.has_grad:
