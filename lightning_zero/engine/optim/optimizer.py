@@ -503,7 +503,8 @@ def _subclass(sharded: ShardedOptimizer) -> type[Optimizer]:
         reader = sys._getframe(1).f_globals.get("__name__", "")
         if not sharded.is_running and not reader.startswith("lightning_zero."):
             sharded.states.are_seen = True
-        return vars(self)["state"]
+        owner = self if "state" in vars(self) else sharded.optimizer  # Lightning's wrapper has none of its own
+        return vars(owner)["state"]
 
     methods: dict[str, Any] = {
         "zero_grad": zero_grad,
