@@ -226,7 +226,7 @@ class ShardedOptimizer:
         self._begin_step()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            self._refuse_local_gradients()
+            self._refuse_unfinished_gradients()
         self.states.look_for_kept(lambda: self.buffers)
         if self.is_open:  # somebody may have pointed `data` elsewhere
             self._window.take_again(self._buffers_to_show())
@@ -246,7 +246,7 @@ class ShardedOptimizer:
             with torch.enable_grad():
                 loss = closure()
             self._begin_step()
-            self._refuse_local_gradients()
+            self._refuse_unfinished_gradients()
             self._begin_window()
             self._is_halfway, self._is_unevaluated = True, False
             return loss
@@ -282,7 +282,7 @@ class ShardedOptimizer:
         self._running_step.end()
         if self._is_unevaluated:
             self._is_unevaluated = False
-            self._refuse_local_gradients()
+            self._refuse_unfinished_gradients()
         self._take_values()
         for buffer, index in self.places:
             if index in buffer.gradients.has_grad:
@@ -314,6 +314,10 @@ class ShardedOptimizer:
                 "`optimizer.step()` was called in a backward (a hook of `register_post_accumulate_grad_hook`?), where"
                 f" gradients are those of this rank alone. {STEP_USE}"
             )
+
+    def _refuse_unfinished_gradients(self) -> None:
+        self._refuse_local_gradients()
+        self.checks.refuse_scaled_gradients(self.places)
 
     def _refuse_local_gradients(self) -> None:
         """Refuse a step while micro-batches wait for the last one: it would be another one on every rank."""
@@ -445,6 +449,17 @@ class ShardedOptimizer:
         """Multiply the gradients; say whether one was not finite on some rank. Collective: all ranks."""
         self.open()
         return self._gradients.multiply(self.places, factor)
+
+    def unscale_loss(self, scale: float) -> bool:
+        """Divide the gradients by their loss scales, once; say whether one was not finite on some rank.
+
+        Collective: all ranks.
+
+        Args:
+            scale: Of gradients that the program has assigned.
+        """
+        self.open()
+        return self._gradients.unscale(self.places, scale)
 
 
 def is_attached(optimizer: Optimizer) -> bool:
