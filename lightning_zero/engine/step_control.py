@@ -76,6 +76,16 @@ class StepControl:
             yield
 
     @contextmanager
+    def scaled(self, scale: float) -> Iterator[None]:
+        """Run backwards of losses that are multiplied by a scale; ``unscale`` divides by it. No collective."""
+        backward = self._state.sharded.hooks.backward
+        before, backward.loss_scale = backward.loss_scale, scale
+        try:
+            yield
+        finally:
+            backward.loss_scale = before
+
+    @contextmanager
     def microbatch(self, microbatch: Microbatch) -> Iterator[None]:
         """Run a micro-batch at its position among those of one step.
 
@@ -145,6 +155,27 @@ class StepControl:
         """Open the step window: each parameter shows its master's segment and the reduced gradient's."""
         self._state.require_module()
         self._state.attached.of(optimizer).open()
+
+    def unscale(self, optimizer: Optimizer, scale: float) -> bool:
+        """Divide an optimizer's gradients by the scales of their losses, once; say whether one was not finite.
+
+        Collective: all ranks, who get the same answer. Gradients that were divided before stay as they are.
+
+        Args:
+            optimizer: The optimizer.
+            scale: Of gradients that the program has assigned.
+
+        Raises:
+            RuntimeError: A gradient is of a backward outside of ``scaled``.
+        """
+        self._state.require_module()
+        self._state.timing.refuse("Scaling of the loss")
+        return self._state.attached.of(optimizer).unscale_loss(scale)
+
+    def drop_gradients(self, optimizer: Optimizer) -> None:
+        """Drop an optimizer's gradients, as ``zero_grad`` does."""
+        self._state.require_module()
+        self._state.attached.of(optimizer).forget_gradients()
 
     def close_window(self, optimizer: Optimizer) -> None:
         """Close the step window without a step; gradients stay until ``zero_grad``."""

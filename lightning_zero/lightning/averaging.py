@@ -4,6 +4,11 @@ Note [Averages of segments]
     A callback gets a class between its own and Lightning's. Lightning's code stays: where it would copy the module, it
     gets a module of this rank's segments, and where it would walk over the module's parameters, a view of the module
     whose parameters are the segments of the masters. An update sends nothing; a swap or a transfer is published.
+
+Note [Frozen parameters]
+    Frozen values that 16 bits hold have no master until an optimizer steps them. Averages are kept in the dtype of a
+    master that may come; one that comes unexpectedly, because the user gave 16-bit values, widens the average. An
+    update reads such values in that dtype; to be written, they get a master for the time being.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_zero.checkpoint import state
+from lightning_zero.engine.access.records import ParameterRecord
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.lightning.checkpoint_hooks import CheckpointHooks
 
@@ -30,11 +36,14 @@ __all__ = ["begin_averages", "bind_averages", "forget_averages"]
 
 
 class _SegmentView:
-    """A module whose parameters are this rank's segments of the masters, live; all else is the module's own."""
+    """A module whose parameters are this rank's segments of the masters; all else is the module's own.
+
+    The segments are live, but for those of Note [Frozen parameters]: copies, unless the view was made for writing.
+    """
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        self._segments = [record.master().detach() for record in _engine_of(module).records()]
+        self._segments = [_segment(record) for record in _engine_of(module).records()]
 
     def parameters(self) -> Iterator[Tensor]:
         return iter(self._segments)
@@ -51,20 +60,42 @@ class _SegmentAverages(AveragedModel):
 
     def update_parameters(self, model: Any) -> None:
         with _writing():
+            _widen(self.module, model)
             super().update_parameters(_view(model))  # type: ignore[arg-type]
 
 
 def _segments_of(module: pl.LightningModule) -> nn.Module:
-    """Return a module with this rank's segments as parameters, and the module's buffers; both live."""
+    """Return a module with this rank's segments as parameters, and the module's buffers; both may be live."""
     segments = nn.Module()
     for record in _engine_of(module).records():
-        segments._parameters[record.name] = nn.Parameter(record.master().detach(), requires_grad=False)
+        segments._parameters[record.name] = nn.Parameter(_segment(record), requires_grad=False)
     segments._buffers.update({name: buffer.detach() for name, buffer in module.named_buffers()})
     return segments
 
 
+def _segment(record: ParameterRecord) -> Tensor:
+    """Return this rank's segment in the dtype of averages: live if it has that, else a copy."""
+    segment = record.master().detach()
+    return segment if segment.dtype == record.shown_dtype else segment.to(record.shown_dtype)
+
+
 def _view(module: Any) -> _SegmentView:
     return module if isinstance(module, _SegmentView) else _SegmentView(module)
+
+
+def _view_for_writing(average: nn.Module, module: pl.LightningModule) -> _SegmentView:
+    """Return a view whose segments are all live until they are published."""
+    _engine_of(module).internals.checkpoints.prepare_load()
+    _widen(average, module)
+    return _SegmentView(module)
+
+
+def _widen(average: nn.Module, module: Any) -> None:
+    """Give averages the dtype of masters that have come since; see Note [Frozen parameters]."""
+    for record in _engine_of(module).records():
+        kept = average._parameters[record.name]
+        if kept is not None and kept.dtype != record.shown_dtype:
+            average._parameters[record.name] = nn.Parameter(kept.detach().to(record.shown_dtype), requires_grad=False)
 
 
 def _engine_of(module: pl.LightningModule) -> ZeroEngine:
@@ -122,12 +153,13 @@ class _WeightAveraging(_OnSegments, WeightAveraging):
 
     def _swap_models(self, pl_module: pl.LightningModule) -> None:
         with _writing():
-            super()._swap_models(_view(pl_module))  # type: ignore[arg-type]
+            super()._swap_models(_view_for_writing(self._average_model.module, pl_module))  # type: ignore[arg-type]
         _engine_of(pl_module).internals.checkpoints.publish()
 
     def _copy_average_to_current(self, pl_module: pl.LightningModule) -> None:
         with _writing():
-            super()._copy_average_to_current(_view(pl_module))  # type: ignore[arg-type]
+            view = _view_for_writing(self._average_model.module, pl_module)
+            super()._copy_average_to_current(view)  # type: ignore[arg-type]
         _engine_of(pl_module).internals.checkpoints.publish()
 
     def on_save_checkpoint(
@@ -186,12 +218,17 @@ class _StochasticAveraging(_OnSegments, StochasticWeightAveraging):
         return copy.deepcopy(_segments_of(module))
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_train_epoch_start(trainer, _view(pl_module))  # type: ignore[arg-type]
-        if self._max_epochs != -1 and trainer.current_epoch == self.swa_end + 1:
-            _engine_of(pl_module).internals.checkpoints.publish()
+        if not (self._max_epochs != -1 and trainer.current_epoch == self.swa_end + 1):
+            _widen(self._average_model, pl_module)
+            super().on_train_epoch_start(trainer, _view(pl_module))  # type: ignore[arg-type]
+            return
+        view = _view_for_writing(self._average_model, pl_module)
+        super().on_train_epoch_start(trainer, view)  # type: ignore[arg-type]
+        _engine_of(pl_module).internals.checkpoints.publish()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_train_end(trainer, _view(pl_module))  # type: ignore[arg-type]
+        view = _view_for_writing(self._average_model, pl_module)
+        super().on_train_end(trainer, view)  # type: ignore[arg-type]
         _engine_of(pl_module).internals.checkpoints.publish()
 
     def state_dict(self) -> dict[str, Any]:

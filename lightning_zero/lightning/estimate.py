@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import inspect
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_zero.blocks import repeated_blocks
 from lightning_zero.config import ActivationCheckpointing, Offload
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.engine.optim.methods import needs_closure
 from lightning_zero.forecast.dry_run import DryRun
 from lightning_zero.forecast.rehearsal import Rehearsed, Trainee, pretended_world, rehearse
 from lightning_zero.forecast.settings import MemoryForecast, Setting, SettingForecast, plain
@@ -363,8 +363,7 @@ def _optimizers(module: nn.Module, make: Optimizers | None) -> list[Optimizer]:
     if not found:
         raise ValueError("`configure_optimizers` makes no optimizer. Give `optimizer=torch.optim.AdamW`.")
     for optimizer in found:
-        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
+        if needs_closure(optimizer):
             raise ValueError(f"`{type(optimizer).__name__}`, whose step needs a closure, is not forecast yet.")
     return found
 

@@ -8,11 +8,10 @@ Note [Four classes]
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
@@ -24,6 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import MixedPrecision as PrecisionConfig
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.engine.optim.methods import may_use_closure, needs_closure
 from lightning_zero.option_checks import checked_fields
 
 __all__ = [
@@ -168,7 +168,7 @@ class ZeroStep(Precision):
         self.engine: ZeroEngine | None = None
         self.scaler: LossScaler | None = None
         self.grad_norm: Tensor | None = None  # norm that the last clipping has computed
-        self._overflows: dict[Optimizer, bool] = {}  # by optimizer unscaled since its last step
+        self._in_step: Optimizer | None = None  # whose step runs its hooks; its gradients are unscaled
 
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
         """Scale the loss and call ``on_before_backward``."""
@@ -184,13 +184,11 @@ class ZeroStep(Precision):
         Collective: all ranks.
         """
         engine = self._require_engine()
-        if _needs_closure(optimizer):
+        if self._gives_closure(optimizer):
             return self._step_with_closure(optimizer, model, closure, **kwargs)
         closure_result = closure()
-        overflow = self._unscale(optimizer)
-        self._after_closure(model, optimizer)
+        overflow = self._finish_gradients(model, optimizer)
         is_scaled = self.scaler is not None and _has_gradients(optimizer)
-        self._overflows.pop(optimizer, None)
         if overflow:
             engine.internals.steps.close_window(optimizer)
         else:
@@ -199,13 +197,45 @@ class ZeroStep(Precision):
             self._update_scale(overflow)
         return closure_result
 
+    def _gives_closure(self, optimizer: Optimizer) -> bool:
+        """Say whether the optimizer calls the closure itself; with ``16-mixed`` none does, as in Lightning."""
+        is_scaled_by_amp = self.scaler is not None and isinstance(self, MixedPrecision)
+        return needs_closure(optimizer) if is_scaled_by_amp else may_use_closure(optimizer)
+
     def _step_with_closure(
         self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Let an optimizer evaluate the closure as often as it likes (LBFGS, stage 0 only)."""
-        if self.scaler is not None:
+        """Let an optimizer evaluate the closure as often as it likes; without gradients where they overflow.
+
+        Collective: all ranks, each time.
+        """
+        if self.scaler is not None and needs_closure(optimizer):
             raise ValueError(f"`{type(optimizer).__name__}` cannot be used with a scaled loss. Use another precision.")
-        return optimizer.step(closure=partial(self._wrap_closure, model, optimizer, closure), **kwargs)
+        overflows: list[bool] = []
+
+        def evaluate() -> Any:
+            closure_result = closure()
+            overflow = self._finish_gradients(model, optimizer)
+            if self.scaler is not None and _has_gradients(optimizer):
+                overflows.append(overflow)
+            if overflow:  # other code of the step has to run, for example to put values back
+                self._require_engine().internals.steps.drop_gradients(optimizer)
+            return closure_result
+
+        output = optimizer.step(closure=evaluate, **kwargs)
+        if overflows:
+            self._update_scale(any(overflows))
+        return output
+
+    def _finish_gradients(self, model: pl.LightningModule, optimizer: Optimizer) -> bool:
+        """Unscale the gradients, run the hooks and the clipping; return whether they overflowed on some rank."""
+        overflow = self._unscale(optimizer)
+        self._in_step = optimizer
+        try:
+            self._after_closure(model, optimizer)
+        finally:
+            self._in_step = None
+        return overflow
 
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Optimizer | None, *args: Any, **kwargs: Any
@@ -214,7 +244,7 @@ class ZeroStep(Precision):
 
         Collective: all ranks.
         """
-        with self._require_engine().backward_scope():
+        with self.scaled_backward(), self._require_engine().backward_scope():
             Precision.backward(self, tensor, model, optimizer, *args, **kwargs)
 
     def clip_gradients(
@@ -232,7 +262,8 @@ class ZeroStep(Precision):
         engine = self._require_engine()
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         engine.internals.steps.open_window(optimizer)
-        self._unscale(optimizer)
+        if optimizer is not self._in_step:
+            self._unscale(optimizer)
         if GradClipAlgorithmType(gradient_clip_algorithm) == GradClipAlgorithmType.VALUE:
             engine.clip_grad_value(optimizer, float(clip_val))
         else:
@@ -264,13 +295,15 @@ class ZeroStep(Precision):
             raise RuntimeError("The optimizer is stepped before the strategy has sharded the module.")
         return self.engine
 
+    def scaled_backward(self) -> AbstractContextManager[None]:
+        """Return a context for the backward of a loss that is multiplied by ``get_scale()``."""
+        return self._require_engine().internals.steps.scaled(self.get_scale())
+
     def _unscale(self, optimizer: Optimizer) -> bool:
-        """Divide the gradients by the scale once per step; return whether some rank's gradients overflowed."""
+        """Divide the gradients by the scales of their losses, once; return whether some rank's overflowed."""
         if self.scaler is None:
             return False
-        if optimizer not in self._overflows:
-            self._overflows[optimizer] = self._require_engine().unscale(optimizer, 1.0 / self.scaler.scale)
-        return self._overflows[optimizer]
+        return self._require_engine().internals.steps.unscale(optimizer, self.scaler.scale)
 
     def _update_scale(self, overflow: bool) -> None:
         assert self.scaler is not None
@@ -353,11 +386,6 @@ def engine_precision(
     """Return in which dtype the engine lets parameters compute under ``plugin``."""
     compute_dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(str(plugin.precision))
     return PrecisionConfig(compute_dtype=compute_dtype, masters=masters, lowered=lowered or ())
-
-
-def _needs_closure(optimizer: Optimizer) -> bool:
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

@@ -620,12 +620,13 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
     def _pipelined_training_step(self, steps: PipelinedSteps, args: tuple[Any, ...]) -> STEP_OUTPUT:
         trainer = self._sharded_module.trainer
         every = trainer.accumulate_grad_batches
-        output: STEP_OUTPUT = steps.training_step(
-            args,
-            context=self.precision_plugin.train_step_context,
-            scale=self._step_plugin.get_scale() / every,
-            is_first=trainer.fit_loop.epoch_loop.batch_idx % every == 0,
-        )
+        with self._step_plugin.scaled_backward():
+            output: STEP_OUTPUT = steps.training_step(
+                args,
+                context=self.precision_plugin.train_step_context,
+                scale=self._step_plugin.get_scale() / every,
+                is_first=trainer.fit_loop.epoch_loop.batch_idx % every == 0,
+            )
         return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optional[Optimizer], *args: Any, **kwargs: Any) -> Tensor:

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_avg_fn, get_ema_multi_avg_fn
 
@@ -215,3 +221,87 @@ def _mixed(rank: int, world: int, name: str, folder: str) -> None:
 @pytest.mark.parametrize("name", sample(["ema", "swa"], "ema"))
 def test_averages_are_of_fp32_masters(name: str, tmp_path: Path) -> None:
     worlds.run(_mixed, WORLD, name, str(tmp_path))
+
+
+class Thawing(Net):
+    """Trains its blocks from the second epoch on; keeps an average of its own in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for param in self.blocks.parameters():
+            param.data = param.data.bfloat16().float()
+            param.requires_grad_(False)
+        self.expected: dict[str, Tensor] = {}
+
+    def configure_optimizers(self) -> Any:
+        trained = [param for param in self.parameters() if param.requires_grad]
+        return torch.optim.SGD(trained, lr=1e-3)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            params = [param.requires_grad_(True) for param in self.blocks.parameters()]
+            self.trainer.optimizers[0].add_param_group({"params": params})
+
+
+class Averaged(EMAWeightAveraging):
+    """Computes the same average of whole fp32 parameters beside Lightning's."""
+
+    def __init__(self) -> None:
+        super().__init__(decay=0.9)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        super().on_train_batch_end(trainer, pl_module, *args)
+        kept = pl_module.expected
+        for name, param in pl_module.named_parameters():
+            value = trainer.strategy.full_param(param).float().clone()
+            kept[name] = value if name not in kept else kept[name].lerp(value, 0.1)
+
+
+class Seeing(StochasticWeightAveraging):
+    """Computes the same average of whole fp32 parameters beside Lightning's."""
+
+    def __init__(self) -> None:
+        super().__init__(1e-3, swa_epoch_start=3, annealing_epochs=1)
+        self.number = 0
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_epoch_start(trainer, pl_module)
+        if self._latest_update_epoch != trainer.current_epoch:
+            return
+        kept = pl_module.expected
+        for name, param in pl_module.named_parameters():
+            value = trainer.strategy.full_param(param).float().clone()
+            kept[name] = value if name not in kept else kept[name] + (value - kept[name]) / (self.number + 1)
+        self.number += 1
+
+
+def _thawed(rank: int, world: int, name: str, stage: int) -> None:
+    module, callback = seeded(Thawing), {"ema": Averaged, "swa": Seeing}[name]()
+    options = {"max_epochs": 4, "precision": "bf16-mixed", "callbacks": [callback]}
+    fitted = trainer(rank, world, ZeroStrategy(stage=stage), **options)
+    fitted.fit(module, loader(rank, world, size=64), loader(rank, world, size=8))
+    assert_equal(weights(fitted), module.expected, 1e-5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stage", sample([0, 2, 3], 2))
+@pytest.mark.parametrize("name", sample(["ema", "swa"], "ema"))
+def test_averages_of_parameters_that_thaw_later_are_fp32(name: str, stage: int) -> None:
+    worlds.run(_thawed, WORLD, name, stage)
+
+
+def _thawed_half(rank: int, world: int) -> None:
+    module, callback = seeded(Thawing).to(torch.bfloat16), Averaged()
+    dtypes = []
+
+    class Watch(Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            assert callback._average_model is not None
+            dtypes.append(callback._average_model.module._parameters["blocks.0.linear.weight"].dtype)
+
+    options = {"max_epochs": 2, "precision": "bf16-true", "callbacks": [callback, Watch()]}
+    trainer(rank, world, ZeroStrategy(stage=2), **options).fit(module, loader(rank, world, size=16))
+    assert dtypes == [torch.bfloat16, torch.float32]
+
+
+def test_averages_of_16_bit_parameters_are_widened_when_they_thaw() -> None:
+    worlds.run(_thawed_half, WORLD)

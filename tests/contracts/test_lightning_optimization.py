@@ -393,3 +393,27 @@ def overflow(rank: int, world: int, folder: str) -> list[Any]:
 def test_overflow_on_one_rank_skips_the_step_on_all_and_the_scale_is_restored(tmp_path: Path) -> None:
     first, second = run(overflow, WORLD, str(tmp_path))
     assert first == second == [[64.0, 32.0, 32.0, 32.0]] * len(STAGES)
+
+
+class Restarting(Net):
+    """Reads and drops its moments in the second epoch, and assigns them in the third, through Lightning's wrapper."""
+
+    def on_train_epoch_start(self) -> None:
+        optimizer: Any = self.optimizers()
+        assert hasattr(optimizer, "state")
+        if self.current_epoch == 1:
+            assert len(optimizer.state) == len(optimizer.state_dict()["state"]) > 0
+            optimizer.state.clear()
+            assert not optimizer.state
+            assert not self.trainer.optimizers[0].state
+        if self.current_epoch == 2:
+            optimizer.state = {}  # of the wrapper alone, as under DDP
+            assert (optimizer.state, bool(self.trainer.optimizers[0].state)) == ({}, True)
+
+
+def _restarted(rank: int, world: int) -> None:
+    parity(rank, world, Restarting, atol=1e-6, max_epochs=3)
+
+
+def test_states_are_read_and_dropped_through_lightnings_wrapper() -> None:
+    run(_restarted, WORLD)

@@ -258,6 +258,13 @@ class Sam(Momentum):
         return super().step()
 
 
+class SamWithClosure(Sam):
+    """Steps plainly without a closure."""
+
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        return Momentum.step(self) if closure is None else super().step(closure)
+
+
 class Frozen(Momentum):
     """Nothing moves, whatever the learning rate is."""
 
@@ -292,6 +299,7 @@ WRONG: dict[str, tuple[Callable[[list[nn.Parameter]], Optimizer], str]] = {
     "Prodigy": (Prodigy, "other numbers"),
     "Langevin": (Langevin, "other numbers"),
     "Sam": (Sam, "other numbers"),
+    "SamWithClosure": (SamWithClosure, "other numbers"),
     "Lookahead-Lamb": (lambda params: Lookahead(Lamb(params)), "other numbers"),
     "differentiable": (
         lambda params: type("Own", (torch.optim.AdamW,), {})(params, differentiable=True),

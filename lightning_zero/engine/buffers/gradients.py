@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import torch
 
 from lightning_zero.comm.communicator import Pending
 from lightning_zero.engine.buffers.assigned_gradients import AssignedSources
 from lightning_zero.engine.buffers.local_sums import LocalSums
+from lightning_zero.engine.buffers.loss_scales import LossScales
 from lightning_zero.engine.buffers.node_sums import NodeSums
 from lightning_zero.engine.buffers.own_range import OwnRange
 from lightning_zero.engine.buffers.parameter import (
@@ -70,6 +73,7 @@ class BufferGradients:
         self.assigned = AssignedSources()
         self._reduced: torch.Tensor | None = None
         self._retained: torch.Tensor | None = None  # an earlier average whose place the sums need
+        self.scales = LossScales()
         # - Gradients for the step
         self.factor: torch.Tensor | None = None  # () fp32; the average is still to be multiplied by it
         self._written: torch.Tensor | None = None  # see Note [Two dtypes]
@@ -88,6 +92,7 @@ class BufferGradients:
 
     def accumulate(self, index: int, grad: torch.Tensor) -> None:
         """Cast and copy, or add, a parameter's gradient into the local sum."""
+        self._rescale()
         slot = self._spec.layout.slots[index]
         target = self._local_sums()[slot.offset : slot.stop].view(slot.shape)
         dense = grad.to_dense() if grad.is_sparse else grad
@@ -97,8 +102,21 @@ class BufferGradients:
             target.copy_(dense)
             self.sums.slots.add(index)
         self.used.add(index)
+        self.scales.note([index])
         if not grad.is_inference() and grad._version:  # autograd has added to an assigned gradient, and may keep
             self.assigned.brought[index] = weakref.ref(grad), grad._version
+
+    def _rescale(self) -> None:
+        """Bring earlier gradients to the loss scale of this backward, which adds to them."""
+        if not self.scales.is_begun:
+            return
+        params = self._spec.params
+        there = [index for index in self.has_grad | self.sums.slots if params[index].requires_grad]
+        for factor, indices in self.scales.changes(there).items():
+            multiply = partial(torch.Tensor.mul_, other=factor)
+            with torch.inference_mode(False), torch.no_grad():
+                self._change(indices & self.has_grad, multiply)
+                self._change_sums(indices, multiply)
 
     def with_sum(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
         """Return a gradient plus the slot's local sum, in the gradient's dtype; None if there is no sum."""
@@ -193,6 +211,7 @@ class BufferGradients:
         ZeRO (arXiv:1910.02054) section 5.2.
         """
         spec = self._spec
+        self._rescale()
         with torch.inference_mode(False), torch.no_grad():
             local = self._local_sums()
             for index, slot in enumerate(spec.layout.slots):
@@ -338,6 +357,7 @@ class BufferGradients:
         """
         agreed = set(indices)
         self.has_grad |= agreed
+        self.scales.note(agreed)
         self.nodes.are_waiting = self.nodes.wait_for_last(reach) and bool(self.has_grad)
         self.assigned.agree(agreed)
         self.used.clear()
@@ -457,6 +477,7 @@ class BufferGradients:
         self.sums.slots -= gone
         self.used -= gone
         self.assigned.forget(gone)
+        self.scales.forget(gone)
         dropped = self.has_grad & gone
         self.has_grad -= gone
         for index in self.left & gone:
@@ -523,25 +544,34 @@ class BufferGradients:
         zeroed = set(indices)
         self.assigned.change(zeroed, torch.Tensor.zero_)
         self._zero(self.has_grad & zeroed)
-        for index in self.sums.slots & zeroed:
-            local = self.sums.of(index)
-            assert local is not None
-            local.zero_()
+        self._change_sums(zeroed, torch.Tensor.zero_)
 
     def _zero(self, indices: set[int]) -> None:
+        self._change(indices, torch.Tensor.zero_)
+        self.scales.forget(indices)
+
+    def _change_sums(self, indices: set[int], change: Callable[[torch.Tensor], Any]) -> None:
+        """Change the local sums of some slots in place."""
+        for index in self.sums.slots & indices:
+            local = self.sums.of(index)
+            assert local is not None
+            change(local)
+
+    def _change(self, indices: set[int], change: Callable[[torch.Tensor], Any]) -> None:
+        """Change the averages of some slots in place, and those that wait for a reduction."""
         if not indices:
             return
-        self.nodes.zero(indices)
+        self.nodes.change(indices, change)
         self._values.flush()  # a step, maybe another optimizer's, reads the same tensor
         self.settle()
         for values in (self.reduced, self._written):
             if values is not None:
                 for index in indices:
-                    self._spec.own_range.segment(index, values).zero_()
+                    change(self._spec.own_range.segment(index, values))
         if self._retained is not None:
             shard = OwnRange(self._spec.layout, self._spec.group.place, is_sharded=True)
             for index in indices:
-                shard.segment(index, self._retained).zero_()
+                change(shard.segment(index, self._retained))
 
     def spend(self) -> None:
         """Give up the average, which a step in the backward has taken. ``forget`` ends it."""

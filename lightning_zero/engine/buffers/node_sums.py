@@ -9,7 +9,8 @@ Note [Sums of nodes]
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -64,13 +65,13 @@ class NodeSums:
         self._release(self._sum)
         self._sum, self.are_waiting = None, False
 
-    def zero(self, indices: Iterable[int]) -> None:
-        """Make the sums of some slots zero."""
+    def change(self, indices: Iterable[int], change: Callable[[torch.Tensor], Any]) -> None:
+        """Change the sums of some slots in place."""
         if self._sum is None:
             return
         first, stop = self._spec.node_range.start, self._spec.node_range.stop
         for slot in (self._spec.layout.slots[index] for index in indices):
-            self._sum[max(slot.offset - first, 0) : max(min(slot.stop, stop) - first, 0)].zero_()
+            change(self._sum[max(slot.offset - first, 0) : max(min(slot.stop, stop) - first, 0)])
 
     def _release(self, values: torch.Tensor | None) -> None:
         if values is not None:

@@ -15,12 +15,13 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+
+from lightning_zero.engine.optim.methods import may_use_closure
 
 __all__ = ["ElementwiseTrial", "Obstacle", "Stepped"]
 
@@ -109,17 +110,35 @@ class ElementwiseTrial:
         for sample in (sample for group in groups for sample in group.samples):
             sample.fill(generator)
         errors: list[Exception] = []
-        for has_closure, has_state in product((False, True), (False, True) if self._optimizer.state else (False,)):
-            attempt = _Attempt(self._optimizer, self._class, groups, has_state=has_state, has_closure=has_closure)
-            try:
-                whole = attempt.run(lambda tensor: tensor)
-            except Exception as raised:  # an unknown optimizer may raise anything
-                errors.append(raised)
+        idle: Obstacle | None = None
+        has_moved = False
+        for has_closure in (False, True):  # a step may do something else with one
+            tried = self._run_whole(groups, has_closure=has_closure, errors=errors)
+            if tried is None:
                 continue
+            attempt, whole = tried
             self._own_options |= attempt.changed_options
-            return _moves_nothing(groups, whole[0]) or self._compare(groups, attempt, whole)
+            unmoved = _moves_nothing(groups, whole[0])
+            idle, has_moved = idle or unmoved, has_moved or unmoved is None
+            obstacle = None if unmoved else self._compare(groups, attempt, whole)
+            if obstacle is not None or not may_use_closure(self._optimizer):
+                return obstacle or unmoved
+        if has_moved or idle is not None:
+            return None if has_moved else idle
         error = errors[len(errors) // 2 - 1]  # with its states, without a closure
         return Obstacle(f"could not be tried, because its step raised {_describe(error)}", error)
+
+    def _run_whole(
+        self, groups: Sequence[_SampleGroup], *, has_closure: bool, errors: list[Exception]
+    ) -> tuple[_Attempt, list[list[Tensor]]] | None:
+        """Step whole samples from fresh states, or else from states like its own; add errors to ``errors``."""
+        for has_state in (False, True) if self._optimizer.state else (False,):
+            attempt = _Attempt(self._optimizer, self._class, groups, has_state=has_state, has_closure=has_closure)
+            try:
+                return attempt, attempt.run(lambda tensor: tensor)
+            except Exception as raised:  # an unknown optimizer may raise anything
+                errors.append(raised)
+        return None
 
     def _compare(
         self, groups: Sequence[_SampleGroup], attempt: _Attempt, whole: Sequence[Sequence[Tensor]]

@@ -9,6 +9,7 @@ Note [Methods see segments]
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,9 +23,38 @@ from torch.optim import Optimizer
 from lightning_zero.engine.buffers.parameter import WatchedParameter, has_class, swap_class, unwatch, watch
 from lightning_zero.engine.buffers.segment_parameter import SegmentParameter
 
-__all__ = ["MethodCalls", "RunningStep", "methods_on_segments"]
+__all__ = ["MethodCalls", "RunningStep", "may_use_closure", "methods_on_segments", "needs_closure"]
 
 _OWN = frozenset({"step", "zero_grad", "add_param_group", "state_dict", "load_state_dict", "share_memory"})
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Say whether an optimizer cannot be stepped without a closure, as LBFGS."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def may_use_closure(optimizer: Optimizer) -> bool:
+    """Say whether an optimizer may do something else with a closure than call it first: its step is not PyTorch's.
+
+    Not if the step takes none.
+    """
+    if all(_is_pytorchs(function) for function in _functions_of(optimizer.step)):
+        return needs_closure(optimizer)
+    options = inspect.signature(optimizer.step).parameters
+    return "closure" in options or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in options.values())
+
+
+def _functions_of(method: Any) -> Iterator[Any]:
+    """Yield a method's function and those that it wraps: hooks, counters of schedulers, the step itself."""
+    while method is not None:
+        yield getattr(method, "__func__", method)
+        method = getattr(method, "__wrapped__", None)
+
+
+def _is_pytorchs(function: Any) -> bool:
+    """Say whether PyTorch defines a function; ``wraps`` gives a wrapper the module of the wrapped one."""
+    return str(getattr(function, "__globals__", {}).get("__name__", "")).startswith("torch.")
 
 
 class RunningStep:

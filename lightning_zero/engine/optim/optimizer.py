@@ -80,6 +80,7 @@ class ShardedOptimizer:
         self.num_steps = 0  # that have ended
         self._is_halfway = False  # values may have changed in a step that has not ended, or was interrupted
         self._running_step = RunningStep()
+        self._is_unevaluated = False  # it has a closure, which may bring the last micro-batch, and has not called it
         self._by_torch: dict[int, FlatBuffer] = {}  # buffers of which PyTorch steps a part in this step
         # - Its parts
         self._attached: dict[int, BufferSlot] = {}
@@ -223,17 +224,19 @@ class ShardedOptimizer:
         self.checks.refuse_params_past_add()
         self._refuse_in_backward()
         self._begin_step()
-        self._refuse_local_gradients()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._refuse_unfinished_gradients()
         self.states.look_for_kept(lambda: self.buffers)
         if self.is_open:  # somebody may have pointed `data` elsewhere
             self._window.take_again(self._buffers_to_show())
         self._begin_window()
         self._running_step.begin()
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._is_halfway = True
             return args, kwargs
         self._check_closure()
+        self._is_unevaluated = True
 
         def evaluate() -> Any:
             self._take_values()
@@ -243,8 +246,9 @@ class ShardedOptimizer:
             with torch.enable_grad():
                 loss = closure()
             self._begin_step()
+            self._refuse_unfinished_gradients()
             self._begin_window()
-            self._is_halfway = True
+            self._is_halfway, self._is_unevaluated = True, False
             return loss
 
         if len(args) > 1:
@@ -276,6 +280,9 @@ class ShardedOptimizer:
         if not self._running_step.is_outermost:
             return
         self._running_step.end()
+        if self._is_unevaluated:
+            self._is_unevaluated = False
+            self._refuse_unfinished_gradients()
         self._take_values()
         for buffer, index in self.places:
             if index in buffer.gradients.has_grad:
@@ -307,6 +314,10 @@ class ShardedOptimizer:
                 "`optimizer.step()` was called in a backward (a hook of `register_post_accumulate_grad_hook`?), where"
                 f" gradients are those of this rank alone. {STEP_USE}"
             )
+
+    def _refuse_unfinished_gradients(self) -> None:
+        self._refuse_local_gradients()
+        self.checks.refuse_scaled_gradients(self.places)
 
     def _refuse_local_gradients(self) -> None:
         """Refuse a step while micro-batches wait for the last one: it would be another one on every rank."""
@@ -439,6 +450,17 @@ class ShardedOptimizer:
         self.open()
         return self._gradients.multiply(self.places, factor)
 
+    def unscale_loss(self, scale: float) -> bool:
+        """Divide the gradients by their loss scales, once; say whether one was not finite on some rank.
+
+        Collective: all ranks.
+
+        Args:
+            scale: Of gradients that the program has assigned.
+        """
+        self.open()
+        return self._gradients.unscale(self.places, scale)
+
 
 def is_attached(optimizer: Optimizer) -> bool:
     """Say whether an engine steps an optimizer."""
@@ -496,7 +518,8 @@ def _subclass(sharded: ShardedOptimizer) -> type[Optimizer]:
         reader = sys._getframe(1).f_globals.get("__name__", "")
         if not sharded.is_running and not reader.startswith("lightning_zero."):
             sharded.states.are_seen = True
-        return vars(self)["state"]
+        owner = self if "state" in vars(self) else sharded.optimizer  # Lightning's wrapper has none of its own
+        return vars(owner)["state"]
 
     methods: dict[str, Any] = {
         "zero_grad": zero_grad,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -106,6 +106,19 @@ class OptimizerChecks:
             " engine's back, so its gradient was left out of norms and clipping, and it would not be trained. Use"
             " `optimizer.add_param_group({'params': [...]})`, before the backward, of the optimizer that is attached."
         )
+
+    def refuse_scaled_gradients(self, places: Iterable[BufferSlot]) -> None:
+        """Refuse a step with gradients that are multiplied by a loss scale, or have overflowed."""
+        for buffer, index in places:
+            gradients = buffer.gradients
+            scale = gradients.scales.of(index, assigned=1.0) if index in gradients.has_grad else None
+            if scale not in (None, 1.0) or (scale is not None and gradients.scales.has_overflowed(index)):
+                raise RuntimeError(
+                    f"`{self._class.__name__}` would step the gradient of `{buffer.layout.slots[index].name}`, which is"
+                    f" multiplied by the loss scale {scale:g} or has overflowed. Step the optimizer of"
+                    " `self.optimizers()`, without `use_pl_optimizer=False`: it divides gradients by the scale, and"
+                    " skips steps that overflow."
+                )
 
     # -- Groups ----------------------------------------------------------------------------------------------------
 

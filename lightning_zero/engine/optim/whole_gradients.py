@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,16 +73,43 @@ class WholeGradients:
 
     def multiply(self, places: Iterable[BufferSlot], factor: float) -> bool:
         """Multiply the gradients; say whether one was not finite on some rank. Collective: all ranks."""
+        is_finite = self._multiply([(factor, list(places))])
+        return self.any_is(not is_finite, "agreement on overflow")
+
+    def unscale(self, places: Iterable[BufferSlot], scale: float) -> bool:
+        """Divide the gradients by their loss scales, once; say whether one was not finite on some rank.
+
+        Collective: all ranks.
+
+        Args:
+            places: Of the parameters.
+            scale: Of gradients that the program has assigned.
+        """
+        places = list(places)
+        self._take(places)
+        there = [(buffer, index) for buffer, index in places if index in buffer.gradients.has_grad]
+        by_scale: dict[float, list[BufferSlot]] = {}
+        for place in there:
+            by_scale.setdefault(_scale_of(place, scale), []).append(place)
+        is_finite = self._multiply([(1.0 / one, some) for one, some in by_scale.items()])
+        is_overflow = not is_finite or any(buffer.gradients.scales.has_overflowed(index) for buffer, index in there)
+        is_overflow = self.any_is(is_overflow, "agreement on overflow")
+        for buffer, indices in by_buffer(there):
+            buffer.gradients.scales.unscaled(indices, overflow=is_overflow)
+        return is_overflow
+
+    def _multiply(self, places_by_factor: Iterable[tuple[float, list[BufferSlot]]]) -> bool:
+        """Multiply gradients, each group of places by its factor; say whether all were finite on this rank."""
         finite: dict[torch.device, torch.Tensor] = {}
 
-        def multiply(grad: torch.Tensor) -> None:
+        def multiply(grad: torch.Tensor, factor: float) -> None:
             is_finite = torch.isfinite(grad).all()
             finite[grad.device] = is_finite & finite.get(grad.device, is_finite)
             grad.mul_(factor)
 
-        self.change(places, multiply)
-        is_finite = all(bool(one) for one in finite.values())  # one wait of the host
-        return self.any_is(not is_finite, "agreement on overflow")
+        for factor, places in places_by_factor:
+            self.change(places, partial(multiply, factor=factor))
+        return all(bool(one) for one in finite.values())  # one wait of the host
 
     def change(self, places: Iterable[BufferSlot], change: Callable[[torch.Tensor], Any]) -> None:
         """Do something to each gradient of this rank."""
@@ -120,6 +148,18 @@ def by_buffer(places: Iterable[BufferSlot]) -> list[tuple[FlatBuffer, set[int]]]
     for buffer, index in places:
         wanted.setdefault(id(buffer), (buffer, set()))[1].add(index)
     return list(wanted.values())
+
+
+def _scale_of(place: BufferSlot, assigned: float) -> float:
+    buffer, index = place
+    scale = buffer.gradients.scales.of(index, assigned=assigned)
+    if scale is None:
+        raise RuntimeError(
+            f"The gradient of `{buffer.layout.slots[index].name}` comes from `loss.backward()`, or is a sum with such a"
+            " gradient, while the losses of this precision are multiplied by a scale. Call"
+            " `self.manual_backward(loss)`, which multiplies the loss."
+        )
+    return scale
 
 
 def _pieces(buffer: FlatBuffer, indices: set[int], values: torch.Tensor | None) -> list[torch.Tensor]:

@@ -95,6 +95,7 @@ class Backward:
         self._shown = ShownSums()
         self._running: _Running | None = None  # the one that is running
         self.microbatch = Microbatch.LAST  # set by the engine
+        self.loss_scale: float | None = None  # of the loss; None: the program has not told
 
     # -- Begin -----------------------------------------------------------------------------------------------------
 
@@ -125,6 +126,8 @@ class Backward:
     def _begin(self, running: _Running) -> None:
         self._close_windows()
         self.begin_computing()
+        for buffer in [buffer for unit in self._units for buffer in unit.buffers]:
+            buffer.gradients.scales.begin(self.loss_scale)
         if running.has_own_pass:
             self._order.finish()
         if self._is_reducing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -214,6 +215,33 @@ def test_a_closure_computes_on_whole_parameters_at_every_stage() -> None:
     for stage in (1, 2, 3):
         for found, wanted in zip(worlds.run(_closure, 2, stage), expected, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+class _Deaf(torch.optim.SGD):
+    def step(self, closure: Callable[[], Tensor] | None = None) -> None:  # type: ignore[override]
+        super().step()
+
+
+def _last_in_closure(rank: int, world: int, hears: bool) -> None:
+    """Step with a closure that runs the last micro-batch."""
+    engine, module = _engine(1)
+    optimizer = engine.attach((torch.optim.SGD if hears else _Deaf)(module.parameters(), lr=0.1))
+    with engine.microbatch(last=False):
+        token_loss(module, rank, 0).backward()
+
+    def closure() -> Tensor:
+        loss = token_loss(module, rank, 1)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    engine.close()
+
+
+def test_a_closure_may_run_the_last_micro_batch_and_must_be_called() -> None:
+    worlds.run(_last_in_closure, 2, True)
+    with pytest.raises(RuntimeError, match="waits on every rank for the last micro-batch"):
+        worlds.run(_last_in_closure, 2, False)
 
 
 def _clip(rank: int, world: int, stage: int) -> None:
