@@ -196,7 +196,7 @@ class PassOrder:
         is_as_before = self._end(current, reduces)
         if reduces:
             for unit in self._units:
-                if unit.expected and not unit.is_reduced:
+                if unit.reducing_buffers and not unit.is_reduced:
                     current.record.append(unit.index)
                     self._reducer.start(unit)
         self._learn(current)
@@ -210,7 +210,7 @@ class PassOrder:
         if not (current.gathers or current.entries is None):
             return False
         # Units that are reduced behind the agreement may bring gradients that somebody has assigned.
-        is_whole = reduces and all(unit.is_reduced for unit in self._units if unit.expected)
+        is_whole = reduces and all(unit.is_reduced for unit in self._units if unit.reducing_buffers)
         has_news = current.may_reduce and not (is_whole and self._reducer.is_as_before(current.kind))
         return not self._agree_until(_DONE, current, has_news=has_news)
 

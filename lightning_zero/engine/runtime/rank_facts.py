@@ -26,6 +26,7 @@ from lightning_zero.engine.units.unit import Unit
 __all__ = ["NUM_BITS", "RankFacts"]
 
 NUM_BITS = 32  # of a digest
+_MAX_KNOWN = 64
 _DIGITS = 9  # of a number that count: other machines may compute another last bit of a schedule
 
 _Options = tuple[tuple[tuple[str, Any], ...], ...]
@@ -54,6 +55,8 @@ class RankFacts:
         self._communicator = communicator
         self._optimizers: Sequence[Optimizer] = ()
         self._sent: _Options = ()  # those of the last digest
+        self._sent_trained = self._trained()  # those of the last digest; at first all ranks have the same
+        self._known = {self._sent_trained}  # that all ranks have had
         self._steps: list[_Options] = []  # of steps since the last comparison, which had other options than that
 
     def watch(self, optimizers: Sequence[Optimizer]) -> None:
@@ -70,6 +73,10 @@ class RankFacts:
         if options != self._sent and options not in self._steps:
             self._steps.append(options)
 
+    def are_known(self) -> bool:
+        """Say whether all ranks have had the same parameters frozen before as this one now."""
+        return self._communicator.world_size == 1 or self._trained() in self._known
+
     def digest(self, num_bits: int = NUM_BITS) -> tuple[int, int]:
         """Return a digest of the facts and its complement; zeros in a world of one rank.
 
@@ -78,9 +85,9 @@ class RankFacts:
         """
         if self._communicator.world_size == 1:
             return 0, 0
-        self._sent = self._options()
+        self._sent, self._sent_trained = self._options(), self._trained()
         mask = (1 << num_bits) - 1
-        digest = zlib.crc32(repr((self._sent, self._steps)).encode(), zlib.crc32(self._trained())) & mask
+        digest = zlib.crc32(repr((self._sent, self._steps)).encode(), zlib.crc32(self._sent_trained)) & mask
         return digest, mask - digest
 
     def compare(self, agreed: tuple[int, int], num_bits: int = NUM_BITS) -> None:
@@ -95,6 +102,9 @@ class RankFacts:
         """
         if not any(agreed) or sum(agreed) == (1 << num_bits) - 1:
             self._steps.clear()
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            self._known.add(self._sent_trained)
             return
         topic = "comparison of frozen parameters and options of optimizers"
         for facts, remedy in ((self._frozen_facts(), _FROZEN), (self._option_facts(), _OPTIONS)):

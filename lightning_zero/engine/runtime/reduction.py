@@ -56,12 +56,16 @@ class Reducer:
     def begin(self, reach: ShardingScope = ShardingScope.WORLD) -> None:
         """Begin a backward.
 
+        Where this rank has frozen parameters, and does not know whether the others have, it goes on to reduce their
+        buffers, with zeros: a rank that has frozen them alone must come to the agreement that says so.
+
         Args:
             reach: How far gradients are reduced that may wait in their node for the last micro-batch.
         """
         self._reach = reach
+        are_new = not self.facts.are_known()
         for unit in self._units:
-            unit.begin_backward()
+            unit.begin_backward(reduces_as_before=are_new)
 
     def before_gradient(self, unit: Unit) -> None:
         """Make room for a gradient that comes after its unit's reduction has started.

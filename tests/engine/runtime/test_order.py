@@ -52,6 +52,10 @@ class _Unit:
         if self.state is UnitState.UNSHARDING:
             self.state = UnitState.UNSHARDED
 
+    @property
+    def reducing_buffers(self) -> list[int]:
+        return sorted({place for place, _ in self.expected})
+
     def reshard(self) -> None:
         if self.state is not UnitState.SHARDED:
             self._log.append(f"release {self.index}")
