@@ -98,10 +98,12 @@ def _fit(rank: int, world: int, make: Callable[[], Net], stage: int) -> str:
     return "no error"
 
 
-CASES = sample([(make, message, stage) for make, message in OPTIONS + FROZEN for stage in (2, 0, 3, 1)], 6)
+CASES = [(*one, stage) for one in OPTIONS + FROZEN for stage in (0, 1, 2, 3)]
+KEPT = [CASES[4 * place + stage] for place, stage in enumerate((2, 0, 1, 3, 2, 3, 0))]
 
 
-@pytest.mark.parametrize(("make", "message", "stage"), CASES)
-def test_what_differs_is_an_error_on_all_ranks(make: Callable[[], Net], message: str, stage: int) -> None:
+@pytest.mark.parametrize("case", sample(CASES, *KEPT), ids=lambda case: f"{case[0].__name__}-stage{case[2]}")
+def test_facts_that_differ_are_an_error_on_all_ranks(case: tuple[Callable[[], Net], str, int]) -> None:
+    make, message, stage = case
     for error in run(_fit, 2, make, stage, timeout_s=60):
         assert re.search(message, error.replace("\n", " ")), error

@@ -125,6 +125,8 @@ class Backward:
     def _begin(self, running: _Running) -> None:
         self._close_windows()
         self.begin_computing()
+        for buffer in [buffer for unit in self._units for buffer in unit.buffers]:
+            buffer.gradients.note_assigned()
         if running.has_own_pass:
             self._order.finish()
         if self._is_reducing:
@@ -215,6 +217,9 @@ class Backward:
         return show, take
 
     def _take_gradient(self, unit: Unit, place: int, index: int, param: nn.Parameter) -> None:
+        if self._running is None:
+            self.arm()
+            unit.buffers[place].gradients.note_arrived(index)
         running = self.arm()
         running.keeps_units |= torch.is_grad_enabled()  # it builds a graph
         left = unit.buffers[place].gradients.left
