@@ -108,6 +108,8 @@ class ShardedOptimizer:
         self._hooks = [
             self._original_class.register_step_pre_hook(optimizer, self._before_step),
             optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_state_dict_post_hook(self.states.tag),
+            optimizer.register_load_state_dict_pre_hook(self.states.refuse_others),
         ]
         if not moments.is_pytorchs:
             self._hooks.append(optimizer.register_state_dict_post_hook(self.states.widen))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,7 +17,9 @@ from lightning_zero.engine.optim.flat_step import BufferSlot, FlatStep
 from lightning_zero.engine.optim.moments import MomentFormat
 from lightning_zero.storage.residence import is_in_memory
 
-__all__ = ["SegmentStates"]
+__all__ = ["SEGMENTS", "SegmentStates"]
+
+SEGMENTS = "segments"  # entry of `state_dict` that says of which rank its states are
 
 _PYTORCH_STATES = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"})  # of fused kernels
 
@@ -89,6 +92,43 @@ class SegmentStates:
                         f" shape {tuple(state[key].shape)}, but {tuple(shape)} is this rank's segment and"
                         f" {tuple(buffer.layout.slots[index].shape)} the parameter. Assign a tensor of one of these."
                     )
+
+    # -- `state_dict` of the optimizer -----------------------------------------------------------------------------
+
+    def tag(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Let ``state_dict`` say that it has this rank's segments, if it has."""
+        segments = self._segments()
+        if segments is not None:
+            state_dict[SEGMENTS] = segments
+
+    def refuse_others(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Refuse to load a ``state_dict`` of other segments than this rank's.
+
+        Raises:
+            ValueError: It was made on another rank, or with other options.
+        """
+        found, own = state_dict.get(SEGMENTS), self._segments()
+        if found is None or found == own:
+            return
+        here = "whole states" if own is None else f"rank {own['rank']} of {own['world_size']}"
+        raise ValueError(
+            f"This `state_dict` of `{self._name}` has the segments of rank {found['rank']} of {found['world_size']},"
+            f" and they are loaded for {here}, whose elements are others. `optimizer.state_dict()` of a sharded"
+            " optimizer is for the same rank of the same run alone. Save with `trainer.save_checkpoint(path)`"
+            " (`lightning_zero.checkpoint` without a Trainer), which every rank calls and any number of ranks can load."
+        )
+
+    def _segments(self) -> dict[str, int] | None:
+        """Return this rank and a sum over the elements that it has; None if its states are whole."""
+        places = [self._places.get(id(param)) for group in self._optimizer.param_groups for param in group["params"]]
+        cuts = [place[0].own_range.elements(place[1]) for place in places if place and place[0].own_range.is_shard]
+        if not cuts:
+            return None
+        communicator = next(iter(self._places.values()))[0].communicator
+        elements = zlib.crc32(repr(cuts).encode())
+        return {"rank": communicator.rank, "world_size": communicator.world_size, "elements": elements}
+
+    # -- Places ----------------------------------------------------------------------------------------------------
 
     def place_of(self, param: torch.Tensor, key: str) -> torch.Tensor | None:
         """Return where a state of a parameter is to be, 1-D, if that is not in memory."""
