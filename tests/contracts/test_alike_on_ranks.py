@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from lightning_zero import ZeroEngine
-from lightning_zero.config import Communication
 from lightning_zero.lightning.strategy import ZeroStrategy
-from tests.lightning_programs import Net, Sgd, assert_equal, loader, parity, seeded, trainer, weights
+from tests.lightning_programs import Net, Sgd, loader, seeded, trainer
 from tests.sampling import sample
-from tests.worlds import count_collectives, run
+from tests.worlds import run
 
 TIMEOUT_S = 15.0
 

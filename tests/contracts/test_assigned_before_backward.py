@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -45,7 +47,7 @@ def _fit(rank: int, world: int, make: type[Assigns], size: int, stage: int) -> t
 @pytest.mark.parametrize("stage", sample([0, 1, 2, 3], 2), ids="stage{}".format)
 def test_gradients_of_experts_that_are_assigned_before_a_backward_are_refused(stage: int) -> None:
     for error, _ in run(_fit, WORLD, Assigns, 2, stage):
-        assert "experts" in error and "cannot be assigned before a backward" in error, error
+        assert re.search("experts.*cannot be assigned before a backward", error), error
 
 
 @pytest.mark.parametrize("stage", sample([0, 1, 2, 3], 2), ids="stage{}".format)
@@ -79,4 +81,4 @@ def _fit_tensors(rank: int, world: int, stage: int) -> str:
 @pytest.mark.parametrize("stage", sample([0, 1, 2, 3], 1), ids="stage{}".format)
 def test_gradients_of_norms_that_are_assigned_before_a_backward_are_refused(stage: int) -> None:
     for error in run(_fit_tensors, 2, stage):
-        assert "ln1" in error and "cannot be assigned before a backward" in error, error
+        assert re.search("ln1.*cannot be assigned before a backward", error), error

@@ -195,8 +195,9 @@ class BufferGradients:
             RuntimeError: It is a summand of that, or a sum over several ranks.
         """
         if not self._is_of_this_rank(index):
+            name = self._spec.layout.slots[index].name
             raise RuntimeError(
-                f"The gradient of `{self._spec.layout.slots[index].name}` cannot {use}: on this rank it is a summand of its"
+                f"The gradient of `{name}` cannot {use}: on this rank it is a summand of its"
                 " gradient (`tensor_parallel` with `sequence`, or the rule 'partial'), or the sum over the tokens of"
                 " several ranks (`expert_parallel`). Use it behind the last micro-batch, in"
                 " `on_before_optimizer_step`, where it is the average over all ranks."

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ from lightning_zero.engine.units.pipeline_peers import PipelinePeers
 from lightning_zero_ops.selfcheck import kernels_agree
 
 __all__ = ["ShardedOptimizer", "is_attached"]
+
+_PLAIN_READERS = ("lightning_zero.", "torch.", "lightning.")  # modules that know of segments, or use states as they are
 
 
 class ShardedOptimizer:
@@ -133,6 +136,7 @@ class ShardedOptimizer:
         """Give the optimizer back as it was; its state stays, outside memory in the dtype that it has there."""
         self.close()
         self.finish_deferred()
+        self.states.hide()
         for hook in self._hooks:
             hook.remove()
         self.optimizer.__class__ = self._original_class
@@ -226,6 +230,7 @@ class ShardedOptimizer:
         self._refuse_in_backward()
         self._begin_step()
         self._refuse_local_gradients()
+        self.states.hide()
         self.states.look_for_kept(lambda: self.buffers)
         if self.is_open:  # somebody may have pointed `data` elsewhere
             self._window.take_again(self._buffers_to_show())
@@ -288,6 +293,7 @@ class ShardedOptimizer:
         self._end_step(self.buffers)
         self.num_steps += 1
         self._is_halfway = False
+        self.states.show_again()
 
     def accept_values(self) -> None:
         """Make the segments in the window the parameters' values. Collective at stages 1 and 2: all ranks."""
@@ -384,6 +390,16 @@ class ShardedOptimizer:
     def finish_deferred(self) -> None:
         """Make the steps that are due: somebody looks at the states. No collective."""
         self._deferred.finish()
+
+    def note_reader(self, frame: FrameType) -> None:
+        """Take note of code that reads the states between steps: the program sees segments that say so."""
+        reader = frame.f_globals.get("__name__", "")
+        if not reader.startswith("lightning_zero."):
+            self.states.are_seen = True
+        if reader.startswith(_PLAIN_READERS) or frame.f_locals.get("self") is self.optimizer:
+            self.states.hide()
+        else:
+            self.states.show()
 
     # -- Publishing, dropping gradients --------------------------------------------------------------------------------
 
@@ -495,10 +511,9 @@ def _subclass(sharded: ShardedOptimizer) -> type[Optimizer]:
 
     def state(self: Optimizer) -> Any:
         sharded.finish_deferred()
-        reader = sys._getframe(1).f_globals.get("__name__", "")
-        if not sharded.is_running and not reader.startswith("lightning_zero."):
-            sharded.states.are_seen = True
-        return vars(self)["state"]
+        if not sharded.is_running:
+            sharded.note_reader(sys._getframe(1))
+        return vars(self if "state" in vars(self) else sharded.optimizer)["state"]  # else in a `LightningOptimizer`
 
     methods: dict[str, Any] = {
         "zero_grad": zero_grad,
@@ -512,5 +527,6 @@ def _subclass(sharded: ShardedOptimizer) -> type[Optimizer]:
         methods["step"] = Optimizer.profile_hook_step(base.step)
     if sharded._flat_step is not None:
         methods["_init_group"] = _init_group
+    if "state" in vars(sharded.optimizer) and not hasattr(base, "state"):  # not that of another one, inside
         methods["state"] = property(state, lambda self, value: vars(self).update(state=value))
     return type(base.__name__, (base,), methods)

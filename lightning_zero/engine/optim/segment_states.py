@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.part_parameter import PartValues
 from lightning_zero.engine.buffers.sharded_gradient import ShardedGradient
+from lightning_zero.engine.buffers.sharded_state import ShardedState
 from lightning_zero.engine.optim.flat_step import BufferSlot, FlatStep
 from lightning_zero.engine.optim.moments import MomentFormat
 from lightning_zero.storage.residence import is_in_memory
@@ -45,12 +46,59 @@ class SegmentStates:
         # - The program, which may keep states
         self.are_seen = False
         self.are_kept = False
+        self._are_shown = False  # some may have the class that programs see
+        self._have_been_shown = False
+        self._classes: dict[int, type[ShardedState] | None] = {}  # these classes, by ``id`` of the parameter
 
     def look_for_kept(self, buffers: Callable[[], Iterable[FlatBuffer]]) -> None:
         """Find out whether the program keeps states of those that it has seen."""
         flat = self._flat_step
         self.are_kept = self.are_seen and flat is not None and flat.are_held(buffers())
         self.are_seen = self.are_kept
+
+    # -- Readers ---------------------------------------------------------------------------------------------------
+
+    def show(self) -> None:
+        """Let the program see segments that do not pass for whole states, until ``hide``."""
+        if self._are_shown or not self._moments.dtype.is_floating_point:  # those are codes
+            return
+        self._are_shown = self._have_been_shown = True
+        for param, state in vars(self._optimizer)["state"].items():
+            made = self._class_of(param)
+            if made is None:
+                continue
+            shape = self._segment_shape(param)
+            for key, value in state.items():
+                if key != "step" and type(value) is torch.Tensor and value.shape == shape:
+                    value.__class__ = made
+
+    def hide(self) -> None:
+        """Let the optimizer and the engine see plain tensors."""
+        if not self._are_shown:
+            return
+        self._are_shown = False
+        for state in vars(self._optimizer)["state"].values():
+            for value in state.values() if isinstance(state, dict) else ():
+                if isinstance(value, ShardedState):
+                    value.__class__ = torch.Tensor  # type: ignore[assignment]
+
+    def show_again(self) -> None:
+        """Show them behind a step to a program that may keep some of before."""
+        if self.are_kept or (self._have_been_shown and self._flat_step is None):
+            self.show()
+
+    def _class_of(self, param: torch.Tensor) -> type[ShardedState] | None:
+        place = self._places.get(id(param))
+        if place is None:
+            return None
+        if id(param) not in self._classes:
+            self._classes[id(param)] = place[0].window.state_class(place[1])
+        return self._classes[id(param)]
+
+    def _segment_shape(self, param: torch.Tensor) -> torch.Size:
+        buffer, index = self._places[id(param)]
+        start, stop = buffer.own_range.elements(index)
+        return torch.Size([stop - start])
 
     # -- Segments --------------------------------------------------------------------------------------------------
 
@@ -107,6 +155,7 @@ class SegmentStates:
         Raises:
             ValueError: It was made on another rank, or with other options.
         """
+        self._are_shown = True  # the program may have copied states when it saw them
         found, own = state_dict.get(SEGMENTS), self._segments()
         if found is None or found == own:
             return
@@ -140,6 +189,7 @@ class SegmentStates:
 
     def move(self, buffers: Sequence[FlatBuffer], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace the optimizer states of some buffers' own ranges by ``change(state)``."""
+        self.hide()
         chosen = {id(buffer) for buffer in buffers}
         for param, state in vars(self._optimizer)["state"].items():
             place = self._places.get(id(param))

@@ -145,7 +145,9 @@ def _loop(rank: int, world: int, stage: int, change: Callable[..., None] | None)
     ],
     ids=["lr", "one frozen", "a unit frozen"],
 )
-def test_a_rank_that_changes_facts_alone_is_an_error_on_all(stage: int, change: Callable[..., None], message: str) -> None:
+def test_a_rank_that_changes_facts_alone_is_an_error_on_all(
+    stage: int, change: Callable[..., None], message: str
+) -> None:
     for error, calls in run(_loop, 2, stage, change):
         assert re.search(message, error), error
         assert len(calls) == 3  # before the step
