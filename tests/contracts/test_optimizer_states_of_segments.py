@@ -122,6 +122,7 @@ def _clear_mask(module: _Net, optimizer: torch.optim.Optimizer, key: str) -> Non
 def _scale(module: _Net, optimizer: torch.optim.Optimizer, key: str) -> None:
     for state in optimizer.state.values():
         state[key].mul_(0.5)
+        state[key].view(-1).add_(0.1)
         state[key] = state[key] + 0.1
 
 

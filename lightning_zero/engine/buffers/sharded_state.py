@@ -6,21 +6,43 @@ step window (``sharded_gradient.py``). The optimizer's own code sees plain tenso
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.engine.buffers.parameter import operation_of
 from lightning_zero.engine.buffers.sharded_gradient import Cut, ShardedGradient
 from lightning_zero.errors import ShardedGradientError
 
 __all__ = ["ShardedState", "sharded_state_class"]
+
+_FLATTENING = frozenset(["view", "reshape"])
 
 
 class ShardedState(ShardedGradient):
     """This rank's segment of a state: (segment numel,), 1-D."""
 
     noun = "optimizer state"
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run ``view(-1)`` too, whose elements are in the same order; else as of gradients."""
+        cut = cls.cut
+        is_flat = operation_of(func) in _FLATTENING and args[1:] in ((-1,), ((-1,),)) and not kwargs
+        if is_flat and cut is not None and cut.part is None:
+            flat = cut._replace(shape=torch.Size([cut.shape.numel()]))
+            with torch._C.DisableTorchFunctionSubclass():
+                viewed: torch.Tensor = args[0].view(-1)
+            return viewed.as_subclass(sharded_state_class(cls.communicator, flat))
+        return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def remedy(cls) -> str:
