@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lightning_zero.engine.optim.segment_states import SEGMENTS
+
 __all__ = ["after_loading", "before_loading", "own_entries"]
 
 OTHER_STATES = "other_states"  # key of a saved optimizer: entries of `optimizer.state` that are of no parameter
-_KEPT = frozenset({"state", "param_groups", OTHER_STATES})
+_KEPT = frozenset({"state", "param_groups", OTHER_STATES, SEGMENTS})
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 
 

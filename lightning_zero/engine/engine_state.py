@@ -119,6 +119,7 @@ class EngineState:
                 sharded.checks.require_runs("Offload(step_device='cuda')")
             timing.attach(sharded)
         self.attached.replace_former()
+        self.sharded.rank_facts.watch(optimizers)
 
     def _sharded_optimizer(self, optimizer: Optimizer) -> ShardedOptimizer:
         return self.options.timing.optimizer_class(
@@ -132,7 +133,7 @@ class EngineState:
             defers=self.timing.defers,
             after_defer=self._mark_stale,
             moments=self.options.moment_format,
-            before_step=self.sharded.hooks.scopes.begin_step,
+            before_step=self._begin_step,
             after_step=self._end_step,
         )
 
@@ -148,6 +149,7 @@ class EngineState:
         self.attached.detach()
         if self._made is not None:
             self._made.timing.let_go()
+            self._made.rank_facts.watch(())
 
     def drop_gradients(self) -> None:
         """Drop the gradients of all parameters."""
@@ -281,6 +283,10 @@ class EngineState:
         self.sharded.whole.end_rest()
         self.sharded.whole.hide_originals()
         self.attached.close_others(opening)
+
+    def _begin_step(self) -> None:
+        self.sharded.rank_facts.note_step()
+        self.sharded.hooks.scopes.begin_step()
 
     def _end_step(self, buffers: Sequence[FlatBuffer]) -> None:
         units = {unit.index: unit for unit in map(self.param_index.unit_of, buffers)}

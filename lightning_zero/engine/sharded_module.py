@@ -207,6 +207,7 @@ class ShardedModule:
             stage=options.scopes.stage, is_pipeline=self.parts is not None, obstacle=self.placement.obstacle_in_backward
         )
         reducer = self.timing.reducer(param_index.units, prefetch)
+        self.rank_facts = reducer.facts
         meets = grid is not None and grid.communicates
         order = PassOrder(param_index.units, self.communicator, reducer, prefetch, meets=meets)
         self.hooks = Hooks(

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.engine_state import EngineState
 from lightning_zero.engine.runtime.accumulation_hooks import has_hooks_of_program
+from lightning_zero.engine.runtime.rank_facts import RankFacts
 from lightning_zero.microbatch import Microbatch
 from lightning_zero.storage.store import Accounts
 
@@ -28,6 +29,11 @@ class StepControl:
     def communicator(self) -> Communicator:
         """The communicator over the ranks that share the parameters."""
         return self._state.communicator
+
+    @property
+    def rank_facts(self) -> RankFacts:
+        """The options of optimizers and the frozen parameters, which all ranks compare."""
+        return self._state.sharded.rank_facts
 
     # -- Forwards --------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,8 @@ Note [Between two batches]
     batch whether rank 0 has seen SIGTERM; in this place the ranks agree on the signals that any of them has noted. No
     batch follows the last one, its validation and `on_train_end`, so they agree in front of `on_train_end` and behind
     it as well. A rank that has noted SIGTERM still later sends it to itself again when it has given the handlers back.
+    The message has room for a digest of frozen parameters and options of optimizers, so a rank that has changed one
+    alone gets an error before the batch, in which it would reduce other gradients than the other ranks (ADR 0065).
 """
 
 from __future__ import annotations
@@ -23,11 +25,15 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_zero.engine.runtime.rank_facts import RankFacts
+
 __all__ = ["Signals"]
 
 log = logging.getLogger(__name__)
 
 _FRONT = "before a training batch"
+
+_FACT_BITS = 25  # of a number in an agreement; a signal has the seven above
 
 Agree = Callable[[Sequence[int], str], list[int]]
 
@@ -39,14 +45,20 @@ class Signals:
         trainer: Whose handlers take notes.
         agree: Returns the largest numbers of all ranks. Collective.
         saves_wait: Returns a context in which saves return when they are on the disk.
+        facts: Travel in the same message; None where not all ranks that agree have the same parameters.
     """
 
     def __init__(
-        self, trainer: pl.Trainer, agree: Agree, saves_wait: Callable[[], AbstractContextManager[None]]
+        self,
+        trainer: pl.Trainer,
+        agree: Agree,
+        saves_wait: Callable[[], AbstractContextManager[None]],
+        facts: RankFacts | None = None,
     ) -> None:
         self._trainer = trainer
         self._agree = agree
         self._saves_wait = saves_wait
+        self._facts = facts
         self._requeue_signal = 0  # number of the one that SLURM has sent
         self._terminate_signal = 0
         self._is_requeued = False  # srun signals every rank, and some may notice a batch later
@@ -96,9 +108,9 @@ class Signals:
 
         Raises:
             SIGTERMException: Some rank has got SIGTERM.
+            RuntimeError: The ranks have other parameters frozen, or other options of optimizers.
         """
-        noted = [self._requeue_signal, self._terminate_signal]
-        requeue, terminate = self._agree(noted, f"agreement on signals {where}")
+        requeue, terminate = self._agree_on_signals(where)
         connector = self._trainer._signal_connector
         if requeue and not self._is_requeued:
             self._is_requeued = True
@@ -108,3 +120,14 @@ class Signals:
             log.info("All ranks end, because one has got %s.", signal.Signals(terminate).name)
             connector.received_sigterm = True
             raise SIGTERMException
+
+    def _agree_on_signals(self, where: str) -> list[int]:
+        """Return the signals that some rank has noted; compare the facts of the ranks if there are none."""
+        noted = [0 if self._is_requeued else self._requeue_signal, self._terminate_signal]
+        facts = (0, 0) if self._facts is None else self._facts.digest(_FACT_BITS)
+        message = [number << _FACT_BITS | fact for number, fact in zip(noted, facts, strict=True)]
+        agreed = self._agree(message, f"agreement on signals {where}")
+        signals, mask = [number >> _FACT_BITS for number in agreed], (1 << _FACT_BITS) - 1
+        if self._facts is not None and not any(signals):  # the facts of ranks with a smaller number do not arrive
+            self._facts.compare((agreed[0] & mask, agreed[1] & mask), _FACT_BITS)
+        return signals

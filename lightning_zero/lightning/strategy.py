@@ -357,13 +357,19 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             forget_averages(trainer)
         self.setup_precision_plugin()
         self.model_to_device()
-        Signals(trainer, self.engine.internals.world_communicator.agree_on, self._saves_wait).bind()
+        self._bind_signals(trainer)
         if self._steps is not None or self.world_size > 1:
             skip_together(self.engine, trainer)
         self._begin_saving(trainer)
         self._announce()
         if self._tensor is not None:
             self._tensor.agree_on_random_numbers()  # data loaders draw from them
+
+    def _bind_signals(self, trainer: pl.Trainer) -> None:
+        internals = self.engine.internals
+        has_same_params = internals.world_communicator is internals.communicator  # else there are pipeline stages
+        facts = internals.steps.rank_facts if has_same_params else None
+        Signals(trainer, internals.world_communicator.agree_on, self._saves_wait, facts).bind()
 
     @contextmanager
     def _saves_wait(self) -> Generator[None, None, None]:

@@ -27,6 +27,7 @@ IN_CONTRACTS = {
     "lightning_zero/engine/buffers/local_sums.py": "tests/engine/buffers/test_gradients.py",
     "lightning_zero/engine/buffers/node_sums.py": "tests/contracts/test_scopes.py",
     "lightning_zero/engine/buffers/spec.py": "tests/engine/buffers/test_buffer.py",
+    "lightning_zero/engine/buffers/sharded_state.py": "tests/contracts/test_optimizer_states_of_segments.py",
     "lightning_zero/engine/buffers/stepped.py": "tests/engine/buffers/test_buffer.py",
     "lightning_zero/engine/buffers/whole.py": "tests/engine/buffers/test_buffer.py",
     "lightning_zero/engine/optim/step_window.py": "tests/engine/optim/test_optimizer.py",

@@ -99,7 +99,7 @@ def change_states(engine: ZeroEngine, module: nn.Module, optimizer: Optimizer) -
         state["exp_avg"].mul_(0.5)
         state["exp_avg_sq"] += 1e-4
         torch._foreach_mul_([state["exp_avg"]], 2.0)
-        state["exp_avg_sq"].view(-1)[:1] = 0.5
+        state["exp_avg_sq"].view(-1).clamp_(min=2e-4)  # an index means the whole only where states are in memory
 
 
 def drop_states(engine: ZeroEngine, module: nn.Module, optimizer: Optimizer) -> None:

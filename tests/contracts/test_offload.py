@@ -252,7 +252,7 @@ def _states_right_after_a_step(rank: int, world: int, stage: int) -> None:
             engine.internals.fits.detach()
             seen.append(copy.deepcopy(list(optimizer.state.values())))
             engine.close()
-    leaves = [[leaf for leaf in tree_leaves(one) if torch.is_tensor(leaf)] for one in seen]
+    leaves = [[leaf.as_subclass(torch.Tensor) for leaf in tree_leaves(one) if torch.is_tensor(leaf)] for one in seen]
     for index in range(4):
         for other in (leaves[4 + index], leaves[8 + index]):
             assert all(torch.equal(mine, theirs) for mine, theirs in zip(other, leaves[index], strict=True))

@@ -71,6 +71,7 @@ class BufferGradients:
         self.has_grad: set[int] = set()  # slots with a gradient on some rank, in ``reduced``
         self.given_out: set[int] = set()  # slots whose segment a program has read: it may be assigned again
         self.assigned = AssignedSources()
+        self._before_backward: set[int] = set()  # slots that had an assigned gradient then, and other sums than ours
         self._reduced: torch.Tensor | None = None
         self._retained: torch.Tensor | None = None  # an earlier average whose place the sums need
         self.scales = LossScales()
@@ -91,7 +92,13 @@ class BufferGradients:
     # -- Sums of this rank -----------------------------------------------------------------------------------------
 
     def accumulate(self, index: int, grad: torch.Tensor) -> None:
-        """Cast and copy, or add, a parameter's gradient into the local sum."""
+        """Cast and copy, or add, a parameter's gradient into the local sum.
+
+        Raises:
+            RuntimeError: The program has assigned one before the backward, which counts otherwise than the sums here.
+        """
+        if index in self._before_backward:
+            self._require_of_this_rank(index, "be assigned before a backward")
         self._rescale()
         slot = self._spec.layout.slots[index]
         target = self._local_sums()[slot.offset : slot.stop].view(slot.shape)
@@ -117,6 +124,19 @@ class BufferGradients:
             with torch.inference_mode(False), torch.no_grad():
                 self._change(indices & self.has_grad, multiply)
                 self._change_sums(indices, multiply)
+
+    def note_assigned(self) -> None:
+        """Find the gradients to which the backward that begins must not add; see ``accumulate``."""
+        params = self._spec.params
+        self._before_backward = {
+            index
+            for index in self._spec.axes
+            if not self._is_of_this_rank(index) and index not in self.left and raw_grad(params[index]) is not None
+        }
+
+    def note_arrived(self, index: int) -> None:
+        """Take note that the gradient of a slot which ``note_assigned`` has found was the backward's first."""
+        self._before_backward.discard(index)
 
     def with_sum(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
         """Return a gradient plus the slot's local sum, in the gradient's dtype; None if there is no sum."""
@@ -192,14 +212,18 @@ class BufferGradients:
         Raises:
             RuntimeError: It is a summand of that, or a sum over several ranks.
         """
-        spec = self._spec
-        if not math.isclose(spec.communicator.world_size * spec.factor(index), spec.group.divisor):
+        if not self._is_of_this_rank(index):
+            name = self._spec.layout.slots[index].name
             raise RuntimeError(
-                f"The gradient of `{spec.layout.slots[index].name}` cannot {use}: on this rank it is a summand of its"
+                f"The gradient of `{name}` cannot {use}: on this rank it is a summand of its"
                 " gradient (`tensor_parallel` with `sequence`, or the rule 'partial'), or the sum over the tokens of"
                 " several ranks (`expert_parallel`). Use it behind the last micro-batch, in"
                 " `on_before_optimizer_step`, where it is the average over all ranks."
             )
+
+    def _is_of_this_rank(self, index: int) -> bool:
+        spec = self._spec
+        return math.isclose(spec.communicator.world_size * spec.factor(index), spec.group.divisor)
 
     # -- The average over the ranks --------------------------------------------------------------------------------
 

@@ -181,10 +181,14 @@ class ShardedGradient(torch.Tensor):
             is_list = name.startswith("_foreach_") and args and result is not None
             return _as_those(args[0], result) if is_list else result
         raise ShardedGradientError(
-            f"`{name}` needs a whole {cls.noun}, but this rank holds one segment of it. Use"
-            f" `strategy.{cls.reader}(param)` (`engine.{cls.reader}(param)`) on every rank; element-wise operations and"
-            " norms work on the segment."
+            f"`{name}` needs a whole {cls.noun}, but this rank holds one segment of it. {cls.remedy()}; element-wise"
+            " operations and norms work on the segment."
         )
+
+    @classmethod
+    def remedy(cls) -> str:
+        """Return where a whole tensor is, as the begin of a sentence."""
+        return f"Use `strategy.{cls.reader}(param)` (`engine.{cls.reader}(param)`) on every rank"
 
     @classmethod
     def _own(cls, result: torch.Tensor) -> torch.Tensor:
@@ -209,14 +213,12 @@ class ShardedGradient(torch.Tensor):
         tensors = args[0] if args else next(kwargs[key] for key in names if key in kwargs)
         order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2.0))
         if len(args) > 2 or kwargs.get("dim") is not None or kwargs.get("keepdim"):
-            raise ShardedGradientError(
-                f"`{name}` over a dimension needs a whole {cls.noun}. Use `strategy.{cls.reader}(param)` on every rank."
-            )
+            raise ShardedGradientError(f"`{name}` over a dimension needs a whole {cls.noun}. {cls.remedy()}.")
         is_matrix = cls.cut is not None and len(cls.cut.shape) == 2
         if order == "nuc" or (name == "linalg_norm" and is_matrix and order not in (None, "fro")):
             raise ShardedGradientError(
-                f"`{name}` of order {order!r} is the norm of a matrix, which needs a whole {cls.noun}. Use"
-                f" `strategy.{cls.reader}(param)` on every rank, or `torch.linalg.vector_norm`."
+                f"`{name}` of order {order!r} is the norm of a matrix, which needs a whole {cls.noun}."
+                f" {cls.remedy()}; or take `torch.linalg.vector_norm`."
             )
         order = 2.0 if order in (None, "fro") else float(order)
         if name == "_foreach_norm":
@@ -320,8 +322,8 @@ def _cut_beside(grad: ShardedGradient | None, value: Any, name: str, is_written:
     raise ShardedGradientError(
         f"`{name}` got the {grad.noun} of `{cut.name}`, of which this rank holds {_range_of(cut)},"
         f" {'writes to' if is_written else 'and'} a tensor of shape {tuple(other)}. Give it one of the whole"
-        f" parameter's shape, {tuple(cut.shape)}, which is cut, or of the segment's, {tuple(shape)}, as its result has;"
-        f" or take `strategy.{grad.reader}(param)` (`engine.{grad.reader}(param)`) on every rank."
+        f" parameter's shape, {tuple(cut.shape)}, which is cut, or of the segment's, {tuple(shape)}, as its result has."
+        f" {grad.remedy()}."
     )
 
 

@@ -33,6 +33,7 @@ from lightning_zero.engine.buffers.sharded_gradient import (
     require_same_part,
     sharded_gradient_class,
 )
+from lightning_zero.engine.buffers.sharded_state import ShardedState, sharded_state_class
 from lightning_zero.engine.buffers.spec import BufferSpec
 from lightning_zero.engine.buffers.stepped import SteppedValues
 from lightning_zero.storage.residence import ordinary
@@ -176,6 +177,12 @@ class BufferWindow:
         if index not in self._param_classes:
             self._param_classes[index] = segment_parameter_class(self._spec.group.everyone, self._cut_of(index))
         return self._param_classes[index]
+
+    def state_class(self, index: int) -> type[ShardedState] | None:
+        """Return the class in which a program sees the states of a slot; None if it sees whole ones."""
+        if not self._spec.sharding.optim:
+            return None
+        return sharded_state_class(self._spec.group.everyone, self._cut_of(index))
 
     def _cut_of(self, index: int) -> Cut:
         part = self._spec.part(index)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ from lightning_zero.engine.units.pipeline_peers import PipelinePeers
 from lightning_zero_ops.selfcheck import kernels_agree
 
 __all__ = ["ShardedOptimizer", "is_attached"]
+
+_PLAIN_READERS = ("lightning_zero.", "torch.", "lightning.")  # modules that know of segments, or use states as they are
 
 
 class ShardedOptimizer:
@@ -109,6 +112,8 @@ class ShardedOptimizer:
         self._hooks = [
             self._original_class.register_step_pre_hook(optimizer, self._before_step),
             optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_state_dict_post_hook(self.states.tag),
+            optimizer.register_load_state_dict_pre_hook(self.states.refuse_others),
         ]
         if not moments.is_pytorchs:
             self._hooks.append(optimizer.register_state_dict_post_hook(self.states.widen))
@@ -132,6 +137,7 @@ class ShardedOptimizer:
         """Give the optimizer back as it was; its state stays, outside memory in the dtype that it has there."""
         self.close()
         self.finish_deferred()
+        self.states.hide()
         for hook in self._hooks:
             hook.remove()
         self.optimizer.__class__ = self._original_class
@@ -227,6 +233,7 @@ class ShardedOptimizer:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._refuse_unfinished_gradients()
+        self.states.hide()
         self.states.look_for_kept(lambda: self.buffers)
         if self.is_open:  # somebody may have pointed `data` elsewhere
             self._window.take_again(self._buffers_to_show())
@@ -293,6 +300,7 @@ class ShardedOptimizer:
         self._end_step(self.buffers)
         self.num_steps += 1
         self._is_halfway = False
+        self.states.show_again()
 
     def accept_values(self) -> None:
         """Make the segments in the window the parameters' values. Collective at stages 1 and 2: all ranks."""
@@ -393,6 +401,16 @@ class ShardedOptimizer:
     def finish_deferred(self) -> None:
         """Make the steps that are due: somebody looks at the states. No collective."""
         self._deferred.finish()
+
+    def note_reader(self, frame: FrameType) -> None:
+        """Take note of code that reads the states between steps: the program sees segments that say so."""
+        reader = frame.f_globals.get("__name__", "")
+        if not reader.startswith("lightning_zero."):
+            self.states.are_seen = True
+        if reader.startswith(_PLAIN_READERS) or frame.f_locals.get("self") is self.optimizer:
+            self.states.hide()
+        else:
+            self.states.show()
 
     # -- Publishing, dropping gradients --------------------------------------------------------------------------------
 
@@ -515,11 +533,9 @@ def _subclass(sharded: ShardedOptimizer) -> type[Optimizer]:
 
     def state(self: Optimizer) -> Any:
         sharded.finish_deferred()
-        reader = sys._getframe(1).f_globals.get("__name__", "")
-        if not sharded.is_running and not reader.startswith("lightning_zero."):
-            sharded.states.are_seen = True
-        owner = self if "state" in vars(self) else sharded.optimizer  # Lightning's wrapper has none of its own
-        return vars(owner)["state"]
+        if not sharded.is_running:
+            sharded.note_reader(sys._getframe(1))
+        return vars(self if "state" in vars(self) else sharded.optimizer)["state"]  # else in a `LightningOptimizer`
 
     methods: dict[str, Any] = {
         "zero_grad": zero_grad,
@@ -533,5 +549,6 @@ def _subclass(sharded: ShardedOptimizer) -> type[Optimizer]:
         methods["step"] = Optimizer.profile_hook_step(base.step)
     if sharded._flat_step is not None:
         methods["_init_group"] = _init_group
+    if "state" in vars(sharded.optimizer) and not hasattr(base, "state"):  # not that of another one, inside
         methods["state"] = property(state, lambda self, value: vars(self).update(state=value))
     return type(base.__name__, (base,), methods)

@@ -32,6 +32,7 @@ class OptimizerInBackward(ShardedOptimizer):
     def step_early(self, buffer: FlatBuffer) -> None:
         """Step a buffer whose gradients are complete, in the backward; ``step`` shows the result later."""
         assert self._flat_step is not None
+        self.states.hide()
         self._early.begin(self.optimizer.param_groups)
         with torch.inference_mode(False), torch.no_grad():
             buffer.gradients.has_grad.update(index for index, param in enumerate(buffer.params) if param.requires_grad)

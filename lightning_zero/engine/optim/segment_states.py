@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,11 +13,14 @@ from torch.optim import Optimizer
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.part_parameter import PartValues
 from lightning_zero.engine.buffers.sharded_gradient import ShardedGradient
+from lightning_zero.engine.buffers.sharded_state import ShardedState
 from lightning_zero.engine.optim.flat_step import BufferSlot, FlatStep
 from lightning_zero.engine.optim.moments import MomentFormat
 from lightning_zero.storage.residence import is_in_memory
 
-__all__ = ["SegmentStates"]
+__all__ = ["SEGMENTS", "SegmentStates"]
+
+SEGMENTS = "segments"  # entry of `state_dict` that says of which rank its states are
 
 _PYTORCH_STATES = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"})  # of fused kernels
 
@@ -42,12 +46,59 @@ class SegmentStates:
         # - The program, which may keep states
         self.are_seen = False
         self.are_kept = False
+        self._are_shown = False  # some may have the class that programs see
+        self._have_been_shown = False
+        self._classes: dict[int, type[ShardedState] | None] = {}  # these classes, by ``id`` of the parameter
 
     def look_for_kept(self, buffers: Callable[[], Iterable[FlatBuffer]]) -> None:
         """Find out whether the program keeps states of those that it has seen."""
         flat = self._flat_step
         self.are_kept = self.are_seen and flat is not None and flat.are_held(buffers())
         self.are_seen = self.are_kept
+
+    # -- Readers ---------------------------------------------------------------------------------------------------
+
+    def show(self) -> None:
+        """Let the program see segments that do not pass for whole states, until ``hide``."""
+        if self._are_shown or not self._moments.dtype.is_floating_point:  # those are codes
+            return
+        self._are_shown = self._have_been_shown = True
+        for param, state in vars(self._optimizer)["state"].items():
+            made = self._class_of(param)
+            if made is None:
+                continue
+            shape = self._segment_shape(param)
+            for key, value in state.items():
+                if key != "step" and type(value) is torch.Tensor and value.shape == shape:
+                    value.__class__ = made
+
+    def hide(self) -> None:
+        """Let the optimizer and the engine see plain tensors."""
+        if not self._are_shown:
+            return
+        self._are_shown = False
+        for state in vars(self._optimizer)["state"].values():
+            for value in state.values() if isinstance(state, dict) else ():
+                if isinstance(value, ShardedState):
+                    value.__class__ = torch.Tensor  # type: ignore[assignment]
+
+    def show_again(self) -> None:
+        """Show them behind a step to a program that may keep some of before."""
+        if self.are_kept or (self._have_been_shown and self._flat_step is None):
+            self.show()
+
+    def _class_of(self, param: torch.Tensor) -> type[ShardedState] | None:
+        place = self._places.get(id(param))
+        if place is None:
+            return None
+        if id(param) not in self._classes:
+            self._classes[id(param)] = place[0].window.state_class(place[1])
+        return self._classes[id(param)]
+
+    def _segment_shape(self, param: torch.Tensor) -> torch.Size:
+        buffer, index = self._places[id(param)]
+        start, stop = buffer.own_range.elements(index)
+        return torch.Size([stop - start])
 
     # -- Segments --------------------------------------------------------------------------------------------------
 
@@ -90,6 +141,44 @@ class SegmentStates:
                         f" {tuple(buffer.layout.slots[index].shape)} the parameter. Assign a tensor of one of these."
                     )
 
+    # -- `state_dict` of the optimizer -----------------------------------------------------------------------------
+
+    def tag(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Let ``state_dict`` say that it has this rank's segments, if it has."""
+        segments = self._segments()
+        if segments is not None:
+            state_dict[SEGMENTS] = segments
+
+    def refuse_others(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Refuse to load a ``state_dict`` of other segments than this rank's.
+
+        Raises:
+            ValueError: It was made on another rank, or with other options.
+        """
+        self._are_shown = True  # the program may have copied states when it saw them
+        found, own = state_dict.get(SEGMENTS), self._segments()
+        if found is None or found == own:
+            return
+        here = "whole states" if own is None else f"rank {own['rank']} of {own['world_size']}"
+        raise ValueError(
+            f"This `state_dict` of `{self._name}` has the segments of rank {found['rank']} of {found['world_size']},"
+            f" and they are loaded for {here}, whose elements are others. `optimizer.state_dict()` of a sharded"
+            " optimizer is for the same rank of the same run alone. Save with `trainer.save_checkpoint(path)`"
+            " (`lightning_zero.checkpoint` without a Trainer), which every rank calls and any number of ranks can load."
+        )
+
+    def _segments(self) -> dict[str, int] | None:
+        """Return this rank and a sum over the elements that it has; None if its states are whole."""
+        places = [self._places.get(id(param)) for group in self._optimizer.param_groups for param in group["params"]]
+        cuts = [place[0].own_range.elements(place[1]) for place in places if place and place[0].own_range.is_shard]
+        if not cuts:
+            return None
+        communicator = next(iter(self._places.values()))[0].communicator
+        elements = zlib.crc32(repr(cuts).encode())
+        return {"rank": communicator.rank, "world_size": communicator.world_size, "elements": elements}
+
+    # -- Places ----------------------------------------------------------------------------------------------------
+
     def place_of(self, param: torch.Tensor, key: str) -> torch.Tensor | None:
         """Return where a state of a parameter is to be, 1-D, if that is not in memory."""
         attached = self._places.get(id(param))  # none of a parameter that lies on another pipeline stage
@@ -100,6 +189,7 @@ class SegmentStates:
 
     def move(self, buffers: Sequence[FlatBuffer], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace the optimizer states of some buffers' own ranges by ``change(state)``."""
+        self.hide()
         chosen = {id(buffer) for buffer in buffers}
         for param, state in vars(self._optimizer)["state"].items():
             place = self._places.get(id(param))

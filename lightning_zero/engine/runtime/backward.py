@@ -128,6 +128,7 @@ class Backward:
         self.begin_computing()
         for buffer in [buffer for unit in self._units for buffer in unit.buffers]:
             buffer.gradients.scales.begin(self.loss_scale)
+            buffer.gradients.note_assigned()
         if running.has_own_pass:
             self._order.finish()
         if self._is_reducing:
@@ -218,6 +219,9 @@ class Backward:
         return show, take
 
     def _take_gradient(self, unit: Unit, place: int, index: int, param: nn.Parameter) -> None:
+        if self._running is None:
+            self.arm()
+            unit.buffers[place].gradients.note_arrived(index)
         running = self.arm()
         running.keeps_units |= torch.is_grad_enabled()  # it builds a graph
         left = unit.buffers[place].gradients.left

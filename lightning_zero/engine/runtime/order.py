@@ -38,12 +38,14 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.engine.runtime.rank_facts import NUM_BITS
 from lightning_zero.engine.runtime.reduction import Reducer
 from lightning_zero.engine.units.unit import Unit, UnitState
 
 __all__ = ["PassOrder"]
 
 _DONE = 2**31 - 1
+_MESSAGE_BITS = 32  # of a number in an agreement
 _MAX_FAILURES = 3
 
 
@@ -54,6 +56,7 @@ class _Pass:
     kind: Hashable
     gathers: bool  # whether some unit may be gathered in it
     in_original: bool  # gathers are of parameters in their own dtype
+    may_reduce: bool  # at its end the ranks may agree on used parameters
     entries: Sequence[int] | None  # the list; None while it is being learned
     position: int = 0  # first entry that was not started yet
     prefetched: deque[Unit] = field(default_factory=deque)  # gathers started, not needed yet
@@ -104,7 +107,9 @@ class PassOrder:
         """Whether a pass is running."""
         return self._running is not None
 
-    def begin(self, kind: Hashable, *, gathers: bool | None = None, in_original: bool = False) -> None:
+    def begin(
+        self, kind: Hashable, *, gathers: bool | None = None, in_original: bool = False, may_reduce: bool = True
+    ) -> None:
         """Begin a pass. Every rank begins the same kind. No collective.
 
         Args:
@@ -112,16 +117,17 @@ class PassOrder:
             gathers: Whether units may be gathered in it, the same on every rank; by default whether they are sharded
                 between uses.
             in_original: Gather parameters in their own dtype, the same on every rank.
+            may_reduce: It is a backward.
         """
         assert self._running is None
         if gathers is None:
             gathers = self.gathers
-        self._running = _Pass(kind, gathers, in_original, self._lists.get(kind))
+        self._running = _Pass(kind, gathers, in_original, may_reduce, self._lists.get(kind))
 
     def request(self, unit: Unit) -> None:
         """Return with ``unit`` whole. Collective, in the order of the note, unless it is whole already."""
         self._settle()
-        current = self._running or _Pass(None, gathers=True, in_original=False, entries=())
+        current = self._running or _Pass(None, gathers=True, in_original=False, may_reduce=False, entries=())
         if unit in current.prefetched:
             while current.prefetched[0] is not unit:
                 current.prefetched.popleft().give_back()
@@ -190,7 +196,7 @@ class PassOrder:
         is_as_before = self._end(current, reduces)
         if reduces:
             for unit in self._units:
-                if unit.expected and not unit.is_reduced:
+                if unit.reducing_buffers and not unit.is_reduced:
                     current.record.append(unit.index)
                     self._reducer.start(unit)
         self._learn(current)
@@ -204,8 +210,8 @@ class PassOrder:
         if not (current.gathers or current.entries is None):
             return False
         # Units that are reduced behind the agreement may bring gradients that somebody has assigned.
-        is_whole = reduces and all(unit.is_reduced for unit in self._units if unit.expected)
-        has_news = not (is_whole and self._reducer.is_as_before(current.kind))
+        is_whole = reduces and all(unit.is_reduced for unit in self._units if unit.reducing_buffers)
+        has_news = current.may_reduce and not (is_whole and self._reducer.is_as_before(current.kind))
         return not self._agree_until(_DONE, current, has_news=has_news)
 
     def abandon(self) -> None:
@@ -312,8 +318,28 @@ class PassOrder:
             verb = "reduced" if wanted < len(self._units) else "needed"
             own = f"unit `{self._units[wanted % len(self._units)].name}` is {verb}"
         what = f"agreement on the next collective ({own})"
-        left, any_news = self._communicator.agree_on([_DONE - wanted, has_news], what)
-        return _DONE - left, bool(any_news)
+        says_facts = wanted == _DONE and not current.is_abandoned
+        facts = self._reducer.facts.digest(self.num_fact_bits) if says_facts else (0, 0)
+        agreed, any_news, facts = self.unpack(self._communicator.agree_on(self.pack(wanted, has_news, facts), what))
+        if agreed == _DONE and not any_news:  # else the message on used parameters has them
+            self._reducer.facts.compare(facts, self.num_fact_bits)
+        return agreed, any_news
+
+    @property
+    def num_fact_bits(self) -> int:
+        """Bits that an agreement has room for beside an entry: of a digest, and of its complement."""
+        return min(NUM_BITS - 1, _MESSAGE_BITS - (self._meeting + 1).bit_length())
+
+    def pack(self, wanted: int, has_news: bool, facts: tuple[int, int]) -> list[int]:
+        """Return an agreement's two numbers, of which the largest of all ranks decide; facts are for the end only."""
+        left = 0 if wanted == _DONE else self._meeting + 1 - wanted
+        return [left << self.num_fact_bits | facts[0], has_news << self.num_fact_bits | facts[1]]
+
+    def unpack(self, numbers: Sequence[int]) -> tuple[int, bool, tuple[int, int]]:
+        """Return the entry, whether a rank has news, and the facts of two numbers."""
+        mask = (1 << self.num_fact_bits) - 1
+        left, has_news = (number >> self.num_fact_bits for number in numbers)
+        return self._meeting + 1 - left if left else _DONE, bool(has_news), (numbers[0] & mask, numbers[1] & mask)
 
     def _learn(self, current: _Pass) -> None:
         kind = current.kind

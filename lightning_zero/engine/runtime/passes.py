@@ -63,7 +63,12 @@ class Passes:
             return
         in_original = self._dtypes.in_original if direction == "forward" else self._dtypes.graphs_in_original
         kind = (self._scope, self._ordinal, direction, is_stale, in_original)
-        self._order.begin(kind, gathers=self._order.gathers or is_stale, in_original=in_original)
+        self._order.begin(
+            kind,
+            gathers=self._order.gathers or is_stale,
+            in_original=in_original,
+            may_reduce=direction != "forward",
+        )
         self._ordinal += 1
 
     def begin_reductions(self) -> None:

@@ -22,10 +22,13 @@ import torch
 from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.labels import label
+from lightning_zero.engine.runtime.rank_facts import NUM_BITS, RankFacts
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.sharding import ShardingScope
 
 __all__ = ["Reducer"]
+
+_NUM_BYTES = NUM_BITS // 8
 
 
 class Reducer:
@@ -40,6 +43,7 @@ class Reducer:
     def __init__(self, units: Sequence[Unit], communicator: Communicator, in_flight: int) -> None:
         self._units = list(units)
         self._communicator = communicator
+        self.facts = RankFacts(self._units, communicator)  # that travel with agreements
         self._max_in_flight = in_flight
         self._in_flight: list[tuple[Unit, FlatBuffer, Pending]] = []
         self._over_nodes: list[tuple[Unit, FlatBuffer, Pending]] = []  # second halves that are running
@@ -52,12 +56,16 @@ class Reducer:
     def begin(self, reach: ShardingScope = ShardingScope.WORLD) -> None:
         """Begin a backward.
 
+        Where this rank has frozen parameters, and does not know whether the others have, it goes on to reduce their
+        buffers, with zeros: a rank that has frozen them alone must come to the agreement that says so.
+
         Args:
             reach: How far gradients are reduced that may wait in their node for the last micro-batch.
         """
         self._reach = reach
+        are_new = not self.facts.are_known()
         for unit in self._units:
-            unit.begin_backward()
+            unit.begin_backward(reduces_as_before=are_new)
 
     def before_gradient(self, unit: Unit) -> None:
         """Make room for a gradient that comes after its unit's reduction has started.
@@ -200,29 +208,39 @@ class Reducer:
         return [buffer for unit in self._units for buffer in unit.reducing_buffers]
 
     def _flags(self) -> bytes:
-        """Return which units had gradients after their reduction, and which parameters had one at all."""
+        """Return which units had gradients after their reduction, and which parameters had one at all.
+
+        As many on every rank, also where some have frozen a parameter alone.
+        """
         flags = [unit in self._late for unit in self._units]
-        for buffer in self._buffers:
-            flags += [index in buffer.gradients.used for index in range(len(buffer.params))]
+        for unit in self._units:
+            for buffer in unit.buffers:
+                flags += [index in buffer.gradients.used for index in range(len(buffer.params))]
         return bytes(flags)
 
     def _agree_on_flags(self, kind: Hashable) -> bytes:
         own = self._flags()
         self._last.pop(kind, None)  # an error leaves nothing that other ranks may not have
-        message = torch.tensor(list(own), dtype=torch.uint8)
-        agreed = bytes(self._communicator.agree_on_flags(message, "agreement on used parameters").tolist())
+        facts = b"".join(number.to_bytes(_NUM_BYTES) for number in self.facts.digest())
+        message = torch.tensor(list(own + facts), dtype=torch.uint8)
+        answer = bytes(self._communicator.agree_on_flags(message, "agreement on used parameters").tolist())
+        agreed, facts = answer[: len(own)], answer[len(own) :]
+        self.facts.compare((int.from_bytes(facts[:_NUM_BYTES]), int.from_bytes(facts[_NUM_BYTES:])))
         self._last[kind] = own, agreed
         return agreed
 
     def _settle(self, kind: Hashable, is_as_before: bool) -> None:
         buffers = self._buffers
+        reducing = {id(buffer) for buffer in buffers}
         agreed = self._last[kind][1] if is_as_before else self._agree_on_flags(kind)
         late = [unit for unit, flag in zip(self._units, agreed[: len(self._units)], strict=True) if flag]
         self._check_late(late)
         position = len(self._units)
-        for buffer in buffers:
+        for buffer in [buffer for unit in self._units for buffer in unit.buffers]:
             used = agreed[position : position + len(buffer.params)]
             position += len(buffer.params)
+            if id(buffer) not in reducing:
+                continue
             buffer.gradients.agreed((index for index, flag in enumerate(used) if flag), self._reach)
         for unit in late:
             unit.reopen()

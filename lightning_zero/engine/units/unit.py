@@ -70,6 +70,7 @@ class Unit:
         # - The backward that is running
         self.expected: set[tuple[int, int]] = set()  # (buffer, slot) that may get a gradient
         self.arrived: set[tuple[int, int]] = set()
+        self._reducing: set[int] = set()  # places of buffers that are reduced
         self._calls = 0  # forwards whose inputs still wait for their gradient
         self._awaited: set[object] = set()  # those of them through which the backward that is running has come
         self.ran_forward = False  # with gradients, since the last backward
@@ -257,8 +258,12 @@ class Unit:
         self._calls = 0
         self._awaited.clear()
 
-    def begin_backward(self) -> None:
-        """Forget the last backward and find out which gradients this one may bring."""
+    def begin_backward(self, *, reduces_as_before: bool = False) -> None:
+        """Forget the last backward and find out which gradients this one may bring.
+
+        Args:
+            reduces_as_before: Also reduce the buffers of the last backward, whose parameters may be frozen now.
+        """
         self.arrived.clear()
         self.is_reduced = False
         self.expected = {
@@ -267,6 +272,8 @@ class Unit:
             for index, param in enumerate(buffer.params)
             if param.requires_grad
         }
+        places = {place for place, _ in self.expected}
+        self._reducing = places | self._reducing if reduces_as_before else places
 
     @property
     def is_complete(self) -> bool:
@@ -280,9 +287,8 @@ class Unit:
 
     @property
     def reducing_buffers(self) -> list[FlatBuffer]:
-        """The buffers with a parameter that requires a gradient."""
-        places = sorted({place for place, _ in self.expected})
-        return [self.buffers[place] for place in places]
+        """The buffers that are reduced: those with a parameter that requires a gradient, mostly."""
+        return [self.buffers[place] for place in sorted(self._reducing)]
 
     def accumulate(self, place: int, index: int, grad: torch.Tensor) -> None:
         """Take over the gradient of one parameter."""

@@ -164,8 +164,10 @@ def _state(rank: int, world: int, stage: int) -> None:
         state = optimizer.state[param]
         assert list(state) == ["step", "exp_avg", "exp_avg_sq"]
         assert state["step"].item() == 2.0
+        assert state["exp_avg"].shape == state["exp_avg_sq"].shape == param.shape
         shown = param.detach().as_subclass(Tensor)
-        assert state["exp_avg"].shape == state["exp_avg_sq"].shape == shown.shape
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert state[key].as_subclass(Tensor).shape == shown.shape
     engine.internals.steps.close_window(optimizer)
     storages = {optimizer.state[param]["exp_avg"].untyped_storage()._cdata for param in module.parameters()}
     assert len(storages) == len(engine.internals.fits.units)

@@ -7,8 +7,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
+import torch
 
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.config import Communication
 from lightning_zero.engine.runtime.order import _DONE, PassOrder
+from lightning_zero.engine.runtime.rank_facts import RankFacts
 from lightning_zero.engine.units.unit import UnitState
 
 
@@ -48,6 +52,10 @@ class _Unit:
         if self.state is UnitState.UNSHARDING:
             self.state = UnitState.UNSHARDED
 
+    @property
+    def reducing_buffers(self) -> list[int]:
+        return sorted({place for place, _ in self.expected})
+
     def reshard(self) -> None:
         if self.state is not UnitState.SHARDED:
             self._log.append(f"release {self.index}")
@@ -62,6 +70,7 @@ class _Reducer:
         self._log = log
         self.has_same_use = False  # on this rank
         self.ends: list[bool] = []  # of backwards; whether all ranks have the same use
+        self.facts = RankFacts([], Communicator(Communication(), torch.device("cpu")))
 
     def is_as_before(self, kind: Any) -> bool:
         return self.has_same_use
@@ -85,6 +94,7 @@ class _Ranks:
     """Answers agreements: the other ranks want what is in ``others``, one after the other, and then are done."""
 
     def __init__(self) -> None:
+        self.order: PassOrder | None = None
         self.others: deque[int] = deque()
         self.have_news = False
         self.agreements: list[int] = []
@@ -97,12 +107,14 @@ class _Ranks:
         """Nothing is lent here."""
 
     def agree_on(self, numbers: Sequence[int], what: str) -> list[int]:
-        mine, theirs = _DONE - numbers[0], self.others[0] if self.others else _DONE
+        assert self.order is not None
+        mine, has_news, facts = self.order.unpack(numbers)
+        theirs = self.others[0] if self.others else _DONE
         agreed = min(mine, theirs)
         self.agreements.append(agreed)
         if self.others and theirs == agreed:
             self.others.popleft()
-        return [_DONE - agreed, self.have_news or numbers[1]]
+        return self.order.pack(agreed, bool(self.have_news or has_news), facts)
 
 
 class _World:
@@ -114,6 +126,7 @@ class _World:
         self.ranks = _Ranks()
         self.reducer = _Reducer(self.log)
         self.order = PassOrder(self.units, self.ranks, self.reducer, prefetch)  # type: ignore[arg-type]
+        self.ranks.order = self.order
 
     def use(self, *indices: int) -> None:
         for index in indices:
@@ -413,7 +426,12 @@ def test_an_abandoned_backward_does_not_say_that_it_uses_the_parameters_of_befor
     world.order.begin("backward")
     world.order.abandon()
     news = []
-    world.ranks.agree_on = lambda numbers, what: news.append(numbers[1]) or list(numbers)  # type: ignore[method-assign]
+
+    def agree_on(numbers: Sequence[int], what: str) -> list[int]:
+        news.append(world.order.unpack(numbers)[1])
+        return list(numbers)
+
+    world.ranks.agree_on = agree_on  # type: ignore[method-assign]
     world.order.begin("forward")
     world.order.finish()
     assert news == [True, True]  # of the abandoned pass, and of the next
@@ -423,3 +441,36 @@ def test_a_rank_whose_backward_has_nothing_reduces_all_the_same() -> None:
     world = _World(count=2)
     _backward(world, [1, 0])
     assert _backward(world, []) == ["serve 1", "reduce 1", "serve 0", "reduce 0"]
+
+
+def test_a_forward_has_no_news_and_compares_facts() -> None:
+    world = _World()
+    news: list[bool] = []
+
+    def agree_on(numbers: Sequence[int], what: str) -> list[int]:
+        news.append(world.order.unpack(numbers)[1])
+        return list(numbers)
+
+    world.ranks.agree_on = agree_on  # type: ignore[method-assign]
+    world.order.begin("forward", may_reduce=False)
+    world.order.finish()
+    assert news == [False]
+
+
+@pytest.mark.parametrize("count", [1, 4, 1000])
+def test_an_agreement_has_room_for_facts(count: int) -> None:
+    order = _World(count).order
+    most = (1 << order.num_fact_bits) - 1
+    assert order.num_fact_bits >= 20
+    for wanted in (0, count, 2 * count, _DONE):
+        for has_news in (False, True):
+            numbers = order.pack(wanted, has_news, (most, 0))
+            assert max(numbers) < 2**32
+            assert order.unpack(numbers) == (wanted, has_news, (most, 0))
+
+
+def test_the_earliest_entry_wins_whatever_the_facts_are() -> None:
+    order = _World().order
+    most = (1 << order.num_fact_bits) - 1
+    first, last = order.pack(3, False, (0, 0)), order.pack(_DONE, False, (most, most))
+    assert order.unpack([max(pair) for pair in zip(first, last, strict=True)])[0] == 3

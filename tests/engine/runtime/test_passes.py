@@ -19,7 +19,7 @@ class _Order:
         self.is_suspended = 0
         self.begun: list[tuple[Any, bool]] = []
 
-    def begin(self, kind: Any, *, gathers: bool, in_original: bool = False) -> None:
+    def begin(self, kind: Any, *, gathers: bool, in_original: bool = False, may_reduce: bool = True) -> None:
         self.begun.append((kind, gathers))
 
 
