@@ -632,7 +632,9 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         """Run the backward of a loss; in a pipeline the training step has done so, and only hooks are called."""
         self._refuse_hooks()  # of this step
         if self._steps is None:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            recomputing = nullcontext() if self._tensor is None else self._tensor.recomputing(self._sharded_module)
+            with recomputing:
+                return super().backward(closure_loss, optimizer, *args, **kwargs)
         assert self.lightning_module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,13 @@ from lightning_zero.comm.tensor_groups import TensorGroups
 from lightning_zero.engine.buffers.part_parameter import show_as_whole, show_parts
 from lightning_zero.engine.runtime.accumulation_hooks import has_hooks_of_program
 from lightning_zero.grid import Grid
-from lightning_zero.lightning.part_forwards import TensorRun, compute_with_parts
+from lightning_zero.lightning.part_forwards import (
+    LocalAttribute,
+    LocalAttributes,
+    TensorRun,
+    compute_with_parts,
+    showing,
+)
 from lightning_zero.lightning.plan_inputs import call_for_plan, without_collectives
 from lightning_zero.parallel.pipeline.schedule.streams import RandomState
 from lightning_zero.parallel.tensor.blocks import Call
@@ -54,9 +60,10 @@ _SAMPLED = 1024  # elements of a tensor, from its beginning and over all of it, 
 
 @dataclass
 class _CutModule:
-    """How a module is cut: the records of its parameters, the ranks its layers call, and the plan in words."""
+    """How a module is cut: its parameters' records, its local attributes, its layers' ranks, and the plan in words."""
 
     records: dict[str, ParamRecord]
+    attributes: list[LocalAttribute]
     ranks: ProcessGroupRanks
     lines: list[str]
     run: TensorRun
@@ -95,8 +102,10 @@ class TensorTraining:
             plan, lines, pieces = self._agreed_plan(module)
             self._share_values(module, plan)
             ranks = ProcessGroupRanks(self.groups.tensor_group)
-            done = _CutModule(cut_module(module, plan, ranks), ranks, lines, TensorRun(ranks.size))
-            compute_with_parts(module, pieces, done.run)
+            attributes = LocalAttributes(module)
+            records = cut_module(module, plan, ranks)
+            done = _CutModule(records, attributes.changed(), ranks, lines, TensorRun(ranks.size))
+            compute_with_parts(module, pieces, done.run, done.attributes)
             vars(module)[_KEY] = done
         if done.ranks.size != self.groups.size:
             raise ValueError(
@@ -123,6 +132,13 @@ class TensorTraining:
             params = dict(module.named_parameters())
             parts = {name: record.part for name, record in done.records.items() if record.part is not None}
             show_as_whole(params, parts)
+            for one in done.attributes:
+                one.settle()
+
+    def recomputing(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Let functions that a backward recomputes read the local values of integers that the plan divides."""
+        done: _CutModule = vars(module)[_KEY]
+        return showing(one for one in done.attributes if not one.is_size)
 
     def refuse_hooks(self, module: nn.Module) -> None:
         """Refuse hooks of the program on gradients of which this rank has a summand.
@@ -170,7 +186,7 @@ class TensorTraining:
                 " every rank would compute all of it. Leave the option out, use another size, or give a `TensorPlan`;"
                 " `python -m lightning_zero tensor-plan` shows what is found."
             )
-        pieces = [name for block in planned.blocks if block.cut_numel for name in block.names]
+        pieces = [name for one in planned.blocks if one.cut_numel or one.plan.divided for name in one.names]
         return planned.plan, planned.lines(), pieces
 
     def _share_values(self, module: nn.Module, plan: TensorPlan) -> None:

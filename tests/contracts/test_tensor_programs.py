@@ -1,0 +1,97 @@
+"""Programs that ``tensor_parallel`` trained otherwise than one rank in silence, or refused without a reason.
+
+Each program is a few lines of a user; losses and weights are compared with those of Lightning's plain strategy on one
+rank, on the joined batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_zero.lightning.strategy import ZeroStrategy
+from tests.contracts.test_tensor_parallel import Program, loaders
+from tests.lightning_programs import assert_equal, trainer, weights
+from tests.parallel.tensor.families import HEADS, SeparateAttention
+from tests.worlds import run
+
+BOUND = 1e-6
+
+Outcome = tuple[list[float], dict[str, Tensor]]
+
+
+def fit(rank: int, world: int, make: Callable[[], Program], options: dict[str, Any] | None, steps: int = 4) -> Outcome:
+    """Fit on the ranks of one tensor group; None: with Lightning's plain strategy on one rank."""
+    module = make()
+    strategy = "auto" if options is None else ZeroStrategy(tensor_parallel=world, **options)
+    fitted = trainer(rank, world, strategy, max_steps=steps, max_epochs=10, limit_val_batches=0)
+    fitted.fit(module, loaders("hand-separate", 1, 0)["train_dataloaders"])
+    return module.losses, weights(fitted)
+
+
+def compare(make: Callable[[], Program], options: dict[str, Any]) -> None:
+    """Compare two tensor ranks with one rank."""
+    expected = run(fit, 1, make, None)[0]
+    for losses, values in run(fit, 2, make, options):
+        assert losses == pytest.approx(expected[0], abs=BOUND)
+        assert_equal(
+            {name: one for name, one in values.items() if ".mean" not in name},
+            {name: one for name, one in expected[1].items() if ".mean" not in name},
+            BOUND,
+        )
+
+
+# -- Sizes of layers ---------------------------------------------------------------------------------------------------
+
+
+class Sized(Program):
+    """Reads sizes of layers: rates by fans, tokens that are drawn, a loss by its largest value."""
+
+    def __init__(self) -> None:
+        super().__init__("hand-separate")
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        model: Any = self.model
+        ids = batch["ids"]
+        noise = torch.randint(model.emb.num_embeddings, ids.shape)
+        loss = self._loss({"ids": torch.where(torch.rand(ids.shape) < 0.3, noise, ids)})
+        loss = loss / math.log(model.head.out_features) * model.blocks[0].attn.n_heads / HEADS
+        self.losses.append(float(loss))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        groups = [
+            {"params": [one.weight], "lr": 0.05 * 64 / one.in_features}
+            for one in self.model.modules()
+            if isinstance(one, nn.Linear)
+        ]
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+
+@pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 3, "activation_checkpointing": True}], ids=str)
+def test_sizes_of_layers_are_those_of_the_whole(options: dict[str, Any]) -> None:
+    compare(Sized, options)
+
+
+class Recomputed(SeparateAttention):
+    """Computes a method of its own again in the backward, which reads the number of heads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def recomputed() -> Sized:
+    module = Sized()
+    for block in module.model.blocks:  # type: ignore[union-attr]
+        block.attn.__class__ = Recomputed  # type: ignore[union-attr]
+    return module
+
+
+def test_methods_that_are_recomputed_read_divided_integers() -> None:
+    compare(recomputed, {"stage": 2})
