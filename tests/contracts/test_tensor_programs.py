@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_zero.lightning.strategy import ZeroStrategy
 from tests.contracts.test_tensor_parallel import Program, loaders
 from tests.lightning_programs import assert_equal, trainer, weights
-from tests.parallel.tensor.families import HEADS, SeparateAttention
+from tests.parallel.tensor.families import HEADS, VOCAB, SeparateAttention
 from tests.worlds import run
 
 BOUND = 1e-6
@@ -95,3 +95,37 @@ def recomputed() -> Sized:
 
 def test_methods_that_are_recomputed_read_divided_integers() -> None:
     compare(recomputed, {"stage": 2})
+
+
+# -- Tokens ------------------------------------------------------------------------------------------------------------
+
+
+class Unknown(Program):
+    """Is given a token outside of the vocabulary in its second step."""
+
+    def __init__(self) -> None:
+        super().__init__("hand-separate")
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        ids = batch["ids"].clone()
+        ids[0, 0] = VOCAB if batch_idx == 1 else 3
+        self.losses.append(float(loss := self._loss({"ids": ids})))
+        return loss
+
+
+def fails(rank: int, world: int, make: Callable[[], Program]) -> tuple[int, str]:
+    """Return the number of losses before a fit fails, and its error."""
+    module = make()
+    fitted = trainer(rank, world, ZeroStrategy(tensor_parallel=world) if world > 1 else "auto", max_steps=4)
+    try:
+        fitted.fit(module, loaders("hand-separate", 1, 0)["train_dataloaders"])
+    except Exception as error:
+        return len(module.losses), f"{type(error).__name__}: {error}"
+    return len(module.losses), ""
+
+
+def test_tokens_outside_of_the_vocabulary_raise_as_on_one_rank() -> None:
+    for world in (1, 2):
+        for number, error in run(fails, world, Unknown):
+            assert number == 1
+            assert error.startswith("IndexError: index out of range in self")

@@ -43,6 +43,7 @@ def cut_cross_entropy(
 
     Raises:
         ValueError: Shapes or options do not fit.
+        RuntimeError: A label is outside of the vocabulary (on a GPU, when the device is next waited for).
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
@@ -68,7 +69,8 @@ class _CutCrossEntropy(torch.autograd.Function):
         values = logits.float() if logits.dtype != torch.float64 else logits
         width = values.shape[-1]
         local = labels - ranks.rank * width
-        is_elsewhere = (local < 0) | (local >= width) | (labels == ignore)
+        is_known = (labels >= 0) & (labels < width * ranks.size)  # `gather` raises for others, as on one rank
+        is_elsewhere = is_known & ((local < 0) | (local >= width)) | (labels == ignore)
         local = local.masked_fill(is_elsewhere, 0).unsqueeze(-1)
         values = values - ranks.all_reduce(values.amax(-1), maximum=True).unsqueeze(-1)
         chosen = values.gather(-1, local).squeeze(-1).masked_fill(is_elsewhere, 0)
