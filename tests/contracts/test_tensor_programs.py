@@ -7,16 +7,22 @@ rank, on the joined batches.
 from __future__ import annotations
 
 import math
+import multiprocessing
+import os
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from lightning_zero.lightning.strategy import ZeroStrategy
-from tests.contracts.test_tensor_parallel import Program, loaders
+from tests.contracts.test_tensor_parallel import BATCH, Logging, Program, loaders
+from tests.contracts.test_tensor_parts import Transformed
 from tests.lightning_programs import assert_equal, trainer, weights
 from tests.parallel.tensor.families import HEADS, VOCAB, SeparateAttention
 from tests.worlds import run
@@ -129,3 +135,28 @@ def test_tokens_outside_of_the_vocabulary_raise_as_on_one_rank() -> None:
         for number, error in run(fails, world, Unknown):
             assert number == 1
             assert error.startswith("IndexError: index out of range in self")
+
+
+# -- Workers of loaders ------------------------------------------------------------------------------------------------
+
+
+def fit_seeded_workers(rank: int, world: int, options: dict[str, Any]) -> dict[str, Tensor]:
+    with patch.dict(os.environ):
+        seed_everything(5, workers=True, verbose=False)
+        strategy = ZeroStrategy(stage=1, **options)
+        fitted = trainer(rank, world, strategy, max_epochs=2, limit_train_batches=2, limit_val_batches=0)
+        module = Logging("hand-separate")
+        loader = DataLoader(
+            Transformed("plain"), batch_size=BATCH, shuffle=True, num_workers=1, multiprocessing_context="fork"
+        )
+        with patch.dict(multiprocessing.current_process()._config, daemon=False):  # type: ignore[attr-defined]
+            fitted.fit(module, loader)
+    return {name: value for name, value in weights(fitted).items() if not name.startswith(("mean", "count"))}
+
+
+@pytest.mark.parametrize("options", [{"tensor_parallel": 2}, {"pipeline": {"stages": 2, "microbatches": 2}}], ids=str)
+def test_workers_of_ranks_with_the_same_data_are_seeded_alike(options: dict[str, Any]) -> None:
+    """With ``seed_everything(workers=True)``, as ``LightningCLI`` calls it, Lightning seeds them by the global rank."""
+    expected = run(fit_seeded_workers, 1, {})[0]
+    for values in run(fit_seeded_workers, 2, options):
+        assert_equal(values, expected, BOUND)
