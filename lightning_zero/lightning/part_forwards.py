@@ -26,6 +26,7 @@ from torch._dynamo import OptimizedModule
 from lightning_zero.engine.buffers.part_parameter import computing_with_parts
 from lightning_zero.errors import PartialParameterError
 from lightning_zero.parallel.tensor.blocks import OF_EVERY_MODULE
+from lightning_zero.parallel.tensor.collectives import ProcessGroupRanks
 from lightning_zero.parallel.tensor.resolution import is_linear
 
 __all__ = ["LocalAttribute", "LocalAttributes", "PartsForward", "TensorRun", "compute_with_parts", "showing"]
@@ -33,11 +34,28 @@ __all__ = ["LocalAttribute", "LocalAttributes", "PartsForward", "TensorRun", "co
 
 @dataclass
 class TensorRun:
-    """Whether a strategy with the same option runs the module: another one would train parts as wholes."""
+    """Whether a strategy with the same option runs the module: another one would train parts as wholes.
+
+    Attributes:
+        size: Number of ranks.
+        ranks: The tensor group, if there is one.
+    """
 
     size: int
     is_running: bool = True
     option: str = "tensor_parallel"
+    ranks: ProcessGroupRanks | None = None
+
+    @contextmanager
+    def ending_region(self) -> Iterator[None]:
+        """Let generators of the ranks draw alike again if an error leaves a region that was entered in the context."""
+        is_inside = self.ranks is None or self.ranks.end_region is not None
+        try:
+            yield
+        except BaseException:
+            if not is_inside and self.ranks is not None and self.ranks.end_region is not None:
+                self.ranks.end_region()
+            raise
 
 
 @dataclass
@@ -156,7 +174,7 @@ class PartsForward:
                 " option, or make the module anew and load its checkpoint. Under `torch.no_grad()` all ranks that have"
                 " its parts can compute with it together."
             )
-        with computing_with_parts(self.params), showing(self._attributes):
+        with computing_with_parts(self.params), showing(self._attributes), self._tensor_run.ending_region():
             return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_zero.lightning.strategy import ZeroStrategy
-from tests.contracts.test_tensor_parallel import BATCH, Logging, Program, loaders
+from tests.contracts.test_tensor_parallel import BATCH, LENGTH, Logging, Program, loaders
 from tests.contracts.test_tensor_parts import Transformed
 from tests.lightning_programs import assert_equal, trainer, weights
 from tests.parallel.tensor.families import HEADS, VOCAB, SeparateAttention
@@ -133,7 +133,7 @@ def fails(rank: int, world: int, make: Callable[[], Program]) -> tuple[int, str]
 def test_tokens_outside_of_the_vocabulary_raise_as_on_one_rank() -> None:
     for world in (1, 2):
         for number, error in run(fails, world, Unknown):
-            assert number == 1
+            assert number == 1, error
             assert error.startswith("IndexError: index out of range in self")
 
 
@@ -160,3 +160,126 @@ def test_workers_of_ranks_with_the_same_data_are_seeded_alike(options: dict[str,
     expected = run(fit_seeded_workers, 1, {})[0]
     for values in run(fit_seeded_workers, 2, options):
         assert_equal(values, expected, BOUND)
+
+
+# -- Generators of a program -------------------------------------------------------------------------------------------
+
+
+class Noisy(Program):
+    """Makes inputs inside of the step, with a generator of its own that is seeded by the rank.
+
+    The ranks have the same loss, because an embedding in parts adds the rows of both ranks' tokens.
+    """
+
+    def __init__(self, steps: int = 4) -> None:
+        super().__init__("hand-separate")
+        self.steps = steps
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1000 + self.global_rank)
+        noise = torch.randint(VOCAB, batch["ids"].shape, generator=generator)
+        self.losses.append(float(loss := self._loss({"ids": noise if batch_idx >= 4 - self.steps else batch["ids"]})))
+        return loss
+
+
+class NoisyByHand(Noisy):
+    """Optimizes by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.example_input_array = torch.zeros(2, LENGTH, dtype=torch.long)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(ids)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def noisy_at_the_end() -> Noisy:
+    return Noisy(1)
+
+
+class Weighted(Program):
+    """Draws weights of samples."""
+
+    def __init__(self) -> None:
+        super().__init__("hand-separate")
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1000 + self.global_rank)
+        self.losses.append(float(loss := self._loss(batch) * torch.rand((), generator=generator)))
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("make", "number", "text"),
+    [
+        (Noisy, 1, "gave an embedding different indices"),
+        (NoisyByHand, 1, "gave an embedding different indices"),
+        (noisy_at_the_end, 4, "gave an embedding different indices"),
+        (Weighted, 1, "had different losses (0."),
+    ],
+)
+def test_ranks_of_a_tensor_group_that_draw_for_themselves_are_refused(
+    make: Callable[[], Program], number: int, text: str
+) -> None:
+    for steps, error in run(fails, 2, make):
+        assert steps == number, error
+        assert error.startswith(
+            f"ValueError: The ranks 0 to 1 are one tensor group, and in an earlier step they {text}"
+        )
+        assert "distributed_sampler_kwargs['rank']" in error
+
+
+# -- Regions that are left ----------------------------------------------------------------------------------------------
+
+
+class Breaking(nn.ReLU):
+    """Stands between a column layer and its row layer, and fails when it is told to."""
+
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise OverflowError("too large")
+        return super().forward(x)
+
+
+class Catching(Program):
+    """Catches an error of a block in its second step, and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__("hand-separate")
+        self.breaking = Breaking()
+        self.drawn: list[float] = []
+        for block in self.model.blocks:  # type: ignore[union-attr]
+            block.mlp[1], block.mlp[3].p = self.breaking, 0.1  # type: ignore[index, union-attr]
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.breaking.fails = batch_idx == 1
+        try:
+            loss = self._loss(batch)
+        except OverflowError:
+            self.breaking.fails = False
+            self.drawn.append(float(torch.rand(())))
+            loss = self._loss(batch)
+        self.losses.append(float(loss))
+        return loss
+
+
+def fit_catching(rank: int, world: int) -> tuple[list[float], list[float]]:
+    module = Catching()
+    fitted = trainer(rank, world, ZeroStrategy(stage=1, tensor_parallel=2), max_steps=3, limit_val_batches=0)
+    fitted.fit(module, loaders("hand-separate", 1, 0)["train_dataloaders"])
+    return module.drawn, module.losses
+
+
+def test_an_error_that_a_step_catches_leaves_the_generators_alike() -> None:
+    first, second = run(fit_catching, 2)
+    assert len(first[0]) == 1
+    assert first == second

@@ -147,6 +147,8 @@ class VocabForward(Divided):
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the embeddings of all indices."""
         (indices,) = (*args, *kwargs.values())
+        if self.ranks.on_indices is not None:
+            self.ranks.on_indices(indices)
         weight: Tensor = self.module.weight  # type: ignore[assignment]
         rows = weight.shape[0]
         local = indices - self._start

@@ -31,7 +31,7 @@ def cut_cross_entropy(
 ) -> Tensor:
     """Return the cross-entropy of logits of which this rank has its columns; the same value on every rank.
 
-    Collective: all ranks of the tensor group. The logits are the result of a ``column`` layer.
+    Collective: all ranks of the tensor group. The logits are the result of a ``column`` layer, whose region ends here.
 
     Args:
         logits: ``(..., vocabulary / size)``, of consecutive tokens from ``rank * vocabulary / size`` on.
@@ -54,6 +54,8 @@ def cut_cross_entropy(
         raise ValueError(f"`reduction={reduction!r}` is not known. Use 'mean', 'sum' or 'none'.")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"`label_smoothing={label_smoothing!r}` must be a number from 0 to 1.")
+    if ranks.end_region is not None:
+        ranks.end_region()
     losses: Tensor = _CutCrossEntropy.apply(logits, labels, ranks, ignore_index, label_smoothing)  # type: ignore[no-untyped-call]
     if reduction == "none":
         return losses
