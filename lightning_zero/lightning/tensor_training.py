@@ -173,7 +173,10 @@ class TensorTraining:
             if dist.get_rank() == 0:
                 answer = [self._plan(module, call)]
         except Exception as error:  # told to all ranks, which would wait for ever
-            answer, cause = [str(error) or type(error).__name__], error
+            words = (
+                "" if isinstance(error, ValueError) else f"{type(error).__name__} while planning `tensor_parallel`: "
+            )
+            answer, cause = [f"{words}{error}"], error
         finally:
             before.restore()
         dist.broadcast_object_list(answer, src=0)

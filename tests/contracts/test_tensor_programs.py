@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -236,7 +237,7 @@ def test_ranks_of_a_tensor_group_that_draw_for_themselves_are_refused(
         assert "distributed_sampler_kwargs['rank']" in error
 
 
-# -- Regions that are left ----------------------------------------------------------------------------------------------
+# -- Regions that are left -------------------------------------------------------------------------------------------
 
 
 class Breaking(nn.ReLU):
@@ -283,3 +284,34 @@ def test_an_error_that_a_step_catches_leaves_the_generators_alike() -> None:
     first, second = run(fit_catching, 2)
     assert len(first[0]) == 1
     assert first == second
+
+
+# -- Attributes that cannot be copied ----------------------------------------------------------------------------------
+
+
+class Kept(Program):
+    """Has a lock, and an iterator if it is told so."""
+
+    def __init__(self, has_iterator: bool = False) -> None:
+        super().__init__("hand-separate")
+        self.lock = threading.Lock()
+        if has_iterator:
+            self.stream = (number for number in range(9))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        with self.lock:
+            return super().training_step(batch, batch_idx)
+
+
+def with_iterator() -> Kept:
+    return Kept(has_iterator=True)
+
+
+def test_modules_with_locks_are_trained() -> None:
+    compare(Kept, {"stage": 1})
+
+
+def test_iterators_of_a_module_are_refused_by_name() -> None:
+    for _, error in run(fails, 2, with_iterator):
+        assert error.startswith("ValueError: `self.stream` is a `generator`, which cannot be copied")
+        assert "Make it in `on_fit_start`" in error
