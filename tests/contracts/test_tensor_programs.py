@@ -10,6 +10,7 @@ import math
 import multiprocessing
 import os
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -235,6 +236,19 @@ def test_ranks_of_a_tensor_group_that_draw_for_themselves_are_refused(
             f"ValueError: The ranks 0 to 1 are one tensor group, and in an earlier step they {text}"
         )
         assert "distributed_sampler_kwargs['rank']" in error
+
+
+def fit_warned(rank: int, world: int) -> list[str]:
+    options: Any = {"size": 2, "check": "warn"}
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        fitted = trainer(rank, world, ZeroStrategy(stage=1, tensor_parallel=options), max_steps=2, limit_val_batches=0)
+        fitted.fit(Weighted(), loaders("hand-separate", 1, 0)["train_dataloaders"])
+    return [str(one.message) for one in found if "in an earlier step they had different losses" in str(one.message)]
+
+
+def test_different_losses_are_a_warning_where_plans_are() -> None:
+    assert [len(found) for found in run(fit_warned, 2)] == [2, 2]
 
 
 # -- Regions that are left -------------------------------------------------------------------------------------------
