@@ -62,7 +62,7 @@ class GroupLosses:
 
     def add_indices(self, indices: Tensor) -> None:
         """Add indices of an embedding in parts, of this step."""
-        if torch.compiler.is_compiling() or isinstance(indices, FakeTensor):
+        if torch.compiler.is_compiling() or isinstance(indices, FakeTensor) or _is_traced():
             return
         with torch.no_grad():
             flat = indices.detach().reshape(-1).long()
@@ -104,6 +104,11 @@ class GroupLosses:
         host, landing = self._steps.popleft()
         landing.finish()
         return StepDigest(float(host[0]), int(host[1]))
+
+
+def _is_traced() -> bool:
+    """Say whether a run of the step is being described, as those of a pipeline are: it computes nothing."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
 
 
 def as_number(value: float) -> int:
