@@ -63,14 +63,13 @@ def collectives(ranks: int | None = None) -> dict[str, str]:
     """Return the rates of an all-gather and a reduce-scatter of 4 MiB per rank, between processes of this machine.
 
     Args:
-        ranks: Number of processes; by default one per GPU, or two on a CPU.
+        ranks: Number of processes; by default one per GPU, or two on the CPU where there are fewer than two GPUs.
 
     Raises:
         RuntimeError: A process failed, or the collectives did not end within a minute.
     """
     on_gpus = torch.cuda.is_available() and dist.is_nccl_available()
-    count = ranks or (torch.cuda.device_count() if on_gpus else 2)
-    backend = "nccl" if on_gpus and count <= torch.cuda.device_count() else "gloo"
+    count, backend = _ranks_and_backend(ranks, torch.cuda.device_count() if on_gpus else 0)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     context = mp.get_context("spawn")
     results: Any = context.SimpleQueue()
@@ -90,6 +89,12 @@ def collectives(ranks: int | None = None) -> dict[str, str]:
         f"{name}, {backend}, {count} ranks": f"{sent / second / _GB:.2f} GB/s sent per rank"
         for name, second in seconds.items()
     }
+
+
+def _ranks_and_backend(ranks: int | None, num_gpus: int) -> tuple[int, str]:
+    """Return how many processes there are, and how they communicate; one alone sends nothing."""
+    count = ranks or max(num_gpus, 2)
+    return count, "nccl" if count <= num_gpus else "gloo"
 
 
 class _World(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -32,6 +31,7 @@ from lightning_zero.lightning.precision import (
     engine_precision,
 )
 from lightning_zero.lightning.strategy import ZeroStrategy
+from lightning_zero.parallel.module_copies import copied
 from lightning_zero.parallel.pipeline.stages.specs import SpecifiedLayers
 from lightning_zero.parallel.tensor.examples import run_example
 from lightning_zero.sharding import Sharding
@@ -331,7 +331,7 @@ def _copied(module: nn.Module) -> nn.Module:
     """Return a copy without its Trainer, which logs nothing."""
     kept = [getattr(module, name, None) for name in ("_trainer", "_fabric")]
     memo: dict[int, Any] = {id(one): None for one in kept if one is not None}
-    return copy.deepcopy(module, memo)
+    return copied(module, memo)
 
 
 def _without_meta(module: nn.Module) -> None:

@@ -154,12 +154,24 @@ def _first(loader: Any) -> Any:
         return {key: _first(one) for key, one in loader.items()}
     if isinstance(loader, (list, tuple)) and not isinstance(loader[0], torch.Tensor):
         return [_first(one) for one in loader]
-    if isinstance(loader, Iterator):
+    if _is_read_once(loader):
         raise ValueError("the data is an iterator, and its first batch would be lost")
     if isinstance(loader, DataLoader) and loader.batch_size and not isinstance(loader.dataset, IterableDataset):
         dataset: Any = loader.dataset
         return loader.collate_fn([dataset[number % len(dataset)] for number in range(_SAMPLES)])
     return next(iter(loader))
+
+
+def _is_read_once(loader: Any) -> bool:
+    """Say whether a loader, or the data set that it reads in this process, gives the same iterator each time."""
+    if isinstance(loader, DataLoader):
+        return not loader.num_workers and isinstance(loader.dataset, IterableDataset) and _is_shared(loader.dataset)
+    return isinstance(loader, Iterator) or _is_shared(loader)
+
+
+def _is_shared(data: Any) -> bool:
+    first = iter(data)
+    return first is iter(data)
 
 
 def _described(module: nn.Module) -> Callable[[Any], Any] | None:

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
@@ -92,6 +93,14 @@ class ProcessHooks(ParallelStrategy):
         copies = self.num_nodes * self.num_processes // (1 if self.pipeline is None else self.pipeline.stages)
         size = 1 if self.tensor_parallel is None else self.tensor_parallel.size
         return {"num_replicas": copies // size, "rank": self.global_rank % max(copies, 1) // size}
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Seed workers by the data rank, where Lightning would seed them by the global rank (``PL_SEED_WORKERS``).
+
+        So ranks with the same data have the same random transforms.
+        """
+        _auto_add_worker_init_fn(dataloader, self.distributed_sampler_kwargs["rank"])
+        return dataloader
 
     @property
     def device_mesh(self) -> DeviceMesh | None:

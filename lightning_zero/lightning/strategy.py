@@ -592,6 +592,12 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
                 self._sharded_module.trainer, ranks=self.distributed_sampler_kwargs["num_replicas"]
             )
 
+    def on_train_end(self) -> None:
+        """Compare the last losses of tensor groups; make the steps that are still due. Collective: all ranks."""
+        if self._tensor is not None:
+            self._tensor.end_steps()
+        super().on_train_end()
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Agree on a step of fewer micro-batches. Collective at the end of an epoch: all ranks."""
         if (self.stage < 2 or self.sharding.waits_in_node) and self.world_size > 1:
@@ -606,7 +612,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run ``LightningModule.training_step`` with the parameters it needs."""
         if self._tensor is not None:
-            self._tensor.agree_on_random_numbers()
+            self._tensor.begin_step(self._sharded_module)
         self._refuse_hooks()
         if self._steps is not None:
             return self._pipelined_training_step(self._steps, args)
@@ -638,8 +644,12 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
     def backward(self, closure_loss: Tensor, optimizer: Optional[Optimizer], *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward of a loss; in a pipeline the training step has done so, and only hooks are called."""
         self._refuse_hooks()  # of this step
+        if self._tensor is not None:
+            self._tensor.note_loss(closure_loss)
         if self._steps is None:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            recomputing = nullcontext() if self._tensor is None else self._tensor.recomputing(self._sharded_module)
+            with recomputing:
+                return super().backward(closure_loss, optimizer, *args, **kwargs)
         assert self.lightning_module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)

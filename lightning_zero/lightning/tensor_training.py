@@ -9,14 +9,16 @@ Note [The same batch and the same numbers]
     A sampler that knows nothing of tensor groups gives their ranks different batches, and a callback that draws a
     random number on rank 0 alone gives them different dropout masks: then every rank computes parts of another model.
     So before each batch is used the ranks compare digests of it and of their generators. Batches that differ are an
-    error; generators go on from the first rank's state.
+    error; generators go on from the first rank's state. Inputs that a step draws from generators of its own are seen by
+    its loss, which the ranks compare one or two steps later.
 """
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +34,14 @@ from lightning_zero.comm.tensor_groups import TensorGroups
 from lightning_zero.engine.buffers.part_parameter import show_as_whole, show_parts
 from lightning_zero.engine.runtime.accumulation_hooks import has_hooks_of_program
 from lightning_zero.grid import Grid
-from lightning_zero.lightning.part_forwards import TensorRun, compute_with_parts
+from lightning_zero.lightning.group_losses import GroupLosses, StepDigest, as_float, as_number
+from lightning_zero.lightning.part_forwards import (
+    LocalAttribute,
+    LocalAttributes,
+    TensorRun,
+    compute_with_parts,
+    showing,
+)
 from lightning_zero.lightning.plan_inputs import call_for_plan, without_collectives
 from lightning_zero.parallel.pipeline.schedule.streams import RandomState
 from lightning_zero.parallel.tensor.blocks import Call
@@ -54,9 +63,10 @@ _SAMPLED = 1024  # elements of a tensor, from its beginning and over all of it, 
 
 @dataclass
 class _CutModule:
-    """How a module is cut: the records of its parameters, the ranks its layers call, and the plan in words."""
+    """How a module is cut: its parameters' records, its local attributes, its layers' ranks, and the plan in words."""
 
     records: dict[str, ParamRecord]
+    attributes: list[LocalAttribute]
     ranks: ProcessGroupRanks
     lines: list[str]
     run: TensorRun
@@ -76,6 +86,7 @@ class TensorTraining:
         self.groups = groups
         self.device_mesh = groups.device_mesh(device.type)
         self._device = device
+        self._losses = GroupLosses(device)
 
     # -- Cutting -------------------------------------------------------------------------------------------------------
 
@@ -95,8 +106,10 @@ class TensorTraining:
             plan, lines, pieces = self._agreed_plan(module)
             self._share_values(module, plan)
             ranks = ProcessGroupRanks(self.groups.tensor_group)
-            done = _CutModule(cut_module(module, plan, ranks), ranks, lines, TensorRun(ranks.size))
-            compute_with_parts(module, pieces, done.run)
+            attributes = LocalAttributes(module)
+            records = cut_module(module, plan, ranks)
+            done = _CutModule(records, attributes.changed(), ranks, lines, TensorRun(ranks.size, ranks=ranks))
+            compute_with_parts(module, pieces, done.run, done.attributes)
             vars(module)[_KEY] = done
         if done.ranks.size != self.groups.size:
             raise ValueError(
@@ -105,6 +118,7 @@ class TensorTraining:
                 " checkpoint."
             )
         done.ranks.group = self.groups.tensor_group
+        done.ranks.on_indices = self._losses.add_indices
         show_parts(module.parameters())  # to the engine, until `show_wholes`
         return grid_of(
             done.records,
@@ -123,6 +137,13 @@ class TensorTraining:
             params = dict(module.named_parameters())
             parts = {name: record.part for name, record in done.records.items() if record.part is not None}
             show_as_whole(params, parts)
+            for one in done.attributes:
+                one.settle()
+
+    def recomputing(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Let functions that a backward recomputes read the local values of integers that the plan divides."""
+        done: _CutModule = vars(module)[_KEY]
+        return showing(one for one in done.attributes if not one.is_size)
 
     def refuse_hooks(self, module: nn.Module) -> None:
         """Refuse hooks of the program on gradients of which this rank has a summand.
@@ -152,7 +173,10 @@ class TensorTraining:
             if dist.get_rank() == 0:
                 answer = [self._plan(module, call)]
         except Exception as error:  # told to all ranks, which would wait for ever
-            answer, cause = [str(error) or type(error).__name__], error
+            words = (
+                "" if isinstance(error, ValueError) else f"{type(error).__name__} while planning `tensor_parallel`: "
+            )
+            answer, cause = [f"{words}{error}"], error
         finally:
             before.restore()
         dist.broadcast_object_list(answer, src=0)
@@ -170,7 +194,7 @@ class TensorTraining:
                 " every rank would compute all of it. Leave the option out, use another size, or give a `TensorPlan`;"
                 " `python -m lightning_zero tensor-plan` shows what is found."
             )
-        pieces = [name for block in planned.blocks if block.cut_numel for name in block.names]
+        pieces = [name for one in planned.blocks if one.cut_numel or one.plan.divided for name in one.names]
         return planned.plan, planned.lines(), pieces
 
     def _share_values(self, module: nn.Module, plan: TensorPlan) -> None:
@@ -247,7 +271,55 @@ class TensorTraining:
 
         Collective: the tensor group.
         """
-        return len({digest for _, digest in self._compare(0)}) > 1
+        return len({digest for (digest,) in self._compare()}) > 1
+
+    def begin_step(self, module: nn.Module) -> None:
+        """Compare the losses of an earlier step; let generators go on from one state. Collective: the tensor group.
+
+        Args:
+            module: That is cut.
+
+        Raises:
+            ValueError: The losses differ.
+        """
+        ranks = self.ranks_of(module)
+        if ranks.end_region is not None:  # of the step before
+            ranks.end_region()
+        self._losses.end_step()
+        self._compare_steps(self._losses.next())
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Take a loss of this step whose backward begins, for the comparison."""
+        self._losses.add(loss)
+
+    def end_steps(self) -> None:
+        """Compare the losses of the last steps of a fit. Collective: the tensor group.
+
+        Raises:
+            ValueError: They differ.
+        """
+        for digest in self._losses.rest():
+            self._compare_steps(digest)
+
+    def _compare_steps(self, digest: StepDigest) -> None:
+        everyone = self._compare(as_number(digest.loss), digest.indices)
+        losses = [as_float(loss) for loss, *_ in everyone]
+        if len({indices for _, indices, _ in everyone}) > 1:
+            self._refuse_steps("gave an embedding different indices")
+        elif not self._losses.are_alike(losses):
+            self._refuse_steps(f"had different losses ({', '.join(f'{loss:.7g}' for loss in losses)})")
+
+    def _refuse_steps(self, difference: str) -> None:
+        first = self.groups.data_rank * self.groups.size
+        message = (
+            f"The ranks {first} to {first + self.groups.size - 1} are one tensor group, and in an earlier step they"
+            f" {difference}. With `tensor_parallel` such ranks compute one step together, so what a step draws must be"
+            " the same: draw from the generators of PyTorch, NumPy or Python, or seed a generator of your own by"
+            " `trainer.strategy.distributed_sampler_kwargs['rank']` and not by `global_rank`."
+        )
+        if self.options.check == "refuse":
+            raise ValueError(message)
+        warnings.warn(message, stacklevel=2)
 
     def agree_before_batches(self, loop: Any) -> None:
         """Let a loop of the Trainer ask its loaders for batches with one state of the generators from now on.
@@ -265,11 +337,11 @@ class TensorTraining:
         if is_apart:
             iter(fetcher)  # its iterators have drawn their seeds and orders already
 
-    def _compare(self, number: int) -> list[list[int]]:
-        """Return a number and a digest of the generators, as they were, by tensor rank."""
+    def _compare(self, *numbers: int) -> list[list[int]]:
+        """Return numbers and a digest of the generators, as they were, by tensor rank."""
         state = RandomState(self._device).plain()
-        everyone = self.groups.gather_numbers(number, _digest_of_state(state))
-        if len({digest for _, digest in everyone}) > 1:
+        everyone = self.groups.gather_numbers(*numbers, _digest_of_state(state))
+        if len({digest for *_, digest in everyone}) > 1:
             RandomState.of(self.groups.broadcast_object(state), self._device).restore()
         return everyone
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo import OptimizedModule
+from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_zero.boxes import Part
 from lightning_zero.grid import Grid, ParamAxes
@@ -70,6 +71,7 @@ def divide_experts(module: nn.Module, ranks: ExpertRanks, device: torch.device |
             " top_k_weights)`, as in models of Hugging Face. Use such layers, or leave the option out."
         )
     for name, layer in layers.items():
+        _refuse_computed(module, name, layer, ranks.size)
         _check(name, layer, ranks.size)
     _verify(layers)
     _refuse_ties(module, layers)
@@ -137,6 +139,29 @@ def _check(name: str, layer: ExpertLayer, size: int) -> None:
                 f"{start}, whose parameter `{key}` has the shape {tuple(param.shape)} and not one row for each of"
                 f" {experts.num_experts} experts. Register no parameters of your own below `experts`."
             )
+
+
+def _refuse_computed(module: nn.Module, name: str, layer: ExpertLayer, size: int) -> None:
+    """Refuse experts with parameters that are computed from others, which have no row for each expert of this rank.
+
+    Raises:
+        ValueError: There are some: adapters, or another parametrization.
+    """
+    around = [module.get_submodule(outer) for outer in _outer_names(name)]
+    is_adapted = any(cls.__name__ == "ParamWrapper" for one in around for cls in type(one).__mro__)
+    if is_adapted or any(is_parametrized(child) for child in layer.module.modules()):
+        raise ValueError(
+            f"`expert_parallel={size}` cannot divide `{name}`, whose parameters are computed from others"
+            f" ({'an adapter of peft for `target_parameters`' if is_adapted else 'a parametrization'}). Adapt other"
+            " modules (`target_modules`), merge the adapter or remove the parametrization before the training, or leave"
+            " the option out."
+        )
+
+
+def _outer_names(name: str) -> Iterator[str]:
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _verify(layers: Mapping[str, ExpertLayer]) -> None:

@@ -61,7 +61,7 @@ class RoutedExperts:
     @staticmethod
     def of(module: nn.Module) -> RoutedExperts | None:
         """Return the experts of a module; None for a module that is not called with experts and weights."""
-        if tuple(inspect.signature(type(module).forward).parameters)[1:] not in _ARGUMENTS or not module._parameters:
+        if _argument_names(module)[1:] not in _ARGUMENTS or not module._parameters:
             return None
         forward = module.__dict__.get("forward")
         while forward is not None and not isinstance(forward, RoutedExperts):
@@ -152,6 +152,14 @@ class RoutedExperts:
                 f"`expert_parallel` cannot divide `{name}` (`{type(self.module).__name__}`): {error}. Leave the option"
                 " out, or use `lightning_zero.moe.MoE`."
             )
+
+
+def _argument_names(module: nn.Module) -> tuple[str, ...]:
+    """Return the arguments of the forward of a module's class; none where Python does not know them."""
+    try:
+        return tuple(inspect.signature(type(module).forward).parameters)
+    except (AttributeError, TypeError, ValueError):  # of a module of `torch.jit`, or of other compilers
+        return ()
 
 
 @contextmanager

@@ -44,3 +44,17 @@ def test_a_full_disk_is_an_error_of_the_disk(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(nvme.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     with pytest.raises(StorageError, match="no room"):
         rates.disk(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "num_gpus", "expected"),
+    [
+        (None, 0, (2, "gloo")),
+        (None, 1, (2, "gloo")),  # one rank sends nothing
+        (None, 4, (4, "nccl")),
+        (2, 4, (2, "nccl")),
+        (4, 2, (4, "gloo")),
+    ],
+)
+def test_collectives_have_at_least_two_ranks(ranks: int | None, num_gpus: int, expected: tuple[int, str]) -> None:
+    assert rates._ranks_and_backend(ranks, num_gpus) == expected

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_zero.boxes import Part
 from lightning_zero.engine.buffers.part_parameter import PartParameter, show_as_whole, show_parts
 from lightning_zero.errors import PartialParameterError
-from lightning_zero.lightning.part_forwards import PartsForward, TensorRun, compute_with_parts
+from lightning_zero.lightning.part_forwards import LocalAttributes, PartsForward, TensorRun, compute_with_parts
 
 PART = Part.along((4, 3), 0, (2, 2))
 
@@ -97,3 +97,27 @@ def test_compiled_modules_compute_with_parts(is_wrapped: bool) -> None:
     show_as_whole(dict(model.named_parameters()), {name: PART})
     assert model(torch.ones(1, 3)).shape == (1, 2)
     assert type(inner[0].weight) is PartParameter  # type: ignore[index]
+
+
+class Counting(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.out_features
+
+
+@pytest.mark.parametrize("name", ["", "0"])
+def test_attributes_are_local_in_forwards_alone(name: str) -> None:
+    model = nn.Sequential(Counting(1, 4))
+    before = LocalAttributes(model)
+    model[0].out_features = 2
+    (changed,) = before.changed()
+    assert (changed.whole, changed.local) == (4, 2)
+    compute_with_parts(model, [name], TensorRun(2), [changed])
+    changed.settle()
+    changed.settle()  # the module goes to another engine
+    again, x = copy.deepcopy(model), torch.ones(1, 1)
+    for one in (model, again):
+        assert torch.equal(one(x), nn.Linear.forward(one[0], x) * 2)
+        assert one[0].out_features == 4
+    model[0].out_features = 3  # by the program
+    assert torch.equal(model(x), nn.Linear.forward(model[0], x) * 3)
+    assert (model[0].out_features, again[0].out_features) == (3, 4)

@@ -90,3 +90,31 @@ def test_an_iterator_is_not_touched_and_the_error_names_the_remedy() -> None:
     with pytest.raises(ValueError, match="its first batch would be lost.*example_input_array"):
         _seen(Program(), batches)
     assert len(list(batches)) == 2
+
+
+class Stream(IterableDataset[Tensor]):
+    """Goes on where it was."""
+
+    def __init__(self) -> None:
+        self.rows = iter(torch.arange(12.0).view(4, 3))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self.rows
+
+
+class Again:
+    """A loader that goes on where it was."""
+
+    def __init__(self) -> None:
+        self.rows = iter(torch.arange(12.0).view(4, 1, 3))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self.rows
+
+
+@pytest.mark.parametrize("make", [lambda: DataLoader(Stream(), batch_size=2), Again])
+def test_data_that_is_read_once_keeps_its_first_batch(make: Any) -> None:
+    data = make()
+    with pytest.raises(ValueError, match=r"its first batch would be lost\). Set its `example_input_array`"):
+        _seen(Program(), data)
+    assert torch.equal(next(iter(data))[0], torch.arange(3.0))

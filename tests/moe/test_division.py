@@ -73,3 +73,39 @@ def _own_parameter(rank: int, world: int) -> None:
 def test_parameters_that_are_not_stacked_are_refused() -> None:
     with pytest.raises(ValueError, match=r"whose parameter `scale` has the shape \(3,\) and not one row for each of 4"):
         run(_own_parameter, 2)
+
+
+def test_scripted_modules_are_no_experts() -> None:
+    scripted = torch.jit.script(nn.Linear(H, H))
+    assert list(expert_layers(nn.ModuleDict({"moe": MoE(H, nn.Linear(H, H), 2), "scripted": scripted}))) == [
+        "moe.experts"
+    ]
+
+
+class ParamWrapper(nn.Module):
+    """As that of peft for `target_parameters`."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+
+def _computed(rank: int, world: int, adapted: bool) -> str:
+    model = MoE(H, nn.Linear(H, H), 2)
+    if adapted:
+        model.experts = ParamWrapper(ParamWrapper(model.experts))
+    else:
+        child, name = next((one, key) for one in model.experts.modules() for key in one._parameters)
+        nn.utils.parametrize.register_parametrization(child, name, nn.Identity())
+    try:
+        divide_experts(nn.ModuleDict({"moe": model}), ExpertRanks())
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("adapted", "text"), [(True, "an adapter of peft"), (False, "a parametrization")])
+def test_experts_with_computed_parameters_are_refused(adapted: bool, text: str) -> None:
+    for message in run(_computed, 2, adapted):
+        assert "`expert_parallel=2` cannot divide `moe.experts" in message
+        assert text in message

@@ -9,7 +9,6 @@ Note [Random parameters]
 
 from __future__ import annotations
 
-import copy
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.parallel.module_copies import copied
 from lightning_zero.parallel.tensor.blocks import OF_EVERY_MODULE, copy_with
 from lightning_zero.parallel.tensor.collectives import Ranks
 from lightning_zero.parallel.tensor.cuts import ParamRecord
@@ -117,7 +117,7 @@ def check_block(
     dtype = torch.float64 if exact else torch.float32
     whole = random_copy(block, dtype)
     try:
-        expected = _run(copy.deepcopy(whole), replay(arguments, dtype))
+        expected = _run(copied(whole), replay(arguments, dtype))
     except (RuntimeError, NotImplementedError) as error:
         if exact:
             return check_block(block, arguments, plan, size, explain=explain, exact=False, all_whole=all_whole)
@@ -287,7 +287,7 @@ def _run_in_parts(
     ranks = ThreadRanks.group(size)
     blocks, records = [], []
     for one in ranks:  # one whole copy at a time
-        blocks.append(copy.deepcopy(whole))
+        blocks.append(copied(whole))
         records.append(cut(blocks[-1], one))
 
     def work(one: ThreadRanks) -> _Result:
@@ -420,11 +420,11 @@ def _find_suspect(
 ) -> Suspect | None:
     """Run once more, with the results of all modules noted."""
     dtype = next(whole.parameters()).dtype
-    traced = copy.deepcopy(whole)
+    traced = copied(whole)
     reference = ModuleTrace(traced)
     _run(traced, replay(arguments, dtype), grads=grads)
     ranks = ThreadRanks.group(size)
-    blocks = [copy.deepcopy(whole) for _ in ranks]
+    blocks = [copied(whole) for _ in ranks]
     traces: list[ModuleTrace] = []
     try:
         for block, one in zip(blocks, ranks, strict=True):

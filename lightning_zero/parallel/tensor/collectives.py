@@ -17,7 +17,7 @@ parallelism (arXiv:2205.05198, section 4.2.2).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
@@ -45,10 +45,17 @@ _Operation = Literal["none", "sum", "gather", "shard", "sum_shard"]
 
 
 class Ranks(Protocol):
-    """The ranks of a tensor group, as one of them sees them. All of its methods are collective."""
+    """The ranks of a tensor group, as one of them sees them. All of its methods are collective.
+
+    Attributes:
+        on_indices: Is called with the indices of every embedding in parts, which must be the same on all ranks.
+        end_region: While random numbers are this rank's own, lets it go on with those that all ranks draw.
+    """
 
     rank: int
     size: int
+    on_indices: Callable[[Tensor], None] | None
+    end_region: Callable[[], None] | None
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> Tensor:
         """Return the sum, or the maximum, over the ranks in a new tensor; the same bits on every rank."""
@@ -71,6 +78,8 @@ class ProcessGroupRanks:
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self.on_indices: Callable[[Tensor], None] | None = None
+        self.end_region: Callable[[], None] | None = None
 
     def __deepcopy__(self, memo: Any) -> ProcessGroupRanks:
         return self

@@ -134,6 +134,8 @@ class SplitRowForward(RowForward):
 class VocabForward(Divided):
     """An embedding with a part of the rows: rows of other ranks count as zero, and the ranks' results are summed.
 
+    Indices outside of the vocabulary are left to the module's own forward, which raises as on one rank.
+
     Args:
         start: The first row that this rank has.
     """
@@ -145,9 +147,12 @@ class VocabForward(Divided):
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the embeddings of all indices."""
         (indices,) = (*args, *kwargs.values())
-        local = indices - self._start
+        if self.ranks.on_indices is not None:
+            self.ranks.on_indices(indices)
         weight: Tensor = self.module.weight  # type: ignore[assignment]
-        is_elsewhere = (local < 0) | (local >= weight.shape[0])
+        rows = weight.shape[0]
+        local = indices - self._start
+        is_elsewhere = (indices >= 0) & (indices < rows * self.ranks.size) & ((local < 0) | (local >= rows))
         local = local.masked_fill(is_elsewhere, 0)
         result = self.run(*(local for _ in args), **dict.fromkeys(kwargs, local))
         return reduce_from_ranks(result.masked_fill(is_elsewhere.unsqueeze(-1), 0), self.ranks)

@@ -6,7 +6,8 @@ Note [Seeds from the agreed state]
     generator is seeded from its state, which all ranks share, and the rank. On leaving the state comes back, one draw
     further. So there is no second stream to keep: activation checkpointing restores the state in front of a block, and
     the recomputation finds the same seeds; a checkpoint of the generators resumes them. Whether a region is entered is
-    read from the generator's seed, because a recomputation may stop in the middle of a region.
+    read from the generator's seed, because a recomputation may stop in the middle of a region. A region without a row
+    layer ends in the loss (``loss.py``), and one that an error leaves where the error passes, or at the next step.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ class Region:
 
     Args:
         module: The cut module; without dropout in it nothing is switched.
-        rank: This rank in the tensor group.
+        ranks: The tensor group.
     """
 
-    def __init__(self, module: nn.Module, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, module: nn.Module, ranks: Ranks) -> None:
+        self._ranks = ranks
         self._is_random = any(rate > 0 for _, _, rate in dropout_rates(module))
         self._entrance: _Entrance | None = None  # of the region that was entered last, until it is left
         self._seed: int | None = None  # of the region that was entered last
         self._agreed: Tensor | None = None  # state of the generator in front of it
+        self._device: torch.device | None = None  # whose generator that is
 
     def copied(self, tensor: Tensor, ranks: Ranks) -> Tensor:
         """Return a tensor copied to the ranks; layers with the same input, such as query, key and value, share one.
@@ -63,18 +65,29 @@ class Region:
         generator = _generator_of(tensor.device)
         if generator.initial_seed() != self._seed:
             self._agreed = generator.get_state()
-            self._seed = _seed(self._agreed, self._rank)
+            self._seed = _seed(self._agreed, self._ranks.rank)
             generator.manual_seed(self._seed)
+            self._device = tensor.device
+            self._ranks.end_region = self.end
 
     def leave(self, tensor: Tensor, training: bool) -> None:
         """Go on with the numbers that all ranks draw."""
         self.forget_copy()
-        if not (self._is_random and training):
-            return
-        generator = _generator_of(tensor.device)
+        if self._is_random and training:
+            self._go_on(tensor.device)
+
+    def end(self) -> None:
+        """Leave the region that was entered last, where no row layer does."""
+        self.forget_copy()
+        if self._device is not None:
+            self._go_on(self._device)
+
+    def _go_on(self, device: torch.device) -> None:
+        self._ranks.end_region = None
+        generator = _generator_of(device)
         if generator.initial_seed() == self._seed and self._agreed is not None:
             generator.set_state(self._agreed)
-            torch.rand((), device=tensor.device)  # the next region gets another seed
+            torch.rand((), device=device)  # the next region gets another seed
             self._agreed = None
 
 

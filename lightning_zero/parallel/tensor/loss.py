@@ -31,7 +31,7 @@ def cut_cross_entropy(
 ) -> Tensor:
     """Return the cross-entropy of logits of which this rank has its columns; the same value on every rank.
 
-    Collective: all ranks of the tensor group. The logits are the result of a ``column`` layer.
+    Collective: all ranks of the tensor group. The logits are the result of a ``column`` layer, whose region ends here.
 
     Args:
         logits: ``(..., vocabulary / size)``, of consecutive tokens from ``rank * vocabulary / size`` on.
@@ -43,6 +43,7 @@ def cut_cross_entropy(
 
     Raises:
         ValueError: Shapes or options do not fit.
+        RuntimeError: A label is outside of the vocabulary (on a GPU, when the device is next waited for).
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
@@ -53,6 +54,8 @@ def cut_cross_entropy(
         raise ValueError(f"`reduction={reduction!r}` is not known. Use 'mean', 'sum' or 'none'.")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"`label_smoothing={label_smoothing!r}` must be a number from 0 to 1.")
+    if ranks.end_region is not None:
+        ranks.end_region()
     losses: Tensor = _CutCrossEntropy.apply(logits, labels, ranks, ignore_index, label_smoothing)  # type: ignore[no-untyped-call]
     if reduction == "none":
         return losses
@@ -68,7 +71,8 @@ class _CutCrossEntropy(torch.autograd.Function):
         values = logits.float() if logits.dtype != torch.float64 else logits
         width = values.shape[-1]
         local = labels - ranks.rank * width
-        is_elsewhere = (local < 0) | (local >= width) | (labels == ignore)
+        is_known = (labels >= 0) & (labels < width * ranks.size)  # `gather` raises for others, as on one rank
+        is_elsewhere = is_known & ((local < 0) | (local >= width)) | (labels == ignore)
         local = local.masked_fill(is_elsewhere, 0).unsqueeze(-1)
         values = values - ranks.all_reduce(values.amax(-1), maximum=True).unsqueeze(-1)
         chosen = values.gather(-1, local).squeeze(-1).masked_fill(is_elsewhere, 0)

@@ -132,11 +132,10 @@ def _cuts(name: str, module: nn.Module, rule: Rule) -> dict[str, Sections]:
                 f"`{name}` is cut as 'vocab' by the plan of tensor parallelism, and has `max_norm`,"
                 " `scale_grad_by_freq` or `sparse`. Leave it out of the plan (`vocabulary=False`)."
             )
-        return {"weight": _sections(module.weight, 0, 1)}
+        return {"weight": _sections(_own_weight(name, module), 0, 1)}
     if not is_linear(module) or isinstance(rule, Cut):
         raise _wrong_kind(name, module, rule, "a linear layer; name a parameter to cut one of another module")
-    weight = module._parameters["weight"]
-    assert weight is not None
+    weight = _own_weight(name, module)
     out_dim = 1 if is_transposed(module) else 0
     if rule in _ROWS:
         return {"weight": _sections(weight, 1 - out_dim, 1)}
@@ -147,6 +146,21 @@ def _cuts(name: str, module: nn.Module, rule: Rule) -> dict[str, Sections]:
     if bias is not None:
         cuts["bias"] = _sections(bias, 0, sections, name)
     return cuts
+
+
+def _own_weight(name: str, module: nn.Module) -> Tensor:
+    """Return the weight of a layer.
+
+    Raises:
+        ValueError: It is no parameter.
+    """
+    weight = module._parameters.get("weight")
+    if weight is None:
+        raise ValueError(
+            f"`TensorPlan` names `{name}`, whose `weight` is computed from other parameters (`weight_norm` or another"
+            " parametrization) and cannot be cut. Leave it out of the plan, or remove the parametrization."
+        )
+    return weight
 
 
 def _attention_cuts(name: str, module: nn.Module) -> dict[str, Sections]:

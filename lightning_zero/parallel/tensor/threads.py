@@ -70,6 +70,8 @@ class ThreadRanks:
     def __init__(self, rank: int, size: int, meeting: _Meeting) -> None:
         self.rank = rank
         self.size = size
+        self.on_indices: Callable[[Tensor], None] | None = None
+        self.end_region: Callable[[], None] | None = None
         self._meeting = meeting
 
     @classmethod

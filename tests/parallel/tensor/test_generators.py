@@ -10,7 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.parallel.tensor.collectives import ProcessGroupRanks
 from lightning_zero.parallel.tensor.generators import Region, dropout_rates
+from lightning_zero.parallel.tensor.loss import cut_cross_entropy
 from lightning_zero.parallel.tensor.plan import TensorPlan
+from lightning_zero.parallel.tensor.threads import ThreadRanks
 from lightning_zero.parallel.tensor.transform import cut_module
 from tests.worlds import run
 
@@ -84,7 +86,10 @@ def _state() -> Tensor:
 
 
 def test_nothing_is_drawn_without_dropout_and_in_evaluation() -> None:
-    for region, training in ((Region(Layer(0.0), 0), True), (Region(Layer(), 0), False)):
+    for region, training in (
+        (Region(Layer(0.0), ThreadRanks.group(2)[0]), True),
+        (Region(Layer(), ThreadRanks.group(2)[0]), False),
+    ):
         torch.set_rng_state(_state())
         region.enter(torch.ones(1), training)
         region.leave(torch.ones(1), training)
@@ -94,7 +99,7 @@ def test_nothing_is_drawn_without_dropout_and_in_evaluation() -> None:
 def test_the_same_state_gives_the_same_seeds() -> None:
     draws = []
     for _ in range(2):
-        region = Region(Layer(), 1)
+        region = Region(Layer(), ThreadRanks.group(2)[1])
         torch.set_rng_state(_state())
         region.enter(torch.ones(1), True)
         inside = torch.rand(2)
@@ -128,7 +133,7 @@ class _Counted:
 
 def test_layers_with_the_same_input_share_one_sum_of_gradients() -> None:
     ranks = _Counted()
-    region = Region(nn.Dropout(0.0), 0)
+    region = Region(nn.Dropout(0.0), ThreadRanks.group(2)[0])
     x = torch.randn(3, requires_grad=True)
     copies = [region.copied(x, ranks) for _ in range(3)]
     sum((number * copy).sum() for number, copy in enumerate(copies, 1)).backward()  # type: ignore[union-attr]
@@ -162,7 +167,7 @@ def test_layers_on_batches_of_sequences_share_one_sum_and_keep_nothing() -> None
 
 def test_a_changed_input_is_copied_again() -> None:
     ranks = _Counted()
-    region = Region(nn.Dropout(0.0), 0)
+    region = Region(nn.Dropout(0.0), ThreadRanks.group(2)[0])
     x = torch.randn(3, requires_grad=True) * 1.0
     copy = region.copied(x, ranks)
     assert region.copied(x, ranks) is copy
@@ -174,3 +179,23 @@ def test_a_changed_input_is_copied_again() -> None:
     assert changed is not copy
     assert torch.equal(changed, x)
     assert region.copied(x.view(3), ranks) is not region.copied(x, ranks)
+
+
+def _run_column_alone(rank: int, world: int) -> list[Tensor]:
+    """Return the masks in front of a column layer, step by step."""
+    torch.manual_seed(1)
+    dropout, head = nn.Dropout(0.5), nn.Linear(8, 4)
+    model, ranks = nn.Sequential(dropout, head), ProcessGroupRanks()
+    cut_module(model, TensorPlan({"1": "column"}), ranks)
+    masks: list[Tensor] = []
+    dropout.register_forward_hook(lambda *call: masks.append(call[-1] == 0))
+    torch.manual_seed(5)
+    for _ in range(3):
+        cut_cross_entropy(model(torch.ones(4, 8)), torch.arange(4), ranks).backward()
+    return masks
+
+
+def test_a_loss_of_a_column_layer_ends_its_region() -> None:
+    first, second = run(_run_column_alone, 2)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert not torch.equal(first[0], first[1])

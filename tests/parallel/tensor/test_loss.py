@@ -116,3 +116,18 @@ def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> N
     logits, labels = _inputs()
     with pytest.raises(ValueError, match=message):
         cut_cross_entropy(logits, options.pop("labels", labels), ThreadRanks.group(1)[0], **options)
+
+
+@pytest.mark.parametrize("label", [-1, VOCAB, VOCAB + 3])
+def test_labels_outside_of_the_vocabulary_are_refused(label: int) -> None:
+    logits, labels = _inputs()
+    labels[1, 2] = label
+    with pytest.raises(IndexError, match="out of bounds"):
+        functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    def work(ranks: Ranks) -> str:
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            cut_cross_entropy(logits.chunk(2, -1)[ranks.rank], labels, ranks)
+        return "refused"
+
+    assert run_threads(ThreadRanks.group(2), work) == ["refused"] * 2

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from torch import nn
 
@@ -59,3 +61,11 @@ def test_the_last_matching_pattern_counts() -> None:
     found = resolve(Model(), TensorPlan({"*": "partial", "qkv": "row"}), 2)
     assert found.sections == {"qkv.weight": Sections(1, (6,))}
     assert "norm.weight" in found.partial
+
+
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+@pytest.mark.parametrize("rule", ["column", "row"])
+def test_a_weight_that_is_computed_is_refused_by_name(norm: Any, rule: Any) -> None:
+    module = nn.ModuleDict({"up": norm(nn.Linear(4, 4))})
+    with pytest.raises(ValueError, match="`TensorPlan` names `up`, whose `weight` is computed"):
+        resolve(module, TensorPlan({"up": rule}), 2)

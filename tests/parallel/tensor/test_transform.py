@@ -265,3 +265,19 @@ def test_an_embedding_in_parts_has_the_gradients_of_the_whole(padding_idx: int |
         assert torch.equal(part.weight.grad, records["weight"].local(expected_grad))
 
     run_threads(ThreadRanks.group(2), work)
+
+
+@pytest.mark.parametrize("index", [-1, 8, 12])
+def test_an_index_outside_of_the_vocabulary_raises_as_in_the_whole(index: int) -> None:
+    whole, ids = nn.Embedding(8, 3), torch.tensor([0, index])
+    with pytest.raises(IndexError, match="index out of range"):
+        whole(ids)
+
+    def work(ranks: ThreadRanks) -> str:
+        part = copy.deepcopy(whole)
+        cut_module(part, TensorPlan({"": "vocab"}), ranks)
+        with pytest.raises(IndexError, match="index out of range"):
+            part(ids)
+        return "refused"
+
+    assert run_threads(ThreadRanks.group(2), work) == ["refused"] * 2

@@ -1,0 +1,122 @@
+"""The losses of steps that a tensor group computes together: those of its ranks must be alike.
+
+Indices of an embedding in parts must be, too: the sum over the ranks hides from the loss that they are not.
+
+Note [Alike]
+    All ranks of a tensor group sum the same parts, so on a CPU their losses have the same bits, but for a library that
+    adds by the alignment of memory. On a GPU a rank may choose other kernels than its neighbour, or such as add in any
+    order, and in 16 bits the rounding of all activations differs then. Ranks that draw inputs of their own differ by
+    the noise of a batch, which is above that, in some step at the latest.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lightning_zero.storage.copies import Copies, Landing
+
+__all__ = ["GroupLosses", "StepDigest", "as_float", "as_number"]
+
+_MODULUS = 2**31 - 1  # of a checksum of indices
+_OF_CPU, _OF_DEVICE = (1e-5, 1e-8), (1e-2, 1e-5)  # differences that are taken for rounding: relative, absolute
+
+
+class StepDigest(NamedTuple):
+    """The sum of the losses of a step, and a checksum of its indices of embeddings in parts."""
+
+    loss: float = 0.0
+    indices: int = 0
+
+
+class GroupLosses:
+    """The losses of the last steps of this rank, until they are compared; the host waits for no step but old ones.
+
+    Args:
+        device: Of the losses.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copies = Copies(device)
+        self._late = 0 if device.type == "cpu" else 1  # steps that the device may still compute
+        self._loss: Tensor | None = None  # sum of the losses whose backward this step has run
+        self._indices: Tensor | None = None  # checksum of those of this step
+        self._steps: deque[tuple[Tensor, Landing]] = deque()  # in host memory, oldest first
+        self._relative, self._absolute = _OF_CPU if device.type == "cpu" else _OF_DEVICE
+
+    def add(self, loss: Tensor) -> None:
+        """Add a loss of this step."""
+        loss = loss.detach()
+        if loss.is_floating_point():
+            self._relative = max(self._relative, 2 * torch.finfo(loss.dtype).eps)
+            loss = loss.double().sum()
+            self._loss = loss if self._loss is None else self._loss + loss
+
+    def add_indices(self, indices: Tensor) -> None:
+        """Add indices of an embedding in parts, of this step."""
+        if torch.compiler.is_compiling() or isinstance(indices, FakeTensor) or _is_traced():
+            return
+        with torch.no_grad():
+            flat = indices.detach().reshape(-1).long()
+            places = torch.arange(1, 1 + len(flat), device=flat.device)
+            found = (flat * places % _MODULUS).sum() % _MODULUS
+            self._indices = found if self._indices is None else (self._indices * 31 + found) % _MODULUS
+
+    def end_step(self) -> None:
+        """Start copying the digest of a step, if there is one, to the host."""
+        if self._loss is None and self._indices is None:
+            return
+        nothing = torch.zeros((), dtype=torch.float64, device=self._device)
+        both = [nothing if one is None else one.to(nothing) for one in (self._loss, self._indices)]
+        host = torch.empty(2, dtype=torch.float64, pin_memory=self._device.type == "cuda")
+        self._steps.append((host, self._copies.down(host, torch.stack(both))))
+        self._loss = self._indices = None
+
+    def next(self) -> StepDigest:
+        """Return the digest of the oldest step that the device has left behind; zeros if there is none."""
+        return self._oldest() if len(self._steps) > self._late else StepDigest()
+
+    def rest(self) -> Iterator[StepDigest]:
+        """Yield the digests of all steps that ``next`` has not returned."""
+        self.end_step()
+        while self._steps:
+            yield self._oldest()
+
+    def are_alike(self, losses: Sequence[float]) -> bool:
+        """Say whether losses of several ranks are those of one step; see Note [Alike]."""
+        first = losses[0]
+        return all(
+            one == first
+            or (math.isnan(one) and math.isnan(first))
+            or math.isclose(one, first, rel_tol=self._relative, abs_tol=self._absolute)
+            for one in losses
+        )
+
+    def _oldest(self) -> StepDigest:
+        host, landing = self._steps.popleft()
+        landing.finish()
+        return StepDigest(float(host[0]), int(host[1]))
+
+
+def _is_traced() -> bool:
+    """Say whether a run of the step is being described, as those of a pipeline are: it computes nothing."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
+
+
+def as_number(value: float) -> int:
+    """Return the bits of a number as a signed integer of 64 bits."""
+    return int.from_bytes(struct.pack("<d", value), "little", signed=True)
+
+
+def as_float(number: int) -> float:
+    """Return the number of which ``as_number`` has returned the bits."""
+    value: float = struct.unpack("<d", number.to_bytes(8, "little", signed=True))[0]
+    return value

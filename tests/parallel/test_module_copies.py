@@ -1,0 +1,51 @@
+"""Copies of modules share locks and the like, and refuse iterators by name."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero.parallel.module_copies import copied
+
+
+class Model(nn.Module):
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(2, 2))
+        self.numbers = [1, 2]
+        vars(self.inner).update(attributes)
+
+
+def test_locks_are_shared_and_all_else_is_copied() -> None:
+    lock = threading.Lock()
+    model = Model(lock=lock, deep={"some": [SimpleNamespace(lock=lock, rates=[0.1])]})
+    weight = nn.Parameter(torch.zeros(2, 2))
+    other = copied(model, {id(model.inner[0].weight): weight})
+    again = copied(other)
+    for one in (other, again):
+        assert one.inner.lock is lock
+        (found,) = one.inner.deep["some"]
+        assert found.lock is lock
+        assert found.rates is not model.inner.deep["some"][0].rates
+        assert one.numbers is not model.numbers
+        assert one.inner[0].bias is not model.inner[0].bias
+    assert other.inner[0].weight is weight
+
+
+def test_a_file_that_is_written_is_shared(tmp_path: Path) -> None:
+    with open(tmp_path / "log", "w") as file:
+        assert copied(Model(log=file)).inner.log is file
+
+
+def test_iterators_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("lines")
+    with open(tmp_path / "log") as file:
+        for value in (file, (number for number in range(3)), iter(torch.utils.data.DataLoader([1, 2]))):
+            with pytest.raises(ValueError, match=r"`self\.inner\.kept\['a'\]` is a .*Make it in `on_fit_start`"):
+                copied(Model(kept={"a": value}))
