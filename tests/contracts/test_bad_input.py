@@ -360,8 +360,9 @@ _ARGUMENTS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], tuple[Any, ..
     "microbatch": lambda module, optimizer: (True,),
     "broadcast_module_buffers": lambda module, optimizer: ("scopes",),
     "use_step_devices": lambda module, optimizer: ({},),
+    "scaled": lambda module, optimizer: (1.0,),
     **dict.fromkeys(
-        ("attach", "open_window", "close_window", "drop_remote", "whole_groups"),
+        ("attach", "open_window", "close_window", "drop_gradients", "drop_remote", "whole_groups"),
         lambda module, optimizer: (optimizer,),
     ),
 }  # fmt: skip
