@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
@@ -185,7 +186,9 @@ class ZeroStep(Precision):
         """
         engine = self._require_engine()
         if self._gives_closure(optimizer):
-            return self._step_with_closure(optimizer, model, closure, **kwargs)
+            if closure is not do_nothing_closure:
+                return self._step_with_closure(optimizer, model, closure, **kwargs)
+            kwargs["closure"] = closure  # the gradients of manual optimization are there
         closure_result = closure()
         overflow = self._finish_gradients(model, optimizer)
         is_scaled = self.scaler is not None and _has_gradients(optimizer)

@@ -95,7 +95,7 @@ class Signals:
     def _end_fit(self, fit: Any) -> None:
         self._act("after the last training batch")
         type(fit).on_run_end(fit)
-        self._act("at the end of the fit")
+        self._act("at the end of the fit", compares_facts=False)  # nothing is trained any more
 
     def _give_back(self, connector: Any) -> None:
         type(connector).teardown(connector)
@@ -103,14 +103,18 @@ class Signals:
         if is_on_its_way and signal.getsignal(self._terminate_signal) is signal.SIG_DFL:  # another one has seen it
             signal.raise_signal(self._terminate_signal)
 
-    def _act(self, where: str) -> None:
+    def _act(self, where: str, *, compares_facts: bool = True) -> None:
         """Handle the signals that some rank has received: save, requeue, stop. Collective: all ranks.
+
+        Args:
+            where: In the program.
+            compares_facts: Also compares the facts of the ranks.
 
         Raises:
             SIGTERMException: Some rank has got SIGTERM.
             RuntimeError: The ranks have other parameters frozen, or other options of optimizers.
         """
-        requeue, terminate = self._agree_on_signals(where)
+        requeue, terminate = self._agree_on_signals(where, compares_facts=compares_facts)
         connector = self._trainer._signal_connector
         if requeue and not self._is_requeued:
             self._is_requeued = True
@@ -121,13 +125,14 @@ class Signals:
             connector.received_sigterm = True
             raise SIGTERMException
 
-    def _agree_on_signals(self, where: str) -> list[int]:
+    def _agree_on_signals(self, where: str, *, compares_facts: bool) -> list[int]:
         """Return the signals that some rank has noted; compare the facts of the ranks if there are none."""
         noted = [0 if self._is_requeued else self._requeue_signal, self._terminate_signal]
-        facts = (0, 0) if self._facts is None else self._facts.digest(_FACT_BITS)
+        compared = self._facts if compares_facts else None
+        facts = (0, 0) if compared is None else compared.digest(_FACT_BITS)
         message = [number << _FACT_BITS | fact for number, fact in zip(noted, facts, strict=True)]
         agreed = self._agree(message, f"agreement on signals {where}")
         signals, mask = [number >> _FACT_BITS for number in agreed], (1 << _FACT_BITS) - 1
-        if self._facts is not None and not any(signals):  # the facts of ranks with a smaller number do not arrive
-            self._facts.compare((agreed[0] & mask, agreed[1] & mask), _FACT_BITS)
+        if compared is not None and not any(signals):  # the facts of ranks with a smaller number do not arrive
+            compared.compare((agreed[0] & mask, agreed[1] & mask), _FACT_BITS)
         return signals

@@ -62,6 +62,7 @@ class RunningStep:
 
     def __init__(self) -> None:
         self._frame: FrameType | None = None  # of the function that has called the hook
+        self._is_suspended = False
 
     def begin(self) -> None:
         """Note that a step begins; called by a hook in front of it."""
@@ -76,8 +77,18 @@ class RunningStep:
         """Note that it has ended."""
         self._frame = None
 
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Run the closure of a step, which is code of the program."""
+        self._is_suspended = True
+        try:
+            yield
+        finally:
+            self._is_suspended = False
+
     def __bool__(self) -> bool:
-        frame = sys._getframe(1) if self._frame is not None else None
+        is_step = self._frame is not None and not self._is_suspended
+        frame = sys._getframe(1) if is_step else None
         while frame is not None and frame is not self._frame:
             frame = frame.f_back
         return frame is not None

@@ -247,13 +247,13 @@ class ShardedOptimizer:
 
         def evaluate() -> Any:
             self._take_values()
-            self._publish()
-            self.close()
+            self.close()  # the next forward gathers what the step has written
             self._end_step(self.buffers)
-            with torch.enable_grad():
+            with torch.enable_grad(), self._running_step.suspended():
                 loss = closure()
             self._begin_step()
             self._refuse_unfinished_gradients()
+            self.states.hide()
             self._begin_window()
             self._is_halfway, self._is_unevaluated = True, False
             return loss

@@ -57,7 +57,7 @@ class OptimizerInBackward(ShardedOptimizer):
         assert flat is not None
         for group in self.optimizer.param_groups:
             places = [self._attached[id(param)] for param in group["params"]]
-            indices = [index for owner, index in places if owner is buffer]
+            indices = [index for owner, index in places if owner is buffer and buffer.params[index].requires_grad]
             fits = all(flat.fits(group, buffer, index) for index in indices)
             if indices and not (fits and flat.covers(group)):
                 raise RuntimeError(

@@ -78,7 +78,8 @@ class SteppingReducer(Reducer):
         """Step a buffer that was reduced, if it may go ahead."""
         flag, pending = self._promises[unit]
         pending.wait()
-        if flag.item() and self.optimizer is not None and self.optimizer.holds_all_of(buffer):
+        is_trained = any(param.requires_grad for param in buffer.params)
+        if flag.item() and is_trained and self.optimizer is not None and self.optimizer.holds_all_of(buffer):
             self.optimizer.step_early(buffer)
 
     def _check_late(self, units: Iterable[Unit]) -> None:

@@ -123,16 +123,21 @@ class BackwardAttributes:
         try:
             yield
         finally:
-            changed = [one for one, _ in now if one.current.value is not one.value]
-            self._of_backwards.update(one.key for one in changed)
-            for one, was in shown:
-                _leave(one, was)
+            for one, was in now:
+                if _is_other(one.current.value, one.value):
+                    self._of_backwards.add(one.key)
+                    _add_change(one, was)
+                else:
+                    was.bind()
             for space, order in orders.values():
                 _reorder(space, order)
 
     def forget(self) -> None:
-        """Forget the micro-batches."""
+        """Forget the micro-batches, and items of dictionaries that are gone."""
         self._kept.clear()
+        for key in [key for key in self._changing if key[1] and _is_gone(_found(key))]:
+            del self._changing[key]
+            self._of_backwards.discard(key)
 
     def _compare(self, chunk: int, before: _Values) -> None:
         """Note the attributes that a forward has changed; micro-batches before it have left the value from before."""
@@ -175,13 +180,13 @@ class _Values:
     def changed(self) -> Iterator[tuple[_Key, Any]]:
         """Yield the attributes that have another value by now, and their values from before."""
         own = vars(self.module)
-        is_same = len(own) == len(self.names) and all(map(operator.is_, own.values(), self.values))
+        is_same = [*own] == self.names and all(map(operator.is_, own.values(), self.values))
         if not is_same:
             yield from self._differing("", own, dict(zip(self.names, self.values, strict=True)))
         for name, before in self.inside.items():
             space = self.module._buffers if name == "_buffers" else _space_of(own.get(name))
-            if space is not None and not (
-                len(space) == len(before) and all(map(operator.is_, space.values(), before.values()))
+            if space is not None and (
+                [*space] != [*before] or not all(map(operator.is_, space.values(), before.values()))
             ):
                 yield from self._differing(name, space, before)
 
@@ -209,12 +214,25 @@ def _found(key: _Key) -> _Attribute | None:
     return None if space is None else _Attribute(key, space, space.get(item, _MISSING))
 
 
-def _leave(shown: _Attribute, was: _Attribute) -> None:
-    """Bind the value from before a backward; where the backward has bound another one, add the difference to it."""
+def _is_gone(found: _Attribute | None) -> bool:
+    """Say whether an item is in no dictionary or object any more."""
+    return found is None or found.value is _MISSING
+
+
+def _is_other(now: Any, before: Any) -> bool:
+    """Say whether a backward has left another value: a function that runs again assigns the same one once more."""
+    if now is before:
+        return False
+    if isinstance(now, Tensor) and isinstance(before, Tensor):
+        is_alike = (now.shape, now.dtype, now.device) == (before.shape, before.dtype, before.device)
+        return not (is_alike and torch.equal(now, before))
+    return type(now) is not type(before) or not isinstance(now, (bool, int, float, str, type(None))) or now != before
+
+
+def _add_change(shown: _Attribute, was: _Attribute) -> None:
+    """Add the change that a backward has made to the value of now; where that cannot be, the backward's value stays."""
     now = shown.current.value
-    if now is shown.value:
-        was.bind()
-    elif _can_be_summed([now, shown.value, was.value]):
+    if was.value is not shown.value and _can_be_summed([now, shown.value, was.value]):
         shown.space[shown.key[2]] = was.value + (now - shown.value)
 
 

@@ -44,7 +44,7 @@ class PlacedAttributes:
             yield
         finally:
             for space, names, values in before:
-                if len(space) != len(values) or not all(map(operator.is_, space.values(), values)):
+                if [*space] != names or not all(map(operator.is_, space.values(), values)):
                     _rebind(space, dict(zip(names, values, strict=True)))
 
 
