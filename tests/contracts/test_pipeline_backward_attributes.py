@@ -147,6 +147,51 @@ class SetsInTheLast(Sets):
         return Program.training_step(self, batch, batch_idx)
 
 
+class TwoFunctions(Sets):
+    """The second function that runs again reads what the first has kept."""
+
+    class block(Block):
+        def attend(self, x: Tensor) -> Tensor:
+            hidden = torch.tanh(self.first(x))
+            self.gate = 0.5 + hidden.detach().sigmoid()
+            return hidden
+
+        def mix(self, hidden: Tensor) -> Tensor:
+            return self.second(hidden * self.gate)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = checkpoint(self.attend, x, use_reentrant=False)
+            return x + checkpoint(self.mix, hidden, use_reentrant=False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return Program.training_step(self, batch, batch_idx)
+
+
+FACTORS = {"one": 0.5, "two": 2.0}
+
+
+class Adapters(Sets):
+    """A dictionary gets another key with the same value."""
+
+    num_steps = 0
+
+    class block(Masked):
+        def __init__(self) -> None:
+            super().__init__()
+            self.active: dict[str, float] = {}
+
+        def read(self) -> Any:
+            return sum(FACTORS[name] * weight for name, weight in self.active.items())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.num_steps += 1
+        name = ("one", "two")[self.num_steps % 2]
+        for block in self.blocks:
+            block.active.clear()
+            block.active[name] = 1.0
+        return Program.training_step(self, batch, batch_idx)
+
+
 class CountsTensors(Sets):
     class block(Masked):
         def __init__(self) -> None:
@@ -172,6 +217,8 @@ PROGRAMS = {
         InAContext,
         SetsInTheLast,
         CountsTensors,
+        TwoFunctions,
+        Adapters,
     )
 }
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")
@@ -211,6 +258,7 @@ def _fit(
         "SetLate 1f1b 1",
         "CountedInBackwards gpipe 1",
         "CountsTensors gpipe 1",
+        "TwoFunctions 1f1b 1",
         "InAContext gpipe 1",
     ),
 )

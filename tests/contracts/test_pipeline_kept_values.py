@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -390,7 +391,116 @@ class SetsBehind(Program):
         return loss
 
 
-IN_PIECES = (CountedInPieces, HookedInPieces, ReadsBehindAnError, ReadsNumbersOfInstances, LogsByItsOwnCount)
+class Remembers(Block):
+    memory: Any = None
+
+    def forward(self, x: Tensor) -> Any:
+        x = super().forward(x + self.memory)
+        self.memory = x.detach().mean((0, 1))
+        return x
+
+
+class ForgetsSometimes(Program):
+    """The step sets attributes in front of the blocks, in some batches."""
+
+    block = Remembers
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx % 3 == 0:
+            for block in self.blocks:
+                block.memory = torch.zeros(WIDTH, dtype=torch.float64)
+        return super().training_step(batch, batch_idx)
+
+
+class ForgetsSometimesBehind(Program):
+    block = Remembers
+
+    def on_train_start(self) -> None:
+        for block in self.blocks:
+            block.memory = torch.zeros(WIDTH, dtype=torch.float64)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx % 3 == 0:
+            for block in self.blocks:
+                block.memory = torch.zeros(WIDTH, dtype=torch.float64)
+        return loss
+
+
+class SumsInFront(Block):
+    aux: Any = None
+
+    def forward(self, x: Tensor) -> Any:
+        x = super().forward(x)
+        self.aux = self.aux + x.pow(2).mean()
+        return x
+
+
+class ResetsInFront(Program):
+    block = SumsInFront
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            block.aux = torch.zeros((), dtype=torch.float64)
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0.1 * sum(block.aux for block in self.blocks)
+
+
+class Consumed(Block):
+    mask: Any = None
+
+    def forward(self, x: Tensor) -> Any:
+        mask, self.mask = self.mask, None
+        return super().forward(x) * mask
+
+
+class SetsAndConsumes(Program):
+    block = Consumed
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            block.mask = 1.0 + (batch % 2).double().unsqueeze(-1)
+        return super().training_step(batch, batch_idx)
+
+
+class FirstStepIsSmall(Program):
+    def on_train_start(self) -> None:
+        for block in self.blocks:
+            block.fresh = True
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        is_first = hasattr(self.blocks[0], "fresh")
+        for block in self.blocks:
+            if hasattr(block, "fresh"):
+                del block.fresh
+                block.used = True
+        return super().training_step(batch, batch_idx) * (0.1 if is_first else 1.0)
+
+
+class CollectsInBackwards(Program):
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: dict[str, float] = {}
+        for number, block in enumerate(self.blocks):
+            block.register_full_backward_hook(partial(self.note, number))
+
+    def note(self, number: int, module: Any, inputs: Any, outputs: Any) -> None:
+        self.calls += 1
+        self.norms[f"{number}-{self.calls}"] = outputs[0].norm().item()
+
+
+IN_PIECES = (
+    CountedInPieces,
+    HookedInPieces,
+    ReadsBehindAnError,
+    ReadsNumbersOfInstances,
+    LogsByItsOwnCount,
+    ResetsInFront,
+    SetsAndConsumes,
+    CollectsInBackwards,
+)
 PROGRAMS = {
     cls.__name__: cls
     for cls in (
@@ -405,6 +515,9 @@ PROGRAMS = {
         OfTwoLengths,
         ReadsNumbersOfInstances,
         Pops,
+        ForgetsSometimes,
+        ForgetsSometimesBehind,
+        FirstStepIsSmall,
         LateReadByABlock,
         HookOfAFlag,
         ReadByAPreHook,

@@ -169,6 +169,9 @@ class ExplicitSteps:
             send(dict(enumerate(self._tensors(chunk, state))))
         return False, None
 
+    def note_written(self, places: Collection[str] | None) -> None:
+        """Do nothing: the parts of a step run where their modules are."""
+
     def take_written(self) -> set[tuple[int, str]]:
         """Return an empty set: the parts of a step run where their modules are."""
         return set()

@@ -155,8 +155,16 @@ class Route(Protocol[Step]):
         """Run a micro-batch's code without the model, on the last stage. Collective: all ranks of this stage."""
         ...
 
+    def note_written(self, places: Collection[str] | None) -> None:
+        """Note in the step that follows which attributes of other chunks' modules change behind their calls.
+
+        Args:
+            places: Names of these modules; None for all.
+        """
+        ...
+
     def take_written(self) -> set[tuple[int, str]]:
-        """Return the attributes of other chunks' modules that were assigned: ``id`` of the dictionary, and key."""
+        """Return these attributes: ``id`` of the dictionary, and key."""
         ...
 
     @property
@@ -346,6 +354,7 @@ class PipelineRunner(Generic[Step]):
         forwards = [action for action in actions if action.kind == "forward"]
         backwards = [action for action in actions if action.is_backward]
         self.around.begin(self._name, is_new=self._is_new)
+        self._route.note_written(None if self._is_new else self.around.places_changed)
         self._stage.draws.begin()
         self._streams.begin()
         try:
@@ -361,10 +370,10 @@ class PipelineRunner(Generic[Step]):
                     self._receive(action)
             self._p2p.flush()
             self._streams.end()
+            self.around.written = self._route.take_written()
             self.timing.total_s += time.perf_counter() - started
             if self._is_new:
-                written = self._route.take_written()
-                self.around.compare(self._of_all_stages, written, is_in_order=self._is_in_order(len(self._messages)))
+                self.around.compare(self._of_all_stages, is_in_order=self._is_in_order(len(self._messages)))
             return [self._results[index] for index in sorted(self._results)]
         finally:
             self._forget()
@@ -395,6 +404,7 @@ class PipelineRunner(Generic[Step]):
         Collective: all ranks of a copy.
         """
         self.around.begin(self._name, is_new=self._is_new)
+        self._route.note_written(None if self._is_new else self.around.places_changed)
         self._stage.draws.begin()
         self._streams.begin()
         try:
@@ -405,8 +415,9 @@ class PipelineRunner(Generic[Step]):
                     self._receive(action)
             self._p2p.flush()
             self._streams.end()
+            self.around.written = self._route.take_written()
             if self._is_new:
-                self.around.compare(self._of_all_stages, self._route.take_written())
+                self.around.compare(self._of_all_stages)
             return self._results.get(0)
         finally:
             self._forget()

@@ -151,8 +151,12 @@ class TracedSteps:
         with contents_put_back(self._placed):
             self._interception.survey(step.on_copy(index))
 
+    def note_written(self, places: Collection[str] | None) -> None:
+        """Note in the step that follows which attributes of modules with a place change behind their calls."""
+        self._interception.noted = places
+
     def take_written(self) -> set[tuple[int, str]]:
-        """Return the attributes of modules of other chunks that steps have assigned since the last call."""
+        """Return these attributes: ``id`` of the dictionary, and key."""
         return self._interception.take_written()
 
     @property

@@ -36,7 +36,15 @@ from lightning_zero.parallel.module_state import fields_of, set_buffer, unregist
 from lightning_zero.parallel.pipeline.stages.attribute_reads import AttributeReads, Key, Watch, When
 from lightning_zero.parallel.pipeline.stages.own_changes import OwnChanges, StageChanges, own_modules
 from lightning_zero.parallel.pipeline.stages.split import Split
-from lightning_zero.parallel.pipeline.stages.state_marks import MOST_BYTES, Mark, differ, fingerprint, has_fake, mark
+from lightning_zero.parallel.pipeline.stages.state_marks import (
+    MOST_BYTES,
+    NUMBERS,
+    Mark,
+    differ,
+    fingerprint,
+    has_fake,
+    mark,
+)
 from lightning_zero.parallel.pipeline.stages.state_values import Packing, Taking, Untaken
 
 __all__ = ["Change", "StateAround"]
@@ -87,6 +95,7 @@ class _View:
         read: The last micro-batch that has read a key before it has written it.
         touched: Keys that were read or written in any way.
         in_backward: Keys that a backward has read before it has written them.
+        by_forwards: Keys that forwards have changed.
     """
 
     values: dict[Key, Any]
@@ -94,6 +103,7 @@ class _View:
     read: dict[Key, int]
     touched: set[Key]
     in_backward: set[Key] = field(default_factory=set)
+    by_forwards: set[Key] = field(default_factory=set)
 
 
 class _Kept:
@@ -173,28 +183,43 @@ class _Kept:
         before = {key for key in self.before if key[0] in self.around} | self.reset
         return before | {key for key, _, _ in self.items()}
 
-    def changed_in_places(self, written: Collection[tuple[int, str]]) -> dict[Key, Any]:
+    def changed_in_places(self, written: Collection[tuple[int, str]] | None) -> dict[Key, Any]:
         """Return the fingerprints of the values that the batch has changed in modules that run on other stages.
 
         Args:
-            written: Assigned attributes, also those that have the value from before: ``id`` of the dictionary, and key.
+            written: The attributes that were changed behind the calls of their modules, also those that have the value
+                from before: ``id`` of the dictionary, and key. None: all changes count.
         """
-        spaces = {space for space, _ in written}
+        spaces = {space for space, _ in written or ()}
+
+        def counts(key: Key, is_buffer: bool, value: Any) -> bool:
+            if written is None:
+                return self.has_changed(key)
+            is_written = (id(self.space(key, is_buffer=is_buffer)), key[1]) in written
+            is_plain = isinstance(value, (*NUMBERS, Tensor))  # others may have changed inside
+            return is_written or id(value) in spaces or (not is_plain and self.has_changed(key))
+
         found = {
             key: fingerprint(value)
             for key, is_buffer, value in self.items_of(self._placed)
-            if (id(self.space(key, is_buffer=is_buffer)), key[1]) in written
-            or (isinstance(value, dict) and id(value) in spaces)
-            or self.has_changed(key)
+            if counts(key, is_buffer, value)
         }
-        deleted = {key for key in self.before if key[0] in self._placed}
+        deleted = {key for key in self.before if key[0] in self._placed} if written is None else set()
         deleted |= {
             (name, key)
             for name, child in self._placed.items()
-            for space, key in written
+            for space, key in written or ()
             if space == id(vars(child)) and key not in self.ignored
         }
         return found | {key: fingerprint(Mark.MISSING) for key in deleted if self.value_of(key) is Mark.MISSING}
+
+    def is_written(self, key: Key, written: Collection[tuple[int, str]]) -> bool:
+        """Say whether a value in a module with a place was changed behind the module's call."""
+        value = self.value_of(key)
+        inside = isinstance(value, dict) and any(space == id(value) for space, _ in written)
+        is_plain = isinstance(value, (*NUMBERS, Tensor, Mark))
+        spaces = (id(vars(self.all[key[0]])), id(self.all[key[0]]._buffers))
+        return inside or any((space, key[1]) in written for space in spaces) or (not is_plain and self.has_changed(key))
 
 
 class StateAround:
@@ -211,6 +236,10 @@ class StateAround:
         stage: Of this rank.
         device: Device of this rank.
         is_repeated: Whether all stages run the code in front of their chunks; else the first one alone does.
+
+    Attributes:
+        written: Attributes of other stages' modules that the batch has changed behind their calls: ``id`` of the
+            dictionary, and key.
     """
 
     def __init__(self, module: nn.Module, split: Split, stage: int, device: torch.device, *, is_repeated: bool) -> None:
@@ -224,6 +253,7 @@ class StateAround:
         self._is_repeated = is_repeated
         # - Known changes
         self._behind: dict[str, dict[int, set[Key]]] = {}  # changed behind a chunk, by name of the step's method
+        self._by_forwards: set[Key] = set()  # changed in forwards of the last chunk, and not in backwards alone
         self._reads: dict[str, dict[int, set[Key]]] = {}  # in later micro-batches of first batches, likewise
         self._stale: set[Key] = set()  # that the last stage has not sent
         self._own = OwnChanges(own_modules(module, split, stage), self._kept.items_of)
@@ -235,6 +265,13 @@ class StateAround:
         self._is_noting = False
         self._num_run = 0  # micro-batches
         self._views: dict[int, _View] = {}  # of chunks, at the end of their last run
+        self.written: Collection[tuple[int, str]] = ()
+
+    @property
+    def places_changed(self) -> set[str]:
+        """The names of modules with a place of which code behind the blocks changes attributes."""
+        names = {name for name, _ in self._kept.reset}
+        return {place.name for place in self._split.places for name in names if f"{name}.".startswith(f"{place.name}.")}
 
     def buffers(self) -> dict[Key, Tensor]:
         """Return the module buffers that the last stage has as all code of a step leaves them."""
@@ -269,6 +306,7 @@ class StateAround:
         """
         self._num_run = max(self._num_run, index + 1)
         watch = self._watch_of(chunk, index)
+        start = {key: fingerprint(value) for key, _, value in self._kept.items()} if self._is_noting else {}
         with nullcontext() if watch is None else self._watching.watched(watch):
             yield
         if self._is_noting:
@@ -278,8 +316,13 @@ class StateAround:
                 read.update(dict.fromkeys(watch.seen, index))
                 touched |= watch.touched
             values = {key: fingerprint(value) for key, _, value in self._kept.items()}
-            in_backward = set() if before is None else before.in_backward
-            self._views[chunk] = _View(values, self._kept.changed(), read, touched, in_backward)
+            in_backward, by_forwards = (set(), set()) if before is None else (before.in_backward, before.by_forwards)
+            by_forwards |= {
+                key
+                for key in values | start
+                if values.get(key) is None or values.get(key, Mark.MISSING) != start.get(key, Mark.MISSING)
+            }
+            self._views[chunk] = _View(values, self._kept.changed(), read, touched, in_backward, by_forwards)
 
     @contextmanager
     def watched_backward(self, chunk: int) -> Iterator[None]:
@@ -291,7 +334,7 @@ class StateAround:
         if chunk == self._split.num_chunks - 1:
             yield
             return
-        refused = self._stale | self._behind.get(self._name, {}).get(chunk, set())
+        refused = (self._stale | self._behind.get(self._name, {}).get(chunk, set())) & self._by_forwards
         watch = Watch(refused, is_noting=self._is_noting, is_backward=True)
         with self._watching.watched(watch) if refused or self._is_noting else nullcontext():
             yield
@@ -310,20 +353,19 @@ class StateAround:
             refused |= self._behind.get(self._name, {}).get(chunk, set())
         return Watch(refused, is_noting) if refused or is_noting else None
 
-    def compare(
-        self, exchange: Exchange, written: Collection[tuple[int, str]] = (), *, is_in_order: bool = True
-    ) -> None:
+    def compare(self, exchange: Exchange, *, is_in_order: bool = True) -> None:
         """Find the state that is changed behind each chunk. Collective: all ranks of a copy.
 
         Args:
             exchange: Returns the values of all stages.
-            written: Attributes of other stages' modules that the step has assigned: ``id`` of the dictionary, and key.
             is_in_order: On the last stage every backward runs before the next forward.
 
         Raises:
             PipelineError: On all of them, where a chunk has read such a value.
         """
-        given = exchange((self._views, self._kept.changed_in_places(written), self._changed_alone()))
+        given = exchange(
+            (self._views, self._kept.changed_in_places(self.written if self._is_last else None), self._changed_alone())
+        )
         everyone = {chunk: view for views, _, _ in given for chunk, view in views.items()}
         last = everyone.pop(self._split.num_chunks - 1)
         self._compare_places([changed for _, changed, _ in given])
@@ -345,7 +387,8 @@ class StateAround:
             reads.setdefault(chunk, set()).update(read)
             for key in sorted(found & read):
                 raise self._error(key, chunk)
-            for key in sorted(found & view.in_backward):
+            self._by_forwards |= last.by_forwards
+            for key in sorted(found & view.in_backward & last.by_forwards):
                 raise self._refusal(key, When.IN_BACKWARD)
 
     def _changed_alone(self) -> StageChanges:
@@ -424,7 +467,10 @@ class StateAround:
         found = []
         for key in sorted(self._kept.all_keys()):
             is_buffer, value = now.get(key, (False, Mark.MISSING))
-            has_changed = key in self._kept.reset or self._kept.has_changed(key)
+            is_placed = key in self._kept.reset
+            if is_placed and not self._kept.is_written(key, self.written):
+                continue  # its own stage has the value
+            has_changed = is_placed or self._kept.has_changed(key)
             if key in known or has_changed or key in sent:
                 pack = packing.pack if key in known or has_changed else packing.unchanged
                 packed = pack(key, value)

@@ -74,6 +74,10 @@ class ModuleInterception:
         unnoticed: Context of forwards on fakes, which the engine ignores.
         device: Whose random numbers modules draw.
         logging: Told which module is called, if given.
+
+    Attributes:
+        noted: Names of modules with a place of which runs note the attributes that are changed behind their calls;
+            None for all of them.
     """
 
     def __init__(
@@ -109,6 +113,7 @@ class ModuleInterception:
             num_logged=int if logging is None else logging.num_calls,
         )
         self._logging = logging
+        self.noted: Collection[str] | None = ()
         self._trace: Trace | None = None
 
     # -- Running a step ------------------------------------------------------------------------------------------------
@@ -311,7 +316,7 @@ class ModuleInterception:
         return found
 
     def take_written(self) -> set[tuple[int, str]]:
-        """Return the attributes of modules of other chunks that the program has assigned since the last call.
+        """Return the attributes of modules of other chunks that were changed behind their calls since the last time.
 
         Returns:
             The ``id`` of the dictionary that has it, and the key.
@@ -704,6 +709,8 @@ class ModuleInterception:
         kwargs: dict[str, Any],
         behind: RandomState | None,
     ) -> Any:
+        if trace.computes and trace.origins is None and (self.noted is None or place.name in self.noted):
+            self._fakes.attributes.note_reached(module)
         if trace.computes and (_is_transforming() or _has_tangent(args, kwargs)):
             raise self._of_transform(place)
         trace.is_inside = True

@@ -53,6 +53,22 @@ class _Shown:
             assign(self.space, self.name, self.before)
 
 
+@dataclass(frozen=True)
+class _Reached:
+    """The attributes in a dictionary of a module when it was called, and the versions of tensors among them."""
+
+    space: dict[str, Any]
+    before: dict[str, Any]
+    versions: dict[str, int]
+
+    def changed(self) -> Iterator[str]:
+        """Yield the names of those that have changed since."""
+        for name in self.before.keys() | self.space.keys():
+            value = self.space.get(name, MISSING)
+            if value is not self.before.get(name, MISSING) or self.versions.get(name, 0) != _version(value):
+                yield name
+
+
 class ShownAttributes:
     """The attributes that modules show in a run.
 
@@ -64,12 +80,19 @@ class ShownAttributes:
         self._modules = modules
         self._shown: list[_Shown] = []
         self._lost: list[str] = []  # names of those that the program has given values of another stage, in the last run
-        self._written: set[tuple[int, str]] = set()  # those that it has assigned in all runs
+        self._reached: list[_Reached] = []
+        self._written: set[tuple[int, str]] = set()  # those that it has changed behind their modules, in all runs
 
     def show(self, space: dict[str, Any], name: str, value: Any) -> None:
         """Let an attribute have a value until the run ends."""
         self._shown.append(_Shown(space, name, space.get(name, MISSING), value, _version(value)))
         assign(space, name, value)
+
+    def note_reached(self, module: nn.Module) -> None:
+        """Keep the attributes of a module that is called now, to find those that change behind the call."""
+        for space in attribute_spaces(module).values():
+            versions = {name: _version(value) for name, value in space.items() if isinstance(value, Tensor)}
+            self._reached.append(_Reached(space, dict(space), versions))
 
     @property
     def values(self) -> list[Any]:
@@ -136,9 +159,12 @@ class ShownAttributes:
         self._shown.clear()
         for one in latest:
             one.end()
+        for reached in self._reached:
+            self._written.update((id(reached.space), name) for name in reached.changed())
+        self._reached.clear()
 
     def take_written(self) -> set[tuple[int, str]]:
-        """Return the attributes that the program has assigned since the last call: ``id`` of the dictionary and key."""
+        """Return the attributes that were changed behind calls since the last time: ``id`` of a dictionary, and key."""
         written, self._written = self._written, set()
         return written
 

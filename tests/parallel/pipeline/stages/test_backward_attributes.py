@@ -172,3 +172,28 @@ def test_forgotten_micro_batches_show_nothing() -> None:
     attributes.forget()
     with _backward(attributes, 0):
         assert block.mask == 2
+
+
+def test_keys_that_come_and_go_are_forgotten() -> None:
+    attributes = BackwardAttributes({0: [Block()]})
+    (block,) = attributes.modules[0]
+    for index in range(200):
+        with attributes.forward(0, 0, looks_inside=True):
+            block.table[index] = 1.0
+            block.table.pop(index - 8, None)
+        with _backward(attributes, 0):
+            pass
+        attributes.forget()
+    assert len(attributes._changing) <= 16
+
+
+def test_an_equal_value_that_a_backward_assigns_again_is_none_of_its_own() -> None:
+    attributes = BackwardAttributes({0: [Block()]})
+    (block,) = attributes.modules[0]
+    for index in range(3):
+        _forward(attributes, index, mask=torch.tensor(float(index)))
+    for index in range(3):
+        with _backward(attributes, index):
+            assert block.mask.item() == index
+            block.mask = block.mask.clone()
+    assert block.mask.item() == 2.0
