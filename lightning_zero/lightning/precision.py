@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
@@ -186,9 +187,9 @@ class ZeroStep(Precision):
         """
         engine = self._require_engine()
         if self._gives_closure(optimizer):
-            if closure is not do_nothing_closure:
+            if not _does_nothing(closure):
                 return self._step_with_closure(optimizer, model, closure, **kwargs)
-            kwargs["closure"] = closure  # the gradients of manual optimization are there
+            kwargs["closure"] = do_nothing_closure  # the gradients of manual optimization are there
         closure_result = closure()
         overflow = self._finish_gradients(model, optimizer)
         is_scaled = self.scaler is not None and _has_gradients(optimizer)
@@ -389,6 +390,12 @@ def engine_precision(
     """Return in which dtype the engine lets parameters compute under ``plugin``."""
     compute_dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(str(plugin.precision))
     return PrecisionConfig(compute_dtype=compute_dtype, masters=masters, lowered=lowered or ())
+
+
+def _does_nothing(closure: Callable[[], Any]) -> bool:
+    """Say whether a closure is Lightning's for ``optimizer.step()`` in manual optimization; the strategy wraps it."""
+    inner = closure.args[0] if isinstance(closure, partial) and closure.args else closure
+    return inner is do_nothing_closure
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:
