@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_zero import PipelineError
@@ -391,6 +392,29 @@ class SetsBehind(Program):
         return loss
 
 
+class FollowsInside(Counting):
+    before: tuple[Any, ...] = ()
+
+    def inner(self, x: Tensor) -> Tensor:
+        scale = self.before[0].temperature if self.before else 1.0
+        return self.second(torch.tanh(self.first(x) * scale))
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        self.temperature = 1.0 / self.calls
+        return x + checkpoint(self.inner, x, use_reentrant=False)
+
+
+class ReadInsideACheckpoint(Program):
+    """A function that the backward runs again reads a number of a block of another stage."""
+
+    block = FollowsInside
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].before = (self.blocks[0],)
+
+
 class Remembers(Block):
     memory: Any = None
 
@@ -499,6 +523,7 @@ IN_PIECES = (
     LogsByItsOwnCount,
     ResetsInFront,
     SetsAndConsumes,
+    ReadInsideACheckpoint,
     CollectsInBackwards,
 )
 PROGRAMS = {
@@ -515,6 +540,7 @@ PROGRAMS = {
         OfTwoLengths,
         ReadsNumbersOfInstances,
         Pops,
+        ReadInsideACheckpoint,
         ForgetsSometimes,
         ForgetsSometimesBehind,
         FirstStepIsSmall,

@@ -8,7 +8,7 @@ many samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,6 +168,10 @@ class ExplicitSteps:
                 return True, step.finish(state, piece, index)
             send(dict(enumerate(self._tensors(chunk, state))))
         return False, None
+
+    def showing(self, chunk: int, index: int) -> AbstractContextManager[None]:
+        """Return a context that does nothing: no modules are passed over."""
+        return nullcontext()
 
     def note_written(self, places: Collection[str] | None) -> None:
         """Do nothing: the parts of a step run where their modules are."""

@@ -155,6 +155,10 @@ class Route(Protocol[Step]):
         """Run a micro-batch's code without the model, on the last stage. Collective: all ranks of this stage."""
         ...
 
+    def showing(self, chunk: int, index: int) -> AbstractContextManager[None]:
+        """Return a context in which modules of other chunks have the attributes that the forward has found in them."""
+        ...
+
     def note_written(self, places: Collection[str] | None) -> None:
         """Note in the step that follows which attributes of other chunks' modules change behind their calls.
 
@@ -542,6 +546,7 @@ class PipelineRunner(Generic[Step]):
             self._working(),
             self.hooks.watched(chunk),
             self.around.watched_backward(chunk),
+            self._route.showing(chunk, index),
             self._stage.attributes.backward(chunk, index, is_last=action.kind != "backward_input"),
             self._stage.logging.backward(chunk, index),
             self._engine.microbatch(microbatch),

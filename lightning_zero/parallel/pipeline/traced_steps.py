@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -92,6 +92,9 @@ class TracedSteps:
         )
         self._messages: dict[Hashable, dict[int, tuple[Message, ...]]] = {}  # into every chunk, by kind of step
         self._outcomes: dict[Hashable, dict[int, dict[tuple[str, int], Outcome]]] = {}  # of own chunks, by kind of step
+        self._showing: dict[
+            tuple[int, int], Callable[[], AbstractContextManager[None]]
+        ] = {}  # by chunk and micro-batch
         self._described: Counter[Hashable] = Counter()  # descriptions, by method
         self._partial: set[tuple[Hashable, int]] = set()  # kinds and chunks whose descriptions have ended by an error
         self._late: dict[tuple[Hashable, int], set[Source]] = {}  # numbers that these read all the same, by method
@@ -141,6 +144,9 @@ class TracedSteps:
             outcomes=self._outcomes[kind][chunk],
             late=late,
         )
+        showing = self._interception.showing_again() if torch.is_grad_enabled() else None
+        if showing is not None:
+            self._showing[chunk, index] = showing
         if late:
             self._late.setdefault((_method_of(kind), chunk), set()).update(late)
             self._messages.pop(kind, None)  # it is described once more, before the next batch
@@ -151,12 +157,18 @@ class TracedSteps:
         with contents_put_back(self._placed):
             self._interception.survey(step.on_copy(index))
 
+    def showing(self, chunk: int, index: int) -> AbstractContextManager[None]:
+        """Return a context in which modules of other chunks have the attributes that the forward has found in them."""
+        showing = self._showing.get((chunk, index))
+        return nullcontext() if showing is None else showing()
+
     def note_written(self, places: Collection[str] | None) -> None:
         """Note in the step that follows which attributes of modules with a place change behind their calls."""
         self._interception.noted = places
 
     def take_written(self) -> set[tuple[int, str]]:
         """Return these attributes: ``id`` of the dictionary, and key."""
+        self._showing.clear()
         return self._interception.take_written()
 
     @property

@@ -315,6 +315,10 @@ class ModuleInterception:
             self._run(step, trace)
         return found
 
+    def showing_again(self) -> Callable[[], AbstractContextManager[None]] | None:
+        """Return a function that makes a context with the attributes that the last run has shown, for its backward."""
+        return self._fakes.attributes.showing_again()
+
     def take_written(self) -> set[tuple[int, str]]:
         """Return the attributes of modules of other chunks that were changed behind their calls since the last time.
 

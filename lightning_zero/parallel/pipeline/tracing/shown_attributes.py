@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -81,6 +82,7 @@ class ShownAttributes:
         self._shown: list[_Shown] = []
         self._lost: list[str] = []  # names of those that the program has given values of another stage, in the last run
         self._reached: list[_Reached] = []
+        self._left: list[tuple[dict[str, Any], str, Any]] = []  # values that the last run has shown at its end
         self._written: set[tuple[int, str]] = set()  # those that it has changed behind their modules, in all runs
 
     def show(self, space: dict[str, Any], name: str, value: Any) -> None:
@@ -135,25 +137,19 @@ class ShownAttributes:
 
     def showing(self) -> Callable[[], AbstractContextManager[None]]:
         """Return a function that makes a context in which modules show the attributes of now, for a recomputation."""
-        now = [(one.space, one.name, one.current) for one in self._shown]
+        return partial(_showing, [(one.space, one.name, one.current) for one in self._shown])
 
-        @contextmanager
-        def shown() -> Iterator[None]:
-            before = [(space, name, space.get(name, MISSING)) for space, name, _ in now]
-            try:
-                for one in now:
-                    assign(*one)
-                yield
-            finally:
-                for one in before:
-                    assign(*one)
-
-        return shown
+    def showing_again(self) -> Callable[[], AbstractContextManager[None]] | None:
+        """Return such a function for the values that the last run has shown at its end; None if there were none."""
+        return partial(_showing, self._left) if self._left else None
 
     def end(self) -> None:
         """Give the attributes back their values, but those that the program has assigned."""
         latest = self._latest()
         changed = [one for one in latest if one.is_changed]
+        self._left = [
+            (one.space, one.name, one.current) for one in latest if not any(map(is_fake, tree_leaves(one.current)))
+        ]
         self._lost = [one.name for one in changed if any(map(is_fake, tree_leaves(one.current)))]
         self._written.update((id(one.space), one.name) for one in changed)
         self._shown.clear()
@@ -180,6 +176,18 @@ class ShownAttributes:
                 " stage computes, and it could not be told before the step that it is needed. Compute it in the module,"
                 " or in every batch."
             )
+
+
+@contextmanager
+def _showing(values: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    before = [(space, name, space.get(name, MISSING)) for space, name, _ in values]
+    try:
+        for one in values:
+            assign(*one)
+        yield
+    finally:
+        for one in before:
+            assign(*one)
 
 
 def _version(value: Any) -> int:
