@@ -113,12 +113,54 @@ class Freezes(Sgd):
             self.freeze()
 
 
+class Extra(torch.optim.Optimizer):
+    """Evaluates the closure again at a point further on (extragradient)."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            loss = closure()
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        start = [param.detach().clone() for param in params]
+        for param in params:
+            param.add_(param.grad, alpha=-self.defaults["lr"])
+        with torch.enable_grad():
+            closure()
+        for param, old in zip(params, start, strict=True):
+            param.copy_(old - self.defaults["lr"] * param.grad)
+        return loss
+
+
+class ManualExtra(Manual):
+    kind = Extra
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure)
+
+    def configure_optimizers(self) -> Any:
+        return Extra(self.parameters())
+
+
 SCALED = {"precision": "16-true", "atol": 0.01, "stages": (2,), "ours": {"loss_scale": LossScale(init_scale=64.0)}}
 CASES: dict[str, tuple[type[Net], dict[str, Any]]] = {
     "a weight": (ReadsAWeight, {"precision": "bf16-mixed", "atol": 0.05, "stages": (0, 1, 2)}),
     "a method": (LooksAhead, {"atol": 1e-5, "stages": (1, 2)}),
     "a scale": (Manual, SCALED),
     "no call": (ManualIgnores, SCALED),
+    "two closures": (ManualExtra, {"atol": 1e-5, "stages": (1, 3)}),
     "the end": (Freezes, {"atol": 1e-6, "stages": (0, 2)}),
 }
 

@@ -392,6 +392,56 @@ class SetsBehind(Program):
         return loss
 
 
+class BalancesByData(Program):
+    block = Routed
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for block in self.blocks:
+            block.bias.data.add_(0.1 * (block.load.mean() - block.load))
+            block.load = torch.zeros_like(block.load)
+        return loss
+
+
+class AnnealsInParts(Program):
+    block = Tempered
+
+    def pipeline_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        hidden: Tensor = self.embedding(batch)
+        return hidden
+
+    def pipeline_loss(self, output: Tensor, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.loss(output, batch)
+        for block in self.blocks:
+            block.temperature = max(0.5, 0.8 * block.temperature)
+        return loss
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.pipeline_loss(self.body(self.embedding(batch)), batch, batch_idx)
+
+
+class MaskedForAWhile(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask: Any = None
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x if self.mask is None else x * self.mask)
+
+
+class SetsAndClears(Program):
+    block = MaskedForAWhile
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            block.mask = 1.0 + (batch % 2).double().unsqueeze(-1)
+        try:
+            return super().training_step(batch, batch_idx)
+        finally:
+            for block in self.blocks:
+                block.mask = None
+
+
 class FollowsInside(Counting):
     before: tuple[Any, ...] = ()
 
@@ -515,6 +565,14 @@ class CollectsInBackwards(Program):
         self.norms[f"{number}-{self.calls}"] = outputs[0].norm().item()
 
 
+class SetsBehindLater(SetsBehind):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = Program.training_step(self, batch, batch_idx)
+        if self.global_step >= 2:
+            self.scale = 0.8 * self.scale
+        return loss
+
+
 IN_PIECES = (
     CountedInPieces,
     HookedInPieces,
@@ -523,6 +581,7 @@ IN_PIECES = (
     LogsByItsOwnCount,
     ResetsInFront,
     SetsAndConsumes,
+    SetsAndClears,
     ReadInsideACheckpoint,
     CollectsInBackwards,
 )
@@ -541,6 +600,8 @@ PROGRAMS = {
         ReadsNumbersOfInstances,
         Pops,
         ReadInsideACheckpoint,
+        BalancesByData,
+        AnnealsInParts,
         ForgetsSometimes,
         ForgetsSometimesBehind,
         FirstStepIsSmall,

@@ -478,6 +478,12 @@ class BufferWindow:
             face.show(param)
         self._entered.discard(index)
 
+    @property
+    def is_written(self) -> bool:
+        """Whether somebody has written values of entered parameters since they were published."""
+        entered = ((self._spec.params[index], version) for index, version in self._versions.items())
+        return bool(self._moved or self._written) or any(is_written(param, version) for param, version in entered)
+
     def close(self) -> set[int]:
         """Take over changes to the gradients in the dtype in which they are kept.
 

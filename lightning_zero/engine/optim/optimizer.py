@@ -247,7 +247,9 @@ class ShardedOptimizer:
 
         def evaluate() -> Any:
             self._take_values()
-            self.close()  # the next forward gathers what the step has written
+            if any(buffer.window.is_written for buffer in self.buffers):
+                self._publish()
+            self.close()
             self._end_step(self.buffers)
             with torch.enable_grad(), self._running_step.suspended():
                 loss = closure()

@@ -19,6 +19,7 @@ from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.pipeline.pipeline import MOST_KINDS, PipelineStage
 from lightning_zero.parallel.pipeline.schedule.microbatches import copy_of
 from lightning_zero.parallel.pipeline.stages.sources import Source
+from lightning_zero.parallel.pipeline.tracing.shown_attributes import Written
 from lightning_zero.parallel.pipeline.tracing.traces import Message
 from lightning_zero.parallel.writable import writable
 
@@ -169,16 +170,19 @@ class ExplicitSteps:
             send(dict(enumerate(self._tensors(chunk, state))))
         return False, None
 
-    def showing(self, chunk: int, index: int) -> AbstractContextManager[None]:
+    def showing(self, chunk: int, index: int, *, is_last: bool) -> AbstractContextManager[None]:
         """Return a context that does nothing: no modules are passed over."""
         return nullcontext()
 
     def note_written(self, places: Collection[str] | None) -> None:
         """Do nothing: the parts of a step run where their modules are."""
 
-    def take_written(self) -> set[tuple[int, str]]:
-        """Return an empty set: the parts of a step run where their modules are."""
-        return set()
+    def take_written(self) -> Written | None:
+        """Return None: all changes of attributes in modules of other stages count."""
+        return None
+
+    def end_batch(self) -> None:
+        """Do nothing: no micro-batch is remembered."""
 
     @property
     def modules_in_survey(self) -> Iterable[nn.Module]:

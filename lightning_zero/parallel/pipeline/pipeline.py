@@ -30,6 +30,7 @@ from lightning_zero.parallel.pipeline.stages.placed_attributes import PlacedAttr
 from lightning_zero.parallel.pipeline.stages.sources import Source, is_fake
 from lightning_zero.parallel.pipeline.stages.split import Split, modules_around
 from lightning_zero.parallel.pipeline.stages.state_around import StateAround
+from lightning_zero.parallel.pipeline.tracing.shown_attributes import Written
 from lightning_zero.parallel.pipeline.tracing.traces import Logging, Message
 
 __all__ = ["MOST_KINDS", "PipelineRunner", "PipelineStage", "Route", "Stepper", "Timing"]
@@ -155,8 +156,14 @@ class Route(Protocol[Step]):
         """Run a micro-batch's code without the model, on the last stage. Collective: all ranks of this stage."""
         ...
 
-    def showing(self, chunk: int, index: int) -> AbstractContextManager[None]:
-        """Return a context in which modules of other chunks have the attributes that the forward has found in them."""
+    def showing(self, chunk: int, index: int, *, is_last: bool) -> AbstractContextManager[None]:
+        """Return a context in which modules of other chunks have the attributes that the forward has found in them.
+
+        Args:
+            chunk: The chunk.
+            index: The micro-batch.
+            is_last: No backward of the micro-batch in this chunk follows.
+        """
         ...
 
     def note_written(self, places: Collection[str] | None) -> None:
@@ -167,8 +174,12 @@ class Route(Protocol[Step]):
         """
         ...
 
-    def take_written(self) -> set[tuple[int, str]]:
-        """Return these attributes: ``id`` of the dictionary, and key."""
+    def take_written(self) -> Written | None:
+        """Return these attributes; None if all changes count."""
+        ...
+
+    def end_batch(self) -> None:
+        """Forget the micro-batches that have run."""
         ...
 
     @property
@@ -436,6 +447,7 @@ class PipelineRunner(Generic[Step]):
         self._results.clear()
         self._states.clear()
         self._stage.attributes.forget()
+        self._route.end_batch()
         if self._weights is not None:
             self._weights.forget()
 
@@ -541,13 +553,13 @@ class PipelineRunner(Generic[Step]):
         loss_of: Callable[[Any, int], torch.Tensor],
         microbatch: Microbatch,
     ) -> None:
-        chunk, index = action.chunk, action.microbatch
+        chunk, index, is_last = action.chunk, action.microbatch, action.kind != "backward_input"
         with (
             self._working(),
             self.hooks.watched(chunk),
             self.around.watched_backward(chunk),
-            self._route.showing(chunk, index),
-            self._stage.attributes.backward(chunk, index, is_last=action.kind != "backward_input"),
+            self._route.showing(chunk, index, is_last=is_last),
+            self._stage.attributes.backward(chunk, index, is_last=is_last),
             self._stage.logging.backward(chunk, index),
             self._engine.microbatch(microbatch),
             self._engine.backward_scope(),

@@ -25,6 +25,7 @@ from lightning_zero.parallel.pipeline.tracing.operations import Operation
 from lightning_zero.parallel.pipeline.tracing.outcomes import Outcome
 from lightning_zero.parallel.pipeline.tracing.outside_state import OutsideState
 from lightning_zero.parallel.pipeline.tracing.sent_numbers import NUMBER
+from lightning_zero.parallel.pipeline.tracing.shown_attributes import Written
 from lightning_zero.parallel.pipeline.tracing.traces import Message, Needs
 from lightning_zero.parallel.pipeline.tracing.whole_run import require_as_whole
 
@@ -157,18 +158,21 @@ class TracedSteps:
         with contents_put_back(self._placed):
             self._interception.survey(step.on_copy(index))
 
-    def showing(self, chunk: int, index: int) -> AbstractContextManager[None]:
+    def showing(self, chunk: int, index: int, *, is_last: bool) -> AbstractContextManager[None]:
         """Return a context in which modules of other chunks have the attributes that the forward has found in them."""
-        showing = self._showing.get((chunk, index))
+        showing = (self._showing.pop if is_last else self._showing.get)((chunk, index), None)
         return nullcontext() if showing is None else showing()
+
+    def end_batch(self) -> None:
+        """Forget the micro-batches that have run."""
+        self._showing.clear()
 
     def note_written(self, places: Collection[str] | None) -> None:
         """Note in the step that follows which attributes of modules with a place change behind their calls."""
         self._interception.noted = places
 
-    def take_written(self) -> set[tuple[int, str]]:
-        """Return these attributes: ``id`` of the dictionary, and key."""
-        self._showing.clear()
+    def take_written(self) -> Written | None:
+        """Return these attributes."""
         return self._interception.take_written()
 
     @property

@@ -68,6 +68,7 @@ class BackwardAttributes:
     modules: dict[int, Sequence[nn.Module]]
     _changing: dict[_Key, None] = field(default_factory=dict)  # by forwards, in the order in which they were found
     _of_backwards: set[_Key] = field(default_factory=set)  # that backwards change as well
+    _alike: set[_Key] = field(default_factory=set)  # to which they assign the same values again
     _kept: dict[tuple[int, int], list[_Attribute]] = field(default_factory=dict)  # by chunk and micro-batch
 
     @staticmethod
@@ -124,10 +125,14 @@ class BackwardAttributes:
             yield
         finally:
             for one, was in now:
-                if _is_other(one.current.value, one.value):
+                current = one.current.value
+                if current is one.value or one.key in self._alike:
+                    was.bind()
+                elif _is_other(current, one.value):
                     self._of_backwards.add(one.key)
                     _add_change(one, was)
                 else:
+                    self._alike.add(one.key)  # comparing waits for the device
                     was.bind()
             for space, order in orders.values():
                 _reorder(space, order)
@@ -138,6 +143,7 @@ class BackwardAttributes:
         for key in [key for key in self._changing if key[1] and _is_gone(_found(key))]:
             del self._changing[key]
             self._of_backwards.discard(key)
+            self._alike.discard(key)
 
     def _compare(self, chunk: int, before: _Values) -> None:
         """Note the attributes that a forward has changed; micro-batches before it have left the value from before."""
@@ -221,10 +227,9 @@ def _is_gone(found: _Attribute | None) -> bool:
 
 def _is_other(now: Any, before: Any) -> bool:
     """Say whether a backward has left another value: a function that runs again assigns the same one once more."""
-    if now is before:
-        return False
     if isinstance(now, Tensor) and isinstance(before, Tensor):
-        is_alike = (now.shape, now.dtype, now.device) == (before.shape, before.dtype, before.device)
+        is_strided = now.layout is before.layout is torch.strided
+        is_alike = is_strided and (now.shape, now.dtype, now.device) == (before.shape, before.dtype, before.device)
         return not (is_alike and torch.equal(now, before))
     return type(now) is not type(before) or not isinstance(now, (bool, int, float, str, type(None))) or now != before
 

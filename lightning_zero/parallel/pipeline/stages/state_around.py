@@ -23,7 +23,7 @@ Note [Parts]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +50,7 @@ from lightning_zero.parallel.pipeline.stages.state_values import Packing, Taking
 __all__ = ["Change", "StateAround"]
 
 Exchange = Callable[[Any], list[Any]]  # returns the values of all stages
+Written = Mapping[tuple[int, str], bool]  # see `shown_attributes.py`
 
 _SENT = (
     f"numbers, strings, tensors of up to {MOST_BYTES} bytes without a graph, and lists, dictionaries and attributes of"
@@ -183,43 +184,39 @@ class _Kept:
         before = {key for key in self.before if key[0] in self.around} | self.reset
         return before | {key for key, _, _ in self.items()}
 
-    def changed_in_places(self, written: Collection[tuple[int, str]] | None) -> dict[Key, Any]:
+    def changed_in_places(self, written: Written | None) -> dict[Key, Any]:
         """Return the fingerprints of the values that the batch has changed in modules that run on other stages.
 
         Args:
-            written: The attributes that were changed behind the calls of their modules, also those that have the value
-                from before: ``id`` of the dictionary, and key. None: all changes count.
+            written: The attributes that were changed behind the calls of their modules; None: all changes count.
         """
-        spaces = {space for space, _ in written or ()}
-
-        def counts(key: Key, is_buffer: bool, value: Any) -> bool:
-            if written is None:
-                return self.has_changed(key)
-            is_written = (id(self.space(key, is_buffer=is_buffer)), key[1]) in written
-            is_plain = isinstance(value, (*NUMBERS, Tensor))  # others may have changed inside
-            return is_written or id(value) in spaces or (not is_plain and self.has_changed(key))
-
         found = {
-            key: fingerprint(value)
-            for key, is_buffer, value in self.items_of(self._placed)
-            if counts(key, is_buffer, value)
+            key: fingerprint(value) for key, _, value in self.items_of(self._placed) if self.is_written(key, written)
         }
-        deleted = {key for key in self.before if key[0] in self._placed} if written is None else set()
+        deleted = {key for key in self.before if key[0] in self._placed}
         deleted |= {
             (name, key)
             for name, child in self._placed.items()
             for space, key in written or ()
             if space == id(vars(child)) and key not in self.ignored
         }
-        return found | {key: fingerprint(Mark.MISSING) for key in deleted if self.value_of(key) is Mark.MISSING}
+        gone = [key for key in deleted if self.value_of(key) is Mark.MISSING and self.is_written(key, written)]
+        return found | {key: fingerprint(Mark.MISSING) for key in gone}
 
-    def is_written(self, key: Key, written: Collection[tuple[int, str]]) -> bool:
-        """Say whether a value in a module with a place was changed behind the module's call."""
-        value = self.value_of(key)
-        inside = isinstance(value, dict) and any(space == id(value) for space, _ in written)
-        is_plain = isinstance(value, (*NUMBERS, Tensor, Mark))
-        spaces = (id(vars(self.all[key[0]])), id(self.all[key[0]]._buffers))
-        return inside or any((space, key[1]) in written for space in spaces) or (not is_plain and self.has_changed(key))
+    def is_written(self, key: Key, written: Written | None) -> bool:
+        """Say whether a value in a module with a place was changed behind the module's call.
+
+        A value that is the one from before the batch counts only if the module has changed it in between.
+        """
+        if written is None:
+            return self.has_changed(key)
+        child, value = self.all[key[0]], self.value_of(key)
+        if isinstance(value, dict) and any(space == id(value) for space, _ in written):
+            return True
+        if not isinstance(value, (*NUMBERS, Tensor, Mark)):  # others may have changed inside
+            return self.has_changed(key)
+        how = [written[id(space), key[1]] for space in (vars(child), child._buffers) if (id(space), key[1]) in written]
+        return bool(how) and (any(how) or self.has_changed(key))
 
 
 class StateAround:
@@ -238,8 +235,8 @@ class StateAround:
         is_repeated: Whether all stages run the code in front of their chunks; else the first one alone does.
 
     Attributes:
-        written: Attributes of other stages' modules that the batch has changed behind their calls: ``id`` of the
-            dictionary, and key.
+        written: Attributes of other stages' modules that the batch has changed behind their calls; None: all changes
+            count.
     """
 
     def __init__(self, module: nn.Module, split: Split, stage: int, device: torch.device, *, is_repeated: bool) -> None:
@@ -253,7 +250,7 @@ class StateAround:
         self._is_repeated = is_repeated
         # - Known changes
         self._behind: dict[str, dict[int, set[Key]]] = {}  # changed behind a chunk, by name of the step's method
-        self._by_forwards: set[Key] = set()  # changed in forwards of the last chunk, and not in backwards alone
+        self._by_backwards: set[Key] = set()  # that backwards of the last chunk change, and its forwards do not
         self._reads: dict[str, dict[int, set[Key]]] = {}  # in later micro-batches of first batches, likewise
         self._stale: set[Key] = set()  # that the last stage has not sent
         self._own = OwnChanges(own_modules(module, split, stage), self._kept.items_of)
@@ -265,7 +262,7 @@ class StateAround:
         self._is_noting = False
         self._num_run = 0  # micro-batches
         self._views: dict[int, _View] = {}  # of chunks, at the end of their last run
-        self.written: Collection[tuple[int, str]] = ()
+        self.written: Written | None = {}
 
     @property
     def places_changed(self) -> set[str]:
@@ -334,7 +331,7 @@ class StateAround:
         if chunk == self._split.num_chunks - 1:
             yield
             return
-        refused = (self._stale | self._behind.get(self._name, {}).get(chunk, set())) & self._by_forwards
+        refused = (self._stale | self._behind.get(self._name, {}).get(chunk, set())) - self._by_backwards
         watch = Watch(refused, is_noting=self._is_noting, is_backward=True)
         with self._watching.watched(watch) if refused or self._is_noting else nullcontext():
             yield
@@ -376,6 +373,8 @@ class StateAround:
             raise self._error(key, None)
         if not self._is_repeated:
             self._require_apart(everyone[0], last)
+        in_last = given[(self._split.num_chunks - 1) % self._split.stages][2].backward.keys()
+        self._by_backwards |= (last.changed | in_last) - last.by_forwards
         behind = self._behind.setdefault(self._name, {})
         reads = self._reads.setdefault(self._name, {})
         for chunk, view in sorted(everyone.items()):
@@ -387,7 +386,6 @@ class StateAround:
             reads.setdefault(chunk, set()).update(read)
             for key in sorted(found & read):
                 raise self._error(key, chunk)
-            self._by_forwards |= last.by_forwards
             for key in sorted(found & view.in_backward & last.by_forwards):
                 raise self._refusal(key, When.IN_BACKWARD)
 

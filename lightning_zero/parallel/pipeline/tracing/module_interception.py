@@ -52,6 +52,7 @@ from lightning_zero.parallel.pipeline.tracing.outcomes import Attributes, Outcom
 from lightning_zero.parallel.pipeline.tracing.own_gradients import OwnGradients, enclosing_function, users_of_parameters
 from lightning_zero.parallel.pipeline.tracing.recomputation import Again, Checkpoints, NotedCall, NotedOutput, uncounted
 from lightning_zero.parallel.pipeline.tracing.sent_numbers import ABSENT, NumberReads, encoded, is_sent
+from lightning_zero.parallel.pipeline.tracing.shown_attributes import Written
 from lightning_zero.parallel.pipeline.tracing.traces import BrokenOff, CalledBehindEnd, Logging, Message, Needs, Trace
 from lightning_zero.parallel.pipeline.tracing.value_reads import value_reads_refused
 from lightning_zero.parallel.writable import writable
@@ -319,12 +320,8 @@ class ModuleInterception:
         """Return a function that makes a context with the attributes that the last run has shown, for its backward."""
         return self._fakes.attributes.showing_again()
 
-    def take_written(self) -> set[tuple[int, str]]:
-        """Return the attributes of modules of other chunks that were changed behind their calls since the last time.
-
-        Returns:
-            The ``id`` of the dictionary that has it, and the key.
-        """
+    def take_written(self) -> Written:
+        """Return the attributes of modules of other chunks that were changed behind their calls since the last time."""
         return self._fakes.attributes.take_written()
 
     def survey(self, step: Callable[[], Any]) -> Any:

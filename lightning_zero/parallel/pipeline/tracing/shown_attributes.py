@@ -13,10 +13,14 @@ from torch import Tensor, nn
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.pipeline.stages.attributes import attribute_spaces
 from lightning_zero.parallel.pipeline.stages.sources import is_fake
+from lightning_zero.parallel.pipeline.stages.state_marks import mark
 from lightning_zero.trees import tree_leaves
 
-__all__ = ["MISSING", "ShownAttributes", "assign"]
+__all__ = ["MISSING", "ShownAttributes", "Written", "assign"]
 
+# Attributes that were changed behind the calls of their modules, by `id` of the dictionary and key: whether the module
+# itself has changed it before, so that its own stage has another value.
+Written = dict[tuple[int, str], bool]
 MISSING = object()  # in the place of an attribute that there is not
 
 
@@ -56,17 +60,17 @@ class _Shown:
 
 @dataclass(frozen=True)
 class _Reached:
-    """The attributes in a dictionary of a module when it was called, and the versions of tensors among them."""
+    """The attributes in a dictionary of a module when it was called, and marks of tensors among them."""
 
     space: dict[str, Any]
     before: dict[str, Any]
-    versions: dict[str, int]
+    marks: dict[str, Any]
 
     def changed(self) -> Iterator[str]:
         """Yield the names of those that have changed since."""
         for name in self.before.keys() | self.space.keys():
             value = self.space.get(name, MISSING)
-            if value is not self.before.get(name, MISSING) or self.versions.get(name, 0) != _version(value):
+            if value is not self.before.get(name, MISSING) or (name in self.marks and self.marks[name] != mark(value)):
                 yield name
 
 
@@ -83,7 +87,7 @@ class ShownAttributes:
         self._lost: list[str] = []  # names of those that the program has given values of another stage, in the last run
         self._reached: list[_Reached] = []
         self._left: list[tuple[dict[str, Any], str, Any]] = []  # values that the last run has shown at its end
-        self._written: set[tuple[int, str]] = set()  # those that it has changed behind their modules, in all runs
+        self._written: Written = {}  # those that it has changed behind their modules, in all runs
 
     def show(self, space: dict[str, Any], name: str, value: Any) -> None:
         """Let an attribute have a value until the run ends."""
@@ -93,8 +97,8 @@ class ShownAttributes:
     def note_reached(self, module: nn.Module) -> None:
         """Keep the attributes of a module that is called now, to find those that change behind the call."""
         for space in attribute_spaces(module).values():
-            versions = {name: _version(value) for name, value in space.items() if isinstance(value, Tensor)}
-            self._reached.append(_Reached(space, dict(space), versions))
+            marks = {name: mark(value, is_kept=True) for name, value in space.items() if isinstance(value, Tensor)}
+            self._reached.append(_Reached(space, dict(space), marks))
 
     @property
     def values(self) -> list[Any]:
@@ -141,7 +145,8 @@ class ShownAttributes:
 
     def showing_again(self) -> Callable[[], AbstractContextManager[None]] | None:
         """Return such a function for the values that the last run has shown at its end; None if there were none."""
-        return partial(_showing, self._left) if self._left else None
+        left, self._left = self._left, []
+        return partial(_showing, left) if left else None
 
     def end(self) -> None:
         """Give the attributes back their values, but those that the program has assigned."""
@@ -151,17 +156,18 @@ class ShownAttributes:
             (one.space, one.name, one.current) for one in latest if not any(map(is_fake, tree_leaves(one.current)))
         ]
         self._lost = [one.name for one in changed if any(map(is_fake, tree_leaves(one.current)))]
-        self._written.update((id(one.space), one.name) for one in changed)
+        self._written |= {(id(one.space), one.name): True for one in changed}
         self._shown.clear()
         for one in latest:
             one.end()
         for reached in self._reached:
-            self._written.update((id(reached.space), name) for name in reached.changed())
+            for name in reached.changed():
+                self._written.setdefault((id(reached.space), name), False)
         self._reached.clear()
 
-    def take_written(self) -> set[tuple[int, str]]:
-        """Return the attributes that were changed behind calls since the last time: ``id`` of a dictionary, and key."""
-        written, self._written = self._written, set()
+    def take_written(self) -> Written:
+        """Return the attributes that were changed behind calls since the last time."""
+        written, self._written = self._written, {}
         return written
 
     def require_kept(self) -> None:
