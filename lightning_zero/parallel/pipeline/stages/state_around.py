@@ -173,7 +173,9 @@ class _Kept:
         """Say whether a value is another one than before the batch, or has changed in place."""
         value = self.value_of(key)
         before = self.before.get(key)
-        return before is None or before[0] is not value or before[1] != mark(value)
+        if before is None:
+            return value is not Mark.MISSING
+        return before[0] is not value or before[1] != mark(value)
 
     def changed(self) -> set[Key]:
         """Return the keys of all values that have changed."""
