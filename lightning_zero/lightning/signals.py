@@ -7,7 +7,7 @@ Note [Between two batches]
     batch follows the last one, its validation and `on_train_end`, so they agree in front of `on_train_end` and behind
     it as well. A rank that has noted SIGTERM still later sends it to itself again when it has given the handlers back.
     The message has room for a digest of frozen parameters and options of optimizers, so a rank that has changed one
-    alone gets an error before the batch, in which it would reduce other gradients than the other ranks (ADR 0065).
+    alone gets an error before the batch, in which it would reduce other gradients than the other ranks (ADR 0064).
 """
 
 from __future__ import annotations

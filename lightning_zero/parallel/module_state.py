@@ -28,6 +28,7 @@ from lightning_zero.errors import PipelineError
 
 __all__ = [
     "LIBRARIES",
+    "OF_MODULES",
     "AttributeState",
     "HookState",
     "KeptValues",
@@ -165,7 +166,7 @@ class AttributeState:
         self._kept = KeptValues()
         for (_, attributes), child in zip(self._spaces, self._modules, strict=True):
             for key, value in attributes.items():
-                if key not in _OF_MODULES:
+                if key not in OF_MODULES:
                     self._kept.add(value, f"{type(child).__name__}.{key}")
         for name, child in _unregistered(self._modules, self._kept.modules):
             self._kept.add_module(child, name)
@@ -235,7 +236,7 @@ def contents_put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
     kept = KeptValues()
     for child in modules:
         for key, value in vars(child).items():
-            if key not in _OF_MODULES and not isinstance(value, Tensor):
+            if key not in OF_MODULES and not isinstance(value, Tensor):
                 kept.add(value, f"{type(child).__name__}.{key}")
     try:
         yield
@@ -266,7 +267,7 @@ def unregistered_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     kept = KeptValues()
     for child in modules:
         for key, value in vars(child).items():
-            if key not in _OF_MODULES:
+            if key not in OF_MODULES:
                 kept.walk(value, f"{type(child).__name__}.{key}", keep=_ignore)
     return list(_unregistered(modules, kept.modules))
 
@@ -309,7 +310,7 @@ class KeptValues:
             for space in (vars(child), child._buffers):
                 self._undo.append(partial(_refill_with, space, dict.clear, dict.update, dict(space)))
                 for key, value in space.items():
-                    if key not in _OF_MODULES:
+                    if key not in OF_MODULES:
                         self.add(value, name)
 
     def walk(self, value: Any, name: str, *, keep: Callable[[Any, str], None], depth: int = 3) -> None:
@@ -494,7 +495,7 @@ def _has_plain_memory(tensor: Tensor) -> bool:
     return is_plain and not tensor.is_inference() and 0 not in tensor.stride() and tensor.device.type != "meta"
 
 
-_OF_MODULES = frozenset(vars(nn.Module()))
+OF_MODULES = frozenset(vars(nn.Module()))
 
 
 class HookState:

@@ -88,6 +88,7 @@ IN_CONTRACTS = {
     "lightning_zero/parallel/pipeline/explicit_steps.py": "tests/contracts/test_pipeline_models.py",
     "lightning_zero/parallel/pipeline/tracing/outcomes.py": "tests/contracts/test_pipeline_late_values.py",
     "lightning_zero/parallel/pipeline/tracing/own_gradients.py": "tests/contracts/test_pipeline_outside_values.py",
+    "lightning_zero/parallel/pipeline/stages/kept_attributes.py": "tests/parallel/pipeline/stages/test_state_around.py",
     "lightning_zero/parallel/pipeline/stages/own_changes.py": "tests/contracts/test_pipeline_reads_between_steps.py",
     "lightning_zero/parallel/pipeline/stages/parameter_hooks.py": "tests/contracts/test_pipeline_parameter_hooks.py",
     "lightning_zero/parallel/pipeline/stages/attribute_reads.py": "tests/contracts/test_pipeline_values_in_hooks.py",

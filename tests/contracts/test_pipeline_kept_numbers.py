@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -299,7 +300,21 @@ class ReadOfABackward(Program):
         return super().training_step(batch, batch_idx) / (1.0 + self.norm)
 
 
-def _fit(rank: int, world: int, program: type[Program]) -> tuple[dict[str, float], dict[str, Tensor]]:
+def assert_as_one_rank(fitted: Callable[..., Any], *args: Any) -> None:
+    """Require the logged values and the weights of two stages to be those of one rank.
+
+    Args:
+        fitted: Returns both, on a rank.
+        args: Of it, behind rank and world.
+    """
+    logged, weights = run(fitted, 1, *args)[0]
+    for found_logged, found in run(fitted, 2, *args):
+        assert found_logged == pytest.approx(logged, abs=1e-6)
+        for key, value in weights.items():
+            torch.testing.assert_close(found[key], value, rtol=0.0, atol=1e-9)
+
+
+def fit(rank: int, world: int, program: type[Program]) -> tuple[dict[str, float], dict[str, Tensor]]:
     pipeline = None
     if world > 1:
         pipeline = Pipeline(stages=2, partition="uniform", microbatches=1, schedule="gpipe")
@@ -316,15 +331,11 @@ def _fit(rank: int, world: int, program: type[Program]) -> tuple[dict[str, float
 @pytest.mark.parametrize("name", sample([*PROGRAMS], "ReadBehindAnItem", "ReadByAHook", "LoggedInBackwards"))
 def test_stages_train_and_log_as_one_rank(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    logged, weights = run(_fit, 1, PROGRAMS[name])[0]
-    for found_logged, found in run(_fit, 2, PROGRAMS[name]):
-        assert found_logged == pytest.approx(logged, abs=1e-6)
-        for key, value in weights.items():
-            torch.testing.assert_close(found[key], value, rtol=0.0, atol=1e-9)
+    assert_as_one_rank(fit, PROGRAMS[name])
 
 
 def test_a_step_that_reads_what_a_backward_on_one_stage_has_collected_is_refused() -> None:
     with pytest.raises(
         PipelineError, match="`norm` of `ReadOfABackward` is read in a step, and changed in the backward"
     ):
-        run(_fit, 2, ReadOfABackward)
+        run(fit, 2, ReadOfABackward)

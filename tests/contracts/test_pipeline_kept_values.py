@@ -23,8 +23,9 @@ from tests.contracts.test_pipeline_kept_numbers import (
     Counting,
     LoggedInSomeBatches,
     ReadByAHook,
+    assert_as_one_rank,
+    fit,
 )
-from tests.contracts.test_pipeline_kept_numbers import _fit as fit
 from tests.contracts.test_pipeline_late_values import WIDTH, Block, Program, batches
 from tests.lightning_programs import seeded, trainer
 from tests.sampling import sample
@@ -618,11 +619,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("name", sample([*PROGRAMS], "Anneals", "ReadsManyValues", "HookOfAFlag"))
 def test_stages_train_and_log_as_one_rank(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    logged, weights = run(fit, 1, PROGRAMS[name])[0]
-    for found_logged, found in run(fit, 2, PROGRAMS[name]):
-        assert found_logged == pytest.approx(logged, abs=1e-6)
-        for key, value in weights.items():
-            torch.testing.assert_close(found[key], value, rtol=0.0, atol=1e-9)
+    assert_as_one_rank(fit, PROGRAMS[name])
 
 
 def test_numbers_in_a_container_of_a_block_that_a_later_block_reads_are_refused() -> None:
@@ -668,11 +665,7 @@ def _fit_in_pieces(
 @pytest.mark.parametrize("name", [one.__name__ for one in IN_PIECES])
 def test_micro_batches_train_as_one_rank_that_accumulates(name: str, schedule: str) -> None:
     program = {one.__name__: one for one in IN_PIECES}[name]
-    logged, weights = run(_fit_in_pieces, 1, program, schedule)[0]
-    for found_logged, found in run(_fit_in_pieces, 2, program, schedule):
-        assert found_logged == pytest.approx(logged, abs=1e-6)
-        for key, value in weights.items():
-            torch.testing.assert_close(found[key], value, rtol=0.0, atol=1e-9)
+    assert_as_one_rank(_fit_in_pieces, program, schedule)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])

@@ -1,4 +1,4 @@
-"""Options of optimizers, and which parameters are frozen: the program may change them, on all ranks alike (ADR 0065).
+"""Options of optimizers, and which parameters are frozen: the program may change them, on all ranks alike (ADR 0064).
 
 Note [Comparison in other messages]
     Under DistributedDataParallel each rank steps whole parameters, so a rank with another learning rate trains other

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.pipeline.pipeline import MOST_KINDS, PipelineStage
 from lightning_zero.parallel.pipeline.schedule.microbatches import copy_of
+from lightning_zero.parallel.pipeline.stages.attributes import Written
 from lightning_zero.parallel.pipeline.stages.sources import Source
-from lightning_zero.parallel.pipeline.tracing.shown_attributes import Written
 from lightning_zero.parallel.pipeline.tracing.traces import Message
 from lightning_zero.parallel.writable import writable
 

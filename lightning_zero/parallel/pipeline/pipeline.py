@@ -23,6 +23,7 @@ from lightning_zero.parallel.module_state import AttributeState, HookState, Modu
 from lightning_zero.parallel.pipeline.schedule.plan import Action, compute_order, evaluation_order, simulate
 from lightning_zero.parallel.pipeline.schedule.streams import RandomStreams
 from lightning_zero.parallel.pipeline.schedule.weight_gradients import WeightGradients
+from lightning_zero.parallel.pipeline.stages.attributes import Written
 from lightning_zero.parallel.pipeline.stages.backward_attributes import BackwardAttributes
 from lightning_zero.parallel.pipeline.stages.generators import Draws, GeneratorState, generators_of
 from lightning_zero.parallel.pipeline.stages.parameter_hooks import ParameterHooks
@@ -30,7 +31,6 @@ from lightning_zero.parallel.pipeline.stages.placed_attributes import PlacedAttr
 from lightning_zero.parallel.pipeline.stages.sources import Source, is_fake
 from lightning_zero.parallel.pipeline.stages.split import Split, modules_around
 from lightning_zero.parallel.pipeline.stages.state_around import StateAround
-from lightning_zero.parallel.pipeline.tracing.shown_attributes import Written
 from lightning_zero.parallel.pipeline.tracing.traces import Logging, Message
 
 __all__ = ["MOST_KINDS", "PipelineRunner", "PipelineStage", "Route", "Stepper", "Timing"]

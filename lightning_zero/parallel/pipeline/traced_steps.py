@@ -18,6 +18,7 @@ from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.module_state import contents_put_back
 from lightning_zero.parallel.pipeline.pipeline import MOST_KINDS, PipelineStage
 from lightning_zero.parallel.pipeline.schedule.microbatches import copy_of
+from lightning_zero.parallel.pipeline.stages.attributes import Written
 from lightning_zero.parallel.pipeline.stages.sources import Shape, Source, is_fake
 from lightning_zero.parallel.pipeline.stages.split import modules_around
 from lightning_zero.parallel.pipeline.tracing.module_interception import ModuleInterception
@@ -25,7 +26,6 @@ from lightning_zero.parallel.pipeline.tracing.operations import Operation
 from lightning_zero.parallel.pipeline.tracing.outcomes import Outcome
 from lightning_zero.parallel.pipeline.tracing.outside_state import OutsideState
 from lightning_zero.parallel.pipeline.tracing.sent_numbers import NUMBER
-from lightning_zero.parallel.pipeline.tracing.shown_attributes import Written
 from lightning_zero.parallel.pipeline.tracing.traces import Message, Needs
 from lightning_zero.parallel.pipeline.tracing.whole_run import require_as_whole
 

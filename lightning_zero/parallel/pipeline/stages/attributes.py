@@ -1,22 +1,37 @@
-"""Where modules keep attributes."""
+"""Where modules keep attributes, and comparisons of their values by identity."""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-__all__ = ["OF_MODULES", "Key", "attribute_spaces", "own_spaces"]
+from lightning_zero.parallel.module_state import OF_MODULES
+
+__all__ = ["CONSTANT", "MISSING", "Key", "Write", "Written", "are_same", "assign", "attribute_spaces"]
 
 Key = tuple[str, str, str]  # submodule, dictionary among its attributes, and key
-OF_MODULES = frozenset(vars(nn.Module()))  # names of attributes that every module has
+MISSING = object()  # in the place of an attribute that there is not
+CONSTANT = OF_MODULES - {"training"}  # attributes of every module, which hold its parts
 
 
-def own_spaces(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return where a module itself has attributes ("" for these), module buffers and dictionaries of them, by name."""
-    own = vars(module)
-    kept = {name: value for name, value in own.items() if type(value) is dict and name not in OF_MODULES}
-    return {"": own, "_buffers": module._buffers, **kept}
+@dataclass(frozen=True)
+class Write:
+    """A change of an attribute behind the call of its module.
+
+    Attributes:
+        space: The dictionary that has it; kept alive, so that no other one has its ``id``.
+        is_of_module: The module has changed it in the call, so that its own stage has another value.
+    """
+
+    space: Mapping[str, Any]
+    is_of_module: bool
+
+
+Written = dict[tuple[int, str], Write]  # by `id` of the dictionary, and key
 
 
 def attribute_spaces(module: nn.Module) -> dict[tuple[str, str], dict[str, Any]]:
@@ -27,6 +42,21 @@ def attribute_spaces(module: nn.Module) -> dict[tuple[str, str], dict[str, Any]]
     """
     spaces: dict[int, tuple[tuple[str, str], dict[str, Any]]] = {}
     for child_name, child in module.named_modules():
-        for name, space in own_spaces(child).items():
+        own = vars(child)
+        kept = {name: value for name, value in own.items() if type(value) is dict and name not in OF_MODULES}
+        for name, space in {"": own, "_buffers": child._buffers, **kept}.items():
             spaces.setdefault(id(space), ((child_name, name), space))
     return dict(spaces.values())
+
+
+def are_same(space: Mapping[Any, Any], names: Sequence[Any], values: Sequence[Any]) -> bool:
+    """Say whether a dictionary has these very values under these names, in this order."""
+    return [*space] == names and all(map(operator.is_, space.values(), values))
+
+
+def assign(space: dict[Any, Any], name: Any, value: Any) -> None:
+    """Give an attribute a value, or remove it for ``MISSING``."""
+    if value is MISSING:
+        space.pop(name, None)
+    else:
+        space[name] = value

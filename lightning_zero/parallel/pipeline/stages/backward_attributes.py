@@ -14,7 +14,6 @@ Note [Backwards that change attributes]
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,15 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.parallel.module_state import fields_of
-from lightning_zero.parallel.pipeline.stages.attributes import OF_MODULES
+from lightning_zero.parallel.module_state import OF_MODULES, fields_of
+from lightning_zero.parallel.pipeline.stages.attributes import CONSTANT, MISSING, are_same, assign
 from lightning_zero.parallel.pipeline.stages.split import Split, modules_around
 
 __all__ = ["BackwardAttributes"]
 
 _Key = tuple[nn.Module, str, Any]  # module; attribute with a dictionary or an object, or ""; key, or attribute of it
-_MISSING = object()
-_CONSTANT = OF_MODULES - {"training"}  # attributes of every module, which hold its parts
 _PLAIN = (bool, int, float, str, type(None), Tensor, nn.Module, list, tuple, set)  # without attributes that change
 _MOST_ITEMS = 64  # of a dictionary that is looked into
 
@@ -47,14 +44,11 @@ class _Attribute:
     @property
     def current(self) -> _Attribute:
         """The attribute with its value of now."""
-        return _Attribute(self.key, self.space, self.space.get(self.key[2], _MISSING))
+        return _Attribute(self.key, self.space, self.space.get(self.key[2], MISSING))
 
     def bind(self) -> None:
         """Give the attribute the value."""
-        if self.value is _MISSING:
-            self.space.pop(self.key[2], None)
-        else:
-            self.space[self.key[2]] = self.value
+        assign(self.space, self.key[2], self.value)
 
 
 @dataclass
@@ -118,7 +112,7 @@ class BackwardAttributes:
         kept = (self._kept.pop if is_last else self._kept.get)((chunk, index), [])
         now = [(one, one.current) for one in kept if one.key not in self._of_backwards]
         shown = [(one, was) for one, was in now if one.value is not was.value]
-        orders = {id(one.space): (one.space, list(one.space)) for one, _ in shown if one.value is _MISSING}
+        orders = {id(one.space): (one.space, list(one.space)) for one, _ in shown if one.value is MISSING}
         for one, _ in shown:
             one.bind()
         try:
@@ -186,20 +180,17 @@ class _Values:
     def changed(self) -> Iterator[tuple[_Key, Any]]:
         """Yield the attributes that have another value by now, and their values from before."""
         own = vars(self.module)
-        is_same = [*own] == self.names and all(map(operator.is_, own.values(), self.values))
-        if not is_same:
+        if not are_same(own, self.names, self.values):
             yield from self._differing("", own, dict(zip(self.names, self.values, strict=True)))
         for name, before in self.inside.items():
             space = self.module._buffers if name == "_buffers" else _space_of(own.get(name))
-            if space is not None and (
-                [*space] != [*before] or not all(map(operator.is_, space.values(), before.values()))
-            ):
+            if space is not None and not are_same(space, [*before], [*before.values()]):
                 yield from self._differing(name, space, before)
 
     def _differing(self, name: str, now: dict[Any, Any], before: dict[Any, Any]) -> Iterator[tuple[_Key, Any]]:
         for key in [*before, *(key for key in now if key not in before)]:
-            old = before.get(key, _MISSING)
-            if now.get(key, _MISSING) is not old and not (name == "" and key in _CONSTANT):
+            old = before.get(key, MISSING)
+            if now.get(key, MISSING) is not old and not (name == "" and key in CONSTANT):
                 yield (self.module, name, key), old
 
 
@@ -217,12 +208,12 @@ def _found(key: _Key) -> _Attribute | None:
     module, name, item = key
     own = vars(module)
     space = own if name == "" else module._buffers if name == "_buffers" else _space_of(own.get(name))
-    return None if space is None else _Attribute(key, space, space.get(item, _MISSING))
+    return None if space is None else _Attribute(key, space, space.get(item, MISSING))
 
 
 def _is_gone(found: _Attribute | None) -> bool:
     """Say whether an item is in no dictionary or object any more."""
-    return found is None or found.value is _MISSING
+    return found is None or found.value is MISSING
 
 
 def _is_other(now: Any, before: Any) -> bool:

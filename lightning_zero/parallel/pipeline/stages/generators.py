@@ -24,12 +24,11 @@ import torch
 from torch import nn
 
 from lightning_zero.errors import PipelineError
-from lightning_zero.parallel.module_state import LIBRARIES, is_of_the_program
+from lightning_zero.parallel.module_state import LIBRARIES, OF_MODULES, is_of_the_program
 
 __all__ = ["Draws", "GeneratorState", "Told", "generators_of"]
 
 _MOST_ITEMS = 64  # of a list that is searched
-_OF_MODULES = frozenset(vars(nn.Module()))
 _DrawKey = tuple[int, int, str]  # micro-batch, number of the call of a module that follows, and name of the generator
 
 
@@ -190,7 +189,7 @@ def generators_of(modules: Iterable[nn.Module], names: Mapping[int, str] | None 
     for number, child in enumerate(modules):
         start = (names or {}).get(id(child), str(number)) or type(child).__name__
         for key, value in list(vars(child).items()):
-            if key not in _OF_MODULES:
+            if key not in OF_MODULES:
                 found.update(_found_in(value, f"{start}.{key}", 2))
     for cls in {base: None for child in modules for base in type(child).__mro__}:
         found.update(_outside_of(cls))

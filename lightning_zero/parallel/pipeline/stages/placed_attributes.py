@@ -8,20 +8,16 @@ Note [Runs that do not count]
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-from lightning_zero.parallel.pipeline.stages.attributes import OF_MODULES
+from lightning_zero.parallel.pipeline.stages.attributes import CONSTANT, MISSING, are_same, assign
 from lightning_zero.parallel.pipeline.stages.split import Split
 
 __all__ = ["PlacedAttributes"]
-
-_CONSTANT = OF_MODULES - {"training"}  # attributes of every module, which hold its parts
-_MISSING = object()
 
 
 class PlacedAttributes:
@@ -44,18 +40,14 @@ class PlacedAttributes:
             yield
         finally:
             for space, names, values in before:
-                if [*space] != names or not all(map(operator.is_, space.values(), values)):
+                if not are_same(space, names, values):
                     _rebind(space, dict(zip(names, values, strict=True)))
 
 
 def _rebind(space: dict[str, Any], before: dict[str, Any]) -> None:
     """Bind values as they were, but for modules."""
-    changed = [key for key in before.keys() | space.keys() if before.get(key, _MISSING) is not space.get(key, _MISSING)]
+    changed = [key for key in before.keys() | space.keys() if before.get(key, MISSING) is not space.get(key, MISSING)]
     for key in changed:
-        old, new = before.get(key, _MISSING), space.get(key, _MISSING)
-        if key in _CONSTANT or any(isinstance(value, nn.Module) for value in (old, new)):
-            continue
-        if old is _MISSING:
-            del space[key]
-        else:
-            space[key] = old
+        old, new = before.get(key, MISSING), space.get(key, MISSING)
+        if key not in CONSTANT and not any(isinstance(value, nn.Module) for value in (old, new)):
+            assign(space, key, old)

@@ -33,7 +33,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.module_state import LIBRARIES, set_field
-from lightning_zero.parallel.pipeline.stages.attributes import Key, attribute_spaces
+from lightning_zero.parallel.pipeline.stages.attributes import MISSING, Key, assign, attribute_spaces
 from lightning_zero.parallel.pipeline.stages.sources import (
     BEFORE,
     FOR_HOOKS,
@@ -67,7 +67,7 @@ from lightning_zero.parallel.pipeline.tracing.outcomes import Outcome
 from lightning_zero.parallel.pipeline.tracing.own_gradients import leaf_of
 from lightning_zero.parallel.pipeline.tracing.replays import Recording
 from lightning_zero.parallel.pipeline.tracing.sent_numbers import ABSENT, NUMBER, decoded, is_sent
-from lightning_zero.parallel.pipeline.tracing.shown_attributes import MISSING, ShownAttributes, assign
+from lightning_zero.parallel.pipeline.tracing.shown_attributes import ShownAttributes
 from lightning_zero.parallel.pipeline.tracing.user_hooks import (
     has_hooks_only,
     hooks_of_users,

@@ -37,7 +37,7 @@ from torch.autograd import forward_ad
 from lightning_zero.errors import PipelineError, noting_pipeline_errors
 from lightning_zero.parallel.module_state import fields_of, put_back, version_of, without_caches
 from lightning_zero.parallel.pipeline.schedule.streams import RandomState
-from lightning_zero.parallel.pipeline.stages.attributes import attribute_spaces
+from lightning_zero.parallel.pipeline.stages.attributes import Written, attribute_spaces
 from lightning_zero.parallel.pipeline.stages.sources import BEFORE, FOR_HOOKS, WHOLE, Origins, Source, is_fake
 from lightning_zero.parallel.pipeline.stages.split import PlacedModule, Split, modules_around
 from lightning_zero.parallel.pipeline.stages.subclasses import subclass_of
@@ -52,7 +52,6 @@ from lightning_zero.parallel.pipeline.tracing.outcomes import Attributes, Outcom
 from lightning_zero.parallel.pipeline.tracing.own_gradients import OwnGradients, enclosing_function, users_of_parameters
 from lightning_zero.parallel.pipeline.tracing.recomputation import Again, Checkpoints, NotedCall, NotedOutput, uncounted
 from lightning_zero.parallel.pipeline.tracing.sent_numbers import ABSENT, NumberReads, encoded, is_sent
-from lightning_zero.parallel.pipeline.tracing.shown_attributes import Written
 from lightning_zero.parallel.pipeline.tracing.traces import BrokenOff, CalledBehindEnd, Logging, Message, Needs, Trace
 from lightning_zero.parallel.pipeline.tracing.value_reads import value_reads_refused
 from lightning_zero.parallel.writable import writable

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_zero.parallel.module_state import fields_of, set_field
+from lightning_zero.parallel.module_state import OF_MODULES, fields_of, set_field
 from lightning_zero.parallel.pipeline.stages.sources import is_fake
 from lightning_zero.trees import tree_leaves
 
@@ -28,7 +28,6 @@ __all__ = ["ObjectState", "SharedNumbers", "held_leaves"]
 
 _DEPTH = 3
 _NUMBERS = (bool, int, float, complex, str)
-_OF_MODULES = frozenset(vars(nn.Module()))
 _MISSING = object()
 
 
@@ -43,7 +42,7 @@ class ObjectState:
         self._sets: list[tuple[set[Any], set[Any]]] = []
         for child in module.modules():
             for name, value in [*vars(child).items()]:
-                if name not in _OF_MODULES:
+                if name not in OF_MODULES:
                     self._add(value, _DEPTH, is_inside=type(value) not in (list, dict))  # these are kept by others
 
     def _add(self, value: Any, depth: int, *, is_inside: bool = True) -> None:

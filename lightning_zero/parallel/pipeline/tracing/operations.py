@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_zero.parallel.module_state import OF_MODULES
 from lightning_zero.parallel.pipeline.stages.attributes import attribute_spaces
 from lightning_zero.parallel.pipeline.stages.sources import is_fake
 from lightning_zero.parallel.pipeline.tracing.fake_mode import written_by
@@ -39,7 +40,6 @@ _MOST_COMPARED = 4096  # elements of a tensor whose values are a part of its lab
 _MOST_LETTERS = 400  # of a label
 _LEAST_FRAMES = 2
 _MOST_LEAVES = 1024  # of an attribute
-_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def note_state(self, modules: Iterable[nn.Module]) -> None:
         """Note the attributes and module buffers of modules as they are now."""
         for number, module in enumerate(modules):
-            own = {key: value for key, value in vars(module).items() if key not in _OF_MODULES}
+            own = {key: value for key, value in vars(module).items() if key not in OF_MODULES}
             for key, value in {**module._buffers, **own}.items():
                 given = tuple(map(self._operand, islice(held_leaves(value), _MOST_LEAVES)))
                 name = f"attribute `{key}` of a `{type(module).__name__}` after the step"
@@ -324,7 +324,7 @@ def _tensors_of(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
     for (child, kept), space in attribute_spaces(module).items():
         for key, value in space.items():
             name = ".".join(str(part) for part in (child, kept, key) if part != "")
-            for position, leaf in enumerate(() if not kept and key in _OF_MODULES else tree_leaves(value)):
+            for position, leaf in enumerate(() if not kept and key in OF_MODULES else tree_leaves(value)):
                 if isinstance(leaf, Tensor):
                     yield f"tensor {position} in `{name}` as it was before the step", leaf
     for name, param in module.named_parameters(remove_duplicate=False):

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.errors import PipelineError
+from lightning_zero.parallel.module_state import OF_MODULES
 from lightning_zero.parallel.pipeline.stages.sources import Shape, Source
 from lightning_zero.parallel.pipeline.stages.subclasses import subclass_of
 from lightning_zero.parallel.pipeline.tracing.object_state import held_leaves
@@ -34,7 +35,6 @@ NUMBER = Shape((2,), (1,), torch.int64, torch.device("cpu"), requires_grad=False
 _BOOL, _INT, _FLOAT, _NONE, _CHECKSUM, _ABSENT = range(6)
 _NUMBERS = (bool, int, float, complex, str)
 _WITH_TEXT = (Enum, Number, slice, range, bytes)  # their text says all of them
-_OF_MODULES = frozenset(vars(nn.Module()))
 ABSENT = object()  # in the place of an attribute that a module does not have
 _MOST_BITS = 63
 _MOST_LEAVES = 1024  # of an object that has a checksum
@@ -171,7 +171,7 @@ class NumberReads:
                     if not (name.startswith("__") or any(name in kept for kept in registered)):
                         self._note(module, name, ABSENT)
                     raise
-                if name not in _OF_MODULES and not name.startswith("__") and not callable(value):
+                if name not in OF_MODULES and not name.startswith("__") and not callable(value):
                     self._note(module, name, value)
                 return value
 

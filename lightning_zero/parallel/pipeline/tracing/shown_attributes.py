@@ -11,17 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_zero.errors import PipelineError
-from lightning_zero.parallel.pipeline.stages.attributes import attribute_spaces
+from lightning_zero.parallel.pipeline.stages.attributes import MISSING, Write, Written, assign, attribute_spaces
 from lightning_zero.parallel.pipeline.stages.sources import is_fake
 from lightning_zero.parallel.pipeline.stages.state_marks import mark
 from lightning_zero.trees import tree_leaves
 
-__all__ = ["MISSING", "ShownAttributes", "Written", "assign"]
-
-# Attributes that were changed behind the calls of their modules, by `id` of the dictionary and key: whether the module
-# itself has changed it before, so that its own stage has another value.
-Written = dict[tuple[int, str], bool]
-MISSING = object()  # in the place of an attribute that there is not
+__all__ = ["ShownAttributes"]
 
 
 @dataclass(frozen=True)
@@ -156,13 +151,13 @@ class ShownAttributes:
             (one.space, one.name, one.current) for one in latest if not any(map(is_fake, tree_leaves(one.current)))
         ]
         self._lost = [one.name for one in changed if any(map(is_fake, tree_leaves(one.current)))]
-        self._written |= {(id(one.space), one.name): True for one in changed}
+        self._written |= {(id(one.space), one.name): Write(one.space, True) for one in changed}
         self._shown.clear()
         for one in latest:
             one.end()
         for reached in self._reached:
             for name in reached.changed():
-                self._written.setdefault((id(reached.space), name), False)
+                self._written.setdefault((id(reached.space), name), Write(reached.space, False))
         self._reached.clear()
 
     def take_written(self) -> Written:
@@ -198,11 +193,3 @@ def _showing(values: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None
 
 def _version(value: Any) -> int:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
-
-
-def assign(space: dict[str, Any], name: str, value: Any) -> None:
-    """Give an attribute a value, or remove it for ``MISSING``."""
-    if value is MISSING:
-        space.pop(name, None)
-    else:
-        space[name] = value
