@@ -3,8 +3,9 @@
 Note [Cases within a time]
     ``make test`` is to take minutes, so of a test function whose cases take long together it runs as many as fit into
     ``SECONDS``, and at least one; the others are marked slow. ``costs.json`` has the seconds per case, as
-    ``python -m tests.sampling REPORT`` reads them from a report of ``pytest --junitxml=REPORT``. Cases are chosen by
-    the checksum of their names: the same ones every time, and from all parts of a matrix.
+    ``python -m tests.sampling REPORT`` reads them from a report of ``pytest --junitxml=REPORT``; functions of which the
+    report says nothing keep theirs. Cases are chosen by the checksum of their names: the same ones every time, and from
+    all parts of a matrix.
 """
 
 from __future__ import annotations
@@ -77,4 +78,5 @@ def highest_stages(cases: Mapping[str, _HasStages]) -> list[Any]:
 
 
 if __name__ == "__main__":
-    COSTS.write_text(json.dumps(measured(sys.argv[1]), indent=1) + "\n")
+    found = {**json.loads(COSTS.read_text()), **measured(sys.argv[1])}
+    COSTS.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
