@@ -80,8 +80,8 @@ def _backward_reference(
 
 # A row is one tile, so that it is read once. Not measured on a GPU; chosen from the ahead-of-time reports: at most 16
 # elements of every operand in a thread, which spills at no size up to the limit (but for up to 24 bytes of two
-# backwards on capability 120). Of narrow rows, such as those of norms of queries and keys, a tile has several, so that
-# loads of as many are in flight. Wider rows than the limit are read piece by piece, two or three times.
+# backwards on capability 120 and of one on 100). Of narrow rows, such as those of norms of queries and keys, a tile has
+# several, so that loads of as many are in flight. Wider rows than the limit are read piece by piece, two or three times.
 _MAX_HIDDEN = 8192
 _WIDE_BLOCK = 4096
 _TILE = 1024
@@ -99,6 +99,19 @@ def _num_warps(block: int) -> int:
 
 # -- Kernels -----------------------------------------------------------------------------------------------------------
 
+# As in `adamw.py`, every operation rounds once: a row of equal values has the mean that they are, to the bit, and what
+# cancels in plain PyTorch cancels here.
+
+
+@jit
+def _mean(total, number):  # type: ignore[no-untyped-def]
+    return tl.div_rn(total, tl.cast(number, tl.float32))
+
+
+@jit
+def _inverse_root(value):  # type: ignore[no-untyped-def]
+    return tl.div_rn(tl.full(value.shape, 1.0, tl.float32), tl.sqrt_rn(value))
+
 
 @jit
 def _norm_kernel(  # type: ignore[no-untyped-def]
@@ -112,10 +125,10 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     at = row[:, None] * hidden + column
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if CENTRED:
-        centre = tl.sum(value, 1) / hidden
+        centre = _mean(tl.sum(value, 1), hidden)
         value = tl.where(inside, value - centre[:, None], 0.0)
         tl.store(mean + row, centre, mask=is_row)
-    scale = 1.0 / tl.sqrt(tl.sum(value * value, 1) / hidden + tl.cast(eps, tl.float32))
+    scale = _inverse_root(_mean(tl.sum(value * value, 1), hidden) + tl.cast(eps, tl.float32))
     tl.store(rstd + row, scale, mask=is_row)
     gain = tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32) + tl.cast(offset, tl.float32)
     result = value * scale[:, None] * gain
@@ -151,9 +164,9 @@ def _norm_backward_kernel(  # type: ignore[no-untyped-def]
         normed *= scale
         sum_weight += slope * normed
         scaled = slope * gain
-        result = scaled - normed * (tl.sum(scaled * normed, 1) / hidden)[:, None]
+        result = scaled - normed * _mean(tl.sum(scaled * normed, 1), hidden)[:, None]
         if CENTRED:
-            result -= (tl.sum(scaled, 1) / hidden)[:, None]
+            result -= _mean(tl.sum(scaled, 1), hidden)[:, None]
         tl.store(grad_x + at, (result * scale).to(grad_x.dtype.element_ty), mask=inside)
     at = program * hidden + tl.arange(0, BLOCK)
     is_column = tl.arange(0, BLOCK) < hidden
@@ -176,14 +189,14 @@ def _wide_norm_kernel(  # type: ignore[no-untyped-def]
         for start in range(0, hidden, BLOCK):
             column = start + tl.arange(0, BLOCK)
             total += tl.load(x + column, mask=column < hidden, other=0.0).to(tl.float32)
-        centre = tl.sum(total, 0) / hidden
+        centre = _mean(tl.sum(total, 0), hidden)
         tl.store(mean + row, centre)
     squares = tl.zeros([BLOCK], tl.float32)
     for start in range(0, hidden, BLOCK):
         column = start + tl.arange(0, BLOCK)
         value = tl.load(x + column, mask=column < hidden, other=0.0).to(tl.float32) - centre
         squares += tl.where(column < hidden, value * value, 0.0)
-    scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / hidden + tl.cast(eps, tl.float32))
+    scale = _inverse_root(_mean(tl.sum(squares, 0), hidden) + tl.cast(eps, tl.float32))
     tl.store(rstd + row, scale)
     for start in range(0, hidden, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -220,8 +233,8 @@ def _wide_norm_backward_kernel(  # type: ignore[no-untyped-def]
             normed = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - centre) * scale
             along += tl.where(inside, scaled * normed, 0.0)
             total += tl.where(inside, scaled, 0.0)
-        mean_along = tl.sum(along, 0) / hidden
-        mean_total = tl.sum(total, 0) / hidden
+        mean_along = _mean(tl.sum(along, 0), hidden)
+        mean_total = _mean(tl.sum(total, 0), hidden)
         for start in range(0, hidden, BLOCK):
             column = start + tl.arange(0, BLOCK)
             inside = column < hidden
@@ -274,7 +287,7 @@ def _launch(
         kernel[(cdiv(rstd.numel(), _num_rows(block)),)](
             x, weight, weight if bias is None else bias, y, mean, rstd, rstd.numel(), x.shape[-1], eps, offset,
             CENTRED=is_centred, BIASED=bias is not None, ROWS=_num_rows(block), BLOCK=block,
-            num_warps=_num_warps(block),
+            num_warps=_num_warps(block), enable_fp_fusion=False,
         )  # fmt: skip
     return y, mean, rstd
 
@@ -300,6 +313,7 @@ def _launch_backward(
         kernel[(num_programs,)](
             grad, x, weight, mean, rstd, grad_x, partial_weight, partial_bias, num_rows, hidden, offset,
             rows_per_program, CENTRED=is_centred, ROWS=_num_rows(block), BLOCK=block, num_warps=_num_warps(block),
+            enable_fp_fusion=False,
         )  # fmt: skip
     return grad_x, partial_weight.sum(0), partial_bias.sum(0)
 

@@ -47,7 +47,8 @@ def _quantize_few(x: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
     blocks = _padded(x.float(), block).view(-1, block)
     level = 127.0 if bits == 8 else 7.0
     largest = torch.where(blocks.isnan(), torch.inf, blocks.abs()).amax(1) if len(blocks) else blocks.new_empty(0)
-    scales = (largest / level).clamp_(min=_MIN_SCALE)
+    # PyTorch divides by a number on CUDA by multiplying with its inverse, which rounds twice.
+    scales = (largest / torch.full_like(largest, level)).clamp_(min=_MIN_SCALE)
     codes = torch.round(blocks * (1.0 / scales).unsqueeze(1)).nan_to_num_(nan=0.0).to(torch.int8)
     if bits == 8:
         return codes.view(-1)[: x.numel()].clone(), scales
@@ -92,10 +93,12 @@ _NUM_WARPS = 4
 
 # -- Kernels -----------------------------------------------------------------------------------------------------------
 
+# As in `adamw.py`, every operation rounds once: codes are those of the reference on any device.
+
 
 @jit
 def _codes_of(x, scale, LEVEL: tl.constexpr):  # type: ignore[no-untyped-def]
-    value = x * (1.0 / scale)
+    value = x * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     value = tl.where(value == value, value, 0.0)
     # In fp32, adding and taking away 1.5 * 2^23 rounds to an integer, half to even.
     return ((value + 12582912.0) - 12582912.0).to(tl.int32)
@@ -107,7 +110,7 @@ def _quantize8_kernel(x, codes, scales, numel, num_blocks, ROWS: tl.constexpr, B
     at = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     value = tl.load(x + at, mask=at < numel, other=0.0).to(tl.float32)
     largest = tl.max(tl.where(value == value, tl.abs(value), float("inf")), 1)
-    scale = tl.maximum(largest / 127.0, 1.1754943508222875e-38)
+    scale = tl.maximum(tl.div_rn(largest, tl.full(largest.shape, 127.0, tl.float32)), 1.1754943508222875e-38)
     tl.store(codes + at, _codes_of(value, scale[:, None], 127).to(tl.int8), mask=at < numel)
     tl.store(scales + row, scale, mask=row < num_blocks)
 
@@ -121,7 +124,8 @@ def _quantize4_kernel(x, codes, scales, numel, num_blocks, ROWS: tl.constexpr, H
     high = tl.load(x + at + HALF, mask=at + HALF < numel, other=0.0).to(tl.float32)
     low_size = tl.where(low == low, tl.abs(low), float("inf"))
     high_size = tl.where(high == high, tl.abs(high), float("inf"))
-    scale = tl.maximum(tl.max(tl.maximum(low_size, high_size), 1) / 7.0, 1.1754943508222875e-38)
+    largest = tl.max(tl.maximum(low_size, high_size), 1)
+    scale = tl.maximum(tl.div_rn(largest, tl.full(largest.shape, 7.0, tl.float32)), 1.1754943508222875e-38)
     code = (_codes_of(low, scale[:, None], 7) & 15) | ((_codes_of(high, scale[:, None], 7) & 15) << 4)
     tl.store(codes + row[:, None] * HALF + element, code.to(tl.uint8), mask=(row < num_blocks)[:, None])
     tl.store(scales + row, scale, mask=row < num_blocks)
@@ -215,7 +219,7 @@ def _launch_quantize(x: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
     rows, num_blocks = _TILE // block, scales.numel()
     if num_blocks:
         with on_device_of(x):
-            grid, warps = (cdiv(num_blocks, rows),), {"num_warps": _NUM_WARPS}
+            grid, warps = (cdiv(num_blocks, rows),), {"num_warps": _NUM_WARPS, "enable_fp_fusion": False}
             if bits == 8:
                 _quantize8_kernel[grid](x, codes, scales, x.numel(), num_blocks, ROWS=rows, BLOCK=block, **warps)
             else:
@@ -231,7 +235,7 @@ def _launch_dequantize_reduce(
     rows, num_blocks = _TILE // block, scales.shape[1]
     if num_blocks:
         with on_device_of(codes):
-            grid, size = (cdiv(num_blocks, rows),), {"ROWS": rows, "num_warps": _NUM_WARPS}
+            grid, size = (cdiv(num_blocks, rows),), {"ROWS": rows, "num_warps": _NUM_WARPS, "enable_fp_fusion": False}
             if bits == 8:
                 _dequantize8_kernel[grid](codes, scales, y, numel, num_blocks, len(codes), factor, BLOCK=block, **size)
             else:

@@ -10,6 +10,7 @@ import operator
 import pickle
 import sys
 import weakref
+import zipfile
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -221,7 +222,7 @@ class _Chunk:
         if tensor.numel():
             begin = offset + archive.get_record_offset("data/0")
             self._start = begin + tensor.storage_offset() * self.dtype.itemsize
-            self._stop = begin + archive.get_record_size("data/0")
+            self._stop = begin + _sizes(window)["data/0"]
 
     def pieces(
         self, offsets: Sequence[int], sizes: Sequence[int], target: torch.Tensor
@@ -249,6 +250,12 @@ class _Chunk:
         for start, size in ((0, half), (half, sizes[dim] - half)):
             moved = [*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :]]
             yield from self.pieces(moved, [*sizes[:dim], size, *sizes[dim + 1 :]], target.narrow(dim, start, size))
+
+
+def _sizes(window: io.BufferedIOBase) -> dict[str, int]:
+    """Return the bytes of the records of an archive, which is inside of a folder in it."""
+    with zipfile.ZipFile(window) as archive:
+        return {info.filename.partition("/")[2]: info.file_size for info in archive.infolist()}
 
 
 class _Window(io.BufferedReader):

@@ -45,6 +45,10 @@ class _Node(Ranks):
         return 0
 
 
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+
 class _Block(nn.Module):
     def __init__(self, dropout: float, experts: int) -> None:
         super().__init__()
@@ -52,8 +56,8 @@ class _Block(nn.Module):
         self.query = nn.Linear(WIDTH, 3 * WIDTH, bias=False)  # the gradient of a key's bias is noise
         self.out = nn.Linear(WIDTH, WIDTH)
         self.dropout = nn.Dropout(dropout)
-        mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
-        self.mlp = MoE(WIDTH, mlp, experts, k=2) if experts else mlp
+        # Copies of one expert have equal outputs, and the gradients of their router are noise.
+        self.mlp = MoE(WIDTH, [_mlp() for _ in range(experts)], experts, k=2) if experts else _mlp()
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.query(self.norm(x)).view(*x.shape[:2], 3, 4, -1).permute(2, 0, 3, 1, 4)
@@ -170,8 +174,8 @@ def _fit(rank: int, world: int, device: str, model: str, options: dict[str, Any]
 
 def _compare(rank: int, world: int, model: str, options: dict[str, Any], trainer: dict[str, Any]) -> list[str]:
     """Return how a fit on the GPU differs from the same one on the CPU."""
-    is_16_bit = "precision" in trainer
-    bound = BOUND_16 if is_16_bit else BOUND
+    rounds = "precision" in trainer or options.get("moments") == "int8"  # by the bits of numbers
+    bound = BOUND_16 if rounds else BOUND
     with _alone("cuda", world):
         losses, metrics, values = _fit(rank, world, "cuda", model, options, trainer=trainer)
     if getattr(options.get("offload"), "step_device", None):

@@ -42,11 +42,13 @@ def test_kernel_is_its_reference_on_the_gpu(file: str, case: str, monkeypatch: p
 # -- More elements than one wave of programs ---------------------------------------------------------------------------
 
 
-def _both(launch: Callable[..., None], reference: Callable[..., None], given: list[Any]) -> list[list[Tensor | None]]:
-    """Call both on copies on the GPU; return what became of the copies."""
+def _both(
+    launch: Callable[..., None], reference: Callable[..., None], given: list[Any], device: str = "cuda"
+) -> list[list[Tensor | None]]:
+    """Call both on copies, the launcher on the GPU, the reference on a device; return what became of the copies."""
     results = []
-    for function in (launch, reference):
-        copies = [value.cuda() if isinstance(value, Tensor) else value for value in given]
+    for function, place in ((launch, "cuda"), (reference, device)):
+        copies = [value.to(place, copy=True) if isinstance(value, Tensor) else value for value in given]
         function(*copies)
         results.append([value if isinstance(value, Tensor) else None for value in copies])
     return results
@@ -64,9 +66,10 @@ def _assert_near(one: Tensor, other: Tensor) -> None:
 def test_adamw_of_many_elements_is_its_reference(moments: torch.dtype) -> None:
     for grad, factor in itertools.product(("fp32", "bf16", "fp16"), (None, torch.tensor(0.3))):
         given = [*tensors(LARGE, grad, "bf16", exp_avg=moments, exp_avg_sq=moments).values(), factor, *ADAM, ()]
-        for mine, theirs in zip(*_both(adamw._launch, adamw.pytorch_step_, given), strict=True):
+        # PyTorch's kernel for CUDA takes 1 - beta2 in fp32, which is 2e-5 off.
+        for mine, theirs in zip(*_both(adamw._launch, adamw.pytorch_step_, given, "cpu"), strict=True):
             if mine is not None and theirs is not None:
-                _assert_near(mine, theirs)
+                _assert_near(mine.cpu(), theirs)
 
 
 def test_adamw_of_many_int8_moments_is_its_reference() -> None:

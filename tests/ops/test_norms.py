@@ -93,7 +93,7 @@ def _forward_case(dtype: str, hidden: int, is_centred: bool) -> Compilation:
     types |= {"mean": "*fp32", "rstd": "*fp32", "num_rows": "i32", "hidden": "i32", "eps": "fp32", "offset": "fp32"}
     kernel, block = norms._kernel_and_block(hidden, norms._norm_kernel, norms._wide_norm_kernel)
     constants = {"CENTRED": is_centred, "BIASED": is_centred, "ROWS": norms._num_rows(block), "BLOCK": block}
-    return Compilation(kernel, types, constants, norms._num_warps(block))
+    return Compilation(kernel, types, constants, norms._num_warps(block), enable_fp_fusion=False)
 
 
 def _backward_case(dtype: str, hidden: int, is_centred: bool) -> Compilation:
@@ -102,7 +102,7 @@ def _backward_case(dtype: str, hidden: int, is_centred: bool) -> Compilation:
     types |= {"num_rows": "i32", "hidden": "i32", "offset": "fp32", "rows_per_program": "i32"}
     kernel, block = norms._kernel_and_block(hidden, norms._norm_backward_kernel, norms._wide_norm_backward_kernel)
     constants = {"CENTRED": is_centred, "ROWS": norms._num_rows(block), "BLOCK": block}
-    return Compilation(kernel, types, constants, norms._num_warps(block))
+    return Compilation(kernel, types, constants, norms._num_warps(block), enable_fp_fusion=False)
 
 
 COMPILED = {
@@ -118,6 +118,9 @@ COMPILED = {
 }
 
 
+_SPILLS = (("layer-backward-fp32-8192", 120), ("rms-backward-bf16-128", 120), ("layer-backward-fp32-128", 100))
+
+
 @pytest.mark.parametrize("capability", sample(CAPABILITIES, 80, 90))
 @pytest.mark.parametrize(
     "case", sample(COMPILED, "rms-bf16-4096", "layer-backward-fp32-8192", "layer-backward-bf16-16384")
@@ -125,8 +128,9 @@ COMPILED = {
 def test_kernel_compiles_without_spills_and_loads_128_bits(case: str, capability: int) -> None:
     # Backward reads two numbers of each row of a tile, and of the weight what a thread needs for narrow rows.
     report = compiled(__name__, case, capability)
-    if (case, capability) in (("layer-backward-fp32-8192", 120), ("rms-backward-bf16-128", 120)):
-        assert isinstance(report, Report), report
+    assert isinstance(report, Report), report
+    assert not report.inexact, report
+    if (case, capability) in _SPILLS:
         assert report.spilled_bytes <= 24
         return
     assert_lean(report, scalar_loads=18 if case.endswith("-128") else 2)

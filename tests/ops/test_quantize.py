@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_zero_ops import dequantize_blockwise, dequantize_reduce, quantize, quantize_blockwise
 from tests.ops.accuracy import SIZES, assert_close, fresh
-from tests.ops.ahead_of_time import Compilation, assert_lean
+from tests.ops.ahead_of_time import Compilation, Report, assert_lean
 from tests.ops.processes import CAPABILITIES, compiled, interpreted
 from tests.sampling import sample
 
@@ -77,7 +77,8 @@ def _compilation(name: str, bits: int, dtype: str) -> Compilation:
     size = {"ROWS": quantize._TILE // 256, **({"BLOCK": 256} if bits == 8 else {"HALF": 128})}
     types = {"codes": "*i8" if bits == 8 else "*u8", "scales": "*fp32", "numel": "i64", "num_blocks": "i64"}
     types |= {"x": f"*{dtype}"} if name == "quantize" else {"y": f"*{dtype}", "num_ranks": "i32", "factor": "fp32"}
-    return Compilation(getattr(quantize, f"_{name}{bits}_kernel"), types, size, quantize._NUM_WARPS)
+    kernel = getattr(quantize, f"_{name}{bits}_kernel")
+    return Compilation(kernel, types, size, quantize._NUM_WARPS, enable_fp_fusion=False)
 
 
 COMPILED = {
@@ -93,6 +94,8 @@ COMPILED = {
 def test_kernel_compiles_without_spills_and_loads_wide(case: str, capability: int) -> None:
     report = compiled(__name__, case, capability)
     assert_lean(report, is_elementwise=case.startswith("quantize"))
+    assert isinstance(report, Report)
+    assert not report.inexact, report
 
 
 # -- On this machine ---------------------------------------------------------------------------------------------------

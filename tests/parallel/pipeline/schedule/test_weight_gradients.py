@@ -285,8 +285,8 @@ def test_a_weight_that_is_frozen_between_the_halves_is_an_error(weights: WeightG
 
 def is_split(weights: WeightGradients, net: nn.Module, program: Callable[[], Tensor]) -> bool:
     with weights.split(net):
-        node = program().grad_fn
-    names, nodes = set(), [node]
+        out = program()  # lives as long as its graph is walked
+    names, nodes = set(), [out.grad_fn]
     while nodes:
         node = nodes.pop()
         names.add(node.name())
