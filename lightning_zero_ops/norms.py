@@ -81,7 +81,7 @@ def _backward_reference(
 # A row is one tile, so that it is read once. Not measured on a GPU; chosen from the ahead-of-time reports: at most 16
 # elements of every operand in a thread, which spills at no size up to the limit (but for up to 24 bytes of two
 # backwards on capability 120 and of one on 100). Of narrow rows, such as those of norms of queries and keys, a tile has
-# several, so that loads of as many are in flight. Wider rows than the limit are read piece by piece, two or three times.
+# several, so that loads of as many are in flight. Wider rows than the limit are read in pieces, two or three times.
 _MAX_HIDDEN = 8192
 _WIDE_BLOCK = 4096
 _TILE = 1024
