@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Collection
@@ -29,7 +30,6 @@ __all__ = [
 ]
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
-_FORWARD_CODES = (torch.autograd.Function.apply.__func__.__code__,)  # type: ignore[attr-defined]
 _BACKWARD_CODES = tuple(  # newer versions of PyTorch have the second
     getattr(BackwardCFunction, name).__code__ for name in ("apply", "apply_boxed") if hasattr(BackwardCFunction, name)
 )
@@ -75,7 +75,15 @@ def frame_of_forward() -> FrameType | None:
 
 def in_function() -> bool:
     """Say whether the forward of a Python function of autograd is running."""
-    return _calling(_FORWARD_CODES) is not None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_argcount and (code.co_name == "forward" or code.co_varnames[0] == "ctx"):
+            first = frame.f_locals.get(code.co_varnames[0])
+            if not isinstance(first, nn.Module) and code in _forwards(torch.autograd.Function):
+                return True
+        frame = frame.f_back
+    return False
 
 
 def in_backward() -> bool:
@@ -102,6 +110,19 @@ def may_keep_handles() -> bool:
 def outside_of_transforms() -> AbstractContextManager[Any]:
     """Keep the engine's own operations out of a transform of ``torch.func`` that is running."""
     return _NOTHING if peek_interpreter_stack() is None else temporarily_clear_interpreter_stack()
+
+
+def _forwards(function: type[torch.autograd.Function]) -> set[CodeType]:
+    """Return the code of the forwards of the classes that are made of one; PyTorch 2.14 calls them from C."""
+    found: set[CodeType] = set()
+    classes = [function]
+    while classes:
+        one = classes.pop()
+        classes += one.__subclasses__()
+        forward = inspect.unwrap(one.forward)
+        if hasattr(forward, "__code__"):
+            found.add(forward.__code__)
+    return found
 
 
 def _calling(codes: Collection[CodeType]) -> FrameType | None:

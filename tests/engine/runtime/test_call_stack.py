@@ -85,6 +85,30 @@ def test_a_backward_inside_a_function_knows_the_function() -> None:
     assert not call_stack.in_function()
 
 
+class _WithoutContext(torch.autograd.Function):
+    seen: bool
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        _WithoutContext.seen = call_stack.in_function()
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+
+class _Module(torch.nn.Module):
+    def forward(self, x: Tensor) -> bool:
+        return call_stack.in_function()
+
+
+def test_a_forward_without_a_context_is_one_of_a_function_and_that_of_a_module_is_not() -> None:
+    _WithoutContext.apply(torch.ones(1))
+    assert _WithoutContext.seen
+    assert not _Module()(torch.ones(1))
+
+
 def test_a_backward_of_some_tensors_does_not_run_the_whole_graph() -> None:
     leaf = torch.ones(1, requires_grad=True)
     found: list[bool] = []
