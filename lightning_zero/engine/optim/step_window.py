@@ -35,6 +35,11 @@ class StepWindow:
             buffer.refresh_master()
             buffer.values.forget_rounding()
 
+    def close_others(self) -> None:
+        """Let the gradients be changed here, without a window if none is open: nobody sees them."""
+        if not self.is_open:
+            self._before_open()
+
     def enter(self, places: Iterable[BufferSlot]) -> None:
         """Let parameters show segments."""
         self.places = list(places)
