@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import Communication
+from lightning_zero.config import Communication, Offload
 from lightning_zero.engine.buffers.disk_home import DiskHome
 from lightning_zero.engine.buffers.group import BufferGroup
 from lightning_zero.engine.buffers.home import DeviceHome, Home, HostHome
 from lightning_zero.engine.buffers.spec import BufferKind, BufferSpec
+from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.sharding import ShardedOver
 from lightning_zero.storage.disk import DiskStore
 from lightning_zero.storage.host import HostStore
@@ -22,6 +25,10 @@ from lightning_zero.storage.nvme import NvmeStore
 from lightning_zero.storage.store import DeviceStore
 from tests import worlds
 from tests.engine.flat_buffers import CPU
+from tests.references import TinyGPT
+from tests.sampling import sample
+from tests.simulated_device import SimulatedDevice
+from tests.simulated_transport import BACKEND
 
 PLACES = ("device", "host", "disk")
 
@@ -114,3 +121,77 @@ def test_states_and_gradients_begin_with_zeros(place: str, tmp_path: Path) -> No
 
 def test_a_gradient_that_was_written_while_it_was_fetched_counts_as_written(tmp_path: Path) -> None:
     _run(_keeps_a_changed_gradient, "host", tmp_path)
+
+
+# -- Locked memory -----------------------------------------------------------------------------------------------------
+
+
+class _Rebinds(torch.optim.Optimizer):
+    """SGD that gives parameters new tensors."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data = param.data - group["lr"] * param.grad
+
+
+def _offloaded(stage: int) -> tuple[ZeroEngine, torch.nn.Module]:
+    engine = ZeroEngine(
+        stage,
+        units=["Block"],
+        device=torch.device("cuda"),
+        communication=Communication(backend=BACKEND),
+        offload=Offload(step_device="cpu"),
+    )
+    return engine, engine.shard(TinyGPT().to("cuda"))
+
+
+def _step(engine: ZeroEngine, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with engine.scope("training_step"):
+        loss = module(torch.ones(2, 5, dtype=torch.int64).to("cuda")).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _locked_by_steps(rank: int, world: int, stage: int) -> list[int]:
+    with SimulatedDevice() as device:
+        engine, module = _offloaded(stage)
+        optimizer = engine.attach(_Rebinds(module.parameters()))
+        sizes = []
+        for _ in range(4):
+            _step(engine, module, optimizer)
+            sizes.append(sum(device.driver.locked.values()))
+        engine.close()
+        return sizes
+
+
+@pytest.mark.parametrize("stage", sample([2, 3], 3))
+def test_steps_that_give_parameters_new_tensors_lock_no_more_memory(stage: int) -> None:
+    (sizes,) = worlds.run(_locked_by_steps, 1, stage)
+    assert sizes[0] > 0
+    assert sizes == sizes[:1] * 4
+
+
+def _locked_by_attaches(rank: int, world: int) -> list[int]:
+    with SimulatedDevice() as device:
+        engine, module = _offloaded(2)
+        sizes = []
+        for _ in range(4):
+            optimizer = engine.attach(torch.optim.AdamW(module.parameters()))
+            gc.collect()  # the engine had the one before
+            _step(engine, module, optimizer)
+            engine.flush()
+            sizes.append(sum(device.driver.locked.values()))
+        engine.close()
+        assert not device.driver.locked
+        return sizes
+
+
+def test_moments_of_optimizers_that_are_gone_are_not_locked() -> None:
+    (sizes,) = worlds.run(_locked_by_attaches, 1)
+    assert sizes == sizes[:1] * 4
