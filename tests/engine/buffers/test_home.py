@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -139,13 +140,13 @@ class _Rebinds(torch.optim.Optimizer):
                 param.data = param.data - group["lr"] * param.grad
 
 
-def _offloaded(stage: int) -> tuple[ZeroEngine, torch.nn.Module]:
+def _offloaded(stage: int, **options: Any) -> tuple[ZeroEngine, torch.nn.Module]:
     engine = ZeroEngine(
         stage,
         units=["Block"],
         device=torch.device("cuda"),
         communication=Communication(backend=BACKEND),
-        offload=Offload(step_device="cpu"),
+        offload=Offload(step_device="cpu", **options),
     )
     return engine, engine.shard(TinyGPT().to("cuda"))
 
@@ -195,3 +196,34 @@ def _locked_by_attaches(rank: int, world: int) -> list[int]:
 def test_moments_of_optimizers_that_are_gone_are_not_locked() -> None:
     (sizes,) = worlds.run(_locked_by_attaches, 1)
     assert sizes == sizes[:1] * 4
+
+
+# -- Masters that ranks have loaded ------------------------------------------------------------------------------------
+
+
+def _gathered(rank: int, world: int, options: dict[str, Any]) -> tuple[set[str], bool]:
+    """Let each rank write its part of the masters; return where they were gathered, and whether all are there."""
+    with SimulatedDevice(), patch.object(Communicator, "all_gather", autospec=True, side_effect=_all_gather) as called:
+        engine, module = _offloaded(0, **options)
+        engine.attach(torch.optim.AdamW(module.parameters()))
+        checkpoints = engine.internals.checkpoints
+        checkpoints.prepare_load()
+        called.reset_mock()
+        records = checkpoints.records()
+        for record in records:
+            start, stop = record.save_range
+            record.master()[start:stop] = rank + 1.0
+        checkpoints.complete_masters()
+        devices = {tensor.device.type for call in called.call_args_list for tensor in call.args[1:3]}
+        found = {float(value) for record in records for value in record.master().clone()}
+        engine.close()
+        return devices, found == {1.0, 2.0}
+
+
+_all_gather = Communicator.all_gather
+
+
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+def test_masters_that_are_offloaded_are_gathered_on_the_device(place: str, tmp_path: Path) -> None:
+    options = {"optimizer": place, **({"path": str(tmp_path), "direct": False} if place == "nvme" else {})}
+    assert worlds.run(_gathered, 2, options) == [({"cuda"}, True)] * 2
