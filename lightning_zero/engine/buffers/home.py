@@ -327,6 +327,9 @@ class HostHome(Home):
         """Make staging slots that hold the rounded values."""
         self._host.need_staging(nbytes)
 
+    def _can_round_in_place(self, master: torch.Tensor, computed: torch.Tensor) -> bool:
+        return computed.device in (self.steps_on, master.device)  # a step on the device copies to offloaded ones
+
     def begin_rounding(self, master: torch.Tensor, computed: torch.Tensor) -> Rounding | None:
         """Return the target into which a step casts the master: the parameters, or memory on the way to them."""
         rounding = super().begin_rounding(master, computed)
