@@ -30,6 +30,7 @@ __all__ = [
     "DeviceMemory",
     "Landing",
     "Stamp",
+    "finish_device",
     "finish_stream",
     "first_call_of_thread",
     "lock_pages",
@@ -211,6 +212,12 @@ def finish_stream(device: torch.device) -> None:
     """Wait until a device has done all work of its current stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+def finish_device() -> None:
+    """Wait until the current device has done all work of all streams, if CUDA is in use."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
 
 
 def lock_pages(address: int, nbytes: int) -> int:

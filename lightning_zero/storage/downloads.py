@@ -4,11 +4,17 @@ Note [Who waits]
     The device copies to host memory behind its compute. A thread of the disks waits for that copy and moves the
     values into the memory from which they are written. So the host goes on with the backward. How much is on its way at
     once is bounded by the room of the disks' visits.
+
+Note [Memory on the way]
+    Memory is kept for the next values, because locking takes time. The smallest that fits is taken. If none does, the
+    largest that is free is exchanged for larger memory, so there are as many pieces as were on their way at once, and
+    not one for each size.
 """
 
 from __future__ import annotations
 
 import threading
+from bisect import insort
 from collections.abc import Callable
 
 import torch
@@ -30,42 +36,43 @@ class Downloads:
     def __init__(self, host: HostStore, copies: Copies) -> None:
         self._host = host
         self._copies = copies
-        self._lent: list[_Download] = []
+        self._free: list[torch.Tensor] = []  # (bytes,) uint8, the smallest first
+        self._nbytes = 0  # of these and of memory that is lent
         self._lock = threading.Lock()
 
     def start(self, values: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
         """Start copying a 1-D tensor of the device; return the call that moves it into ``target``, in host memory."""
-        with self._lock:
-            self._take_back()
-            staging = self._host.create("gradients", values.numel(), values.dtype)
-            download = _Download(staging, target, self._copies.down(staging, values).finish)
-            self._lent.append(download)
-        return download.finish
+        memory = self._lend(values.nbytes)
+        staging = memory[: values.nbytes].view(values.dtype)
+        wait = self._copies.down(staging, values).finish
 
-    def _take_back(self) -> None:
-        """Take memory back whose values have arrived."""
-        for download in [one for one in self._lent if one.has_arrived]:
-            self._lent.remove(download)
-            self._host.give_back("gradients", download.staging)
+        def finish() -> None:
+            wait()
+            with torch.inference_mode(False), torch.no_grad():
+                target.copy_(staging)
+            self._take_back(memory)
+
+        return finish
+
+    def _lend(self, nbytes: int) -> torch.Tensor:
+        with self._lock:
+            index = next((index for index, one in enumerate(self._free) if one.nbytes >= nbytes), None)
+            if index is not None:
+                return self._free.pop(index)
+            if self._free:
+                self._account(-self._free.pop().nbytes)
+            self._account(nbytes)
+            return self._host.allocate(nbytes, torch.uint8)
+
+    def _take_back(self, memory: torch.Tensor) -> None:
+        with self._lock:
+            insort(self._free, memory, key=lambda one: one.nbytes)
+
+    def _account(self, nbytes: int) -> None:
+        self._nbytes += nbytes
+        self._host.adopt("gradients", nbytes)
 
     def close(self) -> None:
-        """Take all memory back; nothing is on its way any more."""
-        for download in self._lent:
-            self._host.give_back("gradients", download.staging)
-        self._lent.clear()
-
-
-class _Download:
-    """A copy to host memory, and where it goes from there."""
-
-    def __init__(self, staging: torch.Tensor, target: torch.Tensor, wait: Callable[[], None]) -> None:
-        self.staging = staging
-        self.has_arrived = False
-        self._target = target
-        self._wait = wait
-
-    def finish(self) -> None:
-        self._wait()
-        with torch.inference_mode(False), torch.no_grad():
-            self._target.copy_(self.staging)
-        self.has_arrived = True
+        """Give all memory back; nothing is on its way any more."""
+        self._free.clear()
+        self._account(-self._nbytes)

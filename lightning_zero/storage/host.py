@@ -1,14 +1,22 @@
-"""Shards in host memory: page-locked where a CUDA device copies from it, of the size that is asked for."""
+"""Shards in host memory: page-locked where a CUDA device copies from it, of the size that is asked for.
+
+Note [Who unlocks]
+    Locked memory is its tensors' and no store's: a store keeps addresses, so that tensors in the memory can be counted.
+    When the last one goes, the memory waits in a list, still locked, because a copy from it may be running, and
+    unlocking is a call of CUDA, which must not come in the middle of something else. It is unlocked before other memory
+    is locked, when memory is given back (of gradients, behind a step), or by ``close``.
+"""
 
 from __future__ import annotations
 
 import warnings
 import weakref
 from collections import deque
+from functools import partial
 
 import torch
 
-from lightning_zero.storage.copies import Landing, lock_pages, unlock_pages
+from lightning_zero.storage.copies import Landing, finish_device, lock_pages, unlock_pages
 from lightning_zero.storage.pages import Pages
 from lightning_zero.storage.store import Accounts, Kind
 
@@ -63,10 +71,11 @@ class HostStore(Accounts):
         super().__init__()
         self.device = torch.device("cpu")
         self.is_pinned = pinned
-        self._locked: dict[int, torch.Tensor] = {}  # by address; registered with the driver until `close`
+        self._locked: set[int] = set()  # addresses that are registered with the driver
         self._unlock = weakref.finalize(self, _unlock, self._locked)  # an engine that is dropped closes nothing
         self._unlock.atexit = False
-        self._pool: dict[int, list[torch.Tensor]] = {}  # of them, those that were given back, by bytes
+        self._freed: list[tuple[int, object]] = []  # of them, with their memory, those in which no tensor lies any more
+        self._pool: dict[int, list[torch.Tensor]] = {}  # tensors in locked memory that were given back, by bytes
         self._staging_bytes = 0
         self._slots: deque[StagingSlot] = deque()
 
@@ -77,7 +86,7 @@ class HostStore(Accounts):
         return tensor
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a (numel,) tensor of any content that is in no account; locked memory stays locked until ``close``."""
+        """Return a (numel,) tensor of any content that is in no account; see Note [Who unlocks]."""
         with torch.inference_mode(False):
             return self._take(numel * dtype.itemsize).view(dtype)
 
@@ -88,9 +97,10 @@ class HostStore(Accounts):
     def give_back(self, kind: Kind, tensor: torch.Tensor) -> None:
         """Take back a tensor of ``create`` that nobody reads any more: locked memory is kept for the next one."""
         self.release(kind, tensor.nbytes)
+        self._unlock_freed()
         if tensor.data_ptr() in self._locked:
-            pages = self._locked[tensor.data_ptr()]
-            self._pool.setdefault(tensor.nbytes, []).append(pages[: tensor.nbytes])
+            with torch.inference_mode(False):
+                self._pool.setdefault(tensor.nbytes, []).append(tensor.detach().view(torch.uint8))
 
     def need_staging(self, nbytes: int) -> None:
         """Make staging slots of at least ``nbytes`` from now on."""
@@ -111,35 +121,52 @@ class HostStore(Accounts):
             return pool.pop()
         if not self.is_pinned or not nbytes:
             return torch.empty(nbytes, dtype=torch.uint8)
+        self._unlock_freed()
         try:
-            pages = Pages(nbytes).content  # nothing else lies in them: the driver locks pages
+            pages = Pages(nbytes)  # nothing else lies in them: the driver locks pages
         except OSError:  # not on Linux: PyTorch locks powers of two
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         self._pin(pages)
-        return pages[:nbytes]
+        return pages.content[:nbytes]
 
-    def _pin(self, pages: torch.Tensor) -> None:
-        code = lock_pages(pages.data_ptr(), pages.nbytes)
+    def _pin(self, pages: Pages) -> None:
+        address, size = pages.content.data_ptr(), pages.content.nbytes
+        code = lock_pages(address, size)
         if code == 0:
-            self._locked[pages.data_ptr()] = pages
+            self._locked.add(address)
+            pages.when_freed(partial(_keep_if_locked, self._locked, self._freed, address))
             return
         self.is_pinned = False
         warnings.warn(
-            f"{pages.nbytes} bytes of host memory could not be locked (CUDA error {code}:"
+            f"{size} bytes of host memory could not be locked (CUDA error {code}:"
             f" {_REASONS.get(code, 'see the list of CUDA errors')}); offloaded tensors are in pageable memory, which"
             " makes copies slower.",
             stacklevel=2,
         )
 
+    def _unlock_freed(self) -> None:
+        if self._freed:
+            finish_device()  # a copy may be running that nobody waits for
+        while self._freed:
+            address, _ = self._freed.pop()
+            self._locked.remove(address)
+            unlock_pages(address)
+
     def close(self) -> None:
-        """Unlock all pages and forget all accounts."""
+        """Unlock all pages, also those of tensors that somebody keeps, and forget all accounts."""
         _unlock(self._locked)
+        self._freed.clear()
         self._pool.clear()
         self._slots.clear()
         super().close()
 
 
-def _unlock(locked: dict[int, torch.Tensor]) -> None:
+def _keep_if_locked(locked: set[int], freed: list[tuple[int, object]], address: int, memory: object) -> None:
+    if address in locked:
+        freed.append((address, memory))
+
+
+def _unlock(locked: set[int]) -> None:
     for address in locked:
         unlock_pages(address)
     locked.clear()

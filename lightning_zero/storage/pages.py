@@ -11,6 +11,8 @@ Note [Pages]
 from __future__ import annotations
 
 import mmap
+import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -43,8 +45,9 @@ class Pages:
         self._memory = mmap.mmap(-1, size + (_HUGE_BYTES if is_huge else 0), flags=flags)
         # A child process that is forked must not share pages that a disk or a device transfers to and from.
         self._memory.madvise(mmap.MADV_DONTFORK)
+        self._view = memoryview(self._memory)  # lives as long as a tensor does in it; see `when_freed`
         with torch.inference_mode(False):
-            whole = torch.frombuffer(self._memory, dtype=torch.uint8)
+            whole = torch.frombuffer(self._view, dtype=torch.uint8)
         self._start = -whole.data_ptr() % _HUGE_BYTES if is_huge else 0
         self._size = size
         self.content = whole[self._start : self._start + size]
@@ -56,6 +59,13 @@ class Pages:
             self._memory.madvise(mmap.MADV_HUGEPAGE, self._start, self._size // _HUGE_BYTES * _HUGE_BYTES)
         except OSError:  # a kernel without them: slower
             return
+
+    def when_freed(self, call: Callable[[object], None]) -> None:
+        """Call ``call(memory)`` when nobody has this object or a tensor in it any more, in any thread.
+
+        The system has the address space back when nobody has ``memory`` either. At exit nothing is called.
+        """
+        weakref.finalize(self._view, call, self._memory).atexit = False
 
     def drop(self) -> None:
         """Give the pages back."""

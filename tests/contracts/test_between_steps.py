@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.comm import communicator
-from lightning_zero.config import Communication, MixedPrecision
+from lightning_zero.config import Communication, MixedPrecision, Offload
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.errors import CollectiveError
 from lightning_zero.lightning.strategy import ZeroStrategy
@@ -25,6 +27,8 @@ from tests import worlds
 from tests.lightning_programs import STAGES, Net, assert_equal, loader, seeded, trainer, weights
 from tests.references import TinyGPT, token_loss
 from tests.sampling import sample
+from tests.simulated_device import SimulatedDevice
+from tests.simulated_transport import BACKEND
 
 
 class Pair(Net):
@@ -372,3 +376,42 @@ def _gathered_in_a_forward(rank: int, world: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gathered_inside_a_forward_in_fp32_leaves_it_whole(stage: int) -> None:
     worlds.run(_gathered_in_a_forward, 2, stage)
+
+
+# -- Offloaded ---------------------------------------------------------------------------------------------------------
+
+
+def _read_offloaded(rank: int, world: int, stage: int, device: str, options: dict[str, Any]) -> set[tuple[str, type]]:
+    """Return devices and classes of values and gradients that are read from an offloaded model."""
+    is_simulated = device == "cuda"
+    with SimulatedDevice() if is_simulated else contextlib.nullcontext():
+        engine = ZeroEngine(
+            stage,
+            units=["Block"],
+            device=torch.device(device),
+            communication=Communication(backend=BACKEND if is_simulated else None),
+            offload=Offload(step_device="cpu", **options),
+        )
+        module = engine.shard(TinyGPT().to(device))
+        optimizer = engine.attach(torch.optim.AdamW(module.parameters()))
+        with engine.scope("training_step"):
+            module(torch.ones(2, 5, dtype=torch.int64).to(device)).square().mean().backward()
+        found = []
+        for param in module.parameters():
+            found += [engine.full_param(param), engine.full_grad(param)]
+        seen = {(one.device.type, type(one)) for one in found if one is not None}
+        optimizer.step()
+        assert not torch.equal(found[0], engine.full_param(next(module.parameters())))  # a copy
+        engine.close()
+        return seen
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("stage", sample([0, 2, 3], 2))
+@pytest.mark.parametrize("optimizer", ["cpu", "nvme"])
+def test_values_and_gradients_are_read_on_the_device_where_they_are_offloaded(
+    device: str, stage: int, optimizer: str, tmp_path: Path
+) -> None:
+    options = {"optimizer": optimizer, **({"path": str(tmp_path), "direct": False} if optimizer == "nvme" else {})}
+    (seen,) = worlds.run(_read_offloaded, 1, stage, device, options)
+    assert seen == {(device, Tensor)}

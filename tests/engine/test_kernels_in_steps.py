@@ -67,6 +67,8 @@ class _Trained:
             self.counters = [state["step"].device.type for state in optimizer.state.values()]
             self.numbers = [int(state["step"].cpu().item()) for state in optimizer.state.values()]
             self.num_plain, self.num_kernel = plain.call_count, kernel.call_count
+            outs = [call.kwargs["out"] for call in plain.call_args_list + kernel.call_args_list]
+            self.rounded_on = {out.device.type for out in outs if out is not None}
             self.weights: list[Tensor] = [engine.full_param(param).cpu() for param in module.parameters()]
             engine.close()
 
@@ -147,6 +149,19 @@ def test_units_in_16_bits_are_stepped_on_a_gpu_by_the_kernel_and_fp32_by_pytorch
     precision: str, placement: str
 ) -> None:
     worlds.run(_which, 2, precision, placement)
+
+
+def _rounded(rank: int, world: int, pin_memory: bool) -> None:
+    offload = Offload(optimizer="cpu", params="cpu", step_device="cuda", pin_memory=pin_memory)
+    one, other = _Trained("bf16", 3, offload=offload), _Trained("bf16", 3)
+    assert one.num_kernel > 0
+    assert one.rounded_on == {"cuda"}  # a kernel cannot write host memory that is not locked
+    assert _equal(one, other)
+
+
+@pytest.mark.parametrize("pin_memory", sample([True, False], False), ids=["locked", "pageable"])
+def test_steps_on_a_gpu_round_there_where_parameters_are_offloaded_too(pin_memory: bool) -> None:
+    worlds.run(_rounded, 2, pin_memory)
 
 
 def _on_one_rank(rank: int, world: int) -> None:

@@ -71,6 +71,22 @@ def test_host_memory_is_lent_to_what_is_on_its_way_alone(tmp_path: Path) -> None
         assert disks.host.live("gradients") == 0
 
 
+def test_memory_on_the_way_is_not_one_piece_for_each_size(tmp_path: Path) -> None:
+    numels = [1024 * (1 + number) for number in range(12)]
+    with SimulatedDevice() as device:
+        disks = Disks(tmp_path)
+        for numel in [*numels, *reversed(numels)]:
+            face = disks.store.create("optimizer", numel, torch.float32)
+            disks.store.put(face, torch.full((numel,), float(numel), device="cuda"))
+            disks.store.drain()
+            assert float((face + 0.0).sum()) == numel**2
+        assert disks.host.live("gradients") == 4 * numels[-1]  # one at a time was on its way
+        assert sum(device.driver.locked.values()) <= 4 * (numels[-1] + numels[-2])
+        disks.close()
+        assert disks.host.live("gradients") == 0
+        assert not device.driver.locked
+
+
 def test_a_copy_that_fails_is_the_error_of_who_uses_the_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with SimulatedDevice():
         disks = Disks(tmp_path)

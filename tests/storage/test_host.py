@@ -10,6 +10,7 @@ import torch
 
 from lightning_zero.storage import copies
 from lightning_zero.storage.host import HostStore
+from lightning_zero.storage.references import num_tensors_in
 from lightning_zero.storage.store import ShardStore
 from tests.simulated_device import SimulatedDevice
 
@@ -73,6 +74,39 @@ def test_locked_memory_that_is_given_back_is_used_again(monkeypatch: pytest.Monk
     assert (calls, store.live("gradients"), store.peak("gradients")) == ([4096, 4096], 200, 400)
 
 
+def test_memory_whose_last_tensor_has_gone_is_unlocked_before_more_is_locked() -> None:
+    with SimulatedDevice() as device:
+        store = HostStore(pinned=True)
+        kept = store.create("optimizer", 1000, torch.float32)
+        assert num_tensors_in(kept) == 1  # programs' tensors in it are counted
+        views = [store.allocate(1000, torch.float32)[10:] for _ in range(3)]
+        assert sorted(device.driver.locked.values()) == [4096] * 4
+        address = views[1].data_ptr() - 40
+        del views[1]
+        assert device.driver.holds(address)  # a copy of it may be running
+        store.allocate(5000, torch.float32)
+        assert not device.driver.holds(address)
+        assert sorted(device.driver.locked.values()) == [4096] * 3 + [20_480]
+        store.close()
+        assert not device.driver.locked
+
+
+def test_memory_that_outlives_its_store_is_not_unlocked_twice() -> None:
+    with SimulatedDevice() as device:
+        store = HostStore(pinned=True)
+        kept = store.allocate(1000, torch.float32).fill_(3.0)
+        store.close()
+        again = store.allocate(1000, torch.float32)
+        assert device.driver.holds(again.data_ptr())
+        assert not device.driver.holds(kept.data_ptr())
+        assert bool((kept == 3.0).all())
+        del kept
+        store.allocate(2000, torch.float32)
+        assert len(device.driver.locked) == 2
+        assert device.driver.last_error == 0
+        store.close()
+
+
 def test_memory_that_something_else_has_locked_is_told_from_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     _fail_to_lock(monkeypatch, 712)
     with pytest.warns(UserWarning, match="CUDA error 712: something else has locked a part of it"):
@@ -83,9 +117,9 @@ def test_the_next_kernel_does_not_report_that_pages_could_not_be_locked() -> Non
     with SimulatedDevice() as device:
         device.driver.most_bytes = 4096
         store = HostStore(pinned=True)
-        store.create("optimizer", 10, torch.float32)
+        kept = store.create("optimizer", 10, torch.float32)
         with pytest.warns(UserWarning, match="CUDA error 2"):
-            store.create("optimizer", 10, torch.float32)
+            store.create("optimizer", kept.numel(), torch.float32)
         assert torch.ones(3, device="cuda").sum().item() == 3
         device.driver.locked.clear()  # somebody else has unlocked it
         store.close()

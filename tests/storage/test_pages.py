@@ -42,3 +42,15 @@ def test_memory_outlives_the_object_that_made_it() -> None:
     content = Pages(100).content
     content.fill_(2)
     assert torch.equal(content, torch.full_like(content, 2))
+
+
+def test_the_end_of_the_last_tensor_is_told() -> None:
+    told: list[object] = []
+    pages = Pages(100)
+    pages.when_freed(told.append)
+    view = pages.content[3:5]
+    del pages
+    assert not told
+    assert torch.equal(view.fill_(7), torch.tensor([7, 7], dtype=torch.uint8))
+    del view
+    assert len(told) == 1

@@ -239,7 +239,7 @@ class GatheredParams:
         dtype = _DTYPES[parts.communicator.agree_on([code], f"agreement on the dtype of {what}")[0] - 1]
         if here is None:
             shape = remote_params.whole_shape(param)
-            here = torch.empty(shape, dtype=dtype, device=remote_params.master(param).device)
+            here = torch.empty(shape, dtype=dtype, device=parts.communicator.device)
         parts.communicator.broadcast(here, what, parts.first_holder(param))
         return here
 
@@ -253,7 +253,7 @@ class GatheredParams:
     def _whole(self, buffer: FlatBuffer, index: int, piece: torch.Tensor) -> torch.Tensor:
         slot, part = buffer.layout.slots[index], buffer.part(index)
         if not buffer.own_range.is_shard:
-            return piece.detach().clone()
+            return piece.detach().to(self._communicator.device, copy=True)  # it may be offloaded
         start, stop = buffer.own_range.elements(index)
         with torch.inference_mode(False), torch.no_grad():
             here = torch.zeros(slot.numel, dtype=piece.dtype, device=self._communicator.device)  # not the host's

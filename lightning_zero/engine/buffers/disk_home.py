@@ -83,15 +83,6 @@ class DiskHome(Home):
         others = self._own_range.slots - slots
         return bool(merge_written(master, values.to(master.device), self._own_range, others))
 
-    def gather_whole(self, values: torch.Tensor, communicator: Communicator, what: str) -> Pending | None:
-        """Gather every rank's shard into masters of whole buffers, in memory. Collective: all ranks."""
-        whole = values.clone()
-        pending = super().gather_whole(whole, communicator, what)
-        if pending is not None:
-            pending.wait()
-        values.copy_(whole)
-        return None
-
     def zeros(self, dtype: torch.dtype) -> torch.Tensor:
         """Return a state of an optimizer: (own range,)."""
         name = f"optimizer states of unit `{self._name}`"

@@ -124,10 +124,20 @@ class Home:
         return merge_written(master, computed().to(master.device), self._own_range, but_for)
 
     def gather_whole(self, values: torch.Tensor, communicator: Communicator, what: str) -> Pending | None:
-        """Start gathering every rank's shard into masters of whole buffers. Collective: all ranks."""
-        numel = values.numel() // communicator.world_size
+        """Gather every rank's shard into masters of whole buffers; start that if they are on the device.
+
+        Others are gathered there and copied back, because NCCL sends nothing from host memory. Collective: all ranks.
+        """
+        is_here = is_in_memory(values) and values.device == self._device.device
+        whole = values if is_here else values.to(self._device.device, copy=True)
+        numel = whole.numel() // communicator.world_size
         lo = communicator.rank * numel
-        return communicator.all_gather(values, values[lo : lo + numel], what)
+        pending = communicator.all_gather(whole, whole[lo : lo + numel], what)
+        if is_here:
+            return pending
+        pending.wait()
+        values.copy_(whole)
+        return None
 
     def zeros(self, dtype: torch.dtype) -> torch.Tensor:
         """Return a state of an optimizer: (own range,)."""
@@ -316,6 +326,9 @@ class HostHome(Home):
     def expect_rounding(self, nbytes: int) -> None:
         """Make staging slots that hold the rounded values."""
         self._host.need_staging(nbytes)
+
+    def _can_round_in_place(self, master: torch.Tensor, computed: torch.Tensor) -> bool:
+        return computed.device in (self.steps_on, master.device)  # a step on the device copies to offloaded ones
 
     def begin_rounding(self, master: torch.Tensor, computed: torch.Tensor) -> Rounding | None:
         """Return the target into which a step casts the master: the parameters, or memory on the way to them."""

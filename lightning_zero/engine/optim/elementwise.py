@@ -235,8 +235,8 @@ class _Attempt:
 
     def run(self, cut: _Cut) -> list[list[Tensor]]:
         """Step the samples as cut by ``cut``; return them after the steps, and for evaluation if those differ."""
-        torch.manual_seed(0)
         samples = [sample for group in self._groups for sample in group.samples]
+        _seed({sample.device for sample in samples})
         params = {id(sample): _tagged(nn.Parameter(cut(sample.start).clone()), sample.param) for sample in samples}
         groups = [
             {**group.options(), "params": [params[id(sample)] for sample in group.samples]} for group in self._groups
@@ -275,7 +275,7 @@ class _Attempt:
         state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         if self._has_state:
             for sample, param in params:
-                state[param] = _state_like(optimizer.state, sample.param, param)
+                state[param] = _state_like(optimizer.state, sample.param, param, is_number=not sample.shape)
         memo: dict[int, Any] = {id(optimizer.param_groups): groups, id(optimizer.state): state}
         memo.update({id(sample.param): param for sample, param in params})
         for mine, theirs in zip(self._groups, groups, strict=True):
@@ -312,13 +312,22 @@ def _tagged(param: nn.Parameter, like: nn.Parameter) -> nn.Parameter:
     return param
 
 
-def _state_like(states: Mapping[Any, dict[str, Any]], original: nn.Parameter, param: nn.Parameter) -> dict[str, Any]:
-    """Return a state like that of the original, or of any parameter, with one value everywhere."""
+def _state_like(
+    states: Mapping[Any, dict[str, Any]], original: nn.Parameter, param: nn.Parameter, *, is_number: bool
+) -> dict[str, Any]:
+    """Return a state like that of the original, or of any parameter, with one value everywhere.
+
+    Args:
+        states: Those of the optimizer.
+        original: A parameter of it.
+        param: The sample that stands for it, or a piece of that.
+        is_number: The original has no dimensions, and neither has a state of its shape, which is cut with it.
+    """
     found = [states.get(original, {}), *states.values()]
     state = next((state for state in found if state and _is_filled(state)), {})
     return {
         key: torch.zeros_like(param, dtype=value.dtype) + value.reshape(-1)[0]
-        if torch.is_tensor(value) and value.dim()
+        if torch.is_tensor(value) and (value.dim() or (is_number and key != "step"))
         else copy.deepcopy(value)
         for key, value in state.items()
     }
@@ -437,6 +446,15 @@ def _kind(value: Any) -> Any:
 
 def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+def _seed(devices: Iterable[torch.device]) -> None:
+    """Start the generators anew that ``_undisturbed`` restores, and no other: ``torch.manual_seed`` seeds all GPUs."""
+    torch.default_generator.manual_seed(0)
+    for device in devices:
+        if device.type != "cpu":
+            with torch.get_device_module(device).device(device):
+                torch.get_device_module(device).manual_seed(0)
 
 
 @contextmanager

@@ -40,13 +40,18 @@ def step_streamed(
         param: (n,) the master; written.
         moments: Its moments; written.
         grad: (n,).
-        out: (n,) on the device; takes the rounded parameters.
+        out: (n,) on the device, or offloaded as well; takes the rounded parameters.
         factor: () multiplies the gradient.
         tails: See ``lightning_zero_ops/chunks.py``.
     """
     with copies.stepping(behind):
         there = [torch.empty_like(one, device=device).copy_(one, non_blocking=True) for one in (param, *moments, grad)]
         factor = None if factor is None else factor.to(device)
-        step(group, number, param=there[0], moments=there[1:-1], grad=there[-1], out=out, factor=factor, tails=tails)
+        rounded = torch.empty_like(out, device=device) if out is not None and out.is_cpu else out
+        step(
+            group, number, param=there[0], moments=there[1:-1], grad=there[-1], out=rounded, factor=factor, tails=tails
+        )  # fmt: skip
         for target, source in zip((param, *moments), there[:-1], strict=True):
             target.copy_(source, non_blocking=True)
+        if out is not None and rounded is not None and rounded is not out:
+            out.copy_(rounded, non_blocking=True)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import Communication
+from lightning_zero.config import Communication, Offload
 from lightning_zero.engine.buffers.disk_home import DiskHome
 from lightning_zero.engine.buffers.group import BufferGroup
 from lightning_zero.engine.buffers.home import DeviceHome, Home, HostHome
 from lightning_zero.engine.buffers.spec import BufferKind, BufferSpec
+from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.sharding import ShardedOver
 from lightning_zero.storage.disk import DiskStore
 from lightning_zero.storage.host import HostStore
@@ -22,6 +26,10 @@ from lightning_zero.storage.nvme import NvmeStore
 from lightning_zero.storage.store import DeviceStore
 from tests import worlds
 from tests.engine.flat_buffers import CPU
+from tests.references import TinyGPT
+from tests.sampling import sample
+from tests.simulated_device import SimulatedDevice
+from tests.simulated_transport import BACKEND
 
 PLACES = ("device", "host", "disk")
 
@@ -114,3 +122,108 @@ def test_states_and_gradients_begin_with_zeros(place: str, tmp_path: Path) -> No
 
 def test_a_gradient_that_was_written_while_it_was_fetched_counts_as_written(tmp_path: Path) -> None:
     _run(_keeps_a_changed_gradient, "host", tmp_path)
+
+
+# -- Locked memory -----------------------------------------------------------------------------------------------------
+
+
+class _Rebinds(torch.optim.Optimizer):
+    """SGD that gives parameters new tensors."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data = param.data - group["lr"] * param.grad
+
+
+def _offloaded(stage: int, **options: Any) -> tuple[ZeroEngine, torch.nn.Module]:
+    engine = ZeroEngine(
+        stage,
+        units=["Block"],
+        device=torch.device("cuda"),
+        communication=Communication(backend=BACKEND),
+        offload=Offload(step_device="cpu", **options),
+    )
+    return engine, engine.shard(TinyGPT().to("cuda"))
+
+
+def _step(engine: ZeroEngine, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with engine.scope("training_step"):
+        loss = module(torch.ones(2, 5, dtype=torch.int64).to("cuda")).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _locked_by_steps(rank: int, world: int, stage: int) -> list[int]:
+    with SimulatedDevice() as device:
+        engine, module = _offloaded(stage)
+        optimizer = engine.attach(_Rebinds(module.parameters()))
+        sizes = []
+        for _ in range(4):
+            _step(engine, module, optimizer)
+            sizes.append(sum(device.driver.locked.values()))
+        engine.close()
+        return sizes
+
+
+@pytest.mark.parametrize("stage", sample([2, 3], 3))
+def test_steps_that_give_parameters_new_tensors_lock_no_more_memory(stage: int) -> None:
+    (sizes,) = worlds.run(_locked_by_steps, 1, stage)
+    assert sizes[0] > 0
+    assert sizes == sizes[:1] * 4
+
+
+def _locked_by_attaches(rank: int, world: int) -> list[int]:
+    with SimulatedDevice() as device:
+        engine, module = _offloaded(2)
+        sizes = []
+        for _ in range(4):
+            optimizer = engine.attach(torch.optim.AdamW(module.parameters()))
+            gc.collect()  # the engine had the one before
+            _step(engine, module, optimizer)
+            engine.flush()
+            sizes.append(sum(device.driver.locked.values()))
+        engine.close()
+        assert not device.driver.locked
+        return sizes
+
+
+def test_moments_of_optimizers_that_are_gone_are_not_locked() -> None:
+    (sizes,) = worlds.run(_locked_by_attaches, 1)
+    assert sizes == sizes[:1] * 4
+
+
+# -- Masters that ranks have loaded ------------------------------------------------------------------------------------
+
+
+def _gathered(rank: int, world: int, options: dict[str, Any]) -> tuple[set[str], bool]:
+    """Let each rank write its part of the masters; return where they were gathered, and whether all are there."""
+    with SimulatedDevice(), patch.object(Communicator, "all_gather", autospec=True, side_effect=_all_gather) as called:
+        engine, module = _offloaded(0, **options)
+        engine.attach(torch.optim.AdamW(module.parameters()))
+        checkpoints = engine.internals.checkpoints
+        checkpoints.prepare_load()
+        called.reset_mock()
+        records = checkpoints.records()
+        for record in records:
+            start, stop = record.save_range
+            record.master()[start:stop] = rank + 1.0
+        checkpoints.complete_masters()
+        devices = {tensor.device.type for call in called.call_args_list for tensor in call.args[1:3]}
+        found = {float(value) for record in records for value in record.master().clone()}
+        engine.close()
+        return devices, found == {1.0, 2.0}
+
+
+_all_gather = Communicator.all_gather
+
+
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+def test_masters_that_are_offloaded_are_gathered_on_the_device(place: str, tmp_path: Path) -> None:
+    options = {"optimizer": place, **({"path": str(tmp_path), "direct": False} if place == "nvme" else {})}
+    assert worlds.run(_gathered, 2, options) == [({"cuda"}, True)] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 from collections.abc import Callable
@@ -163,6 +164,35 @@ def test_the_trial_draws_no_random_numbers() -> None:
     assert tried(OTHERS_WRONG["Langevin"][0](parameters())) is not None
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
+
+
+def test_a_trial_on_the_host_leaves_the_generators_of_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(seed: int) -> None:
+        raise AssertionError("a generator that nobody restores was seeded")
+
+    for name in ("manual_seed", "manual_seed_all"):  # with a GPU `torch.manual_seed` calls them
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    assert tried(torch.optim.Adagrad(parameters())) is None
+
+
+def test_a_trial_on_a_device_seeds_the_generator_of_that_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded: list[str] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: seeded.append(str(device)) or contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: seeded.append(str(seed)))
+    with torch.random.fork_rng([]):
+        elementwise._seed([torch.device("cpu"), torch.device("cuda", 1)])
+        assert (seeded, torch.default_generator.initial_seed()) == (["cuda:1", "0"], 0)
+
+
+def test_states_of_numbers_that_the_constructor_has_made_are_cut() -> None:
+    class Eager(torch.optim.Adagrad):  # as in PyTorch 2.11, whose step makes no state
+        def step(self, closure: Any = None) -> Any:
+            if any("sum" not in self.state[param] for group in self.param_groups for param in group["params"]):
+                raise KeyError("sum")
+            return super().step(closure)
+
+    assert tried(Eager(parameters())) is None
+    assert tried(Eager([nn.Parameter(torch.ones(()))])) is None
 
 
 def test_the_trial_calls_no_hooks_of_the_user() -> None:
