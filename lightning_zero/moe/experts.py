@@ -226,7 +226,7 @@ class _GroupedLinear(nn.Module):
         assert self.offsets is not None, "called outside of `Experts`"
         weight, bias = self.weight, self.bias
         device = rows.device.type
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        if not rows.is_meta and torch.is_autocast_enabled(device):  # the meta device has no autocast
             dtype = torch.get_autocast_dtype(device)
             lowered = None if bias is None else bias.to(dtype)
             return grouped_linear(rows.to(dtype), weight.to(dtype), lowered, self.offsets)
