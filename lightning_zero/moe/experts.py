@@ -264,7 +264,7 @@ def _computes_rows_alone(module: nn.Module, hidden_size: int) -> bool:
     if first is None or first.is_meta:
         return first is not None  # without values there is nothing to compare, and tokens alone are the rule
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randn(_NUM_TRIED, hidden_size, generator=generator).to(first)
+    tokens = torch.randn(_NUM_TRIED, hidden_size, generator=generator, device="cpu").to(first)
     state = [one.training for one in module.modules()]
     devices = [first.device] if first.is_cuda else []
     module.eval()

@@ -6,13 +6,15 @@ import copy
 import io
 from collections.abc import Iterator, Mapping
 from itertools import chain
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["copied"]
+__all__ = ["copied", "copied_to_cpu"]
 
 _Module = TypeVar("_Module", bound=nn.Module)
+_ATOMS = (str, bytes, int, float, complex, type(None), FunctionType, BuiltinFunctionType, ModuleType)  # hold no tensors
 
 
 def copied(module: _Module, memo: Mapping[int, Any] | None = None) -> _Module:
@@ -33,6 +35,32 @@ def copied(module: _Module, memo: Mapping[int, Any] | None = None) -> _Module:
         tensors = chain(module.parameters(), module.buffers())
         _share(module, "self", {**{id(one): one for one in tensors}, **given}, given)
         return copy.deepcopy(module, given)
+
+
+def copied_to_cpu(module: _Module, memo: Mapping[int, Any] | None = None) -> _Module:
+    """Return a copy of a module on the CPU, with the tensors in its attributes, as ``copied`` does."""
+    given = dict(memo or {})
+    for tensor in _tensors_below(module, set(given)):
+        if tensor.device.type not in ("cpu", "meta"):
+            given[id(tensor)] = _on_cpu(tensor)
+    return copied(module, given)
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    values = tensor.detach().cpu()
+    return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+
+
+def _tensors_below(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors in the attributes of a module, and in objects below them, once each."""
+    if id(value) in seen or isinstance(value, _ATOMS):
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+        return
+    for _, part in _parts(value):
+        yield from _tensors_below(part, seen)
 
 
 def _share(value: Any, path: str, trial: Mapping[int, Any], memo: dict[int, Any]) -> None:
