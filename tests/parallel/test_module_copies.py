@@ -28,12 +28,14 @@ def test_a_copy_on_the_cpu_has_the_tensors_of_all_attributes_there() -> None:
     with SimulatedDevice() as device:
         table = torch.arange(3).to("cuda")
         model = Model(table=table, deep={"some": [SimpleNamespace(table=table, rate=0.1)]}).to("cuda")
+        model._device = model.inner.place = torch.device("cuda", 0)  # as LightningModules say where they are
         model.register_buffer("mean", torch.ones(2).to("cuda"))
         weight = nn.Parameter(torch.zeros(2, 2))
         other = copied_to_cpu(model, {id(model.inner[0].weight): weight})
         device.synchronize()
         found = [*other.parameters(), *other.buffers(), other.inner.table]
         assert {one.device.type for one in found} == {"cpu"}
+        assert {other._device, other.inner.place} == {torch.device("cpu")}
         assert other.inner[0].weight is weight
         assert other.inner.deep["some"][0].table is other.inner.table
         assert other.inner.table.tolist() == [0, 1, 2]

@@ -207,7 +207,7 @@ def capture(module: nn.Module, call: Call, names: Collection[str], blocks: Colle
                 f"The model cannot be run without values of its parameters ({type(error).__name__}: {error}), so its"
                 " plan of tensor parallelism cannot be verified. Build it with values, on the CPU."
             ) from error
-        return _run(copied_to_cpu(module), call, names, blocks)
+        return _run(copied_to_cpu(module).cpu(), call, names, blocks)
 
 
 def _run(module: nn.Module, call: Call, names: Collection[str], blocks: Collection[str]) -> Capture:
@@ -236,7 +236,7 @@ def results_read(module: nn.Module, call: Call, names: Collection[str]) -> froze
     try:
         return _results_read(_hollow(module), call, names)
     except Exception:
-        return _results_read(copied_to_cpu(module), call, names)
+        return _results_read(copied_to_cpu(module).cpu(), call, names)
 
 
 def _results_read(module: nn.Module, call: Call, names: Collection[str]) -> frozenset[str]:
