@@ -13,6 +13,8 @@ Note [Who multiplies]
     reads ``offsets`` on the device. Elsewhere the products are one call per expert: that needs ``offsets`` on the host,
     so a CUDA device is waited for. On a CPU the calls write into one result, so nothing is concatenated; PyTorch's own
     fallback there took 1.2 times as long (16 experts, 4096 x 256 by 512, one core of an EPYC).
+    Gradients of experts without rows are set to zero afterwards: on capability 10 ``torch._grouped_mm`` leaves them as
+    it found the memory (https://github.com/pytorch/pytorch/issues/172439).
 """
 
 from __future__ import annotations
@@ -119,11 +121,13 @@ def _launch_backward(
     if not len(x) or not _has_grouped_mm(x, weight):
         return _backward_reference(grad, x, weight, offsets, by_x, by_weight, by_bias)
     ends = _to_the_end(offsets, len(x))
-    grad_x, grad_weight, grad_bias = _results(grad, x, weight, by_x, by_weight, by_bias)
+    grad_x, grad_weight, grad_bias = _results(grad, x, weight, False, False, False)  # of unwanted ones
     if by_x:
         grad_x = torch._grouped_mm(grad, weight, offs=ends)
     if by_weight:
         grad_weight = torch._grouped_mm(grad.t(), x, offs=ends)
+        has_no_rows = offsets.diff(prepend=offsets.new_zeros(1)) == 0
+        grad_weight.masked_fill_(has_no_rows.view(-1, 1, 1), 0.0)
     if by_bias:  # sums as one product, because sums over rows of another number each would be atomic
         is_mine = torch.arange(len(weight), device=x.device).unsqueeze(1) == _experts(offsets, len(x))
         grad_bias = is_mine.to(grad.dtype) @ grad

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 
 from lightning_zero.config import Pipeline
 from lightning_zero.lightning.pipeline_logging import Logs, MetricStates
@@ -38,6 +39,7 @@ def layer_costs(
     """
     if pipeline.partition not in ("measured", "flops"):
         return None
+    _update_properties(module, device=device)  # Lightning has not done it for modules of `configure_model`
     answer: list[Any] = [None]
     if dist.get_rank() == 0:
         try:

@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
@@ -36,7 +37,7 @@ def call_for_plan(module: pl.LightningModule) -> Callable[[Any], Any]:
     Raises:
         ValueError: Nothing says how the module is called.
     """
-    example, trainer = module.example_input_array, module.trainer
+    example, trainer = _on_cpu(module.example_input_array), module.trainer  # where the copy is that runs
     try:
         batch, step = _batch(module)
     except Exception as error:
@@ -59,6 +60,10 @@ def call_for_plan(module: pl.LightningModule) -> Callable[[Any], Any]:
                 _run_step(one, other, batch, trainer)
 
     return call
+
+
+def _on_cpu(inputs: Any) -> Any:
+    return move_data_to_device(inputs, torch.device("cpu"))
 
 
 def _run_step(module: Any, step: str, batch: Any, trainer: Any) -> Any:
@@ -176,7 +181,7 @@ def _is_shared(data: Any) -> bool:
 
 def _described(module: nn.Module) -> Callable[[Any], Any] | None:
     for name, child in module.named_modules():
-        inputs = described_inputs(child)
+        inputs = _on_cpu(described_inputs(child))
         if inputs:
             return lambda one, name=name, inputs=inputs: one.get_submodule(name)(**inputs)  # type: ignore[misc]
     return None

@@ -226,7 +226,7 @@ class _GroupedLinear(nn.Module):
         assert self.offsets is not None, "called outside of `Experts`"
         weight, bias = self.weight, self.bias
         device = rows.device.type
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        if not rows.is_meta and torch.is_autocast_enabled(device):  # the meta device has no autocast
             dtype = torch.get_autocast_dtype(device)
             lowered = None if bias is None else bias.to(dtype)
             return grouped_linear(rows.to(dtype), weight.to(dtype), lowered, self.offsets)
@@ -264,7 +264,7 @@ def _computes_rows_alone(module: nn.Module, hidden_size: int) -> bool:
     if first is None or first.is_meta:
         return first is not None  # without values there is nothing to compare, and tokens alone are the rule
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randn(_NUM_TRIED, hidden_size, generator=generator).to(first)
+    tokens = torch.randn(_NUM_TRIED, hidden_size, generator=generator, device="cpu").to(first)
     state = [one.training for one in module.modules()]
     devices = [first.device] if first.is_cuda else []
     module.eval()

@@ -146,7 +146,8 @@ class RoutedExperts:
         Raises:
             ValueError: It does not run, or its results are others.
         """
-        error = _tried(self.module)
+        with torch.device("cpu"):  # also where the program makes tensors on another device by default
+            error = _tried(self.module)
         if error is not None:
             raise ValueError(
                 f"`expert_parallel` cannot divide `{name}` (`{type(self.module).__name__}`): {error}. Leave the option"

@@ -114,9 +114,8 @@ class Router(nn.Module):
         Returns:
             The choices; ``experts`` in the order of preference.
         """
-        device = tokens.device.type
-        has_autocast = torch.amp.is_autocast_available(device)  # not without values
-        with torch.autocast(device, enabled=False) if has_autocast else contextlib.nullcontext():
+        has_autocast = not tokens.is_meta  # the meta device has no autocast
+        with torch.autocast(tokens.device.type, enabled=False) if has_autocast else contextlib.nullcontext():
             return self._choose(tokens, used_token)
 
     def _choose(self, tokens: Tensor, used_token: Tensor | None) -> Routing:

@@ -6,13 +6,16 @@ import copy
 import io
 from collections.abc import Iterator, Mapping
 from itertools import chain
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-__all__ = ["copied"]
+__all__ = ["copied", "copied_to_cpu"]
 
 _Module = TypeVar("_Module", bound=nn.Module)
+_ATOMS = (str, bytes, int, float, complex, type(None), FunctionType, BuiltinFunctionType, ModuleType)  # hold no tensors
 
 
 def copied(module: _Module, memo: Mapping[int, Any] | None = None) -> _Module:
@@ -33,6 +36,35 @@ def copied(module: _Module, memo: Mapping[int, Any] | None = None) -> _Module:
         tensors = chain(module.parameters(), module.buffers())
         _share(module, "self", {**{id(one): one for one in tensors}, **given}, given)
         return copy.deepcopy(module, given)
+
+
+def copied_to_cpu(module: _Module, memo: Mapping[int, Any] | None = None) -> _Module:
+    """Return a copy of a module on the CPU, as ``copied`` does: tensors and devices in its attributes too."""
+    given = dict(memo or {})
+    for value in _placed_below(module, set(given)):
+        device = value if isinstance(value, torch.device) else value.device
+        if device.type not in ("cpu", "meta"):
+            given[id(value)] = _on_cpu(value)
+    return copied(module, given)
+
+
+def _on_cpu(value: Tensor | torch.device) -> Tensor | torch.device:
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    values = value.detach().cpu()
+    return nn.Parameter(values, value.requires_grad) if isinstance(value, nn.Parameter) else values
+
+
+def _placed_below(value: Any, seen: set[int]) -> Iterator[Tensor | torch.device]:
+    """Yield the tensors and devices in the attributes of a module, and in objects below them, once each."""
+    if id(value) in seen or isinstance(value, _ATOMS):
+        return
+    seen.add(id(value))
+    if isinstance(value, (Tensor, torch.device)):
+        yield value
+        return
+    for _, part in _parts(value):
+        yield from _placed_below(part, seen)
 
 
 def _share(value: Any, path: str, trial: Mapping[int, Any], memo: dict[int, Any]) -> None:

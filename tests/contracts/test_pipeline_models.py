@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_zero.errors import PipelineError
@@ -218,6 +219,32 @@ def test_a_pipeline_is_cut_by_what_layers_cost(case: Any) -> None:
         assert after == drawn
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6, msg=name)
+
+
+class Scale(LightningModule):
+    """Is part of a model, and says that it is on another device until the strategy has moved it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._device = torch.device("meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.device.type == "cpu"
+        return x
+
+
+class MadeLate(Uneven):
+    def configure_model(self) -> None:
+        self.scale = Scale()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.scale(super().training_step(batch, batch_idx))
+
+
+def test_a_measured_step_finds_the_device_that_it_runs_on() -> None:
+    """On a GPU ``self.device`` of modules that ``configure_model`` had made was the CPU while layers were measured."""
+    for found, _, _ in run(_cut, 2, "flops", MadeLate):
+        assert found == (0, 3, 6)
 
 
 class OnMeta(Program):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.moe import MoE
-from lightning_zero.moe.experts import Experts, StackedLinear
+from lightning_zero.moe.experts import Experts, StackedLinear, _computes_rows_alone
 
 H, E = 6, 3
 
@@ -218,3 +218,10 @@ def test_a_result_of_another_size_is_refused_in_the_forward_too() -> None:
     experts = Experts([Late()] * E, H)
     with pytest.raises(ValueError, match=r"`Late`\) must return the shape of its input"):
         experts(torch.randn(9, H), ENDS)
+
+
+def test_experts_are_tried_inside_of_a_context_of_another_device() -> None:
+    """``Trainer.init_module`` on a GPU is one: the generator of the tried tokens is on the CPU, and PyTorch raised."""
+    modules = [nn.Linear(H, H), Mixing()]
+    with torch.device("meta"):
+        assert [_computes_rows_alone(one, H) for one in modules] == [True, False]

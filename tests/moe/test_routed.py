@@ -169,3 +169,10 @@ def test_a_call_without_rows_leaves_no_casts_without_a_graph_to_the_next() -> No
     for param in module.parameters():
         assert param.grad is not None
         assert param.grad.any()
+
+
+def test_experts_are_verified_with_another_default_device() -> None:
+    experts = RoutedExperts.of(Plain())
+    assert experts is not None
+    with torch.device("meta"):
+        experts.verify("experts")

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_zero_ops import grouped, grouped_linear
 from tests.ops.accuracy import assert_close, fresh
@@ -68,6 +70,48 @@ INTERPRETED = {dtype: partial(_with_grouped_mm, dtype) for dtype in DTYPES}
 @pytest.mark.parametrize("case", INTERPRETED)
 def test_grouped_mm_is_the_loop(case: str) -> None:
     assert interpreted(__name__, case) == ""
+
+
+def _grouped_mm_of_capability_10(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """Multiply as ``torch._grouped_mm`` does on a B200, which writes nothing for products over no rows."""
+    groups = [slice(start, stop) for start, stop in pairwise([0, *offs.tolist()])]
+    if b.dim() == 3:
+        return torch.cat([a[rows] @ b[expert] for expert, rows in enumerate(groups)])
+    result = torch.full((len(groups), a.shape[0], b.shape[1]), 7.0, dtype=a.dtype)
+    for expert, rows in enumerate(groups):
+        if rows.stop > rows.start:
+            result[expert] = a[:, rows] @ b[rows]
+    return result
+
+
+class _Allocated(TorchDispatchMode):
+    """Adds up the elements of empty tensors that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if "new_empty" in str(func):
+            self.numel += result.numel()
+        return result
+
+
+@pytest.mark.parametrize("by_weight", [False, True], ids=["frozen", "trained"])
+def test_experts_without_rows_have_gradients_of_zeros_and_nothing_is_allocated_twice(
+    by_weight: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a B200 their gradients were other values of the memory (https://github.com/pytorch/pytorch/issues/172439)."""
+    monkeypatch.setattr(grouped, "_has_grouped_mm", lambda x, weight: True)
+    monkeypatch.setattr(torch, "_grouped_mm", _grouped_mm_of_capability_10, raising=False)
+    x, weight, _, offsets = _inputs([0, 4, 0, 5, 0], torch.float32)
+    saved = (torch.randn(len(x), 32, generator=fresh()), x, weight, offsets, True, by_weight, False)
+    with _Allocated() as allocated:
+        found = grouped._launch_backward(*saved)
+    assert allocated.numel == 0
+    for one, other in zip(found, grouped._backward_reference(*saved), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 # -- On this machine ---------------------------------------------------------------------------------------------------

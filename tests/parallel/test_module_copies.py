@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.parallel.module_copies import copied
+from lightning_zero.parallel.module_copies import copied, copied_to_cpu
+from tests.simulated_device import SimulatedDevice
 
 
 class Model(nn.Module):
@@ -20,6 +21,26 @@ class Model(nn.Module):
         self.inner = nn.Sequential(nn.Linear(2, 2))
         self.numbers = [1, 2]
         vars(self.inner).update(attributes)
+
+
+def test_a_copy_on_the_cpu_has_the_tensors_of_all_attributes_there() -> None:
+    """``configure_model`` runs on the device: plans for tensor ranks failed with ``self.pos = torch.arange(9)``."""
+    with SimulatedDevice() as device:
+        table = torch.arange(3).to("cuda")
+        model = Model(table=table, deep={"some": [SimpleNamespace(table=table, rate=0.1)]}).to("cuda")
+        model._device = model.inner.place = torch.device("cuda", 0)  # as LightningModules say where they are
+        model.register_buffer("mean", torch.ones(2).to("cuda"))
+        weight = nn.Parameter(torch.zeros(2, 2))
+        other = copied_to_cpu(model, {id(model.inner[0].weight): weight})
+        device.synchronize()
+        found = [*other.parameters(), *other.buffers(), other.inner.table]
+        assert {one.device.type for one in found} == {"cpu"}
+        assert {other._device, other.inner.place} == {torch.device("cpu")}
+        assert other.inner[0].weight is weight
+        assert other.inner.deep["some"][0].table is other.inner.table
+        assert other.inner.table.tolist() == [0, 1, 2]
+        assert isinstance(other.inner[0].bias, nn.Parameter)
+        assert {one.device.type for one in [*model.parameters(), model.inner.table]} == {"cuda"}
 
 
 def test_locks_are_shared_and_all_else_is_copied() -> None:

@@ -142,6 +142,7 @@ class _Forward:
         if any(map(is_empty_cache, kwargs.values())):
             _tell_of_caches()
             kwargs = {name: None if is_empty_cache(value) else value for name, value in kwargs.items()}
+        witnesses = _witnesses(self.module, args, kwargs)
         if not torch.compiler.is_compiling():  # compiled code recomputes values, and writes to buffers once
             run = RunAgain(self.module, run, self._unwritten)
             if self._partition is not None:
@@ -157,7 +158,38 @@ class _Forward:
             call = partial(call, context_fn=_keep_products)
         elif policy == "offload":
             run, args, kwargs = self._lane.send(run, args, kwargs, self._inputs)
-        return call(run, *args, **kwargs)
+        return call(_WithWitnesses(run), witnesses, *args, **kwargs)
+
+
+# -- Random numbers ----------------------------------------------------------------------------------------------------
+
+
+def _witnesses(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return an empty tensor on each device of a call.
+
+    ``checkpoint`` restores the random state of devices that it finds among the positional arguments, and of no others;
+    a tensor may be an argument by name, or lie in an object that only the module knows.
+    """
+    places = [*tree_leaves((args, kwargs)), next(module.parameters(), None)]
+    devices: list[torch.device] = []
+    for one in places:
+        is_placed = isinstance(one, Tensor) and not isinstance(one, FakeTensor)
+        if is_placed and one.device.type not in ("cpu", "meta") and one.device not in devices:
+            devices.append(one.device)
+    return [torch.empty(0, device=device) for device in devices]
+
+
+class _WithWitnesses:
+    """A call that is given an empty tensor on each of its devices as well."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
+
+    def __call__(self, witnesses: list[Tensor], *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+
+# -- Graphs ------------------------------------------------------------------------------------------------------------
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -239,7 +271,7 @@ class _Lane:
         if self._forecast is not None:
             self._forecast.note_waiting(len(self._parked))
 
-        def fetching(witnesses: list[Tensor], *args: Any, **kwargs: Any) -> Any:
+        def fetching(*args: Any, **kwargs: Any) -> Any:
             with parked.present():
                 if first:
                     args, kwargs = first.pop()
@@ -247,8 +279,7 @@ class _Lane:
                     args, kwargs = tree_map_only(_Slot, parked.take, (args, kwargs))
                 return run(*args, **kwargs)
 
-        # `checkpoint` keeps the random state of the devices that it sees among the arguments
-        return fetching, (parked.witnesses(), *args), kwargs
+        return fetching, args, kwargs
 
     def before(self, parked: _Parked) -> _Parked | None:
         """Return the call before this one, if its graph is alive; it goes backward next."""
@@ -320,10 +351,6 @@ class _Parked:
         self._live.append(tensor)
         self._places.append((tensor.device, tensor.requires_grad))
         return _Slot(len(self._live) - 1)
-
-    def witnesses(self) -> list[Tensor]:
-        """Return an empty tensor on each device."""
-        return [torch.empty(0, device=device) for device in dict.fromkeys(device for device, _ in self._places)]
 
     @contextmanager
     def present(self) -> Iterator[None]:

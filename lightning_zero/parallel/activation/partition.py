@@ -85,12 +85,10 @@ class PartitionedInputs:
         first = [(args, kwargs)]  # with the caller's own lists and dictionaries, which the call may fill
         leaves, spec = tree_flatten((args, kwargs))
         divided = inputs.among(leaves, self._ranks)
-        # `checkpoint` keeps the random state of the devices that it sees among the arguments
-        witnesses = [torch.empty(0, device=device) for device in {leaves[number].device for number in divided}]
         leaves = [self._piece(leaf) if number in divided else leaf for number, leaf in enumerate(leaves)]
         args, kwargs = tree_unflatten(leaves, spec)
 
-        def gathering(witnesses: list[Tensor], *args: Any, **kwargs: Any) -> Any:
+        def gathering(*args: Any, **kwargs: Any) -> Any:
             if first:
                 args, kwargs = first.pop()
                 return run(*args, **kwargs)
@@ -98,7 +96,7 @@ class PartitionedInputs:
             args, kwargs = tree_map_only(_Piece, lambda piece: _gather_once(piece, gathered), (args, kwargs))
             return run(*args, **kwargs)
 
-        return gathering, (witnesses, *args), kwargs
+        return gathering, args, kwargs
 
     def _piece(self, tensor: Tensor) -> _Piece:
         """Return this rank's piece of a tensor; calls that are given the same tensor share one."""

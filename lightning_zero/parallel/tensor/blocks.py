@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_zero.parallel.module_copies import copied
+from lightning_zero.parallel.module_copies import copied_to_cpu
 from lightning_zero.parallel.module_state import without_caches
 from lightning_zero.parallel.tensor.examples import Arguments, keep
 from lightning_zero.trees import tree_leaves, tree_map_only
@@ -166,9 +166,9 @@ def _contents(cell: CellType) -> Any:
 
 
 def copy_with(module: nn.Module, replacement: Callable[[str, nn.Parameter], nn.Parameter]) -> nn.Module:
-    """Return a copy of a module with other parameters; those of the module are not copied."""
+    """Return a copy of a module on the CPU with other parameters; those of the module are not copied."""
     memo: dict[int, Any] = {id(param): replacement(name, param) for name, param in module.named_parameters()}
-    return copied(module, memo)
+    return copied_to_cpu(module, memo)
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def capture(module: nn.Module, call: Call, names: Collection[str], blocks: Colle
                 f"The model cannot be run without values of its parameters ({type(error).__name__}: {error}), so its"
                 " plan of tensor parallelism cannot be verified. Build it with values, on the CPU."
             ) from error
-        return _run(copied(module).cpu(), call, names, blocks)
+        return _run(copied_to_cpu(module).cpu(), call, names, blocks)
 
 
 def _run(module: nn.Module, call: Call, names: Collection[str], blocks: Collection[str]) -> Capture:
@@ -236,7 +236,7 @@ def results_read(module: nn.Module, call: Call, names: Collection[str]) -> froze
     try:
         return _results_read(_hollow(module), call, names)
     except Exception:
-        return _results_read(copied(module).cpu(), call, names)
+        return _results_read(copied_to_cpu(module).cpu(), call, names)
 
 
 def _results_read(module: nn.Module, call: Call, names: Collection[str]) -> frozenset[str]:

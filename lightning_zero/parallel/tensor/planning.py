@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from types import FunctionType, MethodType
 
+import torch
 from torch import nn
 
 from lightning_zero.parallel.tensor.blocks import (
@@ -107,7 +108,8 @@ def plan_model(module: nn.Module, options: TensorParallel, call: Call) -> ModelP
     if options.size == 1:
         numel = sum(param.numel() for param in module.parameters())
         return ModelPlan(TensorPlan({}), 1, (), numel, 0, ("one rank computes everything",))
-    return _Planner(module, options, call).plan(call)
+    with torch.device("cpu"):  # where copies are, also if the program makes tensors on another device by default
+        return _Planner(module, options, call).plan(call)
 
 
 class _Planner:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -104,6 +106,57 @@ def _compare(rank: int, world: int, stage: int, dropout: float, frozen: bool) ->
 def test_every_policy_gives_the_same_bits(stage: int, dropout: float, frozen: bool) -> None:
     for found in worlds.run(_compare, 2, stage, dropout, frozen):
         assert not any(found.values()), found
+
+
+class _Named(nn.Module):
+    """Takes its input by name, or in an object that is no tree."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, *, hidden_states: Any) -> Tensor:
+        x: Tensor = hidden_states if isinstance(hidden_states, Tensor) else hidden_states.value
+        return self.layer(x)
+
+
+class _Ranks:
+    rank, size = 0, 1
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor]
+
+
+@pytest.mark.parametrize("is_hidden", [False, True], ids=["by-name", "in-an-object"])
+@pytest.mark.parametrize("policy", [*POLICIES, "partition"])
+def test_random_numbers_are_restored_on_the_devices_of_all_inputs(
+    policy: Any, is_hidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks called with ``hidden_states=x`` drew another dropout mask on a device when they were computed again."""
+    seen: list[Any] = []
+    infer = torch.utils.checkpoint._infer_device_type
+    monkeypatch.setattr(torch.utils.checkpoint, "_infer_device_type", lambda *args: seen.append(args) or infer(*args))
+    monkeypatch.setattr(torch, "_assert_async", lambda *args: None)  # of "partition"; it would not wait for its value
+    with SimulatedDevice() as device:
+        module = nn.Sequential(_Named()).to("cuda")
+        options = ActivationCheckpointing(modules=[_Named], policy=policy)
+        checkpoint_activations(module, options, _Ranks() if policy == "partition" else None)
+        x = torch.ones(2, 4).to("cuda").requires_grad_()
+        module[0](hidden_states=SimpleNamespace(value=x) if is_hidden else x).sum().backward()
+        device.synchronize()
+        tensors = [one for one in tree_leaves(seen) if isinstance(one, Tensor)]
+        assert seen
+        assert [(one.device.type, one.numel()) for one in tensors] == [("cuda", 0)]
+
+
+@pytest.mark.parametrize("policy", sample(["full", "selective"], "full"))
+def test_a_compiled_block_is_one_graph(policy: Any) -> None:
+    module = nn.Sequential(_Named())
+    checkpoint_activations(module, ActivationCheckpointing(modules=[_Named], policy=policy))
+    compiled = torch.compile(module[0], backend="eager", fullgraph=True)
+    x = torch.ones(2, 4).requires_grad_()
+    compiled(hidden_states=x).sum().backward()
+    assert x.grad is not None
 
 
 # -- What is kept ------------------------------------------------------------------------------------------------------

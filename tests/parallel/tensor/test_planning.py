@@ -343,3 +343,11 @@ def test_a_weight_that_is_tied_to_a_whole_one_stays_whole() -> None:
     )
     with pytest.raises(ValueError, match="cuts a tied parameter differently"):
         _plan_stack(model, plan=CUT)
+
+
+def test_a_plan_is_found_with_another_default_device() -> None:
+    model, call = make("hand-fixed")
+    expected = plan_model(model, TensorParallel(size=2), call)
+    with torch.device("meta"):  # as of `torch.set_default_device("cuda")`
+        found = plan_model(model, TensorParallel(size=2), call)
+    assert found.lines() == expected.lines()

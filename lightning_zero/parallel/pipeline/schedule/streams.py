@@ -135,7 +135,7 @@ class RandomStreams:
         (self._chunk, microbatch), self._entered = self._entered, None
         if len(self._common) == microbatch + 1:
             self._common.append(RandomState(self._device))
-        drawn = int(torch.randint(2**62, ()).item())
+        drawn = int(torch.randint(2**62, (), device="cpu").item())
         if self._chunk not in self._own:
             _seed(drawn + self._chunk, self._device)
             self._own[self._chunk] = RandomState(self._device)
@@ -193,7 +193,7 @@ class RandomStreams:
         else:
             generator.set_state(self._seeds)
         while len(self._repeated) <= microbatch:
-            self._repeated.append(int(torch.randint(2**62, (), generator=generator).item()))
+            self._repeated.append(int(torch.randint(2**62, (), generator=generator, device="cpu").item()))
         self._seeds = generator.get_state()
         return self._repeated[microbatch]
 

@@ -94,3 +94,17 @@ def test_code_between_modules_draws_the_same_numbers_for_every_chunk_and_others_
         drawn.append(mine)
     assert drawn[0] == drawn[1]
     assert len(set(drawn[0])) == 16
+
+
+def test_streams_draw_the_same_with_another_default_device() -> None:
+    def draw() -> list[int]:
+        torch.manual_seed(5)
+        streams = RandomStreams(CPU)
+        streams.begin()
+        streams.enter(0, 0)
+        streams.leave_common()
+        return [int(torch.randint(9, (), device="cpu")) for _ in range(8)]
+
+    expected = draw()
+    with torch.device("meta"):
+        assert draw() == expected
