@@ -28,7 +28,7 @@ from lightning_zero.parallel.pipeline.stages.split import Split, modules_around
 
 __all__ = ["BackwardAttributes"]
 
-# `id` of the module, whose own hash may change; attribute with a dictionary or an object, or ""; key, or attribute of it
+# `id` of the module, whose own hash may change; attribute that has a dictionary or an object, or ""; key in it.
 _Key = tuple[int, str, Any]
 _PLAIN = (bool, int, float, str, type(None), Tensor, nn.Module, list, tuple, set)  # without attributes that change
 _MOST_ITEMS = 64  # of a dictionary that is looked into
