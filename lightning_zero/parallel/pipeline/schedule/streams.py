@@ -72,8 +72,14 @@ class RandomState:
         return moved
 
     def digest(self) -> int:
-        """Return a number that differs where the states of the host do; the same in every process."""
-        return zlib.crc32(self._host.numpy().tobytes(), zlib.crc32(repr(self._python).encode()))
+        """Return a number that differs where the states do; the same in every process with the same device type."""
+        digest = zlib.crc32(self._host.numpy().tobytes(), zlib.crc32(repr(self._python).encode()))
+        if self._on_device is not None:
+            digest = zlib.crc32(self._on_device.numpy().tobytes(), digest)
+        if isinstance(self._numpy, tuple):
+            kind, key, *rest = self._numpy
+            digest = zlib.crc32(key.tobytes(), zlib.crc32(repr((kind, rest)).encode(), digest))
+        return digest
 
 
 def _numpy_state(plain: Sequence[Any]) -> tuple[Any, ...]:
