@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["RandomState", "RandomStreams"]
+__all__ = ["RandomState", "RandomStreams", "seed_generators"]
 
 
 class RandomState:
@@ -143,9 +143,9 @@ class RandomStreams:
             self._common.append(RandomState(self._device))
         drawn = int(torch.randint(2**62, ()).item())
         if self._chunk not in self._own:
-            _seed(drawn + self._chunk, self._device)
+            seed_generators(drawn + self._chunk, self._device)
             self._own[self._chunk] = RandomState(self._device)
-        _seed(self._seed_of(microbatch, drawn), self._device)
+        seed_generators(self._seed_of(microbatch, drawn), self._device)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -204,7 +204,7 @@ class RandomStreams:
         return self._repeated[microbatch]
 
 
-def _seed(seed: int, device: torch.device) -> None:
+def seed_generators(seed: int, device: torch.device) -> None:
     """Start the generators of ``RandomState`` anew."""
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
