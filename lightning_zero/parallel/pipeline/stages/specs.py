@@ -186,8 +186,9 @@ class SpecifiedLayers:
 
 def _device_in_use() -> torch.device:
     """Return the device on which layers may be built: the current GPU, unless this process uses none."""
-    is_used = torch.cuda.is_initialized() or torch.get_default_device().type == "cuda"  # type: ignore[no-untyped-call]
-    return torch.device("cuda", torch.cuda.current_device()) if is_used else torch.device("cpu")
+    cuda = torch.get_device_module("cuda")
+    is_used = cuda.is_initialized() or torch.get_default_device().type == "cuda"
+    return torch.device("cuda", cuda.current_device()) if is_used else torch.device("cpu")
 
 
 def _spots(module: nn.Module) -> list[_Spot]:
