@@ -42,7 +42,7 @@ from lightning_zero.comm.waits import Call, Waits, lets_device_wait
 from lightning_zero.config import Communication
 from lightning_zero.errors import CollectiveError
 
-__all__ = ["Communicator", "Pending"]
+__all__ = ["Communicator", "Pending", "as_bytes"]
 
 _all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -398,7 +398,7 @@ class Communicator:
             return
         self._count("broadcast", tensor.nbytes)
         with self._waiting(f"broadcast of {what}", self._reduce_group):
-            dist.broadcast(_as_bytes(tensor), group=self._reduce_group, group_src=source)
+            dist.broadcast(as_bytes(tensor), group=self._reduce_group, group_src=source)
 
     def all_reduce(
         self, tensor: torch.Tensor, what: str, op: Any = dist.ReduceOp.SUM, kind: str = "control"
@@ -700,7 +700,7 @@ def _topic(what: str) -> str:
     return what.partition(" (")[0]
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view that every transport takes: few dtypes are known to all of them."""
     return tensor if tensor.dtype in _SENT_AS_THEY_ARE else tensor.view(-1).view(torch.uint8)
 

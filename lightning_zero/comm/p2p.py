@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_zero.comm.communicator import as_bytes
 from lightning_zero.comm.mesh import Mesh
 from lightning_zero.comm.waits import Call, Waits, lets_device_wait
 
@@ -60,11 +61,11 @@ class P2P:
 
     def send(self, peer: int, tensor: torch.Tensor, what: str) -> None:
         """Start sending; ``flush`` before the end of the step."""
-        host = tensor.detach().contiguous()
+        host = tensor.detach().resolve_conj().resolve_neg().contiguous()
         host = host.cpu() if self._is_gloo else host
         self._refuse_failed()
         try:
-            work = dist.isend(host, group=self._group, group_dst=peer, tag=self._tag("send", peer))
+            work = dist.isend(as_bytes(host), group=self._group, group_dst=peer, tag=self._tag("send", peer))
         except (RuntimeError, ValueError) as error:
             raise self._mesh.failure(what, error, peer) from None
         self.sent_bytes += host.nbytes
@@ -75,7 +76,7 @@ class P2P:
         buffer = torch.empty(shape, dtype=dtype, device="cpu" if self._is_gloo else self.device)
         self._refuse_failed()
         try:
-            work = dist.irecv(buffer, group=self._group, group_src=peer, tag=self._tag("receive", peer))
+            work = dist.irecv(as_bytes(buffer), group=self._group, group_src=peer, tag=self._tag("receive", peer))
         except (RuntimeError, ValueError) as error:
             raise self._mesh.failure(what, error, peer) from None
         return PendingReceive(self, peer, call=self._waits.start(what, self._group), work=work, buffer=buffer)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.engine_state import EngineState
+from lightning_zero.engine.optim.whole_gradients import Unscaled
 from lightning_zero.engine.runtime.accumulation_hooks import has_hooks_of_program
 from lightning_zero.engine.runtime.rank_facts import RankFacts
 from lightning_zero.microbatch import Microbatch
@@ -162,10 +163,11 @@ class StepControl:
         self._state.require_module()
         self._state.attached.of(optimizer).open()
 
-    def unscale(self, optimizer: Optimizer, scale: float) -> bool:
-        """Divide an optimizer's gradients by the scales of their losses, once; say whether one was not finite.
+    def unscale(self, optimizer: Optimizer, scale: float) -> Unscaled:
+        """Divide an optimizer's gradients by the scales of their losses, once.
 
-        Collective: all ranks, who get the same answer. Gradients that were divided before stay as they are.
+        Collective: all ranks, who get the same answer, also those of other pipeline stages. Gradients that were divided
+        before stay as they are.
 
         Args:
             optimizer: The optimizer.

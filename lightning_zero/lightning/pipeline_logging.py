@@ -238,7 +238,7 @@ class Logs:
         computed = [one for one in calls if not one.is_elsewhere]
         if not computed:
             return LoggedValue(key, name, None, None, options)
-        values = [one if isinstance(one, Tensor) else torch.tensor(float(one)) for one in (c.value for c in computed)]
+        values = _as_tensors([one.value for one in computed])
         reduced = _reduced(values, [one.weight for one in computed], options.get("reduce_fx", "mean"))
         return LoggedValue(key, name, reduced.cpu(), None, options)
 
@@ -492,6 +492,12 @@ class MetricStates:
 _CALLS = ("update", "forward", "compute")
 _GROUPS = ("_groups", "_groups_checked", "_state_is_copy")
 _COMPUTED = ("_computed", "_forward_cache", "_cache")
+
+
+def _as_tensors(values: Sequence[Any]) -> list[Tensor]:
+    """Return numbers and tensors as tensors on the device of the first tensor."""
+    device = next((one.device for one in values if isinstance(one, Tensor)), None)
+    return [(one if isinstance(one, Tensor) else torch.tensor(float(one))).to(device) for one in values]
 
 
 def _reduced(values: Sequence[Tensor], sizes: Sequence[int], reduce_fx: Any) -> Tensor:

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from lightning_zero.config import MixedPrecision as PrecisionConfig
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.optim.methods import may_use_closure, needs_closure
+from lightning_zero.engine.optim.whole_gradients import Unscaled
 from lightning_zero.option_checks import checked_fields
 
 __all__ = [
@@ -84,8 +85,8 @@ class LossScale:
 class LossScaler:
     """The factor of a dynamic loss scale, step by step (DeepSpeed's rule).
 
-    ``update`` is called once per optimizer step with the same argument on every rank, so the factor is the same on
-    every rank without communication.
+    ``update`` is called once per optimizer step that has gradients on some rank, on every rank and with the same
+    argument, so the factor is the same on every rank without communication, also on those of other pipeline stages.
     """
 
     def __init__(self, config: LossScale | None = None) -> None:
@@ -191,14 +192,13 @@ class ZeroStep(Precision):
                 return self._step_with_closure(optimizer, model, closure, **kwargs)
             kwargs["closure"] = do_nothing_closure  # the gradients of manual optimization are there
         closure_result = closure()
-        overflow = self._finish_gradients(model, optimizer)
-        is_scaled = self.scaler is not None and _has_gradients(optimizer)
-        if overflow:
+        unscaled = self._finish_gradients(model, optimizer)
+        if unscaled.has_overflowed:
             engine.internals.steps.close_window(optimizer)
         else:
             optimizer.step(**kwargs)
-        if is_scaled:
-            self._update_scale(overflow)
+        if unscaled.has_gradients:
+            self._update_scale(unscaled.has_overflowed)
         return closure_result
 
     def _gives_closure(self, optimizer: Optimizer) -> bool:
@@ -219,10 +219,10 @@ class ZeroStep(Precision):
 
         def evaluate() -> Any:
             closure_result = closure()
-            overflow = self._finish_gradients(model, optimizer)
-            if self.scaler is not None and _has_gradients(optimizer):
-                overflows.append(overflow)
-            if overflow:  # other code of the step has to run, for example to put values back
+            unscaled = self._finish_gradients(model, optimizer)
+            if unscaled.has_gradients:
+                overflows.append(unscaled.has_overflowed)
+            if unscaled.has_overflowed:  # other code of the step has to run, for example to put values back
                 self._require_engine().internals.steps.drop_gradients(optimizer)
             return closure_result
 
@@ -231,15 +231,15 @@ class ZeroStep(Precision):
             self._update_scale(any(overflows))
         return output
 
-    def _finish_gradients(self, model: pl.LightningModule, optimizer: Optimizer) -> bool:
-        """Unscale the gradients, run the hooks and the clipping; return whether they overflowed on some rank."""
-        overflow = self._unscale(optimizer)
+    def _finish_gradients(self, model: pl.LightningModule, optimizer: Optimizer) -> Unscaled:
+        """Unscale the gradients, run the hooks and the clipping; return the agreement of the ranks."""
+        unscaled = self._unscale(optimizer)
         self._in_step = optimizer
         try:
             self._after_closure(model, optimizer)
         finally:
             self._in_step = None
-        return overflow
+        return unscaled
 
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Optimizer | None, *args: Any, **kwargs: Any
@@ -303,10 +303,10 @@ class ZeroStep(Precision):
         """Return a context for the backward of a loss that is multiplied by ``get_scale()``."""
         return self._require_engine().internals.steps.scaled(self.get_scale())
 
-    def _unscale(self, optimizer: Optimizer) -> bool:
-        """Divide the gradients by the scales of their losses, once; return whether some rank's overflowed."""
+    def _unscale(self, optimizer: Optimizer) -> Unscaled:
+        """Divide the gradients by the scales of their losses, once; none are scaled without a loss scale."""
         if self.scaler is None:
-            return False
+            return Unscaled(has_overflowed=False, has_gradients=False)
         return self._require_engine().internals.steps.unscale(optimizer, self.scaler.scale)
 
     def _update_scale(self, overflow: bool) -> None:
@@ -396,10 +396,6 @@ def _does_nothing(closure: Callable[[], Any]) -> bool:
     """Say whether a closure is Lightning's for ``optimizer.step()`` in manual optimization; the strategy wraps it."""
     inner = closure.args[0] if isinstance(closure, partial) and closure.args else closure
     return inner is do_nothing_closure
-
-
-def _has_gradients(optimizer: Optimizer) -> bool:
-    return any(param.grad is not None for group in optimizer.param_groups for param in group["params"])
 
 
 def _loss_scale_of(scaler: torch.amp.GradScaler) -> LossScale:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_zero.comm.mesh import Mesh
 from lightning_zero.comm.p2p import P2P
@@ -44,6 +47,55 @@ def _copied(rank: int, world: int) -> float:
 
 def test_views_are_sent_by_their_values() -> None:
     assert run(_copied, 2) == [0.0, 5.0]
+
+
+DTYPES = (torch.int16, torch.uint16, torch.bool, torch.int8, torch.complex64, torch.float8_e4m3fn, torch.float32)
+
+
+def _of_every_dtype(rank: int, world: int) -> None:
+    p2p = P2P(Mesh(2, 30.0), CPU)
+    for dtype in DTYPES:
+        value = torch.tensor([[0, 1], [3, 1]]).to(dtype)
+        if rank == 0:
+            p2p.send(1, value, "a tensor")
+            p2p.send(1, value[0, 1], "a number")
+            continue
+        received = p2p.receive(0, (2, 2), dtype, "a tensor").wait()
+        assert received.dtype is dtype
+        assert torch.equal(received.to(torch.complex64), value.to(torch.complex64))
+        assert p2p.receive(0, (), dtype, "a number").wait().to(torch.float32) == 1
+    p2p.flush()
+
+
+def _dtypes_of_messages(rank: int, world: int) -> list[Any]:
+    """Return the dtypes that the transport is given; NCCL knows few."""
+    with (
+        patch.object(dist, "isend", wraps=dist.isend) as isend,
+        patch.object(dist, "irecv", wraps=dist.irecv) as irecv,
+    ):
+        _of_every_dtype(rank, world)
+    return [call.args[0].dtype for call in [*isend.mock_calls, *irecv.mock_calls]]
+
+
+def test_tensors_of_dtypes_that_nccl_does_not_know_are_sent_as_bytes() -> None:
+    for seen in run(_dtypes_of_messages, 2):
+        assert set(seen) == {torch.uint8, torch.float32}
+
+
+def _conjugated(rank: int, world: int) -> None:
+    p2p = P2P(Mesh(2, 30.0), CPU)
+    value = torch.tensor([1 + 2j, 3 - 4j])
+    if rank == 0:
+        p2p.send(1, value.conj(), "a view")
+        p2p.send(1, value.conj().imag, "a negated view")
+        p2p.flush()
+        return
+    assert torch.equal(p2p.receive(0, (2,), torch.complex64, "a view").wait(), value.conj().resolve_conj())
+    assert p2p.receive(0, (2,), torch.float32, "a negated view").wait().tolist() == [-2.0, 4.0]
+
+
+def test_conjugated_views_are_sent_by_their_values() -> None:
+    run(_conjugated, 2)
 
 
 def _late(rank: int, world: int) -> float:

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_zero.config import Pipeline
 from lightning_zero.lightning.precision import LossScale
 from lightning_zero.lightning.strategy import ZeroStrategy
 from tests.contracts.test_optimizers_with_closures import Ahead, Careful
-from tests.lightning_programs import Net, loader, parity, seeded, trainer
+from tests.lightning_programs import Net, Ranks, assert_equal, loader, parity, seeded, trainer, weights
 from tests.sampling import sample
 from tests.worlds import run
 
@@ -210,3 +211,49 @@ def _refused(rank: int, world: int, make: type[Net]) -> None:
 def test_steps_with_gradients_of_the_wrong_scale_are_refused(make: type[Net], message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         run(_refused, 2, make)
+
+
+class Frozen(Net):
+    """Trains chosen modules in the first epoch and all, or the same ones, behind it."""
+
+    first_epoch = ("blocks.1", "last")
+    later = ("first", "blocks.0", "blocks.1", "last")
+
+    def on_train_epoch_start(self) -> None:
+        names = self.first_epoch if self.current_epoch == 0 else self.later
+        for name in ("first", "blocks.0", "blocks.1", "last"):
+            self.get_submodule(name).requires_grad_(name in names)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class FrozenBehind(Frozen):
+    first_epoch = later = ("first", "blocks.0")
+
+
+# Gradual unfreezing behind steps that overflow, and a scale that grows.
+FROZEN: dict[type[Frozen], LossScale] = {
+    Frozen: LossScale(init_scale=2.0**18, hysteresis=1),
+    FrozenBehind: LossScale(init_scale=4.0, window=2),
+}
+
+
+def _fit_in_stages(rank: int, world: int, make: type[Frozen]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    pieces = 2 if world == 1 else 1
+    options: dict[str, Any] = {"stage": 0} if world == 1 else {"pipeline": Pipeline(stages=2, microbatches=2)}
+    strategy = ZeroStrategy(loss_scale=FROZEN[make], **options)
+    fitted = trainer(
+        0, world, strategy, precision="16-true", accumulate_grad_batches=pieces, environment=Ranks(rank, world)
+    )
+    fitted.fit(seeded(make), loader(0, 1, size=64, batch=8 // pieces))
+    return fitted.precision_plugin.scaler.state_dict(), weights(fitted)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("make", sample(list(FROZEN), Frozen))
+def test_stages_have_one_loss_scale_where_one_of_them_has_no_gradients(make: type[Frozen]) -> None:
+    state, expected = run(_fit_in_stages, 1, make)[0]
+    assert state["scale"] != FROZEN[make].init_scale
+    for found, values in run(_fit_in_stages, 2, make):
+        assert found == state
+        assert_equal(values, expected, 1e-3)

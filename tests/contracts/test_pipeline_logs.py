@@ -17,9 +17,11 @@ from transformers.utils import ModelOutput
 
 from lightning_zero.config import Pipeline
 from lightning_zero.errors import PipelineError
+from lightning_zero.lightning.pipeline_logging import _as_tensors
 from lightning_zero.lightning.strategy import ZeroStrategy
 from tests.lightning_programs import Block, Net, data, seeded, trainer
 from tests.sampling import sample
+from tests.simulated_device import SimulatedDevice
 from tests.worlds import run
 
 BATCH, PIECES = 8, 4
@@ -383,3 +385,11 @@ def test_predictions_keep_their_classes() -> None:
         assert (type(output), type(plain), more) == (Output, Plain, {"n": 1})
         for one in (output.logits, output["logits"], output.hidden[0], plain.logits, items[0]):
             torch.testing.assert_close(one, expected[0].logits)
+
+
+def test_numbers_of_some_micro_batches_are_averaged_on_the_device_of_the_others() -> None:
+    with SimulatedDevice():
+        values = _as_tensors([0.0, torch.ones((), device="cuda"), 2, torch.tensor(3.0)])
+        assert {one.device.type for one in values} == {"cuda"}
+        assert [float(one) for one in values] == [0.0, 1.0, 2.0, 3.0]
+    assert {one.device.type for one in _as_tensors([1.0, 2])} == {"cpu"}

@@ -31,7 +31,7 @@ from lightning_zero.engine.optim.moments import MomentFormat
 from lightning_zero.engine.optim.optimizer_checks import OptimizerChecks
 from lightning_zero.engine.optim.segment_states import SegmentStates
 from lightning_zero.engine.optim.step_window import StepWindow
-from lightning_zero.engine.optim.whole_gradients import WholeGradients, by_buffer
+from lightning_zero.engine.optim.whole_gradients import Unscaled, WholeGradients, by_buffer
 from lightning_zero.engine.units.pipeline_peers import PipelinePeers
 from lightning_zero_ops.selfcheck import kernels_agree
 
@@ -473,10 +473,8 @@ class ShardedOptimizer:
         self.open()
         return self._gradients.multiply(self.places, factor)
 
-    def unscale_loss(self, scale: float) -> bool:
-        """Divide the gradients by their loss scales, once; say whether one was not finite on some rank.
-
-        Collective: all ranks.
+    def unscale_loss(self, scale: float) -> Unscaled:
+        """Divide the gradients by their loss scales, once. Collective: all ranks, who get the same answer.
 
         Args:
             scale: Of gradients that the program has assigned.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,20 @@ from lightning_zero.engine.buffers.window import compare_assigned
 from lightning_zero.engine.optim.flat_step import BufferSlot
 from lightning_zero.engine.units.pipeline_peers import PipelinePeers
 
-__all__ = ["WholeGradients", "by_buffer"]
+__all__ = ["Unscaled", "WholeGradients", "by_buffer"]
+
+
+@dataclass(frozen=True)
+class Unscaled:
+    """Gradients that are divided by their loss scales, of all parts of the model; the same on every rank.
+
+    Attributes:
+        has_overflowed: One of them was not finite.
+        has_gradients: There are some, on this rank or on others.
+    """
+
+    has_overflowed: bool
+    has_gradients: bool
 
 
 class WholeGradients:
@@ -32,8 +46,12 @@ class WholeGradients:
 
     def any_is(self, flag: bool, topic: str) -> bool:
         """Say whether a flag is set on some rank, of all parts. Collective: all ranks."""
-        is_set = self.communicator.any_is(flag, topic)
-        return is_set if self._parts is None else self._parts.any_is(is_set)
+        return self._any_are([flag], topic)[0]
+
+    def _any_are(self, flags: Sequence[bool], topic: str) -> list[bool]:
+        """Say for each flag whether it is set on some rank, of all parts. Collective: all ranks."""
+        agreed = self.communicator.agree_on(flags, topic)
+        return [bool(one) for one in (agreed if self._parts is None else self._parts.agree_on(agreed))]
 
     def compare(self, buffers: Iterable[FlatBuffer]) -> None:
         """Refuse gradients that were assigned on some ranks alone. Collective where some were: all ranks."""
@@ -76,10 +94,8 @@ class WholeGradients:
         is_finite = self._multiply([(factor, list(places))])
         return self.any_is(not is_finite, "agreement on overflow")
 
-    def unscale(self, places: Iterable[BufferSlot], scale: float) -> bool:
-        """Divide the gradients by their loss scales, once; say whether one was not finite on some rank.
-
-        Collective: all ranks.
+    def unscale(self, places: Iterable[BufferSlot], scale: float) -> Unscaled:
+        """Divide the gradients by their loss scales, once. Collective: all ranks, who get the same answer.
 
         Args:
             places: Of the parameters.
@@ -93,10 +109,10 @@ class WholeGradients:
             by_scale.setdefault(_scale_of(place, scale), []).append(place)
         is_finite = self._multiply([(1.0 / one, some) for one, some in by_scale.items()])
         is_overflow = not is_finite or any(buffer.gradients.scales.has_overflowed(index) for buffer, index in there)
-        is_overflow = self.any_is(is_overflow, "agreement on overflow")
+        is_overflow, has_gradients = self._any_are([is_overflow, bool(there)], "agreement on overflow")
         for buffer, indices in by_buffer(there):
             buffer.gradients.scales.unscaled(indices, overflow=is_overflow)
-        return is_overflow
+        return Unscaled(is_overflow, has_gradients)
 
     def _multiply(self, places_by_factor: Iterable[tuple[float, list[BufferSlot]]]) -> bool:
         """Multiply gradients, each group of places by its factor; say whether all were finite on this rank."""

@@ -8,7 +8,7 @@ it. Norms and overflows are those of all parts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -60,9 +60,9 @@ class PipelinePeers:
         power = 1.0 if order == 0 else order
         return self.communicator.all_reduce(norm.pow(power), "a norm").pow(1.0 / power)
 
-    def any_is(self, flag: bool) -> bool:
-        """Say whether a flag is set on some part. Collective: all parts."""
-        return self.communicator.any_is(flag, "agreement of the pipeline stages")
+    def agree_on(self, numbers: Sequence[int]) -> list[int]:
+        """Return the largest numbers of all parts. Collective: all parts."""
+        return self.communicator.agree_on(numbers, "agreement of the pipeline stages")
 
     def start_equal(self, buffers: Iterable[FlatBuffer]) -> None:
         """Give shared parameters the values of their first holder. Collective: the holders, all copies."""

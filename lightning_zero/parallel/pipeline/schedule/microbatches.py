@@ -36,6 +36,8 @@ __all__ = [
 ]
 
 _DEPTH = 3  # of objects in objects that are copied
+_PERIOD = 8191  # weights of a digest; a prime, so that samples of usual sizes have different ones
+_ROWS = 512  # of as many elements that are summed at once: 32 MiB of int64
 
 
 def split_batch(batch: Any, number: int) -> list[Any]:
@@ -358,9 +360,19 @@ def _parts(tensor: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a number made of a tensor's bytes: () int64, on its device."""
-    flat = tensor.reshape(-1).view(torch.uint8).to(torch.int64)
-    return (flat * (torch.arange(flat.numel(), device=flat.device) % 8191 + 1)).sum()
+    """Return a number made of a tensor's bytes, weighted by their places: () int64, on its device.
+
+    Needs memory for ``_PERIOD * _ROWS`` int64 beside the tensor, whatever its size.
+    """
+    flat = tensor.reshape(-1).view(torch.uint8)
+    if flat.numel() % 4 == 0:
+        flat = (flat.clone() if flat.storage_offset() % 4 else flat).view(torch.int32)
+    columns = torch.zeros(_PERIOD, dtype=torch.int64, device=flat.device)  # sums over elements of one weight
+    for piece in torch.split(flat, _PERIOD * _ROWS):
+        rows = piece.numel() // _PERIOD
+        columns += piece[: rows * _PERIOD].view(rows, _PERIOD).sum(0, dtype=torch.int64)
+        columns[: piece.numel() - rows * _PERIOD] += piece[rows * _PERIOD :]
+    return (columns * torch.arange(1, _PERIOD + 1, device=flat.device)).sum()
 
 
 def _tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:

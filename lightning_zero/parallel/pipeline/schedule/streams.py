@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["RandomState", "RandomStreams"]
+__all__ = ["RandomState", "RandomStreams", "seed_generators"]
 
 
 class RandomState:
@@ -72,8 +72,14 @@ class RandomState:
         return moved
 
     def digest(self) -> int:
-        """Return a number that differs where the states of the host do; the same in every process."""
-        return zlib.crc32(self._host.numpy().tobytes(), zlib.crc32(repr(self._python).encode()))
+        """Return a number that differs where the states do; the same in every process with the same device type."""
+        digest = zlib.crc32(self._host.numpy().tobytes(), zlib.crc32(repr(self._python).encode()))
+        if self._on_device is not None:
+            digest = zlib.crc32(self._on_device.numpy().tobytes(), digest)
+        if isinstance(self._numpy, tuple):
+            kind, key, *rest = self._numpy
+            digest = zlib.crc32(key.tobytes(), zlib.crc32(repr((kind, rest)).encode(), digest))
+        return digest
 
 
 def _numpy_state(plain: Sequence[Any]) -> tuple[Any, ...]:
@@ -137,9 +143,9 @@ class RandomStreams:
             self._common.append(RandomState(self._device))
         drawn = int(torch.randint(2**62, (), device="cpu").item())
         if self._chunk not in self._own:
-            _seed(drawn + self._chunk, self._device)
+            seed_generators(drawn + self._chunk, self._device)
             self._own[self._chunk] = RandomState(self._device)
-        _seed(self._seed_of(microbatch, drawn), self._device)
+        seed_generators(self._seed_of(microbatch, drawn), self._device)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -198,7 +204,7 @@ class RandomStreams:
         return self._repeated[microbatch]
 
 
-def _seed(seed: int, device: torch.device) -> None:
+def seed_generators(seed: int, device: torch.device) -> None:
     """Start the generators of ``RandomState`` anew."""
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":

@@ -11,7 +11,8 @@ from torch import nn
 
 from lightning_zero.parallel.module_state import OF_MODULES
 
-__all__ = ["CONSTANT", "MISSING", "Key", "Write", "Written", "are_same", "assign", "attribute_spaces"]
+__all__ = ["CONSTANT", "MISSING", "Key", "Write", "Written", "are_same", "assign", "attribute_spaces", "ids_of_metrics",
+           "is_metric"]  # fmt: skip
 
 Key = tuple[str, str, str]  # submodule, dictionary among its attributes, and key
 MISSING = object()  # in the place of an attribute that there is not
@@ -60,3 +61,13 @@ def assign(space: dict[Any, Any], name: Any, value: Any) -> None:
         space.pop(name, None)
     else:
         space[name] = value
+
+
+def is_metric(module: nn.Module) -> bool:
+    """Say whether a module is a metric, whose states are merged."""
+    return any(cls.__module__.startswith("torchmetrics.") for cls in type(module).__mro__)
+
+
+def ids_of_metrics(module: nn.Module) -> set[int]:
+    """Return the ``id`` of every metric in a module, with their submodules; a metric's hash changes with its states."""
+    return {id(child) for metric in filter(is_metric, module.modules()) for child in metric.modules()}

@@ -23,12 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.parallel.module_state import OF_MODULES, fields_of
-from lightning_zero.parallel.pipeline.stages.attributes import CONSTANT, MISSING, are_same, assign
+from lightning_zero.parallel.pipeline.stages.attributes import CONSTANT, MISSING, are_same, assign, ids_of_metrics
 from lightning_zero.parallel.pipeline.stages.split import Split, modules_around
 
 __all__ = ["BackwardAttributes"]
 
-_Key = tuple[nn.Module, str, Any]  # module; attribute with a dictionary or an object, or ""; key, or attribute of it
+# `id` of the module, whose own hash may change; attribute that has a dictionary or an object, or ""; key in it.
+_Key = tuple[int, str, Any]
 _PLAIN = (bool, int, float, str, type(None), Tensor, nn.Module, list, tuple, set)  # without attributes that change
 _MOST_ITEMS = 64  # of a dictionary that is looked into
 
@@ -53,22 +54,23 @@ class _Attribute:
 
 @dataclass
 class BackwardAttributes:
-    """The attributes that forwards on this stage change.
+    """The attributes that forwards on this stage change; not those of metrics, which count by themselves.
 
     Attributes:
         modules: Those that run in a chunk of this stage, and those around the blocks, by chunk.
     """
 
     modules: dict[int, Sequence[nn.Module]]
-    _changing: dict[_Key, None] = field(default_factory=dict)  # by forwards, in the order in which they were found
+    _changing: dict[_Key, nn.Module] = field(default_factory=dict)  # by forwards, in the order in which they were found
     _of_backwards: set[_Key] = field(default_factory=set)  # that backwards change as well
-    _alike: set[_Key] = field(default_factory=set)  # to which they assign the same values again
+    _alike: set[_Key] = field(default_factory=set)  # on a device, to which those of this batch assign the same again
     _kept: dict[tuple[int, int], list[_Attribute]] = field(default_factory=dict)  # by chunk and micro-batch
 
     @staticmethod
     def of(module: nn.Module, split: Split, stage: int) -> BackwardAttributes:
         """Return the attributes of a stage's modules."""
-        around = list(modules_around(module, split))
+        metrics = ids_of_metrics(module)
+        around = [child for child in modules_around(module, split) if id(child) not in metrics]
         return BackwardAttributes({
             chunk: [
                 *around,
@@ -77,6 +79,7 @@ class BackwardAttributes:
                     for place in split.places
                     if place.chunk == chunk
                     for child in module.get_submodule(place.name).modules()
+                    if id(child) not in metrics
                 ),
             ]
             for chunk in range(stage, split.num_chunks, split.stages)
@@ -96,7 +99,8 @@ class BackwardAttributes:
         for one in before:
             self._compare(chunk, one)
         own = set(map(id, self.modules[chunk]))
-        found = [_found(key) for key in self._changing if id(key[0]) in own and key not in self._of_backwards]
+        changing = [(key, child) for key, child in self._changing.items() if key[0] in own]
+        found = [_found(key, child) for key, child in changing if key not in self._of_backwards]
         distinct = {(id(one.space), one.key[2]): one for one in found if one is not None}  # modules may share an object
         self._kept[chunk, index] = list(distinct.values())
 
@@ -126,7 +130,8 @@ class BackwardAttributes:
                     self._of_backwards.add(one.key)
                     _add_change(one, was)
                 else:
-                    self._alike.add(one.key)  # comparing waits for the device
+                    if isinstance(current, Tensor) and current.device.type != "cpu":
+                        self._alike.add(one.key)  # comparing waits for the device
                     was.bind()
             for space, order in orders.values():
                 _reorder(space, order)
@@ -134,17 +139,17 @@ class BackwardAttributes:
     def forget(self) -> None:
         """Forget the micro-batches, and items of dictionaries that are gone."""
         self._kept.clear()
-        for key in [key for key in self._changing if key[1] and _is_gone(_found(key))]:
+        self._alike.clear()
+        for key in [key for key, child in self._changing.items() if key[1] and _is_gone(_found(key, child))]:
             del self._changing[key]
             self._of_backwards.discard(key)
-            self._alike.discard(key)
 
     def _compare(self, chunk: int, before: _Values) -> None:
         """Note the attributes that a forward has changed; micro-batches before it have left the value from before."""
         for key, old in before.changed():
             if key not in self._changing:
-                self._changing[key] = None
-                found = _found(key)
+                self._changing[key] = before.module
+                found = _found(key, before.module)
                 earlier = [kept for (one, _), kept in self._kept.items() if one == chunk and found is not None]
                 for kept in earlier:
                     assert found is not None
@@ -191,7 +196,7 @@ class _Values:
         for key in [*before, *(key for key in now if key not in before)]:
             old = before.get(key, MISSING)
             if now.get(key, MISSING) is not old and not (name == "" and key in CONSTANT):
-                yield (self.module, name, key), old
+                yield (id(self.module), name, key), old
 
 
 def _space_of(value: Any) -> dict[Any, Any] | None:
@@ -203,9 +208,9 @@ def _space_of(value: Any) -> dict[Any, Any] | None:
     return getattr(value, "__dict__", None)
 
 
-def _found(key: _Key) -> _Attribute | None:
+def _found(key: _Key, module: nn.Module) -> _Attribute | None:
     """Return an attribute with its value; None if the dictionary or object that it was in is gone, or large by now."""
-    module, name, item = key
+    _, name, item = key
     own = vars(module)
     space = own if name == "" else module._buffers if name == "_buffers" else _space_of(own.get(name))
     return None if space is None else _Attribute(key, space, space.get(item, MISSING))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_zero.parallel.module_state import OF_MODULES, fields_of, unregistered_modules
 from lightning_zero.parallel.pipeline.stages.attribute_reads import Key
-from lightning_zero.parallel.pipeline.stages.attributes import Written
+from lightning_zero.parallel.pipeline.stages.attributes import Written, ids_of_metrics, is_metric
 from lightning_zero.parallel.pipeline.stages.split import Split
 from lightning_zero.parallel.pipeline.stages.state_marks import NUMBERS, Mark, fingerprint, mark
 
@@ -48,7 +48,7 @@ class KeptAttributes:
         behind = [place for place in split.places if place.block is None and place.chunk == last]  # the head
         inside = {id(child) for place in split.places if place not in behind
                   for child in module.get_submodule(place.name).modules()}  # fmt: skip
-        inside |= {id(child) for metric in filter(_is_metric, module.modules()) for child in metric.modules()}
+        inside |= ids_of_metrics(module)
         self.around = {name: child for name, child in module.named_modules() if id(child) not in inside}
         self.around |= _modules_in_containers(module, split)
         self._placed = _modules_elsewhere(module, split, stage)
@@ -142,11 +142,6 @@ class KeptAttributes:
         return bool(writes) and (any(one.is_of_module for one in writes) or self.has_changed(key))
 
 
-def _is_metric(module: nn.Module) -> bool:
-    """Say whether a module is a metric, whose states are merged."""
-    return any(cls.__module__.startswith("torchmetrics.") for cls in type(module).__mro__)
-
-
 def _modules_in_containers(module: nn.Module, split: Split) -> dict[str, nn.Module]:
     """Return the modules in plain lists, dictionaries and objects around the blocks, with their submodules."""
     places = [module.get_submodule(place.name) for place in split.places]
@@ -154,7 +149,7 @@ def _modules_in_containers(module: nn.Module, split: Split) -> dict[str, nn.Modu
     found: dict[str, nn.Module] = {}
     for number, (name, held) in enumerate(unregistered_modules(module)):
         for key, child in held.named_modules(prefix=f"{name.partition('.')[2]}[{number}]"):
-            if id(child) not in inside and not isinstance(child, torch.jit.ScriptModule) and not _is_metric(child):
+            if id(child) not in inside and not isinstance(child, torch.jit.ScriptModule) and not is_metric(child):
                 found[key] = child
     return found
 
@@ -168,6 +163,6 @@ def _modules_elsewhere(module: nn.Module, split: Split, stage: int) -> dict[str,
         runs_here = is_last and place.chunk % split.stages == stage
         if not runs_here and (place.block is not None or place.chunk != last):
             for name, child in module.get_submodule(place.name).named_modules(prefix=place.name):
-                if not _is_metric(child):
+                if not is_metric(child):
                     found[name] = child
     return found

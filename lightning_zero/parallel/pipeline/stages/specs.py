@@ -8,7 +8,6 @@ which layers are built besides.
 
 from __future__ import annotations
 
-import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_zero.parallel.pipeline.schedule.streams import RandomState
+from lightning_zero.parallel.pipeline.schedule.streams import RandomState, seed_generators
 from lightning_zero.parallel.pipeline.stages.split import Split
 
 __all__ = ["LayerSpec", "SpecifiedLayers", "TiedLayerSpec"]
@@ -47,9 +46,9 @@ class LayerSpec(nn.Module):
 
     def build(self) -> nn.Module:
         """Return the layer; every call returns another one with the same values."""
-        before = RandomState(torch.device("cpu"))
-        torch.default_generator.manual_seed(self._seed)
-        random.seed(self._seed)
+        device = _device_in_use()
+        before = RandomState(device)
+        seed_generators(self._seed, device)
         try:
             return self._cls(*self._args, **self._kwargs)
         finally:
@@ -183,6 +182,13 @@ class SpecifiedLayers:
             for spot in spots:
                 path, _, last = name.rpartition(".")
                 spot.parent.get_submodule(spot.key).get_submodule(path).register_parameter(last, shared)
+
+
+def _device_in_use() -> torch.device:
+    """Return the device on which layers may be built: the current GPU, unless this process uses none."""
+    cuda = torch.get_device_module("cuda")
+    is_used = cuda.is_initialized() or torch.get_default_device().type == "cuda"
+    return torch.device("cuda", cuda.current_device()) if is_used else torch.device("cpu")
 
 
 def _spots(module: nn.Module) -> list[_Spot]:

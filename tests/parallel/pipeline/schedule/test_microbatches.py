@@ -10,9 +10,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.utils import ModelOutput
 
 from lightning_zero.parallel.pipeline.schedule.microbatches import (
+    _weighted_sum,
     batch_digest,
     copy_of,
     list_of_samples,
@@ -21,6 +24,7 @@ from lightning_zero.parallel.pipeline.schedule.microbatches import (
     split_batch,
     weighted_mean,
 )
+from tests.simulated_device import SimulatedDevice
 
 Pair = namedtuple("Pair", "x y")
 X = torch.zeros(4)
@@ -251,6 +255,45 @@ def test_digest_and_shapes_tell_batches_apart() -> None:
     assert batch_digest(x) != batch_digest(x.flip(0))
     assert shapes_of({"x": x}) == shapes_of({"x": x + 1})
     assert shapes_of({"x": x}) != shapes_of({"x": x[:2]})
+
+
+def _device_digest(tensor: torch.Tensor) -> int:
+    with SimulatedDevice():
+        return batch_digest(tensor.to("cuda"))
+
+
+def test_digests_of_tensors_on_a_device_depend_on_values_and_their_order() -> None:
+    values = torch.arange(3 * 8191 + 5)
+    for dtype in (torch.float32, torch.int64, torch.uint8, torch.bfloat16, torch.bool):
+        x = (values[:2501] % 3).to(dtype)
+        assert _device_digest(x) == _device_digest(torch.cat([x[:1], x])[1:])  # wherever it lies in its storage
+        assert _device_digest(x) != _device_digest(x.flip(0))
+    for first, second in ((0, 1), (3, 8190), (1, 2 * 8191), (8192, 3 * 8191 + 4)):
+        other = values.float()
+        other[[first, second]] = other[[second, first]]
+        assert _device_digest(other) != _device_digest(values.float())
+    assert _device_digest(torch.zeros(0)) != _device_digest(torch.ones(1))
+
+
+class _NewBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the memory that operations take."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {one.untyped_storage().data_ptr() for one in tree_leaves(args) if isinstance(one, torch.Tensor)}
+        out = func(*args, **kwargs or {})
+        if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in before:
+            self.total += out.nbytes
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_a_digest_on_a_device_takes_little_memory(dtype: torch.dtype) -> None:
+    tensor = torch.zeros(2**22, dtype=dtype)
+    with _NewBytes() as new:
+        _weighted_sum(tensor)
+    assert new.total < 2**20  # beside int64 copies of pieces, inside of one operation
 
 
 FOUR = [torch.zeros(5)] * 4

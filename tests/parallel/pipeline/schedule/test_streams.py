@@ -52,6 +52,22 @@ def test_a_look_leaves_no_trace() -> None:
     assert RandomState(CPU).digest() == before.digest()
 
 
+def test_digests_tell_every_generator_apart() -> None:
+    plain = {**RandomState(CPU).plain(), "device": {"cpu": torch.arange(16, dtype=torch.uint8)}}
+    plain["numpy"] = ("MT19937", torch.arange(624), 1, 0, 0.0)
+    before = RandomState.of(plain, CPU).digest()
+    assert RandomState.of(plain, CPU).digest() == before
+    version, words, gauss = plain["python"]
+    for other in (
+        {"device": {"cpu": torch.arange(1, 17, dtype=torch.uint8)}},
+        {"numpy": ("MT19937", torch.arange(624), 2, 0, 0.0)},
+        {"numpy": ("MT19937", torch.arange(624) + 1, 1, 0, 0.0)},
+        {"torch": plain["torch"] ^ 1},
+        {"python": (version, words + 1, gauss)},
+    ):
+        assert RandomState.of({**plain, **other}, CPU).digest() != before
+
+
 def test_a_resumed_stream_draws_what_an_uninterrupted_one_draws() -> None:
     def draw(streams: RandomStreams) -> list[float]:
         streams.begin()

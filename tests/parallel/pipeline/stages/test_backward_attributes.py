@@ -12,8 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torchmetrics.classification import BinaryAUROC
 
+from lightning_zero.config import Pipeline
 from lightning_zero.parallel.pipeline.stages.backward_attributes import BackwardAttributes
+from lightning_zero.parallel.pipeline.stages.split import split_module
+from tests.simulated_device import SimulatedDevice
 
 
 class Block(nn.Module):
@@ -197,3 +201,66 @@ def test_an_equal_value_that_a_backward_assigns_again_is_none_of_its_own() -> No
             assert block.mask.item() == index
             block.mask = block.mask.clone()
     assert block.mask.item() == 2.0
+
+
+class WithMetric(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(2, 2) for _ in range(2)])
+        self.metric = BinaryAUROC()  # its hash is that of its states
+
+
+def test_a_metric_that_is_updated_is_not_watched() -> None:
+    module = WithMetric()
+    attributes = BackwardAttributes.of(module, split_module(module, Pipeline(stages=2)), 1)
+    for index in range(8):
+        with attributes.forward(1, index, looks_inside=True):
+            module.metric.update(torch.rand(4), torch.arange(4) % 2)
+            module.mask = index  # type: ignore[assignment]
+        with attributes.backward(1, index, is_last=True):
+            pass
+        attributes.forget()
+    assert {name for _, name, _ in attributes._changing} == {""}
+    assert {item for _, _, item in attributes._changing} == {"mask"}
+
+
+class Hashed(Block):
+    """Has the hash of its values, as metrics have."""
+
+    def __hash__(self) -> int:
+        return hash(self.calls)
+
+
+def test_attributes_of_a_module_whose_hash_changes_are_kept_once() -> None:
+    attributes = BackwardAttributes({0: [Hashed()]})
+    for index in range(4):
+        _forward(attributes, index, calls=index)
+    assert len(attributes._changing) == 1
+    for index in range(4):
+        with _backward(attributes, index) as block:
+            assert block.calls == index
+    assert block.calls == 3
+
+
+@pytest.mark.parametrize("make", [lambda value: torch.tensor(value).item(), torch.tensor], ids=["float", "tensor"])
+def test_a_value_that_equals_the_forwards_at_first_and_later_not_stays(make: Any) -> None:
+    attributes = BackwardAttributes({0: [Block()]})
+    for index in range(4):
+        _forward(attributes, index, calls=make(0.0))
+    for index, norm in enumerate((0.0, 2.0, 0.0, 3.0)):
+        with _backward(attributes, index) as block:
+            block.calls = make(norm)
+    assert float(block.calls) == 3.0
+
+
+def test_a_value_on_a_device_that_equals_the_forwards_in_one_batch_stays_in_the_next() -> None:
+    with SimulatedDevice():
+        attributes = BackwardAttributes({0: [Block()]})
+        for norm in (0.0, 2.0):
+            for index in range(2):
+                _forward(attributes, index, calls=torch.zeros((), device="cuda"))
+            for index in range(2):
+                with _backward(attributes, index) as block:
+                    block.calls = torch.full((), norm, device="cuda")
+            attributes.forget()
+        assert float(block.calls) == 2.0

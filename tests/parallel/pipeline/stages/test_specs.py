@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -69,6 +70,24 @@ def test_values_do_not_depend_on_what_is_built_besides() -> None:
     one, other = spec.build(), spec.build()
     assert torch.equal(one.weight, other.weight)  # type: ignore[arg-type]
     assert not torch.equal(torch.rand(3), expected)  # a spec draws one number
+
+
+def _drawn_with_numpy() -> nn.Module:
+    layer = nn.Module()
+    layer.register_buffer("drawn", torch.from_numpy(numpy.random.rand(4)))
+    return layer
+
+
+def test_values_that_are_drawn_with_numpy_are_those_of_the_layer() -> None:
+    torch.manual_seed(0)
+    specs = [LayerSpec(_drawn_with_numpy) for _ in range(2)]
+    before = numpy.random.get_state()[1].tolist()  # type: ignore[union-attr, index]
+    first, second, again = (spec.build().drawn for spec in (*specs, specs[0]))
+    assert numpy.random.get_state()[1].tolist() == before  # type: ignore[union-attr, index]
+    numpy.random.rand()
+    assert torch.equal(first, again)
+    assert torch.equal(first, specs[0].build().drawn)
+    assert not torch.equal(first, second)
 
 
 def test_specs_in_specs_are_built() -> None:
