@@ -31,7 +31,8 @@ class ComputeDtypes:
         lowered = [unit for unit in units if unit.computes_lower]
         self._has_lowered = bool(lowered)
         self._lowered = [unit for unit in lowered if not unit.is_sharded_between_uses]
-        self._device_type = units[0].buffers[0].whole.flat.device.type if units[0].buffers else "cpu"
+        devices = (buffer.whole.flat.device for unit in units for buffer in unit.buffers)
+        self._device_type = next(devices, torch.device("cpu")).type
         self.in_original = False  # forwards of the scope use parameters in their own dtype
         self.graphs_in_original = False  # those of the last scope with gradients, for the next backward
         self._has_lowered_graphs = False  # since the last backward there was a scope with gradients under autocast

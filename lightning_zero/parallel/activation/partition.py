@@ -142,10 +142,9 @@ class _Piece:
             return flat.as_strided(self._shape, self._strides)
 
 
-_DIFFERENT = (
-    "An input of a checkpointed module was the same on all ranks of the tensor group in the module's first call, and"
-    " differs now, so `ActivationCheckpointing(policy='partition')` cannot gather it from pieces. Use policy='full', or"
-    " leave the module out with `modules`."
+_DIFFERENT = (  # fewer than 255 characters, which CUDA takes
+    "An input of a checkpointed module was the same on all ranks of the tensor group in its first call, and differs now:"
+    " `ActivationCheckpointing(policy='partition')` cannot gather it. Use policy='full', or leave it out with `modules`."
 )
 
 

@@ -41,6 +41,14 @@ def test_a_forward_outside_of_a_step_is_exact_but_under_autocast() -> None:
     assert not ComputeDtypes([plain]).is_exact  # type: ignore[list-item]
 
 
+def test_autocast_is_that_of_the_device_although_the_root_has_no_parameters_of_its_own() -> None:
+    """A forward of a plain loop under CUDA's autocast made whole copies of all parameters in fp32."""
+    root, unit = _Unit(is_sharded=False), _Unit(is_sharded=False)
+    unit.buffers = [SimpleNamespace(whole=SimpleNamespace(flat=torch.empty(1, device="meta")))]
+    dtype = ComputeDtypes([root, unit])  # type: ignore[list-item]
+    assert dtype._device_type == "meta"
+
+
 def test_a_backward_shows_parameters_as_in_the_forwards_whose_graphs_run() -> None:
     dtype, unit = _dtype()
     dtype.choose(in_original=True)

@@ -295,3 +295,7 @@ def test_a_piece_has_the_elements_of_its_rank_in_the_order_of_memory() -> None:
     assert partition._Piece(tensor, Alone()).elements.tolist() == [3.0, 4.0, 5.0]
     shared = PartitionedInputs(Alone())
     assert shared._piece(tensor) is not shared._piece(tensor.clone())
+
+
+def test_the_message_of_an_input_that_differs_fits_into_an_assertion_on_a_gpu() -> None:
+    assert len(partition._DIFFERENT.encode()) < 255
