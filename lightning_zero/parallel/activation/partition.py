@@ -143,8 +143,9 @@ class _Piece:
 
 
 _DIFFERENT = (  # fewer than 255 characters, which CUDA takes
-    "An input of a checkpointed module was the same on all ranks of the tensor group in its first call, and differs now:"
-    " `ActivationCheckpointing(policy='partition')` cannot gather it. Use policy='full', or leave it out with `modules`."
+    "An input of a checkpointed module was the same on all ranks of the tensor group in its first call, and differs"
+    " now: `ActivationCheckpointing(policy='partition')` cannot gather it. Use policy='full', or leave it out with"
+    " `modules`."
 )
 
 
