@@ -526,7 +526,7 @@ def linear_cross_entropy(
     check_devices("linear_cross_entropy", x=x, weight=weight, target=target, bias=bias)
     refuse_transforms("linear_cross_entropy", x, weight, bias)
     device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if not x.is_meta and torch.is_autocast_enabled(device):  # the meta device has no autocast
         dtype = torch.get_autocast_dtype(device)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()

@@ -177,6 +177,13 @@ def _require_divisible(tensor: Tensor, ranks: Ranks, dim: int) -> None:
         )
 
 
+def _eager_before_2_13(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Break the graph of a compiled block around a collective: older versions lose sums in backwards they trace."""
+    disable: Any = torch.compiler.disable
+    return disable(function) if torch.torch_version.TorchVersion(torch.__version__) < "2.13" else function
+
+
+@_eager_before_2_13
 def _apply(tensor: Tensor, ranks: Ranks, *, forward: _Operation, backward: _Operation, dim: int = -1) -> Tensor:
     result: Tensor = _Mirrored.apply(tensor, ranks, forward, backward, dim)  # type: ignore[no-untyped-call]
     return result
