@@ -37,10 +37,13 @@ _RESULTS = "gpu"
 _WHAT = "gpu"  # of a row that is a command's verdict
 _LIMIT = 2  # times the estimate, after which a command is ended
 _MARK = "pytest.mark.gpu"
-_ESTIMATES_S = {  # of files that are not short
-    "tests/gpu/test_gpu_ops.py": 300,
-    "tests/gpu/test_gpu_promises.py": 240,
-    "tests/engine/optim/test_step_device.py": 180,
+_ESTIMATES_S = {  # of files that are not short, on an H200
+    "tests/gpu/test_gpu_ops.py": 150,
+    "tests/gpu/test_gpu_promises.py": 110,
+    "tests/gpu/test_gpu_axes.py": 160,
+    "tests/gpu/test_gpu_pipelines.py": 40,
+    "tests/gpu/test_gpu_forecast.py": 35,
+    "tests/engine/optim/test_step_device.py": 110,
 }
 _SHORT_S = 30
 _STEP_S = 35
