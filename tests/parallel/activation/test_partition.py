@@ -190,7 +190,7 @@ def _later(rank: int, world: int) -> str:
 
 def test_an_input_that_differs_in_a_later_call_is_an_error() -> None:
     for text in run(_later, 2):
-        assert "was the same on all ranks of the tensor group in the module's first call" in text
+        assert "was the same on all ranks of the tensor group in its first call" in text
 
 
 def _shared(rank: int, world: int) -> None:
