@@ -6,7 +6,7 @@ import copy
 import io
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -41,7 +41,8 @@ def copied(module: _Module, memo: Mapping[int, Any] | None = None) -> _Module:
 def copied_to_cpu(module: _Module, memo: Mapping[int, Any] | None = None) -> _Module:
     """Return a copy of a module on the CPU, as ``copied`` does: tensors and devices in its attributes too."""
     given = dict(memo or {})
-    for value in _placed_below(module, set(given)):
+    seen: dict[int, Any] = dict.fromkeys(given)  # keeps values alive, and their ids their own, until they are copied
+    for value in _placed_below(module, seen):
         device = value if isinstance(value, torch.device) else value.device
         if device.type not in ("cpu", "meta"):
             given[id(value)] = _on_cpu(value)
@@ -55,15 +56,19 @@ def _on_cpu(value: Tensor | torch.device) -> Tensor | torch.device:
     return nn.Parameter(values, value.requires_grad) if isinstance(value, nn.Parameter) else values
 
 
-def _placed_below(value: Any, seen: set[int]) -> Iterator[Tensor | torch.device]:
+def _placed_below(value: Any, seen: dict[int, Any]) -> Iterator[Tensor | torch.device]:
     """Yield the tensors and devices in the attributes of a module, and in objects below them, once each."""
     if id(value) in seen or isinstance(value, _ATOMS):
         return
-    seen.add(id(value))
+    seen[id(value)] = value
     if isinstance(value, (Tensor, torch.device)):
         yield value
         return
-    for _, part in _parts(value):
+    try:
+        parts = list(_parts(value))
+    except Exception:  # a mapping that computes its values, such as a configuration with one that is missing
+        return
+    for _, part in parts:
         yield from _placed_below(part, seen)
 
 
@@ -94,13 +99,13 @@ def _can_be_copied(value: Any, memo: dict[int, Any]) -> bool:
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the objects of a container, or an object's attributes, with their places."""
-    if isinstance(value, Mapping):
+    if isinstance(value, (dict, MappingProxyType)):
         yield from ((f"[{key!r}]", part) for key, part in value.items())
     elif isinstance(value, (list, tuple, set, frozenset)):
         yield from ((f"[{number}]", part) for number, part in enumerate(value))
     elif hasattr(value, "__dict__") and not isinstance(value, (type, Iterator)):
         for name, one in _state(value).items():
-            if name in ("_modules", "_parameters", "_buffers"):
+            if isinstance(value, nn.Module) and name in ("_modules", "_parameters", "_buffers"):
                 yield from ((f".{key}", part) for key, part in one.items())
             else:
                 yield f".{name}", one

@@ -214,10 +214,10 @@ def finish_stream(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def finish_device() -> None:
-    """Wait until the current device has done all work of all streams, if CUDA is in use."""
+def finish_device(device: torch.device | None) -> None:
+    """Wait until a device, by default the current one, has done all work of all streams, if CUDA is in use."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device if device is not None and device.type == "cuda" else None)
 
 
 def lock_pages(address: int, nbytes: int) -> int:

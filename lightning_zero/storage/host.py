@@ -65,12 +65,14 @@ class HostStore(Accounts):
 
     Args:
         pinned: Lock the pages. Needs a CUDA device.
+        copies_of: The device that copies from and to it; by default the current one.
     """
 
-    def __init__(self, *, pinned: bool) -> None:
+    def __init__(self, *, pinned: bool, copies_of: torch.device | None = None) -> None:
         super().__init__()
         self.device = torch.device("cpu")
         self.is_pinned = pinned
+        self._copies_of = copies_of
         self._locked: set[int] = set()  # addresses that are registered with the driver
         self._unlock = weakref.finalize(self, _unlock, self._locked)  # an engine that is dropped closes nothing
         self._unlock.atexit = False
@@ -146,7 +148,7 @@ class HostStore(Accounts):
 
     def _unlock_freed(self) -> None:
         if self._freed:
-            finish_device()  # a copy may be running that nobody waits for
+            finish_device(self._copies_of)  # a copy may be running that nobody waits for
         while self._freed:
             address, _ = self._freed.pop()
             self._locked.remove(address)

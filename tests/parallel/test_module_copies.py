@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import UserDict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +42,25 @@ def test_a_copy_on_the_cpu_has_the_tensors_of_all_attributes_there() -> None:
         assert other.inner.table.tolist() == [0, 1, 2]
         assert isinstance(other.inner[0].bias, nn.Parameter)
         assert {one.device.type for one in [*model.parameters(), model.inner.table]} == {"cuda"}
+
+
+class _Config(UserDict[str, Any]):
+    """Computes its values, of which one is missing."""
+
+    def items(self) -> Any:
+        raise KeyError("missing")
+
+
+class _Ring:
+    def __init__(self) -> None:
+        self._buffers = [1, 2]
+
+
+def test_objects_that_look_like_modules_and_values_that_are_computed_are_copied_to_the_cpu() -> None:
+    model = Model(config=_Config(rate=0.1), ring=_Ring())
+    other = copied_to_cpu(model)
+    assert other.inner.config["rate"] == 0.1
+    assert other.inner.ring._buffers == [1, 2]
 
 
 def test_locks_are_shared_and_all_else_is_copied() -> None:

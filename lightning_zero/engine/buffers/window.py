@@ -490,11 +490,15 @@ class BufferWindow:
         Returns:
             The slots whose values were written, and nothing published it; the caller does.
         """
+        self.end_writing()
+        written, self._written = self._written, set()
+        return written
+
+    def end_writing(self) -> None:
+        """Keep the gradients in their own dtype again, behind changes such as clipping."""
         self._gradients.accept_writes()
         if not self._shown and not self.is_kept:  # another optimizer's window may be open
             self._gradients.end_writing()
-        written, self._written = self._written, set()
-        return written
 
     def take_assigned(self) -> dict[str, Digest]:
         """Return the whole gradients that were assigned by hand, by name, and forget them."""

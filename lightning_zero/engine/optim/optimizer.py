@@ -2,8 +2,9 @@
 
 The user's optimizer keeps the module's own parameters in its groups. In the *step window* (ADR 0011) each of them shows
 this rank's segment of the master as ``data`` and of the reduced gradient as ``grad``; outside of it, whole or released
-values and no gradient. The window opens at the first of: end of the automatic closure, clipping, a read of ``p.grad``
-after a backward, ``step``; it closes after ``step`` and at the next forward or backward.
+values and no gradient. The window opens at the first of: end of the automatic closure, a read of ``p.grad`` after a
+backward, ``step``, and clipping by value or of an optimizer that PyTorch steps; it closes after ``step`` and at the
+next forward or backward.
 """
 
 from __future__ import annotations
@@ -297,6 +298,9 @@ class ShardedOptimizer:
             if index in buffer.gradients.has_grad:
                 buffer.mark_stepped(index)
         self._publish()
+        if not self.is_open:  # gradients may have been clipped without it
+            for buffer in self.buffers:
+                buffer.window.end_writing()
         self.close()
         self._defer()
         self._end_step(self.buffers)

@@ -30,6 +30,8 @@ __all__ = [
 ]
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
+_APPLY = getattr(torch.autograd.Function.apply, "__func__", None)  # since PyTorch 2.14 it is not written in Python
+_FORWARD_CODES = () if _APPLY is None else (_APPLY.__code__,)
 _BACKWARD_CODES = tuple(  # newer versions of PyTorch have the second
     getattr(BackwardCFunction, name).__code__ for name in ("apply", "apply_boxed") if hasattr(BackwardCFunction, name)
 )
@@ -75,15 +77,7 @@ def frame_of_forward() -> FrameType | None:
 
 def in_function() -> bool:
     """Say whether the forward of a Python function of autograd is running."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_argcount and (code.co_name == "forward" or code.co_varnames[0] == "ctx"):
-            first = frame.f_locals.get(code.co_varnames[0])
-            if not isinstance(first, nn.Module) and code in _forwards(torch.autograd.Function):
-                return True
-        frame = frame.f_back
-    return False
+    return _calling(_FORWARD_CODES or _forwards(torch.autograd.Function)) is not None
 
 
 def in_backward() -> bool:
@@ -113,7 +107,7 @@ def outside_of_transforms() -> AbstractContextManager[Any]:
 
 
 def _forwards(function: type[torch.autograd.Function]) -> set[CodeType]:
-    """Return the code of the forwards of the classes that are made of one; PyTorch 2.14 calls them from C."""
+    """Return the code of the forwards of the classes that are made of one."""
     found: set[CodeType] = set()
     classes = [function]
     while classes:

@@ -56,7 +56,8 @@ class Placement:
         self._offload = offload
         self._communicator = communicator
         is_pinned = offload is None or offload.pin_memory
-        self.host = HostStore(pinned=is_pinned and communicator.device.type == "cuda")
+        device = communicator.device
+        self.host = HostStore(pinned=is_pinned and device.type == "cuda", copies_of=device)
         self.disk: DiskStore | None = None
         self._memories: list[Memory] = ["device"] * len(territories)
         if offload is not None and offload.fraction == "auto":

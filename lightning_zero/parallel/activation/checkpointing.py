@@ -41,6 +41,8 @@ from lightning_zero.trees import tree_leaves, tree_map_only
 
 __all__ = ["checkpoint_activations", "forecast_of"]
 
+_Run = Callable[..., Any]
+
 
 def checkpoint_activations(
     module: nn.Module, options: ActivationCheckpointing | None, tensor_ranks: Gathering | None = None
@@ -143,12 +145,9 @@ class _Forward:
             _tell_of_caches()
             kwargs = {name: None if is_empty_cache(value) else value for name, value in kwargs.items()}
         witnesses = _witnesses(self.module, args, kwargs)
-        if not torch.compiler.is_compiling():  # compiled code recomputes values, and writes to buffers once
-            run = RunAgain(self.module, run, self._unwritten)
-            if self._partition is not None:
-                run, args, kwargs = self._partition.send(run, args, kwargs, self._replicated)
-            if policy != "offload":
-                run, args, kwargs = with_first_inputs(run, type(self.module).__name__, args, kwargs)
+        is_traced = torch.compiler.is_compiling()  # compiled code recomputes values, and writes to buffers once
+        if not is_traced:
+            run, args, kwargs = self._prepared(run, args, kwargs, policy)
         call = partial(
             checkpoint,
             use_reentrant=False,
@@ -158,7 +157,17 @@ class _Forward:
             call = partial(call, context_fn=_keep_products)
         elif policy == "offload":
             run, args, kwargs = self._lane.send(run, args, kwargs, self._inputs)
-        return call(_WithWitnesses(run), witnesses, *args, **kwargs)
+        prepare = partial(self._prepared, policy=policy) if is_traced else None
+        return call(_WithWitnesses(run, prepare), witnesses, *args, **kwargs)
+
+    def _prepared(self, run: _Run, args: Any, kwargs: Any, policy: str) -> tuple[_Run, Any, Any]:
+        """Return a call that may be run again, with its arguments."""
+        run = RunAgain(self.module, run, self._unwritten)
+        if self._partition is not None:
+            run, args, kwargs = self._partition.send(run, args, kwargs, self._replicated)
+        if policy != "offload":
+            run, args, kwargs = with_first_inputs(run, type(self.module).__name__, args, kwargs)
+        return run, args, kwargs
 
 
 # -- Random numbers ----------------------------------------------------------------------------------------------------
@@ -180,12 +189,22 @@ def _witnesses(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 class _WithWitnesses:
-    """A call that is given an empty tensor on each of its devices as well."""
+    """A call that is given an empty tensor on each of its devices as well.
 
-    def __init__(self, run: Callable[..., Any]) -> None:
+    Args:
+        run: The call.
+        prepare: Of a call that was traced: makes it one that may be run again. Where the graph breaks in the module
+            itself, its forward and its recomputation are not compiled.
+    """
+
+    def __init__(self, run: _Run, prepare: Callable[..., tuple[_Run, Any, Any]] | None) -> None:
         self._run = run
+        self._prepare = prepare
 
-    def __call__(self, witnesses: list[Tensor], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, witnesses: list[Tensor], /, *args: Any, **kwargs: Any) -> Any:
+        if self._prepare is not None and not torch.compiler.is_compiling():
+            prepare, self._prepare = self._prepare, None
+            self._run, args, kwargs = prepare(self._run, args, kwargs)
         return self._run(*args, **kwargs)
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.boxes import Part
-from lightning_zero.config import MixedPrecision
+from lightning_zero.config import Communication, MixedPrecision
 from lightning_zero.engine.buffers.parameter import raw_grad
 from lightning_zero.engine.buffers.sharded_gradient import ShardedGradient
 from lightning_zero.engine.engine import ZeroEngine
@@ -445,3 +445,25 @@ def _past_add_param_group(rank: int, world: int, stage: int) -> None:
 @stages
 def test_parameters_put_into_groups_by_hand_are_refused(stage: int) -> None:
     worlds.run(_past_add_param_group, 2, stage)
+
+
+def _clipped_in_16_bits(rank: int, world: int, stage: Any) -> list[bool]:
+    """Clip some of a buffer's gradients, which are kept in 16 bits; say whether there are others in 32 afterwards."""
+    module = nn.Linear(4, 4).bfloat16()
+    engine = ZeroEngine(stage, precision=MixedPrecision(), communication=Communication(reduce_dtype="bf16"))
+    engine.shard(module)
+    optimizer = engine.attach(torch.optim.AdamW([module.weight]))
+    with engine.scope("training_step"):
+        module(torch.ones(2, 4).bfloat16()).sum().backward()
+    engine.clip_grad_norm(optimizer, 1e-3)
+    gradients = [buffer.gradients for unit in engine._state.units for buffer in unit.buffers]
+    found = [any(one._written is not None for one in gradients)]
+    optimizer.step()
+    found.append(any(one._written is not None for one in gradients))
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_that_were_clipped_without_a_window_are_kept_in_their_own_dtype_behind_the_step(stage: int) -> None:
+    assert worlds.run(_clipped_in_16_bits, 1, stage) == [[True, False]]

@@ -159,6 +159,36 @@ def test_a_compiled_block_is_one_graph(policy: Any) -> None:
     assert x.grad is not None
 
 
+class _Counts(nn.Module):
+    """Counts its forwards in a module buffer, behind a place where no graph goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor, witnesses: int = 0) -> Tensor:
+        torch._dynamo.graph_break()
+        self.seen += 1
+        return self.layer(x * self.seen)
+
+
+@pytest.mark.parametrize("policy", sample(["full", "selective", "offload"], "full"))
+def test_a_compiled_block_whose_graph_breaks_writes_its_buffers_once(policy: Any) -> None:
+    results = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        module = nn.Sequential(_Counts())
+        checkpoint_activations(module, ActivationCheckpointing(modules=[_Counts], policy=policy))
+        run = torch.compile(module[0], backend="eager") if is_compiled else module[0]
+        x = torch.ones(2, 4).requires_grad_()
+        for _ in range(2):
+            run(x, witnesses=1).sum().backward()
+        results.append((float(module[0].seen), x.grad))
+    assert results[0][0] == results[1][0] == 2.0
+    assert torch.equal(results[0][1], results[1][1])
+
+
 # -- What is kept ------------------------------------------------------------------------------------------------------
 
 

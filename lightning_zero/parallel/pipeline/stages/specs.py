@@ -185,9 +185,11 @@ class SpecifiedLayers:
 
 
 def _device_in_use() -> torch.device:
-    """Return the device on which layers may be built: the current GPU, unless this process uses none."""
-    cuda = torch.get_device_module("cuda")
-    is_used = cuda.is_initialized() or torch.get_default_device().type == "cuda"
+    """Return the device on which layers may be built: the default GPU or the current one, if this process uses one."""
+    cuda, default = torch.get_device_module("cuda"), torch.get_default_device()
+    if default.type == "cuda" and default.index is not None:
+        return default
+    is_used = cuda.is_initialized() or default.type == "cuda"
     return torch.device("cuda", cuda.current_device()) if is_used else torch.device("cpu")
 
 
