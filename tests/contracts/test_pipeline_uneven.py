@@ -137,6 +137,7 @@ COPIES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", sample(COPIES, ("1f1b", 3, Deep)), ids=lambda case: f"{case[0]}-zero{case[1]}-{case[2].__name__}"
 )

@@ -206,6 +206,7 @@ def _with_options(rank: int, world: int, path: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_offloaded_deferred_and_early_steps_have_the_same_bits(tmp_path: Path) -> None:
     for found in worlds.run(_with_options, 4, str(tmp_path), timeout_s=PATIENCE_S):
         assert not any(found), found
@@ -625,6 +626,7 @@ def _in_pipeline(rank: int, world: int, rows: Sequence[Any], node: int, crosses:
         assert_equal(values, found[place % 2], atol=1e-6, what=rows[place // 2])
 
 
+@pytest.mark.slow
 def test_scopes_of_pipeline_stages_on_one_level_agree_with_stage_3() -> None:
     """A stage has two ranks: on one node, on two, or in a number."""
     hybrid = {"params": "node", "grads": "node"}

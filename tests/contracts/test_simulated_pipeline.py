@@ -161,6 +161,7 @@ def _waits(rank: int, world: int, model: str, stage: int, microbatches: int) -> 
     return waits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", sample((2, 8), 8))
 @pytest.mark.parametrize("stage", sample((1, 3), 3))
 @pytest.mark.parametrize("model", sample(("traced", "explicit"), "traced"))

@@ -318,6 +318,7 @@ def fit_to(rank: int, world: int, options: dict[str, Any], folder: str, steps: i
     return [], {}, weights(fitted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize(
     "saved", [pytest.param(one, marks=() if one in SOME else pytest.mark.slow) for one in LAYOUTS], ids=str

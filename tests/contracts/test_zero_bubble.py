@@ -61,6 +61,7 @@ def _name(case: Any) -> str:
 
 
 @pytest.mark.parametrize("case", sample(WORLDS, *KEPT), ids=_name)
+@pytest.mark.slow
 def test_zero_bubble_has_the_bits_of_1f1b(case: Any) -> None:
     stages, copies, zero, name = case
     expected = run(_fit, stages * copies, zero, "1f1b", stages, CASES[name], timeout_s=240.0)
