@@ -161,9 +161,9 @@ class ZeroStep(Precision):
     Call protocol:
         1. The strategy sets ``engine`` when it has sharded the module, and ``scaler`` if the loss is scaled.
         2. ``pre_backward`` scales the loss.
-        3. ``optimizer_step`` runs the closure, opens the engine's step window (gradients become this rank's segments
-           of the reduced ones), unscales once, runs the hooks and the clipping, steps, and updates the scale.
-        4. ``clip_gradients`` may come before 3 (manual optimization): it opens the window by itself.
+        3. ``optimizer_step`` runs the closure, unscales once, runs the hooks and the clipping, steps, and updates the
+           scale. Whoever reads gradients meanwhile gets this rank's segments of the reduced ones.
+        4. ``clip_gradients`` may come before 3 (manual optimization).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -265,7 +265,6 @@ class ZeroStep(Precision):
             return
         engine = self._require_engine()
         optimizer = getattr(optimizer, "_optimizer", optimizer)
-        engine.internals.steps.open_window(optimizer)
         if optimizer is not self._in_step:
             self._unscale(optimizer)
         if GradClipAlgorithmType(gradient_clip_algorithm) == GradClipAlgorithmType.VALUE:

@@ -386,6 +386,7 @@ class ModuleInterception:
         if trace.origins is not None:
             trace.origins.need(self._fakes.attributes.assigned)
         if trace.end is not None:
+            trace.end.with_traceback(None)  # whose frames have the tensors of the step
             return False, trace.end.leaves
         self._require_unrefused(trace)
         return True, result
