@@ -17,6 +17,7 @@ Tensors of a call that are kept, besides its result:
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -158,6 +159,7 @@ class _Forward:
         elif policy == "offload":
             run, args, kwargs = self._lane.send(run, args, kwargs, self._inputs)
         prepare = partial(self._prepared, policy=policy) if is_traced else None
+        kwargs = {_aside(name): value for name, value in kwargs.items()}
         return call(_WithWitnesses(run, prepare), witnesses, *args, **kwargs)
 
     def _prepared(self, run: _Run, args: Any, kwargs: Any, policy: str) -> tuple[_Run, Any, Any]:
@@ -188,6 +190,15 @@ def _witnesses(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     return [torch.empty(0, device=device) for device in devices]
 
 
+_TAKEN = frozenset(inspect.signature(checkpoint).parameters)  # `checkpoint` takes arguments with these names for itself
+_ASIDE = "lightning_zero: "
+
+
+def _aside(name: str) -> str:
+    """Return a name of an argument by which ``checkpoint`` hands it on."""
+    return _ASIDE + name if name in _TAKEN else name
+
+
 class _WithWitnesses:
     """A call that is given an empty tensor on each of its devices as well.
 
@@ -200,11 +211,16 @@ class _WithWitnesses:
     def __init__(self, run: _Run, prepare: Callable[..., tuple[_Run, Any, Any]] | None) -> None:
         self._run = run
         self._prepare = prepare
+        self._prepared: tuple[Any, Any] | None = None  # arguments for all runs; `checkpoint` has the caller's own
 
     def __call__(self, witnesses: list[Tensor], /, *args: Any, **kwargs: Any) -> Any:
+        kwargs = {name.removeprefix(_ASIDE): value for name, value in kwargs.items()}
         if self._prepare is not None and not torch.compiler.is_compiling():
             prepare, self._prepare = self._prepare, None
-            self._run, args, kwargs = prepare(self._run, args, kwargs)
+            self._run, *prepared = prepare(self._run, args, kwargs)
+            self._prepared = (prepared[0], prepared[1])
+        if self._prepared is not None:
+            args, kwargs = self._prepared
         return self._run(*args, **kwargs)
 
 

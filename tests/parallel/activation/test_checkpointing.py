@@ -189,6 +189,74 @@ def test_a_compiled_block_whose_graph_breaks_writes_its_buffers_once(policy: Any
     assert torch.equal(results[0][1], results[1][1])
 
 
+class _Fills(nn.Module):
+    """Replaces and adds entries of containers that it is given, behind a place where no graph goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, state: dict[str, Tensor], losses: list[Tensor]) -> Tensor:
+        torch._dynamo.graph_break()
+        state["x"] = torch.tanh(self.layer(state["x"]))
+        losses.append(state["x"].mean())
+        return state["x"]
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("policy", [None, *sample(["full", "selective", "offload"], "full")])
+def test_containers_that_blocks_fill_are_those_of_the_first_run_when_it_is_compiled(
+    policy: Any, is_compiled: bool
+) -> None:
+    """The recomputation was given the containers as the forward had left them, and computed with its own results."""
+    torch.manual_seed(0)
+    module = nn.Sequential(_Fills(), _Fills())
+    expected = [_filled(module, module) for _ in range(2)]
+    if policy is not None:
+        checkpoint_activations(module, ActivationCheckpointing(modules=[_Fills], policy=policy))
+    run = [torch.compile(block, backend="eager") if is_compiled else block for block in module]
+    assert torch.equal(torch.stack(expected), torch.stack([_filled(module, run) for _ in range(2)]))
+
+
+def _filled(module: nn.Module, blocks: Any) -> Tensor:
+    """Return the gradients of a step, and how much the containers have in them."""
+    module.zero_grad()
+    state, losses = {"x": torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()}, list[Tensor]()
+    for block in blocks:
+        out = block(state, losses)
+    (out.sum() + sum(losses)).backward()
+    return torch.cat([*(param.grad.flatten() for param in module.parameters()), torch.tensor([float(len(losses))])])
+
+
+class _Optioned(nn.Module):
+    """Has arguments with the names of those of `checkpoint`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, early_stop: bool = True, debug: Any = None, function: Any = torch.tanh) -> Tensor:
+        return function(self.layer(x if early_stop else 2 * x)) * (1 if debug is None else debug)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("policy", [None, *sample(["full", "selective", "offload"], "full", "offload")])
+def test_arguments_with_the_names_of_those_of_checkpoint_reach_the_forward(policy: Any, is_compiled: bool) -> None:
+    """`checkpoint` kept them for itself: the forward, or its recomputation, took the defaults."""
+    torch.manual_seed(0)
+    module = nn.Sequential(_Optioned())
+    x = torch.linspace(-1, 1, 8).view(2, 4)
+    options = {"early_stop": False, "debug": 3.0, "function": torch.sigmoid}
+    module[0](x, **options).sum().backward()
+    expected = module[0].layer.weight.grad.clone()
+    if policy is not None:
+        checkpoint_activations(module, ActivationCheckpointing(modules=[_Optioned], policy=policy))
+    module.zero_grad()
+    run = torch.compile(module[0], backend="eager") if is_compiled else module[0]
+    run(x, **options).sum().backward()
+    assert torch.equal(module[0].layer.weight.grad, expected)
+
+
 # -- What is kept ------------------------------------------------------------------------------------------------------
 
 
