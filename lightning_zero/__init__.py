@@ -16,13 +16,17 @@ from lightning_zero.errors import (
     ReleasedParameterError,
     ShardedGradientError,
 )
+from lightning_zero.forecast.clock import MachineRates
 from lightning_zero.forecast.settings import MemoryForecast, Setting, SettingForecast
+from lightning_zero.forecast.simulation import Simulation
 from lightning_zero.grid import Grid, ParamAxes
 from lightning_zero.layout import FlatLayout
 from lightning_zero.lightning.callbacks import ExportSafetensors, ZeroMonitor
 from lightning_zero.lightning.checkpoint_io import load_from_checkpoint, name_the_reader_of_directories
 from lightning_zero.lightning.estimate import estimate_memory
+from lightning_zero.lightning.flops import FlopsProfile
 from lightning_zero.lightning.precision import LossScale
+from lightning_zero.lightning.simulate import simulate_step
 from lightning_zero.lightning.strategy import ZeroStrategy, register_strategies
 from lightning_zero.parallel.pipeline.stages.specs import LayerSpec, TiedLayerSpec
 from lightning_zero.parallel.tensor.plan import Cut, CutArgument, Packed, TensorParallel, TensorPlan
@@ -41,10 +45,12 @@ __all__ = [
     "EngineStats",
     "ExportSafetensors",
     "FlatLayout",
+    "FlopsProfile",
     "Grid",
     "LRRangeTest",
     "LayerSpec",
     "LossScale",
+    "MachineRates",
     "MemoryForecast",
     "MixedPrecision",
     "Offload",
@@ -60,6 +66,7 @@ __all__ = [
     "SettingForecast",
     "Sharding",
     "ShardedGradientError",
+    "Simulation",
     "TensorParallel",
     "TensorPlan",
     "TiedLayerSpec",
@@ -74,6 +81,7 @@ __all__ = [
     "gathered",
     "load_from_checkpoint",
     "load_pretrained",
+    "simulate_step",
 ]
 
 register_strategies()

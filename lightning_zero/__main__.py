@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from jsonargparse import auto_cli
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_zero.checkpoint.consolidate import consolidate
 from lightning_zero.checkpoint.convert import convert
 from lightning_zero.compat.deepspeed_yaml import convert_config
 from lightning_zero.diagnostics.command import report
 from lightning_zero.lightning.estimate_command import estimate
+from lightning_zero.lightning.simulate_command import simulate
 from lightning_zero.parallel.pipeline.schedule.picture import pipeline
 from lightning_zero.parallel.tensor.command import tensor_plan
 
@@ -27,9 +29,10 @@ COMMANDS: dict[str, Any] = {
     "estimate": estimate,
     "pipeline": pipeline,
     "report": report,
+    "simulate": simulate,
     "tensor-plan": tensor_plan,
 }
-_HAVE_CONFIG = ("estimate", "tensor-plan")
+_HAVE_CONFIG = ("estimate", "simulate", "tensor-plan")
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -39,7 +42,7 @@ def main(args: Sequence[str] | None = None) -> int:
         given = [re.sub(r"^--config(?==|$)", "--run", one) for one in given]
     try:
         auto_cli(COMMANDS, args=given, prog="python -m lightning_zero")
-    except (OSError, ValueError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
+    except (OSError, ValueError, TypeError, RuntimeError, MisconfigurationException, pickle.UnpicklingError) as error:
         print("\n".join([f"error: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
         return 1
     return 0

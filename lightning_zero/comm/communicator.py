@@ -37,7 +37,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.comm.groups import GroupSet, borrow
-from lightning_zero.comm.peers import told_error
+from lightning_zero.comm.peers import is_pretended, told_error
+from lightning_zero.comm.traffic import Traffic
 from lightning_zero.comm.waits import Call, Waits, lets_device_wait
 from lightning_zero.config import Communication
 from lightning_zero.errors import CollectiveError
@@ -95,7 +96,7 @@ class Pending:
             if self._call is None:
                 self._await_works()
             else:
-                with self._communicator.waits.wait(self._call):
+                with self._communicator._wait(self._call):
                     self._await_works()
         except (RuntimeError, ValueError) as error:
             self._end()
@@ -189,10 +190,8 @@ class Communicator:
         self._own_ranks = [0]  # of the default group
         self._along: list[Communicator] = []  # over parts of the ranks
         # - Cost since the last reset
-        self.sent_bytes: Counter[str] = Counter()
-        self.across_nodes: Counter[str] = Counter()  # those of them that go to other nodes, as far as that is known
+        self.traffic = Traffic()  # that of parts too
         self._is_across = False  # all peers are on other nodes
-        self.calls: Counter[str] = Counter()
         self.waits = Waits(device)
         if dist.is_available() and dist.is_initialized():
             own = dist.get_process_group_ranks(process_group or dist.group.WORLD)
@@ -217,10 +216,24 @@ class Communicator:
         return self._adopt(Communicator(self._config, self.device, process_group))
 
     def _adopt(self, part: Communicator) -> Communicator:
-        part.sent_bytes, part.calls, part.running = self.sent_bytes, self.calls, self.running
-        part.across_nodes = self.across_nodes
+        part.traffic, part.running = self.traffic, self.running
         self._along.append(part)
         return part
+
+    @property
+    def sent_bytes(self) -> Counter[str]:
+        """Bytes that this rank has sent since the last reset, by kind; those of parts too."""
+        return self.traffic.sent_bytes
+
+    @property
+    def across_nodes(self) -> Counter[str]:
+        """Those of ``sent_bytes`` that went to other nodes, as far as that is known."""
+        return self.traffic.across_nodes
+
+    @property
+    def calls(self) -> Counter[str]:
+        """Calls since the last reset, by kind."""
+        return self.traffic.calls
 
     @property
     def ranks(self) -> list[int]:
@@ -240,11 +253,6 @@ class Communicator:
         self._loan = self._groups.loan
         if lets_device_wait(self.device, self._backend):
             self.waits = Waits(self.device, [self._groups.gather, self._groups.reduce])
-
-    @property
-    def _is_pretended(self) -> bool:
-        """Whether this rank is all there is; its calls go as over `Communication(backend=...)`."""
-        return bool(dist.get_backend(self._process_group) == "fake")
 
     @property
     def _gather_group(self) -> Any:
@@ -278,7 +286,7 @@ class Communicator:
         own = full[lo : lo + shard.numel()]
         is_in_place = own.data_ptr() == shard.data_ptr()
         if self.world_size > 1:
-            self._count("all_gather", shard.nbytes * (self.world_size - 1))
+            self._count("all_gather", shard.nbytes * (self.world_size - 1), f"all-gather of {what}")
         if self.world_size > 1 and self._backend == "gloo":
             sent = dict.fromkeys(self._peers(), shard)
             received = dict(zip(self._ranks(), full.chunk(self.world_size), strict=True))
@@ -337,7 +345,7 @@ class Communicator:
             if divisor != 1:
                 shard.div_(divisor)
             return Pending(self, what)
-        self._count("reduce_scatter", own.nbytes * (self.world_size - 1))
+        self._count("reduce_scatter", own.nbytes * (self.world_size - 1), f"reduce-scatter of {what}")
         if self._backend == "gloo":
             received = {peer: torch.empty_like(own) for peer in self._peers()}
             chunks = dict(zip(self._ranks(), full.chunk(self.world_size), strict=True))
@@ -396,7 +404,7 @@ class Communicator:
         """Overwrite ``tensor`` with the values of rank ``source``. Collective: all ranks; returns when it is done."""
         if self.world_size == 1:
             return
-        self._count("broadcast", tensor.nbytes)
+        self._count("broadcast", tensor.nbytes, f"broadcast of {what}")
         with self._waiting(f"broadcast of {what}", self._reduce_group):
             dist.broadcast(as_bytes(tensor), group=self._reduce_group, group_src=source)
 
@@ -406,14 +414,14 @@ class Communicator:
         """Reduce ``tensor`` in place and return it; its bytes count as ``kind``. Collective: all ranks."""
         if self.world_size == 1:
             return tensor
-        self._count(kind, tensor.nbytes)
+        self._count(kind, tensor.nbytes, f"all-reduce of {what}")
         with self._waiting(f"all-reduce of {what}", self._reduce_group):
             dist.all_reduce(tensor, op=op, group=self._reduce_group)
         return tensor
 
     def send(self, tensor: torch.Tensor, peer: int, what: str) -> None:
         """Send ``tensor`` to one rank; returns when it may be overwritten."""
-        self._count("send", tensor.nbytes)
+        self._count("send", tensor.nbytes, f"sending of {what}")
         staged = tensor.cpu() if self._backend == "gloo" else tensor
         with self._waiting(f"sending of {what}", self._reduce_group):
             dist.send(staged, group=self._reduce_group, group_dst=peer)
@@ -452,7 +460,7 @@ class Communicator:
         opposite = _LARGEST_ADDRESS - address
         with torch.inference_mode(False):
             message = torch.tensor([address << 32 | first, opposite << 32 | second], dtype=torch.int64, device="cpu")
-        self._count("control", message.nbytes)
+        self._count("control", message.nbytes, what)
         with self._waiting(what, self.control_group):
             dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.control_group)
         first, second = message.tolist()
@@ -476,7 +484,7 @@ class Communicator:
         """
         if self.world_size == 1:
             return flags
-        self._count("control", flags.nbytes)
+        self._count("control", flags.nbytes, what)
         with self._waiting(what, self._flags_group):
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._flags_group)
         return flags
@@ -485,7 +493,7 @@ class Communicator:
         """Start reducing host values over the ranks, in place. Collective: all ranks, in one order of these calls."""
         if self.world_size == 1:
             return Pending(self, what)
-        self._count("control", values.nbytes)
+        self._count("control", values.nbytes, what)
         try:
             work = dist.all_reduce(values, op=op, group=self.promise_group, async_op=True)
         except (RuntimeError, ValueError) as error:
@@ -503,7 +511,7 @@ class Communicator:
         if self.world_size == 1:
             return
         values = torch.tensor([number, -number])
-        self._count("control", values.nbytes)
+        self._count("control", values.nbytes, what)
         with self._waiting(what, self.object_group):
             work = dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self.object_group, async_op=True)
             self._await_peers(work, what)
@@ -539,7 +547,7 @@ class Communicator:
         Raises:
             CollectiveError: A peer did not come in time, or came for another call.
         """
-        if self.world_size == 1 or self._is_pretended:
+        if self.world_size == 1 or is_pretended():
             return [value] * self.world_size
         found: list[Any] = [None] * self.world_size
         # Over a group that is given, a thread saves: nothing of the step waits for it.
@@ -556,8 +564,15 @@ class Communicator:
     @contextmanager
     def _waiting(self, what: str, group: Any) -> Iterator[None]:
         """Measure a call that returns when it is done, and name it in errors."""
-        with self._named(what), self.waits.wait(self.waits.start(what, group)):
+        with self._named(what), self._wait(self.waits.start(what, group)):
             yield
+
+    @contextmanager
+    def _wait(self, call: Call) -> Iterator[None]:
+        """Measure the wait for a call."""
+        with self.waits.wait(call):
+            yield
+        self.traffic.end(call.what)
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
@@ -622,9 +637,7 @@ class Communicator:
 
     def reset_stats(self) -> None:
         """Start counting anew."""
-        self.sent_bytes.clear()
-        self.across_nodes.clear()
-        self.calls.clear()
+        self.traffic.reset()
         for one in (self, *self._along):
             one.waits.reset()
 
@@ -676,17 +689,14 @@ class Communicator:
             self._groups = None
             self.waits.close()
 
-    def _count(self, kind: str, sent_bytes: int) -> None:
+    def _count(self, kind: str, sent_bytes: int, what: str) -> None:
         """Count a call that is about to be made, unless the groups are of no use any more."""
         if self._abandoned_for is not None:
             raise CollectiveError(f"rank {self.rank} of {self.world_size} has left after {self._abandoned_for}.")
         failure = self.waits.failure()
         if failure is not None:
             raise self.failure(failure.what, RuntimeError(failure.reason))
-        self.sent_bytes[kind] += sent_bytes
-        if self._is_across:
-            self.across_nodes[kind] += sent_bytes
-        self.calls[kind] += 1
+        self.traffic.add(kind, what, sent_bytes, ranks=self._own_ranks, is_across=self._is_across)
 
     def _ranks(self) -> range:
         return range(self.world_size)

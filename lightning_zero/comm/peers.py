@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary, ref
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-__all__ = ["Peers", "PeersError", "Told", "told_error"]
+__all__ = ["Peers", "PeersError", "Told", "is_pretended", "told_error"]
 
 _LOOK_S = 0.25  # between two looks of the thread at the store
 _HEARING_S = 3.0  # how long a rank that fails waits until the others have read its error
@@ -82,8 +82,8 @@ class Peers:
 
     @classmethod
     def of_world(cls) -> Peers:
-        """Return the peers of the default group, always the same object."""
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        """Return the peers of the default group, always the same object; none where other ranks are pretended."""
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1 or is_pretended():
             return cls(None, 0, 1)
         group = dist.group.WORLD
         if group not in _PEERS:
@@ -389,6 +389,11 @@ class _Watcher(threading.Thread):
 
 
 _PEERS: WeakKeyDictionary[Any, Peers] = WeakKeyDictionary()  # by default group
+
+
+def is_pretended() -> bool:
+    """Say whether this process is all there is of the default group: its calls send nothing."""
+    return bool(dist.get_backend() == "fake")
 
 
 def told_error() -> str:

@@ -237,7 +237,7 @@ OBSERVERS: dict[str, str] = {
     "csv_monitor": "use `Trainer(logger=CSVLogger(...))`",
     "monitor": "use `Trainer(logger=...)`",
     "monitor_config": "use `Trainer(logger=...)`",
-    "flops_profiler": "the table of modules does not exist yet; `ZeroMonitor` logs the throughput",
+    "flops_profiler": "use `FlopsProfile` among the callbacks; `ZeroMonitor(flops=True)` logs the rate",
     "autotuning": "there is no tuner yet",
     "compile": "there are no passes over compiled graphs yet; compile the blocks of the model with `torch.compile`",
     "graph_harvesting": "steps are not captured in CUDA graphs",

@@ -16,11 +16,12 @@ from lightning_zero.config import Communication
 from lightning_zero.engine.optim.step_device import fastest_s, measure_rates
 from lightning_zero.storage.nvme import NvmeStore
 
-__all__ = ["collectives", "copies_and_steps", "disk"]
+__all__ = ["collectives", "copies_and_steps", "disk", "step_rates"]
 
 _GB = 1e9
 _DISK_BYTES = 2**28
 _SHARD_NUMEL = 2**20
+_COPIED_NUMEL = 2**25  # 128 MiB: more than the caches hold
 _TIMEOUT_S = 60.0
 
 
@@ -35,6 +36,42 @@ def copies_and_steps() -> dict[str, str]:
         found["host to GPU 0, page-locked"] = f"{rates.up / _GB:.1f} GB/s"
         found["GPU 0 to host, page-locked"] = f"{rates.down / _GB:.1f} GB/s"
     return found
+
+
+def step_rates(ranks: int | None = None) -> dict[str, float]:
+    """Return rates of this machine as ``MachineRates`` has them: matrix products, copies, collectives of one node.
+
+    Args:
+        ranks: See ``collectives``.
+
+    Raises:
+        RuntimeError: See ``collectives``.
+    """
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    width = 8192 if device.type == "cuda" else 1024
+    left, right = (torch.ones(width, width, dtype=dtype, device=device) for _ in range(2))
+    product = torch.empty_like(left)
+    values, copy = (torch.ones(_COPIED_NUMEL, device=device) for _ in range(2))
+
+    def multiply() -> None:
+        torch.mm(left, right, out=product)
+        _finish(device)
+
+    def move() -> None:
+        copy.copy_(values)
+        _finish(device)
+
+    moved = 2 * values.nbytes / fastest_s(move, _alone) / _GB
+    measured = measure_rates(device)
+    count, backend = _count_and_backend(ranks)
+    seconds = max(_seconds_of_collectives(count, backend).values())
+    return {
+        "tflops": 2 * width**3 / fastest_s(multiply, _alone) / 1e12,
+        "memory": moved,
+        "link": (count - 1) * _SHARD_NUMEL * 4 / seconds / _GB,
+        "host": min(measured.up, measured.down) / _GB if device.type == "cuda" else moved,
+    }
 
 
 def disk(path: Path) -> dict[str, str]:
@@ -68,8 +105,16 @@ def collectives(ranks: int | None = None) -> dict[str, str]:
     Raises:
         RuntimeError: A process failed, or the collectives did not end within a minute.
     """
-    on_gpus = torch.cuda.is_available() and dist.is_nccl_available()
-    count, backend = _ranks_and_backend(ranks, torch.cuda.device_count() if on_gpus else 0)
+    count, backend = _count_and_backend(ranks)
+    sent = (count - 1) * _SHARD_NUMEL * 4
+    return {
+        f"{name}, {backend}, {count} ranks": f"{sent / second / _GB:.2f} GB/s sent per rank"
+        for name, second in _seconds_of_collectives(count, backend).items()
+    }
+
+
+def _seconds_of_collectives(count: int, backend: str) -> dict[str, float]:
+    """Return how long rank 0 of ``count`` processes takes for each collective."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     context = mp.get_context("spawn")
     results: Any = context.SimpleQueue()
@@ -84,11 +129,12 @@ def collectives(ranks: int | None = None) -> dict[str, str]:
         for process in processes.processes:
             process.kill()
     seconds: dict[str, float] = results.get()
-    sent = (count - 1) * _SHARD_NUMEL * 4
-    return {
-        f"{name}, {backend}, {count} ranks": f"{sent / second / _GB:.2f} GB/s sent per rank"
-        for name, second in seconds.items()
-    }
+    return seconds
+
+
+def _count_and_backend(ranks: int | None) -> tuple[int, str]:
+    on_gpus = torch.cuda.is_available() and dist.is_nccl_available()
+    return _ranks_and_backend(ranks, torch.cuda.device_count() if on_gpus else 0)
 
 
 def _ranks_and_backend(ranks: int | None, num_gpus: int) -> tuple[int, str]:

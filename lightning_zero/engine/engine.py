@@ -325,6 +325,28 @@ class ZeroEngine:
         )
         return WholeGradients(self._state.communicator, self._state.parts).norm(places, norm_type)
 
+    def unit_grad_norms(self, norm_type: float = 2.0) -> dict[str, torch.Tensor]:
+        """Return the norm of the reduced gradients of each unit with trained parameters, by its name: () fp32.
+
+        Collective: all ranks, after backward; one call per unit.
+
+        Raises:
+            ValueError: The ranks have different units, as pipeline stages do.
+        """
+        self._state.require_module()
+        self._state.timing.refuse("The norms of units")
+        self._state.recover()
+        if self._state.parts is not None:
+            raise ValueError("`unit_grad_norms` is for ranks with the same units. Use `grad_norm`.")
+        gradients = WholeGradients(self._state.communicator, None)
+        return {
+            unit.name: gradients.norm(
+                [(buffer, index) for buffer in unit.buffers for index in range(len(buffer.params))], norm_type
+            )
+            for unit in self._state.param_index.units
+            if any(param.requires_grad for buffer in unit.buffers for param in buffer.params)
+        }
+
     def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> torch.Tensor:
         """Scale an optimizer's gradients so that their norm is at most ``max_norm``; return the norm before.
 

@@ -25,7 +25,7 @@ from lightning_zero.forecast.live_bytes import LiveBytes, Moment, replaced
 from lightning_zero.parallel.activation.checkpointing import checkpoint_activations
 from lightning_zero.storage.store import Kind
 
-__all__ = ["Rehearsed", "Trainee", "host_apart", "pretended_world", "rehearse"]
+__all__ = ["Rehearsed", "Trainee", "count_states", "host_apart", "kinds_at", "pretended_world", "rehearse"]
 
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -75,8 +75,8 @@ class Rehearsed:
 
 
 @contextmanager
-def pretended_world(world_size: int) -> Iterator[None]:
-    """Be rank 0 of a world whose other ranks are pretended.
+def pretended_world(world_size: int, rank: int = 0) -> Iterator[None]:
+    """Be one rank of a world whose other ranks are pretended.
 
     Raises:
         RuntimeError: There is a process group.
@@ -86,12 +86,9 @@ def pretended_world(world_size: int) -> Iterator[None]:
             "A forecast pretends its ranks, and this process has a process group. Make it before training, or with"
             " `python -m lightning_zero estimate` in a process of its own."
         )
-    if world_size == 1:
-        yield
-        return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
     finally:
@@ -162,7 +159,7 @@ class _Steps:
         gc.collect()
         gc.disable()
         self._engine.internals.fits.reset_stats()
-        self._count_states()
+        count_states(self._counter, self._engine)
         self._counter.reset_peak()
         rest = self._step()
         stats = self._engine.stats()
@@ -171,7 +168,7 @@ class _Steps:
             device=rest[0],
             host=rest[1],
             peak=peak,
-            at_peak=self._kinds(peak),
+            at_peak=kinds_at(peak, self._trainee.module),
             sent=sum(stats.traffic.values()),
             sent_across=sum(stats.across_nodes.values()),
             units=stats.num_units,
@@ -201,25 +198,28 @@ class _Steps:
         with self._counter.phase("backward"), self._engine.backward_scope():
             loss.backward()  # type: ignore[no-untyped-call]
 
-    # -- Kinds of bytes --------------------------------------------------------------------------------------------
 
-    def _count_states(self) -> None:
-        """Let the counter tell the engine's bytes by kind; optimizers have their states by now."""
-        device, host = self._engine.internals.steps.accounts()
-        stats = self._engine.stats()
-        states = stats.memory["optimizer"] - device.live("optimizer")
-        host_states = stats.host["optimizer"] - host.live("optimizer")
+# -- Kinds of bytes ----------------------------------------------------------------------------------------------------
 
-        def parts() -> tuple[int, ...]:
-            return (*(device.live(kind) for kind in _KINDS), states, host_states + sum(host.live(k) for k in _KINDS))
 
-        self._counter.parts, self._counter.num_away = parts, 1
+def count_states(counter: LiveBytes, engine: ZeroEngine) -> None:
+    """Let a counter tell an engine's bytes by kind; the optimizers must have their states by now."""
+    device, host = engine.internals.steps.accounts()
+    stats = engine.stats()
+    states = stats.memory["optimizer"] - device.live("optimizer")
+    host_states = stats.host["optimizer"] - host.live("optimizer")
 
-    def _kinds(self, peak: Moment) -> dict[str, int]:
-        """Return the bytes on the device at the peak, by kind; those that are not the engine's are the program's."""
-        kinds: dict[str, int] = dict(zip(_KINDS, peak.parts, strict=False))
-        kinds["optimizer"] += peak.parts[len(_KINDS)]
-        buffers = {id(one): one.nbytes for one in self._trainee.module.buffers()}
-        kinds["buffers"] = sum(buffers.values())
-        rest = peak.nbytes - sum(kinds.values())
-        return {**kinds, "workspace" if peak.phase == "step" else "activations": rest}
+    def parts() -> tuple[int, ...]:
+        return (*(device.live(kind) for kind in _KINDS), states, host_states + sum(host.live(k) for k in _KINDS))
+
+    counter.parts, counter.num_away = parts, 1
+
+
+def kinds_at(peak: Moment, module: nn.Module) -> dict[str, int]:
+    """Return the bytes on the device at a peak, by kind; those that are not the engine's are the program's."""
+    kinds: dict[str, int] = dict(zip(_KINDS, peak.parts, strict=False))
+    kinds["optimizer"] += peak.parts[len(_KINDS)]
+    buffers = {id(one): one.nbytes for one in module.buffers()}
+    kinds["buffers"] = sum(buffers.values())
+    rest = peak.nbytes - sum(kinds.values())
+    return {**kinds, "workspace" if peak.phase == "step" else "activations": rest}

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_zero.forecast.settings import MemoryForecast, SettingForecast
 
-__all__ = ["draw", "json_of", "table"]
+__all__ = ["check_picture", "draw", "json_of", "table"]
 
 _UNITS = {"MiB": 2**20, "GiB": 2**30}
 _KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "workspace", "buffers")
@@ -69,6 +69,16 @@ def json_of(forecast: MemoryForecast, memory: int | None = None) -> str:
     return json.dumps(content, indent=2)
 
 
+def check_picture(path: Path) -> None:
+    """Check that a picture can be written, before anything is computed for it.
+
+    Raises:
+        ValueError: The folder does not exist.
+    """
+    if not path.parent.is_dir():
+        raise ValueError(f"`--plot {path}`: the folder `{path.parent}` does not exist.")
+
+
 def draw(forecast: MemoryForecast, path: Path, memory: int | None = None) -> None:
     """Write a picture: a bar per setting, its parts at the peak, and a line for the memory of the device.
 
@@ -81,8 +91,7 @@ def draw(forecast: MemoryForecast, path: Path, memory: int | None = None) -> Non
         from matplotlib.figure import Figure
     except ImportError as error:
         raise RuntimeError("`--plot` needs matplotlib: `pip install matplotlib`.") from error
-    if not path.parent.is_dir():
-        raise ValueError(f"`--plot {path}`: the folder `{path.parent}` does not exist.")
+    check_picture(path)
     names, unit = [str(one.setting) for one in forecast.settings], _UNITS[_unit(forecast)]
     figure = Figure(figsize=(9, 1.2 + 0.34 * len(names)))
     FigureCanvasAgg(figure)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.types import _PATH
@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 from lightning_zero.checkpoint.export import EXPORTED, DtypeName, Include, dtype_named, export_safetensors
 from lightning_zero.checkpoint.paths import remove_path
 from lightning_zero.checkpoint.safetensors import parse_size
+from lightning_zero.forecast.compare import FORECAST_PEAK, forecast_peak
+from lightning_zero.lightning.flops import StepFlops, peak_flops
 from lightning_zero.lightning.monitor import Meter, Phases, samples_in, tokens_in
 from lightning_zero.lightning.precision import ZeroStep
 from lightning_zero.lightning.strategy import ZeroStrategy
@@ -40,19 +42,52 @@ class ZeroMonitor(Callback):
         tokens: Number of tokens in a batch. The default is the number of elements of the batch's first integer tensor
             with two or more dimensions.
         grad_norm: Log the norm of the gradients also where nothing is clipped (one more pass over the gradients).
+            ``"units"``: those of each unit as well, as ``grad_norm/<unit>`` (a collective per unit); not with
+            ``pipeline``.
+        forecast: File that ``python -m lightning_zero estimate --json=true`` has written: its peak is logged as
+            ``memory/forecast_peak_GiB``, beside the measured one.
+        flops: Count the floating-point operations of the model in the first step, which is slower for it, and log what
+            later ones reach on rank 0, recomputation left out: ``throughput/model_TFLOP_per_s``, and where the peak of
+            the device is known ``throughput/mfu``. See ``FlopsProfile``, which has them by module.
+        peak_tflops: The peak of the device, in 10**12 per second; by default that of its name.
     """
 
-    @checked_arguments(use={"tokens": "Use a function that returns the number of tokens in a batch, or None."})
-    def __init__(self, tokens: Callable[[Any], int] | None = None, grad_norm: bool = False) -> None:
+    @checked_arguments(
+        use={
+            "tokens": "Use a function that returns the number of tokens in a batch, or None.",
+            "forecast": "Use the path of a file of `estimate --json=true`, or None.",
+            "grad_norm": "Use True or False, or 'units'.",
+            "peak_tflops": "Use a number, for example `peak_tflops=989`, or None.",
+        }
+    )
+    def __init__(
+        self,
+        tokens: Callable[[Any], int] | None = None,
+        grad_norm: bool | Literal["units"] = False,
+        forecast: str | Path | None = None,
+        flops: bool = False,
+        peak_tflops: float | None = None,
+    ) -> None:
+        if peak_tflops is not None and peak_tflops <= 0:
+            raise ValueError(f"`peak_tflops={peak_tflops}` must be above 0.")
         self.tokens = tokens or tokens_in
         self.grad_norm = grad_norm
+        self.flops = flops
+        self.peak_tflops = peak_tflops
+        self._flops: StepFlops | None = None  # of the first step of a fit, with `flops`
+        self._is_first_row = True
+        self._forecast = None if forecast is None else forecast_peak(Path(forecast))
         self._meter = Meter(None)
         self._phases: Phases | None = None  # where a batch has one forward, one backward and one step at most
         self._logged_step = 0  # step of the last row
-        self._norm: float | None = None  # since the last row, if it was computed for it
+        self._norms: dict[str, float] = {}  # since the last row, if they were computed for it
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start counting."""
+        """Start counting.
+
+        Raises:
+            ValueError: Norms of units are wanted in a pipeline.
+        """
         if not trainer.loggers:
             rank_zero_warn(
                 "`ZeroMonitor` has no logger to write to. Use `Trainer(logger=True)` or remove the callback."
@@ -65,15 +100,29 @@ class ZeroMonitor(Callback):
         self._meter = Meter(engine, copies)
         self._meter.start()
         has_pipeline = isinstance(strategy, ZeroStrategy) and strategy.pipeline is not None
+        if has_pipeline and self.grad_norm == "units":
+            raise ValueError(
+                "`ZeroMonitor(grad_norm='units')` does not work with `pipeline`: stages have different units. Use"
+                " `grad_norm=True`."
+            )
         self._phases = Phases(strategy.root_device) if pl_module.automatic_optimization and not has_pipeline else None
         self._begin("data")
         self._logged_step = trainer.global_step
+        self._flops, self._is_first_row = None, True
+        if self._forecast is not None and self._forecast.world_size != trainer.world_size:
+            rank_zero_warn(
+                f"The forecast of `ZeroMonitor` is for {self._forecast.world_size} rank(s), and this run has"
+                f" {trainer.world_size}. Make one with `estimate --world={trainer.world_size}`."
+            )
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begin the forward."""
         self._begin("forward")
+        if self.flops and self._flops is None:
+            self._flops = StepFlops()
+            self._flops.begin(trainer.global_step)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Begin the backward."""
@@ -94,13 +143,18 @@ class ZeroMonitor(Callback):
         strategy = trainer.strategy
         is_next = trainer.global_step + 1 - self._logged_step >= self._interval(trainer)
         if self.grad_norm and is_next and isinstance(strategy, ZeroStrategy):
-            self._norm = float(strategy.grad_norm())
+            self._norms = {"grad_norm": float(strategy.grad_norm())}
+            if self.grad_norm == "units":
+                norms = strategy.engine.unit_grad_norms()
+                self._norms |= {f"grad_norm/{name}": float(norm) for name, norm in norms.items()}
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the batch, and write a row when one is due."""
         self._begin("data")
+        if self._flops is not None:
+            self._flops.end(trainer.global_step)
         self._meter.count(tokens=self.tokens(batch), samples=samples_in(batch))
         steps = trainer.global_step - self._logged_step
         if steps < self._interval(trainer):
@@ -108,6 +162,9 @@ class ZeroMonitor(Callback):
         row = {**self._meter.row(steps), **self._norm_and_scale(trainer)}
         if isinstance(trainer.strategy, ZeroStrategy):
             row |= trainer.strategy.pipeline_timings(steps)
+        row |= self._reached(trainer, row["time/step_s"])
+        if self._forecast is not None:
+            row[FORECAST_PEAK] = self._forecast.gib
         if self._phases is not None:
             row |= {f"time/{phase}_s": seconds / steps for phase, seconds in self._phases.take().items()}
         for logger in trainer.loggers:
@@ -119,23 +176,52 @@ class ZeroMonitor(Callback):
         """Stop the clock: validation is not training."""
         self._meter.pause()
         self._begin(None)
+        if self._flops is not None:
+            self._flops.pause(True)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let the clock go on."""
         if trainer.state.fn == TrainerFn.FITTING:
             self._meter.resume()
             self._begin("data")
+            if self._flops is not None:
+                self._flops.pause(False)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """End counting operations."""
+        if self._flops is not None:
+            self._flops.stop()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """End counting operations of a step that was not made."""
+        if self._flops is not None:
+            self._flops.stop()
+
+    def _reached(self, trainer: pl.Trainer, step_s: float) -> dict[str, float]:
+        """Return what the model's operations reach per second, and their share of the device's peak.
+
+        The first row is left out: the step that was counted is slower.
+        """
+        is_first, self._is_first_row = self._is_first_row, False
+        if self._flops is None or self._flops.count is None or self._flops.is_running or is_first or not step_s:
+            return {}
+        reached = self._flops.count.model / self._flops.num_steps / step_s
+        precision = str(trainer.precision_plugin.precision)
+        known = None if self.peak_tflops is None else self.peak_tflops * 1e12
+        peak = peak_flops(trainer.strategy.root_device, precision) if known is None else known
+        row = {"throughput/model_TFLOP_per_s": reached / 1e12}
+        return row if peak is None else {**row, "throughput/mfu": reached / peak}
 
     def _norm_and_scale(self, trainer: pl.Trainer) -> dict[str, float]:
         plugin = trainer.precision_plugin
         row: dict[str, float] = {}
-        norm, self._norm = self._norm, None
+        norms, self._norms = self._norms, {}
         if isinstance(plugin, ZeroStep):
-            if norm is None and plugin.grad_norm is not None:
-                norm = float(plugin.grad_norm)
+            if not norms and plugin.grad_norm is not None:
+                norms = {"grad_norm": float(plugin.grad_norm)}
             if plugin.scaler is not None:
                 row |= {"loss_scale": plugin.scaler.scale, "skipped_steps": float(plugin.scaler.skipped)}
-        return row if norm is None else {**row, "grad_norm": norm}
+        return {**row, **norms}
 
     @staticmethod
     def _interval(trainer: pl.Trainer) -> int:

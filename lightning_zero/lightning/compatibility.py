@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_zero.config import ActivationCheckpointing, Pipeline, StepTime
@@ -78,7 +79,9 @@ def _refuse_what_needs_whole_models(strategy: _Options, trainer: pl.Trainer) -> 
             " of those that it has sharded. Prune the trained model, or use `strategy='ddp'`."
         )
     for logger in trainer.loggers:
-        if strategy.stage == 3 and strategy.world_size > 1 and getattr(logger, "_log_graph", False):
+        has_every_name = isinstance(logger, DummyLogger)  # of `fast_dev_run`
+        logs_graph = not has_every_name and getattr(logger, "_log_graph", False)
+        if strategy.stage == 3 and strategy.world_size > 1 and logs_graph:
             raise ValueError(
                 f"`{type(logger).__name__}(log_graph=True)` runs the model on rank 0 alone, and at `stage=3` a forward"
                 " needs all ranks. Leave `log_graph` out, or log the graph of a model that is not sharded."

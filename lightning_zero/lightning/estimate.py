@@ -37,7 +37,15 @@ from lightning_zero.parallel.tensor.examples import run_example
 from lightning_zero.sharding import Sharding
 from lightning_zero.trees import tree_map_only
 
-__all__ = ["estimate_memory"]
+__all__ = [
+    "Optimizers",
+    "copied_module",
+    "estimate_memory",
+    "on_cpu",
+    "precision_of",
+    "refuse_unforecast",
+    "without_meta",
+]
 
 _PRECISIONS: dict[str, Callable[[], ZeroStep]] = {
     "32-true": ZeroPrecision,
@@ -90,8 +98,8 @@ def estimate_memory(
         RuntimeError: There is a process group in this process.
     """
     strategy = strategy or ZeroStrategy()
-    name = _precision(precision, strategy)
-    _refuse(strategy, world_size=world_size, accelerator=accelerator)
+    name = precision_of(precision, strategy)
+    refuse_unforecast(strategy, world_size=world_size, accelerator=accelerator)
     plugin = _PRECISIONS[name]()
     model = _Model(
         module=module,
@@ -172,7 +180,12 @@ def _quiet() -> Iterator[None]:
 # -- Options -----------------------------------------------------------------------------------------------------------
 
 
-def _precision(given: str | None, strategy: ZeroStrategy) -> str:
+def precision_of(given: str | None, strategy: ZeroStrategy) -> str:
+    """Return the name of a precision, by default the strategy's.
+
+    Raises:
+        ValueError: It is not forecast.
+    """
     name = str(given or strategy.precision_plugin.precision)
     name = {"32": "32-true", "bf16": "bf16-mixed"}.get(name, name)
     if name not in _PRECISIONS:
@@ -180,7 +193,7 @@ def _precision(given: str | None, strategy: ZeroStrategy) -> str:
     return name
 
 
-def _refuse(strategy: ZeroStrategy, *, world_size: int, accelerator: str) -> None:
+def refuse_unforecast(strategy: ZeroStrategy, *, world_size: int, accelerator: str) -> None:
     """Refuse options whose memory is not forecast.
 
     Raises:
@@ -298,11 +311,11 @@ class _Model:
             return any(True for _ in repeated_blocks(self._new()))
 
     def _new(self) -> nn.Module:
-        module = _copied(self.module) if isinstance(self.module, nn.Module) else self.module()
+        module = copied_module(self.module) if isinstance(self.module, nn.Module) else self.module()
         if isinstance(module, pl.LightningModule):
             module.configure_model()
         SpecifiedLayers(module).build(None)
-        _without_meta(module)
+        without_meta(module)
         return module
 
     def make(self) -> Trainee:
@@ -316,7 +329,7 @@ class _Model:
                 f"A forecast needs a batch of `{type(module).__name__}`. Give `batch=...`, or set its"
                 " `example_input_array`."
             )
-        batch = self.plugin.convert_input(tree_map_only(Tensor, _on_cpu, batch))
+        batch = self.plugin.convert_input(tree_map_only(Tensor, on_cpu, batch))
         return Trainee(
             module=module,
             optimizers=partial(_optimizers, module, self.optimizer),
@@ -327,14 +340,14 @@ class _Model:
         )
 
 
-def _copied(module: nn.Module) -> nn.Module:
+def copied_module(module: nn.Module) -> nn.Module:
     """Return a copy without its Trainer, which logs nothing."""
     kept = [getattr(module, name, None) for name in ("_trainer", "_fabric")]
     memo: dict[int, Any] = {id(one): None for one in kept if one is not None}
     return copied(module, memo)
 
 
-def _without_meta(module: nn.Module) -> None:
+def without_meta(module: nn.Module) -> None:
     """Let parameters and buffers on the meta device be tensors on the CPU, the same ones under all their names."""
     made: dict[int, nn.Parameter] = {}
     for child in module.modules():
@@ -349,7 +362,8 @@ def _without_meta(module: nn.Module) -> None:
                 child._buffers[name] = torch.zeros_like(buffer, device="cpu")
 
 
-def _on_cpu(tensor: Tensor) -> Tensor:
+def on_cpu(tensor: Tensor) -> Tensor:
+    """Return a copy on the CPU, with zeros for a tensor on the meta device."""
     return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.to("cpu", copy=True)
 
 

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
-import yaml
-from torch import nn
 
 from lightning_zero.checkpoint.safetensors import parse_size
-from lightning_zero.forecast.report import draw, json_of, table
+from lightning_zero.forecast.compare import comparison, logged_memory
+from lightning_zero.forecast.report import check_picture, draw, json_of, table
 from lightning_zero.lightning.estimate import estimate_memory
-from lightning_zero.lightning.strategy import ZeroStrategy
-from lightning_zero.parallel.tensor.command import built, entry_of, first_batch, named
+from lightning_zero.lightning.run_config import RunConfig
 
 __all__ = ["estimate"]
 
@@ -31,6 +24,7 @@ def estimate(
     only: bool = False,
     json: bool = False,
     plot: Path | None = None,
+    compare: Path | None = None,
 ) -> None:
     """Forecast the memory of a training step per rank, for the setting of a run and others side by side.
 
@@ -48,26 +42,27 @@ def estimate(
         only: Forecast the setting of the configuration alone.
         json: Print JSON, in bytes, instead of the table.
         plot: Picture to write (``.png``).
+        compare: Folder of a logger of a run with ``ZeroMonitor``: prints its memory beside the forecast of the run's
+            own setting.
     """
-    if (run is None) == (module is None):
-        raise ValueError("`estimate` needs a model: give `--config=run.yaml` or `--module=package.module:name`.")
-    content: Any = {} if run is None else yaml.safe_load(run.read_text())
-    if not isinstance(content, dict):
-        raise ValueError(f"`{run}` is no configuration of a run: it has no `model`.")
+    if json and compare is not None:
+        raise ValueError("`--compare` prints a table, and `--json=true` JSON. Leave one of the two out.")
+    if plot is not None:
+        check_picture(plot)
+    logged = None if compare is None else logged_memory(compare)
+    config = RunConfig.read("estimate", run, module)
     nbytes = None if memory is None else _bytes(memory)
-    trainer = content.get("trainer") or {}
-    entry = {"class_path": module} if module is not None else entry_of(run, content, "model")
     forecast = estimate_memory(
-        _maker(entry),
-        _strategy(trainer),
+        config.make,
+        config.strategy,
         world_size=world,
-        batch=first_batch(built(content["data"])) if "data" in content else None,
-        optimizer=_optimizer(content.get("optimizer")),
-        precision=precision or str(trainer.get("precision") or "32-true"),
-        accelerator="cpu" if trainer.get("accelerator") == "cpu" else "gpu",
+        batch=config.batch,
+        optimizer=config.optimizer,
+        precision=precision or config.precision,
+        accelerator=config.accelerator,
         ranks_per_node=ranks_per_node,
-        accumulate_grad_batches=int(trainer.get("accumulate_grad_batches") or 1),
-        clips=bool(trainer.get("gradient_clip_val")),
+        accumulate_grad_batches=config.accumulate_grad_batches,
+        clips=bool(config.gradient_clip_val),
         side_by_side=not only,
     )
     if plot is not None:
@@ -76,6 +71,8 @@ def estimate(
         print(json_of(forecast, nbytes))
         return
     print(table(forecast, nbytes))
+    if logged is not None:
+        print(f"\n{comparison(forecast.own, logged)}")
     if nbytes is not None:
         fastest = forecast.fastest(nbytes)
         print(
@@ -91,43 +88,3 @@ def _bytes(text: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise ValueError(f"`--memory={text}` is not a size. Use a number of bytes, or text such as '80GiB'.") from error
-
-
-def _maker(entry: Mapping[str, Any]) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        model = built(entry)
-        if not isinstance(model, nn.Module):
-            raise TypeError(
-                f"`{entry['class_path']}` gives a `{type(model).__name__}`. Name one that gives an `nn.Module`."
-            )
-        return model
-
-    return make
-
-
-def _strategy(trainer: Mapping[str, Any]) -> ZeroStrategy:
-    """Return the strategy of a configuration; by default stage 3.
-
-    Raises:
-        ValueError: It is another one.
-    """
-    given = trainer.get("strategy")
-    if given is None or given == "auto":
-        return ZeroStrategy()
-    if isinstance(given, str) and given.startswith("zero_") and given[5:] in ("0", "1", "2", "3"):
-        return ZeroStrategy(stage=int(given[5:]))  # type: ignore[arg-type]
-    if isinstance(given, Mapping) and str(given.get("class_path")).rpartition(".")[2] == "ZeroStrategy":
-        return ZeroStrategy(**{name: built(value) for name, value in (given.get("init_args") or {}).items()})
-    raise ValueError(
-        f"`strategy: {given}` is not forecast. Use `lightning_zero.ZeroStrategy`, or `zero_0` to `zero_3`."
-    )
-
-
-def _optimizer(entry: Any) -> Callable[..., torch.optim.Optimizer] | None:
-    if entry is None:
-        return None
-    if not isinstance(entry, Mapping) or "class_path" not in entry:
-        raise ValueError(f"`optimizer: {entry}` has no `class_path`, for example `torch.optim.AdamW`.")
-    path = str(entry["class_path"])
-    make = named(path if "." in path else f"torch.optim.{path}")
-    return partial(make, **{name: built(value) for name, value in (entry.get("init_args") or {}).items()})

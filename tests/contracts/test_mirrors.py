@@ -57,6 +57,7 @@ IN_CONTRACTS = {
     "lightning_zero/errors.py": "tests/contracts/test_bad_input.py",
     "lightning_zero/lightning/averaging.py": "tests/contracts/test_averaging.py",
     "lightning_zero/lightning/checkpoint_hooks.py": "tests/contracts/test_lightning_checkpoints.py",
+    "lightning_zero/lightning/run_config.py": "tests/lightning/test_estimate_command.py",
     "lightning_zero/lightning/compatibility.py": "tests/lightning/test_strategy.py",
     "lightning_zero/lightning/layer_costs.py": "tests/contracts/test_pipeline_models.py",
     "lightning_zero/lightning/loader_states.py": "tests/contracts/test_states_of_ranks.py",

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_zero.lightning.callbacks import ZeroMonitor
+from lightning_zero.lightning.flops import FlopsProfile
 from lightning_zero.lightning.monitor import Meter, Phases, memory_in_use, samples_in, tokens_in
 from lightning_zero.lightning.strategy import ZeroStrategy
 from tests.lightning_programs import Net, loader, trainer, weights
@@ -59,6 +60,89 @@ def test_monitor_writes_a_row_per_interval(stage: int, tmp_path: Path) -> None:
     assert float(written[-1]["memory/parameters_GiB"]) == memory["parameters"] / GIB
     assert float(written[-1]["memory/optimizer_GiB"]) == memory["optimizer"] / GIB
     assert written[1]["traffic/reduce_scatter_MiB"] == written[2]["traffic/reduce_scatter_MiB"]
+
+
+def watched(rank: int, world: int, folder: str, forecast: str) -> list[str]:
+    monitor = ZeroMonitor(grad_norm="units", forecast=forecast, flops=True, peak_tflops=0.5)
+    fitted = trainer(
+        rank, world, 2, max_epochs=1, callbacks=monitor, logger=CSVLogger(folder), log_every_n_steps=1,
+        accumulate_grad_batches=2,
+    )  # fmt: skip
+    fitted.fit(Net(), loader(rank, world), loader(rank, world))
+    units = fitted.strategy.engine._state.param_index.units  # type: ignore[attr-defined]
+    return [unit.name for unit in units if unit.buffers]
+
+
+def test_monitor_writes_norms_of_units_operations_and_a_forecast(tmp_path: Path) -> None:
+    forecast = tmp_path / "forecast.json"
+    forecast.write_text('{"world_size": 2, "settings": [{"is_own": true, "peak_bytes": 1073741824}]}')
+    names = run(watched, WORLD, str(tmp_path), str(forecast))[0]
+    model = 2 * 2 * 4 * (3 * (4 * 6 + 2 * 6 * 6 + 6 * 3) - 4 * 6)  # of two micro-batches
+    assert len(names) > 1
+    first, *later = rows(tmp_path)
+    assert not first["throughput/mfu"]  # the step that was counted is slower
+    assert later
+    for row in (first, *later):
+        assert float(row["memory/forecast_peak_GiB"]) == 1.0
+        norms = [float(row[f"grad_norm/{name}"]) for name in names]
+        assert float(row["grad_norm"]) == pytest.approx(sum(norm**2 for norm in norms) ** 0.5, rel=1e-5)
+    for row in later:
+        reached = model / float(row["time/step_s"]) / 1e12
+        assert float(row["throughput/model_TFLOP_per_s"]) == pytest.approx(reached, rel=1e-4)
+        assert float(row["throughput/mfu"]) == pytest.approx(reached / 0.5, rel=1e-4)
+
+
+class TwoOptimizers(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.first, self.last)]
+
+
+def counted_per_step(rank: int, world: int, folder: str) -> tuple[int, int]:
+    monitor = ZeroMonitor(flops=True)
+    fitted = trainer(
+        rank, world, 0, max_epochs=1, callbacks=[monitor, FlopsProfile()], logger=CSVLogger(folder), log_every_n_steps=1
+    )
+    fitted.fit(TwoOptimizers(), loader(rank, world))
+    assert monitor._flops is not None
+    assert monitor._flops.count is not None
+    return monitor._flops.count.model, monitor._flops.num_steps
+
+
+def test_operations_of_several_optimizers_are_those_of_a_step_each(tmp_path: Path) -> None:
+    count, num_steps = run(counted_per_step, WORLD, str(tmp_path))[0]
+    forward = 2 * 4 * (4 * 6 + 2 * 6 * 6 + 6 * 3)
+    assert num_steps == 2
+    assert 2 * forward * 2 < count <= 2 * forward * 3
+    for row in rows(tmp_path)[1:]:
+        reached = count / 2 / float(row["time/step_s"]) / 1e12
+        assert float(row["throughput/model_TFLOP_per_s"]) == pytest.approx(reached, rel=1e-4)
+
+
+def test_a_forecast_for_other_ranks_warns(tmp_path: Path) -> None:
+    forecast = tmp_path / "forecast.json"
+    forecast.write_text('{"world_size": 8, "settings": [{"is_own": true, "peak_bytes": 1}]}')
+    strategy = ZeroStrategy(parallel_devices=[torch.device("cpu")] * 4)
+    strategy._engine = Mock(stats=lambda: Mock(traffic={}, wait_s=0.0))
+    monitor = ZeroMonitor(forecast=forecast)
+    with patch.object(ZeroStrategy, "global_rank", 0), pytest.warns(UserWarning, match="is for 8 rank.s., and this"):
+        monitor.on_train_start(Mock(strategy=strategy, world_size=4, global_step=0), Mock())
+
+
+def test_norms_of_units_are_refused_in_a_pipeline() -> None:
+    strategy = ZeroStrategy(pipeline=2, parallel_devices=[torch.device("cpu")] * 4)
+    strategy._engine = Mock(stats=lambda: Mock(traffic={}, wait_s=0.0))
+    with patch.object(ZeroStrategy, "global_rank", 1), pytest.raises(ValueError, match="stages have different units"):
+        ZeroMonitor(grad_norm="units").on_train_start(Mock(strategy=strategy, world_size=4, global_step=0), Mock())
 
 
 def offloaded(rank: int, world: int, folder: str) -> tuple[dict[str, int], list[str]]:

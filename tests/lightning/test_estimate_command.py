@@ -64,10 +64,21 @@ def test_json_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert picture.exists()
 
 
+def test_a_log_stands_beside_the_forecast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.csv").write_text("step,memory/parameters_GiB,memory/peak_GiB\n0,1.0,2.0\n")
+    assert main(["estimate", _config(tmp_path), "--only=true", f"--compare={tmp_path}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-4].split() == ["MiB", "forecast", "measured", "measured", "is"]
+    assert lines[-1].split()[::2][:2] == ["peak", "2048.0000"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "`estimate` needs a model: give `--config=run.yaml` or `--module=package.module:name`"),
+        ([f"--module={HERE}:Described", "--compare=x", "--json=true"], "Leave one of the two out"),
+        ([f"--module={HERE}:Described", "--compare=missing"], "`--compare=missing` has no log of a run"),
+        ([f"--module={HERE}:Described", "--plot=missing/a.png"], "the folder `missing` does not exist"),
         ([f"--module={HERE}:Missing"], "Missing` cannot be imported"),
         ([f"--module={HERE}:not_a_module"], "gives a `int`. Name one that gives an `nn.Module`"),
         ([f"--module={HERE}:Program"], "needs a batch of `Program`"),

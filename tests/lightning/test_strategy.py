@@ -293,6 +293,17 @@ def _log_graph(rank: int, world: int, stage: Any, folder: str) -> None:
         fitted.fit(Example(), lightning_programs.loader(rank, world))
 
 
+def _fast_dev_run(rank: int, world: int, folder: str) -> int:
+    fitted = lightning_programs.trainer(rank, world, 3, fast_dev_run=True, logger=TensorBoardLogger(folder))
+    fitted.fit(lightning_programs.Net(), lightning_programs.loader(rank, world))
+    return int(fitted.global_step)
+
+
+def test_a_fast_dev_run_with_a_logger_is_not_refused(tmp_path: Path) -> None:
+    """Its logger has every attribute, and was taken for one that logs the graph."""
+    assert worlds.run(_fast_dev_run, 2, str(tmp_path)) == [1, 1]
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_logged_graph_is_refused_at_stage_3(stage: int, tmp_path: Path) -> None:
     worlds.run(_log_graph, 2, stage, str(tmp_path))

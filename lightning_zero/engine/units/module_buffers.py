@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_zero.comm.agreement import digest_of, first_difference, require_same
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.peers import is_pretended
 
 __all__ = ["ModuleBuffers", "buffer_facts"]
 
@@ -115,9 +116,10 @@ class ModuleBuffers:
     def _send(self, buffers: Mapping[str, Tensor], is_changed: bool) -> Tensor:
         """Return rank 0's message, in which there are no values if its layout has changed."""
         message = torch.empty(_HEADER_BYTES + self._nbytes, dtype=torch.uint8, device=self._device)
-        if self._communicator.rank == 0 and is_changed:
+        is_source = self._communicator.rank == 0 or is_pretended()
+        if is_source and is_changed:
             message[:_HEADER_BYTES].copy_(self._header_of(_facts(buffers)))
-        elif self._communicator.rank == 0:
+        elif is_source:
             parts = [_bytes_of(part) for name, buffer in buffers.items() for part in _parts(name, buffer)]
             message = torch.cat([self._header, *(part.to(self._device) for part in parts)])
         self._communicator.broadcast(message, _WHAT)

@@ -1,0 +1,262 @@
+"""Floating-point operations of training steps: counted, by module, and as a share of the device's.
+
+Note [Whose operations]
+    A backward runs without gradients, and a recomputation of checkpointed activations inside of it with them: that
+    tells the two apart. Operations of a recomputation are none of the model's. A backward with ``create_graph=True``
+    is taken for one. Operations without gradients and outside of modules are an optimizer's, such as Muon's products.
+
+Note [One counter at a time]
+    Modes of PyTorch end in the reverse order of their begin, and callbacks do not. So of several that count the same
+    step the first one counts for all.
+
+Note [Compiled code]
+    Operations of compiled code are not seen, and PyTorch gives code up for good that is called under a mode. So the
+    step that is counted is not compiled.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
+from lightning.pytorch.callbacks import Callback
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from lightning_zero.forecast.clock import flops_of
+from lightning_zero.option_checks import checked_arguments
+
+__all__ = ["FlopCount", "FlopsProfile", "StepFlops", "peak_flops"]
+
+_DTYPES = {
+    "bf16-mixed": torch.bfloat16,
+    "bf16-true": torch.bfloat16,
+    "16-mixed": torch.float16,
+    "16-true": torch.float16,
+}
+
+
+class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operations of matrix products, convolutions and attention, in this process.
+
+    Attributes:
+        forward: Those of forwards.
+        backward: Those of backwards.
+        recomputed: Those of forwards inside of backwards.
+        other: Those of optimizers.
+        by_module: Those of forwards, by module with its submodules.
+        is_paused: Whether operations are not counted, as in a validation.
+    """
+
+    supports_higher_order_operators = True  # they run as they are
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.forward = 0
+        self.backward = 0
+        self.recomputed = 0
+        self.other = 0
+        self.by_module: Counter[nn.Module] = Counter()
+        self.is_paused = False
+        self._running: list[nn.Module] = []
+        self._context = ExitStack()
+
+    @property
+    def model(self) -> int:
+        """Those of forwards and backwards, without recomputation."""
+        return self.forward + self.backward
+
+    def __enter__(self) -> FlopCount:
+        """Begin to count."""
+        self._context.enter_context(torch.compiler.set_stance("force_eager"))
+        for handle in (
+            register_module_forward_pre_hook(self._begin_module),
+            register_module_forward_hook(self._end_module, always_call=True),
+        ):
+            self._context.callback(handle.remove)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """End counting."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._context.close()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and count it."""
+        result = func(*args, **(kwargs or {}))
+        flops = 0 if self.is_paused else flops_of(func, args, kwargs or {}, result)
+        if flops:
+            self._add(flops)
+        return result
+
+    def _add(self, flops: int) -> None:
+        if torch._C._current_autograd_node() is None and not torch.is_grad_enabled() and not self._running:
+            self.other += flops
+        elif torch._C._current_autograd_node() is None:
+            self.forward += flops
+            self.by_module.update(dict.fromkeys(self._running, flops))
+        elif torch.is_grad_enabled():
+            self.recomputed += flops
+        else:
+            self.backward += flops
+
+    def _begin_module(self, module: nn.Module, args: Any) -> None:
+        self._running.append(module)
+
+    def _end_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        while self._running and self._running.pop() is not module:  # those that an error has ended
+            pass
+
+
+class StepFlops:
+    """The operations of one training step, for a callback.
+
+    Call protocol: ``begin`` in front of its first micro-batch, ``end`` behind its last one; ``stop`` at any time.
+
+    Attributes:
+        count: Those of the step that has ended, or runs; None before it, and if it was not made.
+        num_steps: Steps of optimizers that were made in it: several, where several optimizers step.
+    """
+
+    def __init__(self) -> None:
+        self.count: FlopCount | None = None
+        self.num_steps = 0
+        self.is_running = False
+        self._is_own = False  # else another callback's, which ends it
+        self._steps_before = 0
+
+    def begin(self, global_step: int) -> None:
+        """Begin to count."""
+        others = [one for one in _get_current_dispatch_mode_stack() if isinstance(one, FlopCount)]
+        self.count = others[0] if others else FlopCount()
+        self._is_own, self.is_running, self._steps_before = not others, True, global_step
+        if self._is_own:
+            self.count.__enter__()
+
+    def end(self, global_step: int) -> bool:
+        """End counting if the step was made, and say so."""
+        if not self.is_running or global_step == self._steps_before:
+            return False
+        self.num_steps = global_step - self._steps_before
+        self._leave()
+        return True
+
+    def pause(self, is_paused: bool) -> None:
+        """Leave out what comes, or count on."""
+        if self.is_running and self.count is not None:
+            self.count.is_paused = is_paused
+
+    def stop(self) -> None:
+        """Drop a count whose step was not made."""
+        if self.is_running:
+            self._leave()
+            self.count = None
+
+    def _leave(self) -> None:
+        self.is_running = False
+        if self._is_own and self.count is not None:
+            self.count.__exit__(None, None, None)
+
+
+class FlopsProfile(Callback):
+    """Print the floating-point operations of one training step, by module; once per fit, on rank 0.
+
+    Those of matrix products, convolutions and attention are counted, as PyTorch's ``FlopCounterMode`` does, in a step
+    without compiled code; Triton kernels are not. The table has the parameters of each module, the operations of its
+    forward with its submodules, and their share. In a pipeline and with ``tensor_parallel`` they are those of rank 0.
+
+    Args:
+        step: The training step of the fit that is counted; the first one is 1. It is slower than others.
+        depth: Levels of submodules that are shown.
+    """
+
+    @checked_arguments(
+        use={"step": "Use a number of 1 or more.", "depth": "Use a number of levels, for example `depth=3`."}
+    )
+    def __init__(self, step: int = 1, depth: int = 3) -> None:
+        for name, value in (("step", step), ("depth", depth)):
+            if value < 1:
+                raise ValueError(f"`{name}={value}` must be 1 or more.")
+        self.step = step
+        self.depth = depth
+        self._flops = StepFlops()
+        self._first = 0  # step of the fit's begin
+
+    @property
+    def count(self) -> FlopCount | None:
+        """The operations of the step; None before it."""
+        return self._flops.count
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Wait for the step of this fit."""
+        self._flops = StepFlops()
+        self._first = trainer.global_step
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        """Begin to count."""
+        if self.count is None and trainer.global_step - self._first >= self.step - 1:
+            self._flops.begin(trainer.global_step)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        """Print the table when the step is made."""
+        if self._flops.end(trainer.global_step):
+            assert self.count is not None
+            rank_zero_info(_table(self.count, pl_module, self.depth))
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Leave validation out."""
+        self._flops.pause(True)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Count on."""
+        self._flops.pause(False)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """End counting."""
+        self._flops.stop()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Warn of a step that was not made."""
+        self._flops.stop()
+        if self.count is None:
+            made = trainer.global_step - self._first
+            rank_zero_warn(f"`FlopsProfile(step={self.step})` has counted nothing: the fit made {made} step(s).")
+
+
+def _table(count: FlopCount, module: nn.Module, depth: int) -> str:
+    """Return the operations of a step in words, with a row per module that has some."""
+    rows = [("module", "class", "parameters", "forward GFLOP", "share")]
+    for name, child in module.named_modules():
+        flops = count.by_module[child]
+        if flops and name.count(".") < depth:
+            numel = sum(param.numel() for param in child.parameters())
+            share = f"{flops / count.forward:.1%}"
+            rows.append((name or "(all)", type(child).__name__, f"{numel:,}", f"{flops / 1e9:,.3f}", share))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if place < 2 else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    parts = f"forward {count.forward / 1e9:,.3f}, backward {count.backward / 1e9:,.3f}"
+    rest = {"recomputed": count.recomputed, "optimizers": count.other}
+    parts += "".join(f", {name} {flops / 1e9:,.3f}" for name, flops in rest.items() if flops)
+    return "\n".join([f"GFLOP of a training step of this rank: {parts}", *lines])
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Return the operations per second that a device can make of dense matrix products; None if nobody knows."""
+    found = get_available_flops(device, _DTYPES.get(precision, torch.float32)) if device.type == "cuda" else None
+    return None if found is None else float(found)

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.traffic import CollectiveCall, Traffic
+from lightning_zero.config import Communication
+from tests import worlds
+
+
+class Written:
+    def __init__(self) -> None:
+        self.lines: list[Any] = []
+
+    def add(self, call: CollectiveCall) -> None:
+        self.lines.append(call)
+
+    def end(self, what: str) -> None:
+        self.lines.append(what)
+
+
+def test_calls_are_counted_by_kind() -> None:
+    traffic = Traffic()
+    traffic.add("all_gather", "a", 8, ranks=[0, 1], is_across=False)
+    traffic.add("all_gather", "b", 4, ranks=[0, 2], is_across=True)
+    assert (traffic.calls, traffic.sent_bytes) == ({"all_gather": 2}, {"all_gather": 12})
+    assert traffic.across_nodes == {"all_gather": 4}
+    traffic.reset()
+    assert (traffic.calls, traffic.sent_bytes, traffic.across_nodes) == ({}, {}, {})
+
+
+def _write_down(rank: int, world: int) -> list[Any]:
+    communicator = Communicator(Communication(), torch.device("cpu"))
+    part = communicator.among([0, 1], is_across=True)
+    written = communicator.traffic.ledger = Written()
+    full = torch.zeros(4)
+    gather = communicator.all_gather(full, torch.full((2,), float(rank)), "unit `a`")
+    communicator.agree_on([rank], "agreement on numbers (a detail)")
+    gather.wait()
+    part.all_reduce(torch.ones(1), "a norm")
+    communicator.traffic.ledger = None
+    part.all_reduce(torch.ones(1), "another norm")
+    communicator.close()
+    return written.lines
+
+
+def test_a_ledger_has_calls_and_waits_in_their_order_with_those_of_parts() -> None:
+    for lines in worlds.run(_write_down, 2):
+        assert lines == [
+            CollectiveCall("all_gather", "all-gather of unit `a`", 8, (0, 1)),
+            CollectiveCall("control", "agreement on numbers (a detail)", 16, (0, 1)),
+            "agreement on numbers (a detail)",
+            "all-gather of unit `a`",
+            CollectiveCall("control", "all-reduce of a norm", 4, (0, 1)),
+            "all-reduce of a norm",
+        ]
