@@ -1,4 +1,4 @@
-"""A modelled clock: what operations and calls of a rank would take, from the rates of a machine.
+"""A modelled clock: the time of operations and calls of a rank, from the rates of a machine.
 
 Note [The model]
     One stream computes. An operation takes the time of its arithmetic or of the memory that it reads and writes,
@@ -66,12 +66,12 @@ class MachineRates:
                 raise ValueError(f"`{one.name}={value!r}` must be a number {'of at least' if is_time else 'above'} 0.")
 
     def seconds_of_call(self, call: CollectiveCall, ranks_per_node: int) -> float:
-        """Return what a call takes."""
+        """Return the time of a call."""
         is_inside = len({rank // ranks_per_node for rank in call.ranks}) == 1
         return self.latency_us / 1e6 + call.sent_bytes / 1e9 / (self.link if is_inside else self.network)
 
     def seconds_of_operation(self, flops: int, nbytes: int, *, on_host: bool) -> float:
-        """Return what an operation takes that reads and writes ``nbytes``."""
+        """Return the time of an operation that reads and writes ``nbytes``."""
         moving = nbytes / 1e9 / (self.host if on_host else self.memory)
         return max(flops / 1e12 / self.tflops, moving, self.launch_us / 1e6)
 
@@ -131,7 +131,7 @@ class Clock:
         if kind in _NO_WORK or func.overloadpacket.__name__ in _NO_KERNEL:
             return
         flops = flops_of(func, args, kwargs, result)
-        nbytes = _bytes_moved(func, kind, args, kwargs, result)
+        nbytes = _bytes_moved(func, args, kwargs, result)
         self.flops += flops
         self._spend(self._rates.seconds_of_operation(flops, nbytes, on_host=on_host))
 
@@ -162,7 +162,7 @@ class Clock:
         self.now_s += made.exposed_s
 
 
-def _bytes_moved(func: Any, kind: OperationKind, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
+def _bytes_moved(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
     """Return the bytes that an operation reads and writes: its arguments and results; of a lookup those looked up."""
     made = sum(map(_nbytes, tree_leaves(result)))
     if func.overloadpacket.__name__ in _LOOKUPS:

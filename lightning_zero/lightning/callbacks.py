@@ -64,6 +64,7 @@ class ZeroMonitor(Callback):
         self,
         tokens: Callable[[Any], int] | None = None,
         grad_norm: bool | Literal["units"] = False,
+        *,
         forecast: str | Path | None = None,
         flops: bool = False,
         peak_tflops: float | None = None,

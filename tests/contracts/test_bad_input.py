@@ -326,8 +326,7 @@ MISUSE: dict[str, tuple[Callable[[], Any], str]] = {
     "tokens": (lambda: lightning_zero.ZeroMonitor(tokens=5), "`tokens=5` is an `int`. Use a function"),
     "token": (lambda: lightning_zero.ZeroMonitor(token=len), "has no option `token`. Did you mean `tokens`"),
     "grad_norm": (lambda: lightning_zero.ZeroMonitor(grad_norm="yes"), "`grad_norm='yes'`.*Use True or False, or 'un"),
-    "forecast": (lambda: lightning_zero.ZeroMonitor(forecast="none.json"), "is no forecast .FileNotFoundError"),
-    "peak_tflops": (lambda: lightning_zero.ZeroMonitor(peak_tflops=0), "`peak_tflops=0` must be above 0"),
+    "peak_tflops": (lambda: lightning_zero.ZeroMonitor(peak_tflops="1"), "`peak_tflops='1'` is a `str`. Use a number"),
     "include": (
         lambda: lightning_zero.ExportSafetensors(include=5),
         "`include=5` is an `int`. Use 'trained', a list of",

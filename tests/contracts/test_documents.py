@@ -146,6 +146,7 @@ OPTIONS: dict[str, Any] = {
         "ActivationCheckpointing",
         "LossScale",
         "ZeroMonitor",
+        "FlopsProfile",
         "ExportSafetensors",
         "ZeroEngine",
         "MixedPrecision",
