@@ -231,7 +231,7 @@ def _batch_of(module: pl.LightningModule, batch: Any) -> Any:
     return found
 
 
-class _Counter(DryRun):
+class _Counter(DryRun):  # type: ignore[no-untyped-call]
     """Also gives operations to a clock, and takes samples of memory.
 
     Args:
