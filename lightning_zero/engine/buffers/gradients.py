@@ -637,8 +637,6 @@ class BufferGradients:
 
     def for_reading(self) -> torch.Tensor | None:
         """Return the average in either dtype: (own range,)."""
-        if self.factor is not None and self.reduced is not None and self.reduced.dtype != self._values.stepped.dtype:
-            return self.for_writing()  # to multiply it in its own dtype would round it again
         self.settle()
         return self.reduced if self._written is None else self._written
 

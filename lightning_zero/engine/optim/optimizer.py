@@ -3,8 +3,8 @@
 The user's optimizer keeps the module's own parameters in its groups. In the *step window* (ADR 0011) each of them shows
 this rank's segment of the master as ``data`` and of the reduced gradient as ``grad``; outside of it, whole or released
 values and no gradient. The window opens at the first of: end of the automatic closure, a read of ``p.grad`` after a
-backward, ``step``, and clipping by value or of an optimizer that PyTorch steps; it closes after ``step`` and at the
-next forward or backward.
+backward, ``step``, and clipping by value, or by norm where the engine does not step the class; it closes after ``step``
+and at the next forward or backward.
 """
 
 from __future__ import annotations

@@ -266,27 +266,6 @@ def test_norms_and_clipping_see_the_whole_gradient(stage: int) -> None:
     worlds.run(_clip, 2, stage)
 
 
-def _read_clipped(rank: int, world: int, stage: int) -> None:
-    values = []
-    for reads in (False, True):
-        engine, module = _engine(stage, communication=Communication(reduce_dtype="bf16"))
-        optimizer = engine.attach(torch.optim.SGD(module.parameters(), lr=1.0))
-        _backward(engine, module, rank)
-        engine.clip_grad_norm(optimizer, 0.1)
-        if reads:
-            assert float(engine.grad_norm()) == pytest.approx(0.1, rel=1e-3)
-        optimizer.step()
-        values.append([engine.full_param(param).clone() for param in module.parameters()])
-        engine.close()
-    assert all(map(torch.equal, *values))
-
-
-@stages
-def test_a_norm_that_is_read_behind_clipping_changes_no_bit(stage: int) -> None:
-    """Clipped gradients were rounded to the dtype of reductions once more where somebody read them."""
-    worlds.run(_read_clipped, 2, stage)
-
-
 def _unscale(rank: int, world: int, stage: int) -> list[bool]:
     engine, module = _engine(stage)
     optimizer = engine.attach(torch.optim.SGD(module.parameters(), lr=0.1))
