@@ -74,7 +74,8 @@ def _fit(
     if save is not None:
         lightning.save_checkpoint(save)
     weights = {name: strategy.full_param(param) for name, param in module.named_parameters()}
-    return found.values, now, weights, float(module.net.blocks[-1].calls) if stages == 1 else None
+    has_block = rank // copies == stages - 1
+    return found.values, now, weights, float(module.net.blocks[-1].calls) if has_block else None
 
 
 PATHS = [(2, 4, 1), (4, 2, 1), (1, 2, 4), (2, 1, 4)]
