@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_zero.forecast.settings import MemoryForecast, SettingForecast
 
-__all__ = ["check_picture", "draw", "json_of", "table"]
+__all__ = ["aligned", "check_picture", "draw", "json_of", "new_figure", "table"]
 
 _UNITS = {"MiB": 2**20, "GiB": 2**30}
 _KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "workspace", "buffers")
@@ -27,12 +28,7 @@ def table(forecast: MemoryForecast, memory: int | None = None) -> str:
     rows = [_row(one, memory, _UNITS[unit]) for one in forecast.settings]
     if memory is not None:
         head.append("fits")
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    left = (0, 1, head.index("at"))
-    lines = [
-        "  ".join(cell.ljust(width) if place in left else cell.rjust(width) for place, (cell, width) in cells).rstrip()
-        for cells in (list(enumerate(zip(row, widths, strict=True))) for row in [head, *rows])
-    ]
+    lines = aligned([head, *rows], left=(0, 1, head.index("at")))
     title = (
         f"{unit} per rank at the peak of a step, on {forecast.world_size} rank(s), precision {forecast.precision}; sent"
         " per step, and across nodes where a scope says so"
@@ -69,6 +65,18 @@ def json_of(forecast: MemoryForecast, memory: int | None = None) -> str:
     return json.dumps(content, indent=2)
 
 
+def aligned(rows: Sequence[Sequence[str]], left: Container[int]) -> list[str]:
+    """Return lines in columns: those of ``left`` begin below one another, the others end so."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if place in left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
 def check_picture(path: Path) -> None:
     """Check that a picture can be written, before anything is computed for it.
 
@@ -79,11 +87,11 @@ def check_picture(path: Path) -> None:
         raise ValueError(f"`--plot {path}`: the folder `{path.parent}` does not exist.")
 
 
-def draw(forecast: MemoryForecast, path: Path, memory: int | None = None) -> None:
-    """Write a picture: a bar per setting, its parts at the peak, and a line for the memory of the device.
+def new_figure(path: Path, size: tuple[float, float]) -> Any:
+    """Return an empty figure of matplotlib that is to be written to ``path``; ``size`` is in inches.
 
     Raises:
-        ValueError: The folder does not exist, or the ending of the name is no format of a picture.
+        ValueError: See ``check_picture``.
         RuntimeError: matplotlib is not installed.
     """
     try:
@@ -92,9 +100,20 @@ def draw(forecast: MemoryForecast, path: Path, memory: int | None = None) -> Non
     except ImportError as error:
         raise RuntimeError("`--plot` needs matplotlib: `pip install matplotlib`.") from error
     check_picture(path)
-    names, unit = [str(one.setting) for one in forecast.settings], _UNITS[_unit(forecast)]
-    figure = Figure(figsize=(9, 1.2 + 0.34 * len(names)))
+    figure = Figure(figsize=size)
     FigureCanvasAgg(figure)
+    return figure
+
+
+def draw(forecast: MemoryForecast, path: Path, memory: int | None = None) -> None:
+    """Write a picture: a bar per setting, its parts at the peak, and a line for the memory of the device.
+
+    Raises:
+        ValueError: The folder does not exist, or the ending of the name is no format of a picture.
+        RuntimeError: matplotlib is not installed.
+    """
+    names, unit = [str(one.setting) for one in forecast.settings], _UNITS[_unit(forecast)]
+    figure = new_figure(path, (9, 1.2 + 0.34 * len(names)))
     axes = figure.add_subplot()
     starts = [0.0] * len(names)
     for kind, colour in zip(_KINDS, _COLOURS, strict=True):

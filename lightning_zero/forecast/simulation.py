@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lightning_zero.forecast.clock import MachineRates, SimulatedCall
-from lightning_zero.forecast.report import check_picture
+from lightning_zero.forecast.report import aligned, new_figure
 
 __all__ = ["Sample", "Simulation", "draw_simulation", "simulation_json", "simulation_text"]
 
@@ -104,7 +104,7 @@ def simulation_text(simulation: Simulation, *, lists_calls: bool = True) -> str:
         + (", ".join(f"{kind} {nbytes / _MIB:.3f}" for kind, nbytes in one.sent_bytes.items()) or "none"),
     ]
     if lists_calls and one.calls:
-        words += ["", *_table([_HEAD, *(_row(number, call) for number, call in enumerate(one.calls, 1))])]
+        words += ["", *aligned([_HEAD, *(_row(number, call) for number, call in enumerate(one.calls, 1))], left=(1, 2))]
     return "\n".join(words)
 
 
@@ -124,18 +124,6 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"{ranks[0]}-{ranks[-1]}" + (f" by {by}" if by > 1 else "")
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-    left = (_HEAD.index("phase"), _HEAD.index("call"))
-    return [
-        "  ".join(
-            cell.ljust(width) if place in left else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
 def simulation_json(simulation: Simulation) -> str:
     """Return a simulation as JSON, in bytes and seconds."""
     content = asdict(simulation)
@@ -152,14 +140,7 @@ def draw_simulation(simulation: Simulation, path: Path) -> None:
         ValueError: The folder does not exist, or the ending of the name is no format of a picture.
         RuntimeError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RuntimeError("`--plot` needs matplotlib: `pip install matplotlib`.") from error
-    check_picture(path)
-    figure = Figure(figsize=(9, 4.5))
-    FigureCanvasAgg(figure)
+    figure = new_figure(path, (9, 4.5))
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     samples = _thinned(simulation.memory)
     above.step([one.at_s * 1e3 for one in samples], [one.nbytes / _GIB for one in samples], where="post", color="black")

@@ -31,6 +31,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from lightning_zero.forecast.clock import flops_of
+from lightning_zero.forecast.report import aligned
 from lightning_zero.option_checks import checked_arguments
 
 __all__ = ["FlopCount", "FlopsProfile", "StepFlops", "peak_flops"]
@@ -242,18 +243,10 @@ def _table(count: FlopCount, module: nn.Module, depth: int) -> str:
             numel = sum(param.numel() for param in child.parameters())
             share = f"{flops / count.forward:.1%}"
             rows.append((name or "(all)", type(child).__name__, f"{numel:,}", f"{flops / 1e9:,.3f}", share))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if place < 2 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
     parts = f"forward {count.forward / 1e9:,.3f}, backward {count.backward / 1e9:,.3f}"
     rest = {"recomputed": count.recomputed, "optimizers": count.other}
     parts += "".join(f", {name} {flops / 1e9:,.3f}" for name, flops in rest.items() if flops)
-    return "\n".join([f"GFLOP of a training step of this rank: {parts}", *lines])
+    return "\n".join([f"GFLOP of a training step of this rank: {parts}", *aligned(rows, left=(0, 1))])
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:

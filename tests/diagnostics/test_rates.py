@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from lightning_zero import MachineRates
 from lightning_zero.diagnostics import rates
 from lightning_zero.storage import nvme
 from lightning_zero.storage.nvme import StorageError
@@ -25,6 +26,13 @@ def test_collectives_are_measured_between_processes() -> None:
     found = rates.collectives(2)
     assert [name.partition(",")[0] for name in found] == ["all-gather", "reduce-scatter"]
     assert len(_numbers(found)) == 2
+
+
+def test_rates_of_a_step_are_those_that_a_simulation_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "_COPIED_NUMEL", 2**16)
+    found = rates.step_rates(2)
+    assert found.keys() == {"tflops", "memory", "link", "host"}
+    assert MachineRates(**found).launch_us == MachineRates().launch_us  # refuses rates that are no numbers above 0
 
 
 @pytest.mark.slow
