@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 import pytest
@@ -50,6 +51,16 @@ def _leave_an_engine(rank: int, world: int) -> None:
 
 def _threads(rank: int, world: int) -> int:
     return len(os.listdir(f"/proc/{os.getpid()}/task"))
+
+
+def _keep_threads(rank: int, world: int) -> int:
+    for _ in range(worlds.KEPT_THREADS):
+        threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+    return os.getpid()
+
+
+def _pid(rank: int, world: int) -> int:
+    return os.getpid()
 
 
 def _poison(rank: int, world: int) -> tuple[bool, bool]:
@@ -123,3 +134,10 @@ def test_threads_of_an_engine_that_a_call_leaves_open_end_with_the_call() -> Non
     for _ in range(3):
         worlds.run(_leave_an_engine, 2)
     assert worlds.run(_threads, 2) == before
+
+
+def test_processes_that_keep_many_threads_are_replaced() -> None:
+    kept = worlds.run(_keep_threads, 2)
+    fresh = worlds.run(_pid, 2)
+    assert not set(kept) & set(fresh)
+    assert worlds.run(_pid, 2) == fresh

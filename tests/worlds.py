@@ -3,7 +3,9 @@
 Note [Pools]
     A pool of ``world`` processes is forked once from a server that has the imports done and no threads, and serves
     every ``run`` of the session. A call gets a new default process group (gloo), new seeds, one thread per rank and
-    poisoned memory. A pool in which a rank raised, died or did not answer in time is killed and built again.
+    poisoned memory. A pool in which a rank raised, died or did not answer in time is killed and built again, and so
+    is one whose processes keep many threads between calls: each of a gloo group wakes a hundred times a second, and
+    some hundred of them take half of the machine from the cases that follow.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ __all__ = [
     "slow_collectives",
 ]
 
+KEPT_THREADS = 32  # at most between two calls; a fresh process has one
 GRACE_S = 3.0  # how long the other ranks may still answer after the first error
 
 
@@ -81,7 +84,7 @@ _pools: dict[int, _Pool] = {}
 
 def _pool(world: int) -> _Pool:
     pool = _pools.get(world)
-    if pool is None or not pool.is_alive():
+    if pool is None or not pool.is_alive() or pool.threads() > KEPT_THREADS:
         if pool is not None:
             pool.kill()
         pool = _pools[world] = _Pool(world)
@@ -117,6 +120,11 @@ class _Pool:
 
     def is_alive(self) -> bool:
         return bool(self._processes) and all(process.is_alive() for process in self._processes)
+
+    def threads(self) -> int:
+        """Return how many threads the process with most of them has; 0 where the system does not tell."""
+        folders = (f"/proc/{process.pid}/task" for process in self._processes)
+        return max((len(os.listdir(folder)) for folder in folders if os.path.isdir(folder)), default=0)
 
     def call(self, fn: Callable[..., Any], args: Sequence[Any], timeout_s: float) -> list[Any]:
         request = pickle.dumps((fn, args, timeout_s))
