@@ -337,7 +337,9 @@ class ZeroEngine:
         self._state.timing.refuse("The norms of units")
         self._state.recover()
         if self._state.parts is not None:
-            raise ValueError("`unit_grad_norms` is for ranks with the same units. Use `grad_norm`.")
+            raise ValueError(
+                "`unit_grad_norms` does not work with `pipeline`: stages have other units. Use `grad_norm`."
+            )
         gradients = WholeGradients(self._state.communicator, None)
         return {
             unit.name: gradients.norm(

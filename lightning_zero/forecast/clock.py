@@ -12,7 +12,6 @@ Note [The model]
 from __future__ import annotations
 
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -20,19 +19,18 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from lightning_zero.comm.traffic import CollectiveCall
 from lightning_zero.forecast.live_bytes import OperationKind, kind_of
+from lightning_zero.operations import flops_of
 
-__all__ = ["Clock", "MachineRates", "SimulatedCall", "flops_of"]
+__all__ = ["Clock", "MachineRates", "SimulatedCall"]
 
 _NO_WORK = (OperationKind.VIEW, OperationKind.COLLECTIVE, OperationKind.LIFTED)
 _NO_KERNEL = frozenset(
     ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_local_scalar_dense")
 )
 _LOOKUPS = frozenset(("embedding", "gather", "index", "index_select"))
-_ATTENTION = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,32 +171,3 @@ def _bytes_moved(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result:
 def _nbytes(leaf: Any) -> int:
     """Return the bytes of a tensor, at most those of its memory; 0 for anything else."""
     return min(leaf.numel() * leaf.itemsize, leaf.untyped_storage().nbytes()) if isinstance(leaf, Tensor) else 0
-
-
-def flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
-    """Return the floating-point operations of matrix products, convolutions and attention; 0 for all others."""
-    packet = getattr(func, "overloadpacket", func)  # higher-order operators are none
-    name = packet.__name__
-    if name in _ATTENTION:
-        return _attention_flops(*args[:3])
-    if name.removesuffix("_backward") in _ATTENTION:  # five products where the forward has two
-        return _attention_flops(*args[1:4]) * 5 // 2
-    formula = flop_registry.get(packet)
-    if formula is None:
-        return 0
-    try:
-        return int(formula(*args, **kwargs, out_val=result))
-    except Exception as error:  # a formula does not end a training
-        warnings.warn(
-            f"The operations of `{name}` are not counted, because PyTorch's formula failed:"
-            f" {type(error).__name__}: {error}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return 0
-
-
-def _attention_flops(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """Return the operations of two products; keys may have fewer heads than queries."""
-    batch, heads, length, width = query.shape
-    return 2 * batch * heads * length * key.shape[2] * (width + value.shape[3])

@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_zero.forecast.live_bytes import LiveBytes, OperationKind, kind_of, replaced
+from lightning_zero.operations import grouped_product_shape
 from lightning_zero_ops import chunks
 
 __all__ = ["DryRun"]
@@ -153,6 +154,8 @@ class DryRun(LiveBytes):  # type: ignore[no-untyped-call]
 
     def _ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Results:
         with self._fakes:
+            if func is _aten._grouped_mm.default:
+                return _Results(_empty_product(*args, **kwargs))
             return _Results(func(*tree_map(_fake, args), **tree_map(_fake, kwargs)))
 
 
@@ -241,6 +244,12 @@ def _call_without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _emptied(leaf: Any) -> Any:
     return leaf.new_empty(0) if isinstance(leaf, Tensor) else leaf
+
+
+def _empty_product(left: Tensor, right: Tensor, *rest: Any, out_dtype: Any = None, **options: Any) -> Tensor:
+    """Return an empty result of a grouped product, which PyTorch's fake tensors take in bf16 only."""
+    offs = options.get("offs", rest[0] if rest else None)
+    return torch.empty(grouped_product_shape(left, right, offs), dtype=out_dtype or left.dtype, device=left.device)
 
 
 def _fake(leaf: Any) -> Any:

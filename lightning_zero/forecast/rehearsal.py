@@ -83,8 +83,8 @@ def pretended_world(world_size: int, rank: int = 0) -> Iterator[None]:
     """
     if dist.is_initialized():
         raise RuntimeError(
-            "A forecast pretends its ranks, and this process has a process group. Make it before training, or with"
-            " `python -m lightning_zero estimate` in a process of its own."
+            "Forecasts and simulations pretend their ranks, and this process has a process group. Make them before"
+            " training, or in a process of their own, with `python -m lightning_zero estimate` or `simulate`."
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -81,10 +81,25 @@ def check_picture(path: Path) -> None:
     """Check that a picture can be written, before anything is computed for it.
 
     Raises:
-        ValueError: The folder does not exist.
+        ValueError: The folder does not exist, or the ending of the name is no format of a picture.
+        RuntimeError: matplotlib is not installed.
     """
     if not path.parent.is_dir():
         raise ValueError(f"`--plot {path}`: the folder `{path.parent}` does not exist.")
+    _, canvas = _matplotlib()
+    formats = canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise ValueError(f"`--plot {path}` must end with a format of pictures: {', '.join(sorted(formats))}.")
+
+
+def _matplotlib() -> tuple[Any, Any]:
+    """Return matplotlib's figure and canvas."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RuntimeError("`--plot` needs matplotlib: `pip install matplotlib`.") from error
+    return Figure, FigureCanvasAgg
 
 
 def new_figure(path: Path, size: tuple[float, float]) -> Any:
@@ -94,14 +109,10 @@ def new_figure(path: Path, size: tuple[float, float]) -> Any:
         ValueError: See ``check_picture``.
         RuntimeError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RuntimeError("`--plot` needs matplotlib: `pip install matplotlib`.") from error
     check_picture(path)
-    figure = Figure(figsize=size)
-    FigureCanvasAgg(figure)
+    make, canvas = _matplotlib()
+    figure = make(figsize=size)
+    canvas(figure)
     return figure
 
 

@@ -19,7 +19,7 @@ from lightning_zero.checkpoint.export import EXPORTED, DtypeName, Include, dtype
 from lightning_zero.checkpoint.paths import remove_path
 from lightning_zero.checkpoint.safetensors import parse_size
 from lightning_zero.forecast.compare import FORECAST_PEAK, forecast_peak
-from lightning_zero.lightning.flops import StepFlops, peak_flops
+from lightning_zero.lightning.flops import ReachedFlops, peak_flops
 from lightning_zero.lightning.monitor import Meter, Phases, samples_in, tokens_in
 from lightning_zero.lightning.precision import ZeroStep
 from lightning_zero.lightning.strategy import ZeroStrategy
@@ -48,7 +48,9 @@ class ZeroMonitor(Callback):
             ``memory/forecast_peak_GiB``, beside the measured one.
         flops: Count the floating-point operations of the model in the first step, which is slower for it, and log what
             later ones reach on rank 0, recomputation left out: ``throughput/model_TFLOP_per_s``, and where the peak of
-            the device is known ``throughput/mfu``. See ``FlopsProfile``, which has them by module.
+            the device is known ``throughput/mfu``. See ``FlopsProfile``, which has them by module. Rows whose batches
+            have another size are left out, and another step is counted when other parameters are trained, or the
+            number of micro-batches is another one.
         peak_tflops: The peak of the device, in 10**12 per second; by default that of its name.
     """
 
@@ -75,8 +77,7 @@ class ZeroMonitor(Callback):
         self.grad_norm = grad_norm
         self.flops = flops
         self.peak_tflops = peak_tflops
-        self._flops: StepFlops | None = None  # of the first step of a fit, with `flops`
-        self._is_first_row = True
+        self._flops: ReachedFlops | None = None  # in a fit, with `flops`
         self._forecast = None if forecast is None else forecast_peak(Path(forecast))
         self._meter = Meter(None)
         self._phases: Phases | None = None  # where a batch has one forward, one backward and one step at most
@@ -109,7 +110,7 @@ class ZeroMonitor(Callback):
         self._phases = Phases(strategy.root_device) if pl_module.automatic_optimization and not has_pipeline else None
         self._begin("data")
         self._logged_step = trainer.global_step
-        self._flops, self._is_first_row = None, True
+        self._flops = ReachedFlops(self._peak(trainer)) if self.flops else None
         if self._forecast is not None and self._forecast.world_size != trainer.world_size:
             rank_zero_warn(
                 f"The forecast of `ZeroMonitor` is for {self._forecast.world_size} rank(s), and this run has"
@@ -121,9 +122,8 @@ class ZeroMonitor(Callback):
     ) -> None:
         """Begin the forward."""
         self._begin("forward")
-        if self.flops and self._flops is None:
-            self._flops = StepFlops()
-            self._flops.begin(trainer.global_step)
+        if self._flops is not None:
+            self._flops.begin_batch(trainer, pl_module)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Begin the backward."""
@@ -155,7 +155,7 @@ class ZeroMonitor(Callback):
         """Count the batch, and write a row when one is due."""
         self._begin("data")
         if self._flops is not None:
-            self._flops.end(trainer.global_step)
+            self._flops.end_batch(trainer, batch)
         self._meter.count(tokens=self.tokens(batch), samples=samples_in(batch))
         steps = trainer.global_step - self._logged_step
         if steps < self._interval(trainer):
@@ -163,7 +163,8 @@ class ZeroMonitor(Callback):
         row = {**self._meter.row(steps), **self._norm_and_scale(trainer)}
         if isinstance(trainer.strategy, ZeroStrategy):
             row |= trainer.strategy.pipeline_timings(steps)
-        row |= self._reached(trainer, row["time/step_s"])
+        if self._flops is not None:
+            row |= self._flops.row(trainer, pl_module, steps, row["time/step_s"])
         if self._forecast is not None:
             row[FORECAST_PEAK] = self._forecast.gib
         if self._phases is not None:
@@ -198,20 +199,11 @@ class ZeroMonitor(Callback):
         if self._flops is not None:
             self._flops.stop()
 
-    def _reached(self, trainer: pl.Trainer, step_s: float) -> dict[str, float]:
-        """Return what the model's operations reach per second, and their share of the device's peak.
-
-        The first row is left out: the step that was counted is slower.
-        """
-        is_first, self._is_first_row = self._is_first_row, False
-        if self._flops is None or self._flops.count is None or self._flops.is_running or is_first or not step_s:
-            return {}
-        reached = self._flops.count.model / self._flops.num_steps / step_s
-        precision = str(trainer.precision_plugin.precision)
-        known = None if self.peak_tflops is None else self.peak_tflops * 1e12
-        peak = peak_flops(trainer.strategy.root_device, precision) if known is None else known
-        row = {"throughput/model_TFLOP_per_s": reached / 1e12}
-        return row if peak is None else {**row, "throughput/mfu": reached / peak}
+    def _peak(self, trainer: pl.Trainer) -> float | None:
+        """Return the operations per second that the device can make."""
+        if self.peak_tflops is not None:
+            return self.peak_tflops * 1e12
+        return peak_flops(trainer.strategy.root_device, str(trainer.precision_plugin.precision))
 
     def _norm_and_scale(self, trainer: pl.Trainer) -> dict[str, float]:
         plugin = trainer.precision_plugin

@@ -193,8 +193,10 @@ def precision_of(given: str | None, strategy: ZeroStrategy) -> str:
     return name
 
 
-def refuse_unforecast(strategy: ZeroStrategy, *, world_size: int, accelerator: str) -> None:
-    """Refuse options whose memory is not forecast.
+def refuse_unforecast(
+    strategy: ZeroStrategy, *, world_size: int, accelerator: str, verb: str = "forecast", noun: str = "forecast"
+) -> None:
+    """Refuse options that are not forecast, or not simulated.
 
     Raises:
         ValueError: There is one.
@@ -214,7 +216,7 @@ def refuse_unforecast(strategy: ZeroStrategy, *, world_size: int, accelerator: s
     }
     for option, is_used in refused.items():
         if is_used:
-            raise ValueError(f"{option} is not forecast yet. Leave it out, or change it for the forecast.")
+            raise ValueError(f"{option} is not {verb} yet. Leave it out, or change it for the {noun}.")
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"`world_size={world_size!r}` must be a number of ranks, 1 or more.")
     if accelerator not in ("gpu", "cuda", "cpu"):

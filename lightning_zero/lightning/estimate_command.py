@@ -72,7 +72,7 @@ def estimate(
         return
     print(table(forecast, nbytes))
     if logged is not None:
-        print(f"\n{comparison(forecast.own, logged)}")
+        print(f"\nThe forecast for {world} rank(s) beside the log:\n{comparison(forecast.own, logged)}")
     if nbytes is not None:
         fastest = forecast.fastest(nbytes)
         print(

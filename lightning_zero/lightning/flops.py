@@ -16,9 +16,10 @@ Note [Compiled code]
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,13 +31,16 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from lightning_zero.forecast.clock import flops_of
 from lightning_zero.forecast.report import aligned
+from lightning_zero.lightning.monitor import elements_in
+from lightning_zero.operations import flops_of
 from lightning_zero.option_checks import checked_arguments
 
-__all__ = ["FlopCount", "FlopsProfile", "StepFlops", "peak_flops"]
+__all__ = ["FlopCount", "FlopsProfile", "ReachedFlops", "StepFlops", "peak_flops", "uncounted"]
 
 _DTYPES = {
+    "32-true": torch.float32,
+    "64-true": torch.float64,
     "bf16-mixed": torch.bfloat16,
     "bf16-true": torch.bfloat16,
     "16-mixed": torch.float16,
@@ -119,6 +123,19 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
             pass
 
 
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Leave operations out of the count that runs, if one does: they are none of the step's."""
+    counts = [one for one in _get_current_dispatch_mode_stack() if isinstance(one, FlopCount) and not one.is_paused]
+    for count in counts:
+        count.is_paused = True
+    try:
+        yield
+    finally:
+        for count in counts:
+            count.is_paused = False
+
+
 class StepFlops:
     """The operations of one training step, for a callback.
 
@@ -169,12 +186,94 @@ class StepFlops:
             self.count.__exit__(None, None, None)
 
 
+class ReachedFlops:
+    """What the model's operations reach per second: those of a step that is counted, over the time of later ones.
+
+    Rows tell nothing whose steps are others than the one that was counted: with another number of micro-batches or
+    other trained parameters, which counts a step anew, or with batches of another size. Nor does the row that the
+    counted step is in, which is slower.
+
+    Call protocol: ``begin_batch`` and ``end_batch`` around every batch, ``row`` behind some of them; ``stop`` at the
+    end.
+
+    Args:
+        peak: Operations per second that the device can make; None if nobody knows.
+    """
+
+    def __init__(self, peak: float | None) -> None:
+        self._peak = peak
+        self._step = StepFlops()
+        self._counts_anew = True
+        self._kind: Hashable = None  # of the step that is counted
+        self._elements = self._elements_counted = 0  # of batches since the last row, and of the step that was counted
+        self._is_first_row = True
+
+    @property
+    def step(self) -> StepFlops:
+        """The step that is counted."""
+        return self._step
+
+    def begin_batch(self, trainer: pl.Trainer, module: nn.Module) -> None:
+        """Begin to count, in front of the first batch of a step that is to be counted."""
+        if self._counts_anew:
+            self._counts_anew, self._elements_counted = False, 0
+            self._step, self._kind = StepFlops(), _kind(trainer, module)
+            self._step.begin(trainer.global_step)
+
+    def end_batch(self, trainer: pl.Trainer, batch: Any) -> None:
+        """End counting behind the last batch of the step."""
+        elements = elements_in(batch)
+        self._elements += elements
+        if self._step.is_running:
+            self._elements_counted += elements
+            self._step.end(trainer.global_step)
+
+    def row(self, trainer: pl.Trainer, module: nn.Module, steps: int, step_s: float) -> dict[str, float]:
+        """Return what the steps since the last row reach.
+
+        Args:
+            trainer: The Trainer.
+            module: The module, whose parameters are trained or frozen.
+            steps: Their number.
+            step_s: Seconds of one of them.
+        """
+        elements, self._elements = self._elements / steps, 0
+        is_first, self._is_first_row = self._is_first_row, False
+        if self._step.is_running:
+            self._is_first_row = True
+            return {}
+        if self._kind != _kind(trainer, module):
+            self._counts_anew = self._is_first_row = True
+            return {}
+        count, num_steps = self._step.count, self._step.num_steps
+        if count is None or is_first or not step_s or elements != self._elements_counted / num_steps:
+            return {}
+        reached = count.model / num_steps / step_s
+        row = {"throughput/model_TFLOP_per_s": reached / 1e12}
+        return row if self._peak is None else {**row, "throughput/mfu": reached / self._peak}
+
+    def pause(self, is_paused: bool) -> None:
+        """Leave out what comes, or count on."""
+        self._step.pause(is_paused)
+
+    def stop(self) -> None:
+        """End counting a step that was not made."""
+        self._step.stop()
+
+
+def _kind(trainer: pl.Trainer, module: nn.Module) -> Hashable:
+    """Return what the operations of a step depend on, besides its batches."""
+    return trainer.accumulate_grad_batches, tuple(param.requires_grad for param in module.parameters())
+
+
 class FlopsProfile(Callback):
     """Print the floating-point operations of one training step, by module; once per fit, on rank 0.
 
-    Those of matrix products, convolutions and attention are counted, as PyTorch's ``FlopCounterMode`` does, in a step
-    without compiled code; Triton kernels are not. The table has the parameters of each module, the operations of its
-    forward with its submodules, and their share. In a pipeline and with ``tensor_parallel`` they are those of rank 0.
+    Those of matrix products, grouped ones too, convolutions, recurrent layers and attention are counted, in a step
+    without compiled code; Triton kernels and fused attention of other packages are not. ``linear_cross_entropy`` makes
+    its gradients in the forward, so they count there. The table has the parameters of each module, the operations of
+    its forward with its submodules, and their share. In a pipeline and with ``tensor_parallel`` they are those of rank
+    0.
 
     Args:
         step: The training step of the fit that is counted; the first one is 1. It is slower than others.
@@ -250,6 +349,23 @@ def _table(count: FlopCount, module: nn.Module, depth: int) -> str:
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Return the operations per second that a device can make of dense matrix products; None if nobody knows."""
-    found = get_available_flops(device, _DTYPES.get(precision, torch.float32)) if device.type == "cuda" else None
-    return None if found is None else float(found)
+    """Return the operations per second that a device can make of dense matrix products; None if nobody knows.
+
+    Warns if that of a GPU is not known.
+    """
+    if device.type != "cuda":
+        return None
+    name = torch.get_device_module(device).get_device_name(device)
+    dtype = _DTYPES.get(precision)
+    found = None
+    if dtype is not None and "l40" not in name.lower():  # taken for an L4
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = get_available_flops(device, dtype)
+    if found is None:
+        rank_zero_warn(
+            f"`throughput/mfu` is left out: the peak of `{name}` in `precision={precision!r}` is not known. Give it, in"
+            " 10**12 operations per second: `ZeroMonitor(peak_tflops=...)`."
+        )
+        return None
+    return float(found)

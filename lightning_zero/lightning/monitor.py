@@ -170,6 +170,11 @@ def samples_in(batch: Any) -> int | None:
     return next((tensor.shape[0] for tensor in _tensors(batch) if tensor.ndim > 0), None)
 
 
+def elements_in(batch: Any) -> int:
+    """Return the number of elements of all tensors."""
+    return sum(tensor.numel() for tensor in _tensors(batch))
+
+
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value

@@ -30,6 +30,7 @@ from lightning_zero.config import Pipeline
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.step_control import StepControl
 from lightning_zero.errors import PipelineError
+from lightning_zero.lightning.flops import uncounted
 from lightning_zero.lightning.pipeline_logging import LoggedValue, Logs, MetricStates, in_order
 from lightning_zero.lightning.rank_zero_calls import replaced
 from lightning_zero.lightning.step_outputs import joined_outputs, nbytes_of
@@ -242,7 +243,7 @@ class PipelinedSteps:
         step = self._step(name, pieces, rest, context)
         if num_new:
             self._warnings.note_new(shapes_of(pieces[0]))
-        with self._logs.describing(), self._metrics.muted(), self._saves_refused():
+        with self._logs.describing(), self._metrics.muted(), self._saves_refused(), uncounted():
             kinds = [(shapes_of(piece), others) for piece in pieces]
             self.runner.prepare(step, name, kinds, num_described=num_new)
         return step

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import nn
 
 from lightning_zero.lightning.strategy import ZeroStrategy
-from lightning_zero.parallel.tensor.command import built, entry_of, first_batch, named
+from lightning_zero.parallel.tensor.command import built, entry_of, first_batch, named, read_yaml
 
 __all__ = ["RunConfig"]
 
@@ -60,7 +59,7 @@ class RunConfig:
         """
         if (run is None) == (module is None):
             raise ValueError(f"`{command}` needs a model: give `--config=run.yaml` or `--module=package.module:name`.")
-        content: Any = {} if run is None else yaml.safe_load(run.read_text())
+        content = {} if run is None else read_yaml(run)
         if not isinstance(content, dict):
             raise ValueError(f"`{run}` is no configuration of a run: it has no `model`.")
         trainer = content.get("trainer") or {}

@@ -97,7 +97,7 @@ def simulate_step(
     """
     strategy = _own_strategy(strategy)
     name = precision_of(precision, strategy)
-    refuse_unforecast(strategy, world_size=world_size, accelerator=accelerator)
+    refuse_unforecast(strategy, world_size=world_size, accelerator=accelerator, verb="simulated", noun="simulation")
     _check(rank, world_size, accumulate_grad_batches, rates)
     node = _node(world_size, ranks_per_node)
     strategy.communication = replace(strategy.communication, backend="gloo" if accelerator == "cpu" else "nccl")
@@ -262,6 +262,11 @@ class _Counter(DryRun):  # type: ignore[no-untyped-call]
     def enter_phase(self, name: str) -> None:
         """Call what follows by a name."""
         self._phase = name
+
+    def _begin_module(self, module: nn.Module, args: Any) -> None:
+        super()._begin_module(module, args)
+        if self._phase in ("", "step") and torch.is_grad_enabled():
+            self.enter_phase("forward")  # of a second optimizer
 
     def _sample(self, operation: Any) -> None:
         super()._sample(operation)
@@ -436,7 +441,7 @@ def _quiet() -> Iterator[None]:
         if not gc.get_freeze_count():
             gc.freeze()
             stack.callback(gc.unfreeze)
-        stack.enter_context(isolate_rng())
+        stack.enter_context(isolate_rng(include_cuda=False))
         stack.callback(torch.set_num_threads, num_threads)
         stack.callback(partial(setattr, rank_zero_only, "rank", rank))
         yield

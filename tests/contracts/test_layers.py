@@ -24,6 +24,7 @@ LEVELS: dict[str, int] = {
     "lightning_zero.grid": 1,
     "lightning_zero.layout": 1,
     "lightning_zero.microbatch": 1,
+    "lightning_zero.operations": 1,
     "lightning_zero.option_checks": 1,
     "lightning_zero.schedules": 1,
     "lightning_zero.sharding": 1,

@@ -4,13 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_zero.comm.traffic import CollectiveCall
-from lightning_zero.forecast.clock import Clock, MachineRates, flops_of
+from lightning_zero.forecast.clock import Clock, MachineRates
 
 RATES = MachineRates(tflops=1.0, memory=1.0, link=2.0, network=1.0, host=0.5, latency_us=0.0, launch_us=0.0)
 _aten = torch.ops.aten
@@ -97,32 +93,6 @@ def test_times_may_be_zero_and_not_less() -> None:
         MachineRates(launch_us=-1)
 
 
-class Counted(TorchDispatchMode):
-    """Adds the operations of a program."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.flops += flops_of(func, args, kwargs or {}, result)
-        return result
-
-
-def _products(x: Tensor) -> Tensor:
-    return F.linear(F.conv1d(x, x.new_ones(4, 4, 3), padding=1), x.new_ones(8, x.shape[-1])).square().sum()
-
-
-def test_operations_are_those_of_the_counter_of_pytorch() -> None:
-    x = torch.ones(2, 4, 16, requires_grad=True)
-    with FlopCounterMode(display=False) as expected:
-        _products(x).backward()
-    with Counted() as found:
-        _products(x).backward()
-    assert found.flops == expected.get_total_flops() > 0
-
-
 def test_allocations_take_no_time_and_lookups_what_they_look_up() -> None:
     clock = _clock()
     weight, ids = torch.empty(10**6, 25), torch.zeros(10**4, dtype=torch.long)
@@ -137,22 +107,3 @@ def test_written_arguments_are_read_and_written_and_expanded_ones_read_once() ->
     target = torch.empty(10**6)
     clock.compute(_aten.add_.Tensor, (target, torch.empty(1).expand(10**6)), {}, target, on_host=False)
     assert clock.now_s == pytest.approx((8e6 + 4) / 1e9)
-
-
-def test_attention_with_fewer_heads_of_keys_counts_those_of_the_queries() -> None:
-    q, k = torch.ones(2, 4, 16, 8), torch.ones(2, 2, 16, 8)
-    func = _aten._scaled_dot_product_flash_attention_for_cpu.default
-    assert flops_of(func, (q, k, k), {}, q) == 2 * (2 * (2 * 4) * 16 * 16 * 8)
-
-
-def test_a_formula_that_fails_warns_and_counts_nothing() -> None:
-    with pytest.warns(RuntimeWarning, match="The operations of `mm` are not counted"):
-        assert flops_of(_aten.mm.default, (torch.ones(2), torch.ones(2)), {}, None) == 0
-
-
-def test_attention_of_the_cpu_counts_as_that_of_other_devices() -> None:
-    q, k, v = (torch.ones(2, 3, 16, 8, requires_grad=True) for _ in range(3))
-    with Counted() as found:
-        F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
-    product = 2 * (2 * 3) * 16 * 16 * 8
-    assert found.flops == (2 + 5) * product

@@ -71,4 +71,4 @@ def _in_a_group(rank: int, world: int) -> str:
 
 
 def test_a_process_with_a_group_is_refused() -> None:
-    assert "process of its own" in worlds.run(_in_a_group, 1)[0]
+    assert "process of their own" in worlds.run(_in_a_group, 1)[0]

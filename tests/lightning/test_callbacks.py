@@ -12,7 +12,9 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero.lightning.callbacks import ZeroMonitor
 from lightning_zero.lightning.flops import FlopsProfile
@@ -114,8 +116,9 @@ def counted_per_step(rank: int, world: int, folder: str) -> tuple[int, int]:
     )
     fitted.fit(TwoOptimizers(), loader(rank, world))
     assert monitor._flops is not None
-    assert monitor._flops.count is not None
-    return monitor._flops.count.model, monitor._flops.num_steps
+    step = monitor._flops.step
+    assert step.count is not None
+    return step.count.model, step.num_steps
 
 
 def test_operations_of_several_optimizers_are_those_of_a_step_each(tmp_path: Path) -> None:
@@ -297,3 +300,36 @@ def test_memory_in_use_sees_a_large_tensor() -> None:
     before = memory_in_use(torch.device("cpu"))
     tensor = torch.frombuffer(block, dtype=torch.float32).fill_(1.0)
     assert memory_in_use(torch.device("cpu")) - before > tensor.nbytes // 2
+
+
+class Thaws(Net):
+    """Trains its first layer from the third epoch on."""
+
+    def on_train_epoch_start(self) -> None:
+        self.first.requires_grad_(self.current_epoch >= 2)
+
+
+def reached_by_epochs(rank: int, world: int, folder: str) -> None:
+    fitted = trainer(
+        rank, world, 1, max_epochs=3, logger=CSVLogger(folder), log_every_n_steps=1,
+        callbacks=[ZeroMonitor(flops=True), GradientAccumulationScheduler({0: 1, 1: 2})],
+    )  # fmt: skip
+    samples = TensorDataset(torch.randn(15, 4), torch.randn(15, 3))
+    fitted.fit(Thaws(), DataLoader(samples, batch_size=2))  # the last batch is smaller
+
+
+def test_rows_tell_the_operations_of_their_own_steps(tmp_path: Path) -> None:
+    """Those of the first step were taken for all."""
+    run(reached_by_epochs, 1, str(tmp_path))
+    layer, middle, last = 2 * 4 * 6, 2 * 6 * 6, 2 * 6 * 3
+    frozen = 2 * (layer + 3 * (2 * middle + last))  # of a batch of two; blocks begin with a norm, which is trained
+    thawed = 2 * (2 * layer + 3 * (2 * middle + last))
+    found = [
+        round(float(row["throughput/model_TFLOP_per_s"]) * float(row["time/step_s"]) * 1e12)
+        if row["throughput/model_TFLOP_per_s"]
+        else None
+        for row in rows(tmp_path)
+    ]
+    assert found[:8] == [None, *[frozen] * 6, None]  # counted; the smaller batch
+    assert set(found[8:12]) == {None, 2 * frozen}
+    assert set(found[12:]) == {None, 2 * thawed}

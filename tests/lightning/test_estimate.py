@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightning_zero import ActivationCheckpointing, LayerSpec, Offload, Pipeline, Sharding, TensorParallel, ZeroStrategy
 from lightning_zero.forecast.settings import SettingForecast
@@ -152,3 +153,27 @@ def test_options_that_are_not_forecast_are_refused_by_name(strategy: ZeroStrateg
 def test_bad_input_is_refused(module: nn.Module, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _own(module, **options)
+
+
+def _mixtral() -> nn.Module:
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    return MixtralForCausalLM(config)
+
+
+class Mixtral(Program):
+    def __init__(self) -> None:
+        super().__init__(_mixtral)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.net(batch, labels=batch).loss
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_grouped_products_of_experts_are_forecast(precision: str) -> None:
+    """PyTorch's fake tensors take them in bf16 only."""
+    batch = torch.zeros(2, 512, dtype=torch.long)
+    found = _own(Mixtral, ZeroStrategy(stage=2), batch=batch, precision=precision)
+    assert found.at_peak["activations"] > 0

@@ -55,7 +55,7 @@ def test_nothing_that_fits_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_json_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     strategy = "{class_path: lightning_zero.ZeroStrategy, init_args: {stage: 1, offload: cpu}}"
     picture = tmp_path / "bars.png"
-    data = f"data: {{class_path: {HERE}.Data}}\noptimizer: {{class_path: torch.optim.AdamW, init_args: {{lr: 0.1}}}}"
+    data = f"data: {{class_path: {HERE}.Data}}\noptimizer: {{class_path: torch.optim.AdamW, init_args: {{lr: 1e-1}}}}"
     given = _config(tmp_path, strategy, "Program", data)
     assert main(["estimate", given, "--world=2", "--only=true", "--json=true", f"--plot={picture}"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["settings"]

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_zero import FlopsProfile, ZeroStrategy
+from lightning_zero import FlopsProfile, Pipeline, ZeroStrategy
 from lightning_zero.lightning import flops
 from lightning_zero.lightning.flops import FlopCount, StepFlops, peak_flops
+from tests.contracts.test_pipeline_models import InParts
+from tests.contracts.test_pipeline_models import _loader as samples
 from tests.lightning_programs import Net, loader, trainer
 from tests.worlds import run
 
@@ -177,3 +179,19 @@ def test_nothing_is_counted_behind_an_error() -> None:
 
 def test_a_cpu_has_no_known_peak() -> None:
     assert peak_flops(torch.device("cpu"), "bf16-mixed") is None
+
+
+def _staged(rank: int, world: int, step: int) -> tuple[int, int]:
+    profile = FlopsProfile(step=step)
+    strategy = ZeroStrategy(stage=1, pipeline=Pipeline(stages=2, microbatches=2))
+    fit = trainer(rank, world, strategy, max_epochs=2, callbacks=[profile])
+    fit.fit(InParts(), samples(1, 0, 8))
+    assert profile.count is not None
+    return profile.count.forward, profile.count.backward
+
+
+def test_a_step_in_a_pipeline_is_counted_without_its_description() -> None:
+    """The first step of a kind runs once more, with values, where it is written in parts."""
+    first, second = run(_staged, 2, 1), run(_staged, 2, 2)
+    assert first[0] == second[0]
+    assert first[0][0] > 0

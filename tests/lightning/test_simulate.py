@@ -180,6 +180,8 @@ def test_several_optimizers_step_in_a_batch() -> None:
     found = _simulate(TwoOptimizers, strategy=ZeroStrategy(stage=1))
     assert {one.phase for one in found.calls} >= {"backward"}
     assert found.phases["step"] > 0
+    alone = _simulate(Manual, strategy=ZeroStrategy(stage=1))
+    assert found.phases["forward"] == pytest.approx(2 * alone.phases["forward"], rel=0.05)  # the second one too
 
 
 class Watches(Program):

@@ -57,6 +57,7 @@ def test_errors_end_with_status_1_and_one_line(
         (", sync_batchnorm: true", [], "`sync_batchnorm: true` is not simulated yet"),
         (", gradient_clip_val: 1.0, gradient_clip_algorithm: value", [], ""),
         ("", ["--plot=missing/a.png"], "the folder `missing` does not exist"),
+        ("", ["--plot=memory.txt"], "`--plot memory.txt` must end with a format of pictures: "),
     ],
 )
 def test_options_of_the_trainer(

@@ -17,7 +17,6 @@ Tensors of a call that are kept, besides its result:
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -159,7 +158,7 @@ class _Forward:
         elif policy == "offload":
             run, args, kwargs = self._lane.send(run, args, kwargs, self._inputs)
         prepare = partial(self._prepared, policy=policy) if is_traced else None
-        kwargs = {_aside(name): value for name, value in kwargs.items()}
+        kwargs = {_ASIDE + name: value for name, value in kwargs.items()}
         return call(_WithWitnesses(run, prepare), witnesses, *args, **kwargs)
 
     def _prepared(self, run: _Run, args: Any, kwargs: Any, policy: str) -> tuple[_Run, Any, Any]:
@@ -190,13 +189,7 @@ def _witnesses(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     return [torch.empty(0, device=device) for device in devices]
 
 
-_TAKEN = frozenset(inspect.signature(checkpoint).parameters)  # `checkpoint` takes arguments with these names for itself
-_ASIDE = "lightning_zero: "
-
-
-def _aside(name: str) -> str:
-    """Return a name of an argument by which ``checkpoint`` hands it on."""
-    return _ASIDE + name if name in _TAKEN else name
+_ASIDE = "lightning_zero: "  # in front of names of arguments, some of which ``checkpoint`` would take for itself
 
 
 class _WithWitnesses:
@@ -228,7 +221,7 @@ class _WithWitnesses:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _run_eagerly(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_eagerly(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Make a call between two graphs: a gather is not part of one."""
     return call(*args, **kwargs)
 
@@ -261,6 +254,8 @@ _PRODUCTS = frozenset(
         "_scaled_dot_product_cudnn_attention",
         "_scaled_dot_product_fused_attention_overrideable",
         "_scaled_mm",
+        "_grouped_mm",
+        "_scaled_grouped_mm",
     )
     if hasattr(torch.ops.aten, name)
 )

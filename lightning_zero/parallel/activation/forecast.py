@@ -72,7 +72,7 @@ class Forecast:
         """Say whether the next call of ``module`` is to be traced."""
         return self.policy is None and type(inner_module(module)) not in self._kept
 
-    def trace(self, module: torch.nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def trace(self, module: torch.nn.Module, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a call that keeps its activations, and count them."""
         inputs = _storages(tree_leaves((args, kwargs)))
         with _Made(self._is_product) as made:

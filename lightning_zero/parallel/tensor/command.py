@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
+from jsonargparse import get_loader
 from torch import Tensor, nn
 
 from lightning_zero.parallel.tensor.blocks import Call
@@ -18,7 +18,7 @@ from lightning_zero.parallel.tensor.plan import TensorParallel
 from lightning_zero.parallel.tensor.planning import plan_model
 from lightning_zero.trees import tree_leaves
 
-__all__ = ["built", "entry_of", "first_batch", "named", "tensor_plan"]
+__all__ = ["built", "entry_of", "first_batch", "named", "read_yaml", "tensor_plan"]
 
 
 def tensor_plan(
@@ -41,7 +41,7 @@ def tensor_plan(
     """
     if (run is None) == (module is None):
         raise ValueError("`tensor-plan` needs a model: give `--config=run.yaml` or `--module=package.module:name`.")
-    content: Any = {} if run is None else yaml.safe_load(run.read_text())
+    content = {} if run is None else read_yaml(run)
     options = _options(content, size, plan)
     model = _model(run, module, content)
     print("\n".join(plan_model(model, options, _call(model, content)).lines()))
@@ -70,6 +70,11 @@ def _model(config: Path | None, module: str | None, content: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(f"`{module or 'model'}` gives a `{type(model).__name__}`. Name one that gives an `nn.Module`.")
     return model.train()
+
+
+def read_yaml(path: Path) -> Any:
+    """Return the content of a configuration as ``LightningCLI`` reads it: ``1e-4`` is a number."""
+    return get_loader("yaml")(path.read_text())
 
 
 def entry_of(config: Path | None, content: Any, key: str) -> dict[str, Any]:

@@ -235,18 +235,32 @@ class _Optioned(nn.Module):
         super().__init__()
         self.layer = nn.Linear(4, 4)
 
-    def forward(self, x: Tensor, early_stop: bool = True, debug: Any = None, function: Any = torch.tanh) -> Tensor:
-        return function(self.layer(x if early_stop else 2 * x)) * (1 if debug is None else debug)
+    def forward(
+        self,
+        x: Tensor,
+        early_stop: bool = True,
+        debug: Any = None,
+        function: Any = torch.tanh,
+        *,
+        preserve_rng_state: bool = True,
+        fn: float = 0.0,
+        run: float = 0.0,
+        module: float = 0.0,
+        call: float = 0.0,
+    ) -> Tensor:
+        y = function(self.layer(x if early_stop else 2 * x)) * (1 if debug is None else debug)
+        return y if preserve_rng_state else y * (fn + 10 * run + 100 * module + 1000 * call)
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-@pytest.mark.parametrize("policy", [None, *sample(["full", "selective", "offload"], "full", "offload")])
+@pytest.mark.parametrize("policy", [None, *sample(["full", "selective", "offload", "auto"], "full", "auto")])
 def test_arguments_with_the_names_of_those_of_checkpoint_reach_the_forward(policy: Any, is_compiled: bool) -> None:
     """`checkpoint` kept them for itself: the forward, or its recomputation, took the defaults."""
     torch.manual_seed(0)
     module = nn.Sequential(_Optioned())
     x = torch.linspace(-1, 1, 8).view(2, 4)
-    options = {"early_stop": False, "debug": 3.0, "function": torch.sigmoid}
+    options = {"early_stop": False, "debug": 3.0, "function": torch.sigmoid, "preserve_rng_state": False}
+    options |= {"fn": 1.0, "run": 2.0, "module": 3.0, "call": 4.0}
     module[0](x, **options).sum().backward()
     expected = module[0].layer.weight.grad.clone()
     if policy is not None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_zero.operations import FlopTotal
 from lightning_zero.parallel.pipeline.schedule.streams import RandomState
 from lightning_zero.storage.copies import finish_stream
 
@@ -50,15 +50,15 @@ def measure_time(module: nn.Module, names: Sequence[str], run: Callable[[], Any]
 def count_flops(module: nn.Module, names: Sequence[str], run: Callable[[], Any], device: torch.device) -> list[int]:
     """Return how many operations the forwards of some layers are, by name; see ``measure_time``.
 
-    Counted are those of matrix products, convolutions and attention of PyTorch's.
+    Counted are those of matrix products, convolutions and attention; not those of compiled code's kernels.
     """
     _require_values(module)
     spent: Counter[str] = Counter()
-    counter = FlopCounterMode(display=False)
+    counter = FlopTotal()
     with (
         _as_it_was(module, device),
         counter,
-        _watched(module, names, spent=spent, now=counter.get_total_flops, device=device),
+        _watched(module, names, spent=spent, now=lambda: counter.flops, device=device),
     ):
         run()
     return _listed(spent, names)

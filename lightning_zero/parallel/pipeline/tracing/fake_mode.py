@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from lightning_zero.errors import PipelineError
+from lightning_zero.operations import grouped_product_shape
 from lightning_zero.parallel.pipeline.stages.sources import Origins, Shape, describe_tensor, is_fake
 from lightning_zero.parallel.pipeline.tracing.escapes import Escapes
 from lightning_zero.trees import tree_leaves, tree_map
@@ -180,11 +181,9 @@ class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def _empty_product(
         self, left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
     ) -> Tensor:
-        """Return an empty result of a grouped product (of experts); PyTorch's shapes are for bf16 only."""
-        groups = [right.shape[0]] if right.dim() == 3 else [0 if offs is None else offs.shape[0]]
-        shape = [*(groups if left.dim() == right.dim() else []), left.shape[-2], right.shape[-1]]
+        """Return an empty result of a grouped product (of experts)."""
         with self:
-            return left.new_empty(shape, dtype=out_dtype)
+            return left.new_empty(grouped_product_shape(left, right, offs), dtype=out_dtype)
 
     def _guess(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Guess the result of an operation that needs values: run it on ones, and zeros where they may be indices."""

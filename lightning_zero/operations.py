@@ -1,0 +1,149 @@
+"""Floating-point operations of PyTorch's operators, and the shape of a grouped product."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+__all__ = ["FlopTotal", "flops_of", "grouped_product_shape"]
+
+
+class FlopTotal(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the floating-point operations that are made in it, see ``flops_of``.
+
+    Attributes:
+        flops: Their number.
+    """
+
+    supports_higher_order_operators = True  # they run as they are
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and count it."""
+        result = func(*args, **(kwargs or {}))
+        self.flops += flops_of(func, args, kwargs or {}, result)
+        return result
+
+
+def flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
+    """Return the floating-point operations of a call of an operator; 0 for operators that have no formula.
+
+    Formulas are PyTorch's, and ours where it has none: for grouped products (of experts), this package's
+    ``grouped_linear`` and ``linear_cross_entropy``, recurrent layers, attention on CPUs, and attention whose keys have
+    fewer heads than its queries, which PyTorch 2.11 does not take.
+    """
+    packet = getattr(func, "overloadpacket", func)  # higher-order operators are none
+    ours, formula = _OURS.get(str(packet)), flop_registry.get(packet)
+    try:
+        if ours is not None:
+            return int(ours(*args, **kwargs))
+        return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+    except Exception as error:  # a formula does not end a training
+        warnings.warn(
+            f"The operations of `{packet.__name__}` are not counted, because its formula failed:"
+            f" {type(error).__name__}: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return 0
+
+
+def grouped_product_shape(left: Tensor, right: Tensor, offs: Tensor | None = None) -> list[int]:
+    """Return the shape of a grouped product (``aten._grouped_mm``); PyTorch's own shapes are for bf16 only.
+
+    Args:
+        left: (M, K) for rows in groups, or (G, M, K).
+        right: (G, K, N), or (K, N) for columns in groups.
+        offs: (G,) where groups end, along the dimension that is in groups.
+    """
+    groups = [right.shape[0]] if right.dim() == 3 else [0 if offs is None else offs.shape[0]]
+    return [*(groups if left.dim() == right.dim() else []), left.shape[-2], right.shape[-1]]
+
+
+# -- Formulas ----------------------------------------------------------------------------------------------------------
+
+
+def _grouped_product(left: Tensor, right: Tensor, *rest: Any, **options: Any) -> int:
+    batches = left.shape[0] if left.dim() == right.dim() == 3 else 1
+    return 2 * batches * left.shape[-2] * left.shape[-1] * right.shape[-1]
+
+
+def _grouped_product_backward(left: Tensor, right: Tensor, *rest: Any) -> int:
+    return 2 * _grouped_product(left, right)
+
+
+def _grouped_linear(x: Tensor, weight: Tensor, *rest: Any) -> int:
+    return 2 * x.numel() * weight.shape[1]
+
+
+def _grouped_linear_backward(grad: Tensor, x: Tensor, *rest: Any) -> int:
+    weight, _, by_x, by_weight, _ = rest
+    return int(by_x + by_weight) * _grouped_linear(x, weight)
+
+
+def _linear_cross_entropy(x: Tensor, weight: Tensor, *rest: Any) -> int:
+    """Return those of logits and of gradients, which are made in the forward."""
+    needs = rest[-1]
+    return 2 * x.shape[0] * weight.numel() * (1 + int(needs[0]) + int(needs[1]))
+
+
+def _recurrent(x: Tensor, weights: Sequence[Tensor], *rest: Any) -> int:
+    steps = x.numel() // x.shape[-1]  # of all sequences
+    return 2 * steps * sum(weight.numel() for weight in weights if weight.dim() == 2)
+
+
+def _recurrent_backward(x: Tensor, weights: Sequence[Tensor], *rest: Any) -> int:
+    return 2 * _recurrent(x, weights)
+
+
+def _recurrent_layer(x: Tensor, *rest: Any) -> int:
+    return _recurrent(x, rest[:4])
+
+
+def _recurrent_layer_backward(x: Tensor, *rest: Any) -> int:
+    return _recurrent_backward(x, rest[:4])
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> int:
+    batch, heads, length, width = query.shape
+    return 2 * batch * heads * length * key.shape[2] * (width + value.shape[3])
+
+
+def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> int:
+    return _attention(query, key, value) * 5 // 2  # five products where the forward has two
+
+
+_OURS: dict[str, Callable[..., int]] = {
+    "aten._grouped_mm": _grouped_product,
+    "aten._scaled_grouped_mm": _grouped_product,
+    "transformers.grouped_mm_fallback": _grouped_product,
+    "transformers.grouped_mm_fallback_backward": _grouped_product_backward,
+    "lightning_zero.grouped_linear": _grouped_linear,
+    "lightning_zero.grouped_linear_backward": _grouped_linear_backward,
+    "lightning_zero.linear_cross_entropy": _linear_cross_entropy,
+    "aten._cudnn_rnn": _recurrent,
+    "aten._cudnn_rnn_backward": _recurrent_backward,
+    "aten.mkldnn_rnn_layer": _recurrent_layer,
+    "aten.mkldnn_rnn_layer_backward": _recurrent_layer_backward,
+    **{
+        f"aten._scaled_dot_product_{name}{suffix}": formula
+        for name in (
+            "flash_attention",
+            "flash_attention_for_cpu",
+            "efficient_attention",
+            "cudnn_attention",
+            "fused_attention_overrideable",
+        )
+        for suffix, formula in (("", _attention), ("_backward", _attention_backward))
+    },
+}
