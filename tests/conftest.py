@@ -20,7 +20,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark cases slow that the quick set has no time for."""
     quick = {item.nodeid: item for item in items if not any(map(item.get_closest_marker, ("slow", "gpu", "alone")))}
     for name in quick.keys() - within_time(list(quick), json.loads(COSTS.read_text())):
-        quick[name].add_marker("slow")
+        if not quick[name].get_closest_marker("always"):
+            quick[name].add_marker("slow")
 
 
 @pytest.hookimpl(tryfirst=True)

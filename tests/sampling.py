@@ -2,7 +2,8 @@
 
 Note [Cases within a time]
     ``make test`` is to take minutes, so of a test function whose cases take long together it runs as many as fit into
-    ``SECONDS``, and at least one; the others are marked slow. ``costs.json`` has the seconds per case, as
+    ``SECONDS``, and at least one; the others are marked slow. Cases that take more than ``LONGEST`` seconds each are
+    all slow, but for those marked ``always``, which stand for a whole part. ``costs.json`` has the seconds per case, as
     ``python -m tests.sampling REPORT`` reads them from a report of ``pytest --junitxml=REPORT``; functions of which the
     report says nothing keep theirs. Cases are chosen by the checksum of their names: the same ones every time, and from
     all parts of a matrix.
@@ -23,7 +24,8 @@ import pytest
 
 __all__ = ["highest_stages", "measured", "sample", "within_time"]
 
-SECONDS = 3.0
+SECONDS = 2.0
+LONGEST = 4.0
 COSTS = Path(__file__).with_name("costs.json")
 
 
@@ -32,20 +34,22 @@ def within_time(names: Sequence[str], costs: Mapping[str, float]) -> set[str]:
 
     Args:
         names: Of cases: ``file::function[parameters]``.
-        costs: Seconds per case of functions that take more than ``SECONDS`` with all of theirs.
+        costs: Seconds per case of functions that take more than ``SECONDS`` with all of theirs, and of single cases
+            that take more than ``LONGEST``.
     """
     functions: dict[str, list[str]] = defaultdict(list)
     for name in names:
         functions[name.partition("[")[0]].append(name)
     kept: set[str] = set()
     for function, cases in functions.items():
-        number = max(1, int(SECONDS / costs[function])) if function in costs else len(cases)
+        cost = costs.get(function)
+        number = len(cases) if cost is None else 0 if cost > LONGEST else max(1, int(SECONDS / cost))
         kept.update(sorted(cases, key=lambda name: zlib.crc32(name.encode()))[:number])
     return kept
 
 
 def measured(report: str | Path) -> dict[str, float]:
-    """Return the seconds per case of functions that take more than ``SECONDS``, from a report in JUnit's format."""
+    """Return the seconds per case of functions that take long, from a report in JUnit's format; see ``within_time``."""
     seconds: dict[str, list[float]] = defaultdict(list)
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         file = case.attrib["classname"].replace(".", "/") + ".py"
@@ -53,7 +57,7 @@ def measured(report: str | Path) -> dict[str, float]:
     return {
         function: round(sum(times) / len(times), 2)
         for function, times in sorted(seconds.items())
-        if sum(times) > SECONDS and len(times) > 1
+        if sum(times) > (SECONDS if len(times) > 1 else LONGEST)
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from typing import Any
@@ -19,21 +20,28 @@ __all__ = ["PendingReceive", "P2P"]
 class PendingReceive:
     """A tensor that is on its way here."""
 
-    def __init__(self, p2p: P2P, peer: int, *, call: Call, work: Any, buffer: torch.Tensor) -> None:
+    def __init__(
+        self, p2p: P2P, peer: int, *, shape: tuple[int, ...], call: Call, work: Any, buffer: torch.Tensor
+    ) -> None:
         self._mailbox = p2p
+        self._shape = shape
         self._peer = peer
         self._call = call
         self._work = work
         self._buffer = buffer
 
-    def wait(self) -> torch.Tensor:
+    def wait(self, layout: tuple[int, ...] | None = None) -> torch.Tensor:
         """Return the tensor when it is there.
+
+        Args:
+            layout: The strides with which it was sent; by default it is contiguous.
 
         Raises:
             CollectiveError: The sender failed or did not send in time.
         """
         self._mailbox.finish(self._peer, self._call, self._work)
-        return self._buffer.to(self._mailbox.device)
+        flat = self._buffer.to(self._mailbox.device)
+        return flat.view(self._shape) if layout is None else flat.as_strided(self._shape, layout)
 
 
 class P2P:
@@ -44,6 +52,7 @@ class P2P:
         device: Device of the tensors.
 
     Attributes:
+        lets_device_wait: Whether a message that has come lies on a device, and reading it makes the host wait.
         wait_s: Seconds that the host has waited for messages. Over NCCL it does not: the device does.
     """
 
@@ -55,13 +64,21 @@ class P2P:
         self._group = mesh.message_group
         backend = dist.get_backend(self._group)
         self._is_gloo = backend == "gloo"
-        self._waits = Waits(device, [self._group] if lets_device_wait(device, backend) else [])
+        self.lets_device_wait = lets_device_wait(device, backend)
+        self._waits = Waits(device, [self._group] if self.lets_device_wait else [])
         self._numbers: Counter[tuple[str, int]] = Counter()  # messages so far, by direction and peer
         self._outgoing: list[tuple[int, Call, Any, torch.Tensor]] = []  # running sends: receiver, call, work, tensor
 
-    def send(self, peer: int, tensor: torch.Tensor, what: str) -> None:
-        """Start sending; ``flush`` before the end of the step."""
-        host = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    def send(self, peer: int, tensor: torch.Tensor, what: str, layout: tuple[int, ...] | None = None) -> None:
+        """Start sending; ``flush`` before the end of the step.
+
+        Args:
+            peer: The receiver.
+            tensor: The tensor.
+            what: Its name, for errors.
+            layout: Strides without gaps with which it is to arrive; by default it arrives contiguous.
+        """
+        host = _flat(tensor.detach().resolve_conj().resolve_neg(), layout)
         host = host.cpu() if self._is_gloo else host
         self._refuse_failed()
         try:
@@ -73,13 +90,15 @@ class P2P:
 
     def receive(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> PendingReceive:
         """Start receiving."""
-        buffer = torch.empty(shape, dtype=dtype, device="cpu" if self._is_gloo else self.device)
+        buffer = torch.empty(math.prod(shape), dtype=dtype, device="cpu" if self._is_gloo else self.device)
         self._refuse_failed()
         try:
             work = dist.irecv(as_bytes(buffer), group=self._group, group_src=peer, tag=self._tag("receive", peer))
         except (RuntimeError, ValueError) as error:
             raise self._mesh.failure(what, error, peer) from None
-        return PendingReceive(self, peer, call=self._waits.start(what, self._group), work=work, buffer=buffer)
+        return PendingReceive(
+            self, peer, shape=shape, call=self._waits.start(what, self._group), work=work, buffer=buffer
+        )
 
     def flush(self) -> None:
         """Return when everything has been sent."""
@@ -107,3 +126,12 @@ class P2P:
     def _tag(self, direction: str, peer: int) -> int:
         self._numbers[direction, peer] += 1
         return self._mesh.loan % 2**15 * 2**15 + self._numbers[direction, peer] % 2**15
+
+
+def _flat(tensor: torch.Tensor, layout: tuple[int, ...] | None) -> torch.Tensor:
+    """Return the values in the order in which they lie in memory with some strides, by default contiguous."""
+    if layout is None:
+        return tensor.contiguous().view(-1)
+    if tensor.stride() != layout:
+        tensor = torch.empty_strided(tensor.shape, layout, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))

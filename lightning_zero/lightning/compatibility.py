@@ -91,6 +91,11 @@ def _refuse_what_needs_whole_models(strategy: _Options, trainer: pl.Trainer) -> 
 def _refuse_pipeline(strategy: _Options, trainer: pl.Trainer) -> None:
     if strategy.pipeline is None:
         return
+    if strategy._layer_sync is not None:
+        raise ValueError(
+            "`sync_batchnorm=True` averages over all ranks, and with `pipeline` those of other stages do not run the"
+            " layer. Use group or layer normalisation, or leave one of the two out."
+        )
     fitting = trainer.state.fn == TrainerFn.FITTING
     refuse_program(trainer.lightning_module, strategy.pipeline.num_microbatches if fitting else 1)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]

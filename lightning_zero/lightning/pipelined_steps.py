@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -586,7 +587,8 @@ def refuse_program(module: Any, microbatches: int) -> None:
     """Refuse parts of a LightningModule that pipeline stages cannot run; warn of those they run otherwise.
 
     Raises:
-        ValueError: Manual optimization, an overridden hook that would not be called, one of two hooks.
+        ValueError: Manual optimization, a step that takes batches itself, an overridden hook that would not be called,
+            one of two hooks.
         PipelineError: A metric that is no submodule.
     """
     if hasattr(module, "pipeline_step") != hasattr(module, "pipeline_loss"):
@@ -600,6 +602,12 @@ def refuse_program(module: Any, microbatches: int) -> None:
             "`pipeline` runs backward inside `training_step`, so manual optimization cannot work with it. Use automatic"
             " optimization, or leave `pipeline` out."
         )
+    for name in ("training_step", "validation_step", "test_step", "predict_step"):
+        if is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True):
+            raise ValueError(
+                f"`{type(module).__name__}.{name}` takes a `dataloader_iter`, and `pipeline` runs a step several times,"
+                " on every stage, each of which would take other batches. Let it take `batch` and `batch_idx`."
+            )
     for hook in ("backward", "optimizer_zero_grad"):
         method = getattr(type(module), hook)
         if not method.__module__.startswith("lightning.pytorch."):

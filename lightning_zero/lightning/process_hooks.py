@@ -21,6 +21,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -214,6 +215,8 @@ class ProcessHooks(ParallelStrategy):
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
     ) -> Tensor | Any:
         """Reduce a tensor over the ranks with different data; anything else is returned as it is."""
+        if isinstance(tensor, FakeTensor):  # a run of a pipelined step that computes nothing
+            return tensor.clone()
         if isinstance(tensor, Tensor) and not self._is_alone:
             with self._around_collective(group), _failure_named("reduction of a value"):
                 return _sync_ddp_if_available(tensor, self._data_group(group), reduce_op=reduce_op)
@@ -226,13 +229,27 @@ class ProcessHooks(ParallelStrategy):
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Return the tensors of all ranks with different data, stacked."""
+        if isinstance(tensor, FakeTensor):
+            group = self._data_group(None if group is self._everyone else group)
+            return torch.stack([tensor] * dist.get_world_size(group))
         with self._around_collective(group), _failure_named("gathering of a value"):
             is_of_all = group is not None and group is self._everyone  # `LightningModule.all_gather` names the world
-            return super().all_gather(tensor, self._data_group(None if is_of_all else group), sync_grads)
+            group = self._data_group(None if is_of_all else group)
+            if sync_grads and group is not None:
+                stacked: Tensor = _Stacked.apply(tensor.contiguous(), group)  # type: ignore[no-untyped-call]
+                return stacked
+            return super().all_gather(tensor, group, sync_grads)
 
     def _data_group(self, group: Any | None) -> Any | None:
-        """Return the group of a collective of the program's: one rank of each tensor group where it names none."""
-        return self._tensor.groups.data_group if group is None and self._tensor is not None else group
+        """Return the group of a collective of the program's where it names none: the ranks with different data.
+
+        Those are one rank of each tensor group, and the ranks of this one's pipeline stage.
+        """
+        if group is not None:
+            return group
+        if self._tensor is not None:
+            return self._tensor.groups.data_group
+        return None if self._mesh is None else self._mesh.data_group
 
     @property
     def _everyone(self) -> Any | None:
@@ -248,6 +265,26 @@ class ProcessHooks(ParallelStrategy):
     def _whole_state_dict(self) -> dict[str, Any]:
         """Return the module's ``state_dict`` with whole values in host memory, on every rank. Collective: all ranks."""
         raise NotImplementedError
+
+
+class _Stacked(torch.autograd.Function):
+    """The tensors of all ranks of a group. PyTorch's backward over gloo takes a rank of the group for one of the world.
+
+    Collective in forward and backward: the ranks of the group.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        stacked = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
+        dist.all_gather(list(stacked.unbind(0)), tensor, group=group)
+        return stacked
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total[dist.get_rank(ctx.group)], None
 
 
 class _Launcher(_MultiProcessingLauncher):

@@ -78,6 +78,7 @@ def _section(path: Path, title: str) -> str:
 # -- README ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.always
 def test_python_of_the_readme_runs_on_one_rank(tmp_path: Path) -> None:
     done = run_program(tmp_path, YOURS + "\n".join(_blocks(ROOT / "README.md", "python")))
     assert done.returncode == 0, done.stdout

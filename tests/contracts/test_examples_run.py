@@ -75,6 +75,7 @@ def test_minimal_example_learns_alone_and_on_two_ranks(tmp_path: Path) -> None:
     assert two[-1] < 0.5 * two[0]
 
 
+@pytest.mark.always
 @pytest.mark.world(2)
 def test_gpt_example_trains_saves_and_shows_what_it_learned(tmp_path: Path) -> None:
     toy = [f"{option}={value}" for option, value in TOY.items()]

@@ -606,6 +606,7 @@ def _reference_of_family(name: str) -> Outcome:
     return {key: param.detach() for key, param in model.named_parameters()}, norms
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("stage", sample([0, 1, 2, 3], 3))
 @pytest.mark.parametrize("name", sample(FAMILIES, "mixtral"))
 def test_unmodified_models_train_as_on_one_rank(name: str, stage: int) -> None:

@@ -125,6 +125,7 @@ def _fit(rank: int, world: int, family: str, use: str, options: dict[str, Any], 
 CASES = [(family, use, stages) for family in FAMILIES for use in USES for stages in (2, 4)]
 
 
+@pytest.mark.always
 @pytest.mark.parametrize(
     "case",
     sample(CASES, ("mixtral", "hidden-states", 2), ("llama", "padded", 2)),

@@ -109,6 +109,7 @@ def _agree(seeds: range, worlds: tuple[int, ...], schedule: str | None = None) -
     assert outcomes["refused"] <= MOST_REFUSED * valid + 2
 
 
+@pytest.mark.always
 @pytest.mark.timeout(300)
 def test_random_programs_train_as_without_a_pipeline() -> None:
     _agree(FAST, (2,))

@@ -186,6 +186,7 @@ def _name(case: tuple[Any, ...]) -> str:
     return f"pp{stages}-dp{copies}-zero{zero}-{schedule}-{model}-{optimizer}"
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("case", sample(CASES, *KEPT), ids=_name)
 def test_pipeline_trains_as_ddp(case: tuple[Any, ...]) -> None:
     stages, copies, zero, schedule, model, optimizer = case

@@ -71,6 +71,7 @@ def _assert_buffers(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> N
     assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
+@pytest.mark.always
 @pytest.mark.world(4)
 @pytest.mark.parametrize(
     "saved", sample([*itertools.product(STAGES, WORLDS)], (3, 2)), ids="stage{0[0]}-w{0[1]}".format

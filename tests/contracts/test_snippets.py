@@ -64,6 +64,7 @@ def _on_one_rank(source: str) -> str:
     return re.sub(r"devices=[2-9]\d*", 'devices=1, accelerator="cpu"', source)
 
 
+@pytest.mark.always
 def test_python_of_every_page_runs(tmp_path: Path) -> None:
     pages = {
         path.stem: YOURS + COMMON + MORE.get(path.stem, "") + "\n" + _on_one_rank("\n".join(_blocks(path, "python")))

@@ -260,7 +260,7 @@ class Stops(Program):
         (Program, {"batch": None}, "A simulation needs a batch of `Program`"),
         (nn.Identity, {}, "A simulation trains a `LightningModule`, and `Identity` is none"),
         (Program, {"precision": "16-mixed"}, "`precision='16-mixed'` is not forecast yet"),
-        (Program, {"strategy": ZeroStrategy(pipeline=2)}, "`pipeline` is not forecast yet"),
+        (Program, {"strategy": ZeroStrategy(pipeline=2)}, "`pipeline` is not simulated yet"),
         (Program, {"strategy": ZeroStrategy(offload=Offload(optimizer="nvme", path="x"))}, "`offload` to disks"),
         (Stops, {}, "`Stops` does not step in every 1 batch"),
         (Accumulates, {}, "`Accumulates` does not step in every 1 batch"),

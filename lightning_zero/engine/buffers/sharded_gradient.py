@@ -167,6 +167,8 @@ class ShardedGradient(torch.Tensor):
             return cls._unscale(func, *args)
         if name == "__setitem__" and isinstance(args[0], ShardedGradient) and type(args[0]).cut is not None:
             return _set_items(args[0], *args[1:])
+        if name in RANDOM and cls.is_of_stage:
+            _refuse_noise(name)
         source = _drawn_for(name, args, kwargs) if name in RANDOM else None
         if source is not None and type(source).cut is not None:
             return draw(func, source, args, kwargs)
@@ -237,10 +239,12 @@ class StageGradient(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Refuse norms, and run everything else."""
+        """Refuse norms and noise, and run everything else."""
         name = operation_of(func)
         if name in _NORMS:
             _refuse_norm(name)
+        if name in RANDOM:
+            _refuse_noise(name)
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
@@ -263,6 +267,19 @@ def _refuse_norm(name: str) -> NoReturn:
         " `get_total_norm`, Lightning's `grad_norm`) would be that of this stage's parameters alone, and every stage"
         " would clip by another factor. Use `Trainer(gradient_clip_val=...)` or `self.clip_gradients(...)` to clip,"
         " and `strategy.grad_norm()` on every rank, or `ZeroMonitor(grad_norm=True)`, for the norm over all stages."
+    )
+
+
+def _refuse_noise(name: str) -> NoReturn:
+    """Refuse to draw numbers for a gradient on a pipeline stage.
+
+    Raises:
+        PipelineError: Always.
+    """
+    raise PipelineError(
+        f"`{name}` of a gradient on a pipeline stage: all stages would draw the same numbers for their own parameters."
+        " Draw with a generator of each parameter's own, `torch.randn(p.grad.shape, generator=generator)`, seeded by its"
+        " place among `named_parameters`."
     )
 
 

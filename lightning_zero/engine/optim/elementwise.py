@@ -4,7 +4,8 @@ Note [The trial]
     An optimizer of an unknown class is tried. A copy steps whole sample parameters; three more copies step the pieces
     that three ranks would have of them: the pieces of every sample before and after a cut, and none. The copies have
     all distinct groups at once, so that sums over parameters are seen, and a fixed learning rate, so that a warm-up
-    hides nothing. Samples have the shapes of the parameters, cut down to ``_MOST_NUMEL`` elements.
+    hides nothing. Samples have the shapes of the parameters, cut down to ``_MOST_NUMEL`` elements. Where ranks have
+    whole parameters, but not the same ones (stage 0 in a pipeline), two copies step every second sample.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,12 +63,16 @@ class ElementwiseTrial:
     Args:
         optimizer: The optimizer; nothing of it is changed.
         stepped: Returns the shape, dtype and device in which a parameter is stepped.
+        cuts_parameters: Ranks have pieces of parameters; else some of them, whole.
     """
 
-    def __init__(self, optimizer: Optimizer, stepped: Callable[[Tensor], Stepped]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, stepped: Callable[[Tensor], Stepped], *, cuts_parameters: bool = True
+    ) -> None:
         self._optimizer = optimizer
         self._class = type(optimizer)
         self._stepped = stepped
+        self._cuts_parameters = cuts_parameters
         self._own_options: set[str] = set()  # options that the optimizer itself changes
         self._tried: set[Any] = set()  # kinds of the groups that were tried together
 
@@ -101,7 +106,11 @@ class ElementwiseTrial:
                 if stepped.dtype.is_floating_point:
                     kind = (cut_down(stepped.shape), stepped.dtype, stepped.device, _tags(param))
                     samples.setdefault(kind, _Sample(param, _name_of(group, position), *kind[:3]))
-        return [_SampleGroup(group, _extremes(samples.values())) for group, samples in chosen.values() if samples]
+        found = [_SampleGroup(group, _extremes(samples.values())) for group, samples in chosen.values() if samples]
+        if not self._cuts_parameters:  # one of each kind for either rank
+            for one in found:
+                one.samples = [copied for sample in one.samples for copied in (sample, replace(sample))]
+        return found
 
     # -- Steps ---------------------------------------------------------------------------------------------------------
 
@@ -143,6 +152,8 @@ class ElementwiseTrial:
     def _compare(
         self, groups: Sequence[_SampleGroup], attempt: _Attempt, whole: Sequence[Sequence[Tensor]]
     ) -> Obstacle | None:
+        if not self._cuts_parameters:
+            return self._compare_halves(groups, attempt, whole)
         try:
             ranks = [attempt.run(cut) for cut in (_in_front, _behind)]
         except Exception as error:
@@ -164,6 +175,26 @@ class ElementwiseTrial:
             return Obstacle(
                 f"has no step for a rank without elements of a parameter: it raised {_describe(error)}", error
             )
+        return None
+
+    def _compare_halves(
+        self, groups: Sequence[_SampleGroup], attempt: _Attempt, whole: Sequence[Sequence[Tensor]]
+    ) -> Obstacle | None:
+        samples = [sample for group in groups for sample in group.samples]
+        for half in (0, 1):
+            try:
+                found = attempt.run(lambda tensor: tensor, samples[half::2])
+            except Exception as error:
+                return Obstacle(
+                    f"needs the parameters of all pipeline stages: its step raised {_describe(error)}", error
+                )
+            for values, expected in zip(found, whole, strict=True):
+                for sample, value, other in zip(samples[half::2], values, expected[half::2], strict=True):
+                    if not _is_close(value.reshape(-1), other.reshape(-1), sample.start.reshape(-1)):
+                        return Obstacle(
+                            "needs the parameters of all pipeline stages: without them it gives other numbers, here"
+                            f" for a parameter of shape {tuple(sample.start.shape)}"
+                        )
         return None
 
 
@@ -233,13 +264,14 @@ class _Attempt:
         self._has_closure = has_closure
         self.changed_options: set[str] = set()  # by the steps
 
-    def run(self, cut: _Cut) -> list[list[Tensor]]:
-        """Step the samples as cut by ``cut``; return them after the steps, and for evaluation if those differ."""
-        samples = [sample for group in self._groups for sample in group.samples]
+    def run(self, cut: _Cut, chosen: Sequence[_Sample] | None = None) -> list[list[Tensor]]:
+        """Step the samples, or chosen ones, cut by ``cut``; return them after it, and for evaluation if they differ."""
+        samples = [sample for group in self._groups for sample in group.samples] if chosen is None else chosen
         _seed({sample.device for sample in samples})
         params = {id(sample): _tagged(nn.Parameter(cut(sample.start).clone()), sample.param) for sample in samples}
         groups = [
-            {**group.options(), "params": [params[id(sample)] for sample in group.samples]} for group in self._groups
+            {**group.options(), "params": [params[id(sample)] for sample in group.samples if id(sample) in params]}
+            for group in self._groups
         ]
         before = [_kinds_of_options(group) for group in groups]
         probe = self._probe(groups, [(sample, params[id(sample)]) for sample in samples])

@@ -48,8 +48,10 @@ class OptimizerChecks:
         self._moments = moments
         is_sharded = any(buffer.own_range.is_shard for buffer, _ in places.values())
         has_parts = any(buffer.has_parts for buffer, _ in places.values())
-        self._remedy = "stage 0 without `tensor_parallel` or `expert_parallel`" if has_parts else "stage 0"
-        self._trial = ElementwiseTrial(optimizer, self._stepped) if is_sharded else None
+        left_out = ["`tensor_parallel` or `expert_parallel`"] * has_parts + ["`pipeline`"] * gradients.has_parts
+        self._remedy = "stage 0" + (f" without {' and '.join(left_out)}" if left_out else "")
+        is_tried = is_sharded or gradients.has_parts
+        self._trial = ElementwiseTrial(optimizer, self._stepped, cuts_parameters=is_sharded) if is_tried else None
 
     def refuse_unless_elementwise(self) -> None:
         """Try an optimizer of an unknown class, if its groups are of new kinds. Collective then: all ranks."""

@@ -44,6 +44,11 @@ class WholeGradients:
         self.communicator = communicator
         self._parts = parts
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether other ranks have other parameters, as pipeline stages have."""
+        return self._parts is not None
+
     def any_is(self, flag: bool, topic: str) -> bool:
         """Say whether a flag is set on some rank, of all parts. Collective: all ranks."""
         return self._any_are([flag], topic)[0]

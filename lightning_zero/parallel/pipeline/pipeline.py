@@ -15,11 +15,12 @@ from torch import nn
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.mesh import Mesh
-from lightning_zero.comm.p2p import P2P, PendingReceive
+from lightning_zero.comm.p2p import P2P
 from lightning_zero.config import Pipeline
 from lightning_zero.errors import PipelineError
 from lightning_zero.microbatch import Microbatch
 from lightning_zero.parallel.module_state import AttributeState, HookState, ModuleState, put_back
+from lightning_zero.parallel.pipeline.mail import Letter, Mail
 from lightning_zero.parallel.pipeline.schedule.plan import Action, compute_order, evaluation_order, simulate
 from lightning_zero.parallel.pipeline.schedule.streams import RandomStreams
 from lightning_zero.parallel.pipeline.schedule.weight_gradients import WeightGradients
@@ -269,6 +270,7 @@ class PipelineRunner(Generic[Step]):
         self.around = around
         self._streams = stage.streams
         self._p2p = p2p
+        self._mail = Mail(p2p, self.mesh.stages)
         self._weights = (
             WeightGradients(stage.device, stage.engine.has_hooks_of_program) if pipeline.splits_backward else None
         )
@@ -279,7 +281,7 @@ class PipelineRunner(Generic[Step]):
         self._is_new = False  # some rank has run none of this kind
         self._messages: list[dict[int, tuple[Message, ...]]] = []  # into every chunk, by micro-batch
         self._states: dict[int, tuple[_State, ...]] = {}  # around the model, by chunk
-        self._letters: dict[Action, list[PendingReceive]] = {}
+        self._letters: dict[Action, Letter] = {}
         self._inputs: dict[tuple[int, int], list[torch.Tensor]] = {}  # received, waiting for their gradient
         self._outputs: dict[tuple[int, int], list[torch.Tensor]] = {}  # sent, waiting for their gradient
         self._results: dict[int, Any] = {}  # of the last chunk, by micro-batch
@@ -325,6 +327,8 @@ class PipelineRunner(Generic[Step]):
         for index in islice(cycle(sorted(first.values())), num_described):
             self._route.describe(step, index, kinds[index])
         self._messages = self._route.messages(kinds)
+        self._mail.forget(self._route.is_new)
+        self._mail.begin(kinds, is_new=self._is_new)
 
     def _kinds(self, name: str, kinds: Sequence[Hashable]) -> list[Hashable]:
         trained = hash(tuple(param.requires_grad for param in self._module.parameters()))
@@ -458,17 +462,18 @@ class PipelineRunner(Generic[Step]):
         received: list[torch.Tensor] = []
 
         def receive() -> Sequence[torch.Tensor]:
-            received.extend(letter.wait() for letter in self._letters.pop(Action("recv_input", chunk, index), []))
+            letter = self._letters.pop(Action("recv_input", chunk, index), None)
+            if letter is not None:
+                received.extend(self._mail.tensors(letter, _sizes(expected), chunk, index))
             for message, tensor in zip(expected, received, strict=True):
                 tensor.requires_grad_(message.requires_grad)
             return received
 
         def send(leaves: Mapping[int | Source, Any]) -> None:
             outputs = self._checked(leaves, chunk + 1, messages[chunk + 1])
-            for tensor in outputs:
-                # The next micro-batch may change a module buffer in place before the message has left.
-                sent = tensor if tensor.requires_grad else tensor.clone()
-                self._p2p.send((chunk + 1) % self.mesh.stages, sent, _words_of("output", action))
+            # The next micro-batch may change a module buffer in place before the message has left.
+            sent = [tensor if tensor.requires_grad else tensor.clone() for tensor in outputs]
+            self._mail.send(sent, chunk + 1, index, what=_words_of("output", action))
             if is_training:
                 self._outputs[chunk, index] = outputs
 
@@ -578,10 +583,15 @@ class PipelineRunner(Generic[Step]):
         else:
             roots = self._outputs.pop((chunk, index))
         roots = [root for root in roots if root.requires_grad]
-        seeds = [letter.wait() for letter in self._letters.pop(Action("recv_gradient", chunk, index), [])]
+        letter = self._letters.pop(Action("recv_gradient", chunk, index), None)
+        seeds: list[torch.Tensor] | None = None
+        if letter is not None:
+            gradients = self._mail.gradients(letter, chunk + 1, index)
+            wanted = [(root, seed) for root, seed in zip(roots, gradients, strict=True) if seed is not None]
+            roots, seeds = [root for root, _ in wanted], [seed for _, seed in wanted]
         with self._deferring(action, roots):
             if roots:
-                torch.autograd.backward(roots, seeds or None)
+                torch.autograd.backward(roots, seeds)
 
     def _splitting(self, is_training: bool) -> AbstractContextManager[Any]:
         """Return a context for a forward, whose backward may be one in two halves."""
@@ -594,10 +604,9 @@ class PipelineRunner(Generic[Step]):
         return self._weights.deferring((action.chunk, action.microbatch), roots)
 
     def _send_gradients(self, action: Action) -> None:
-        for tensor in self._inputs.pop((action.chunk, action.microbatch)):
-            if tensor.requires_grad:
-                gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-                self._p2p.send((action.chunk - 1) % self.mesh.stages, gradient, _words_of("gradient", action))
+        received = self._inputs.pop((action.chunk, action.microbatch))
+        wanted = [tensor for tensor in received if tensor.requires_grad]
+        self._mail.send_gradients(wanted, action.chunk, action.microbatch, what=_words_of("gradient", action))
 
     @contextmanager
     def _working(self) -> Iterator[None]:
@@ -608,13 +617,18 @@ class PipelineRunner(Generic[Step]):
 
     def _receive(self, action: Action) -> None:
         """Start receiving an input or gradients. Sending starts where they are computed, as the plan has it."""
-        is_input = action.kind == "recv_input"
-        into, sender = (action.chunk, action.chunk - 1) if is_input else (action.chunk + 1, action.chunk + 1)
-        wanted = [one for one in self._messages[action.microbatch][into] if is_input or one.requires_grad]
-        what = _words_of("input" if is_input else "gradient of the output", action)
-        self._letters[action] = [
-            self._p2p.receive(sender % self.mesh.stages, one.shape, one.dtype, what) for one in wanted
-        ]
+        chunk, index = action.chunk, action.microbatch
+        if action.kind == "recv_input":
+            sizes = _sizes(self._messages[index][chunk])
+            self._letters[action] = self._mail.expect(sizes, chunk, what=_words_of("input", action))
+            return
+        sizes = _sizes(one for one in self._messages[index][chunk + 1] if one.requires_grad)
+        what = _words_of("gradient of the output", action)
+        self._letters[action] = self._mail.expect_gradients(sizes, chunk + 1, index, what=what)
+
+
+def _sizes(messages: Iterable[Message]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    return [(one.shape, one.dtype) for one in messages]
 
 
 def _differs_in_graph(tensor: Any, message: Message) -> TypeGuard[torch.Tensor]:

@@ -21,6 +21,7 @@ from lightning_zero.parallel.pipeline.schedule.microbatches import copy_of
 from lightning_zero.parallel.pipeline.stages.attributes import Written
 from lightning_zero.parallel.pipeline.stages.sources import Shape, Source, is_fake
 from lightning_zero.parallel.pipeline.stages.split import modules_around
+from lightning_zero.parallel.pipeline.stages.written_tensors import unwritten
 from lightning_zero.parallel.pipeline.tracing.module_interception import ModuleInterception
 from lightning_zero.parallel.pipeline.tracing.operations import Operation
 from lightning_zero.parallel.pipeline.tracing.outcomes import Outcome
@@ -345,10 +346,20 @@ class TracedSteps:
 
         def run() -> T:
             self._enter(chunk)
-            with self._stage.engine.scope("arguments"), contents_put_back(self._placed):
+            with self._stage.engine.scope("arguments"), contents_put_back(self._placed), unwritten(self._held()):
                 return look()
 
         return self._stage.apart(run, self._around)
+
+    def _held(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters and module buffers that are not put back behind a run that does not count."""
+        yield from self._stage.module.named_parameters()
+        around = set(map(id, self._around))
+        for name, child in self._stage.module.named_modules():
+            if id(child) not in around:
+                for key, buffer in child._buffers.items():
+                    if buffer is not None:
+                        yield f"{name}.{key}", buffer
 
 
 def _method_of(kind: Hashable) -> Hashable:

@@ -40,6 +40,7 @@ class KeptAttributes:
         all: These, and modules with a place that other stages run.
         ignored: Names of attributes that are not looked at.
         reset: Keys of modules with a place that code behind the blocks changes.
+        put_back: Of these, those that it gives the values from before the batch.
         before: Values before the batch, and their marks.
     """
 
@@ -55,6 +56,7 @@ class KeptAttributes:
         self.all = {**self._placed, **self.around}
         self.ignored = OF_MODULES.union(*map(_of_framework, {type(child) for child in self.around.values()}))
         self.reset: set[Key] = set()
+        self.put_back: set[Key] = set()
         self.before: dict[Key, tuple[Any, Any]] = {}
 
     def begin(self, *, is_new: bool) -> None:
@@ -125,21 +127,29 @@ class KeptAttributes:
         gone = [key for key in deleted if self.value_of(key) is Mark.MISSING and self.is_written(key, written)]
         return found | {key: fingerprint(Mark.MISSING) for key in gone}
 
+    def put_back_in_places(self, written: Written | None) -> dict[Key, Any]:
+        """Return the fingerprints of values in such modules that are those from before the batch, and were others."""
+        spaces = {id(space): name for name, child in self._placed.items() for space in (vars(child), child._buffers)}
+        keys = {(spaces[space], key) for space, key in written or () if space in spaces and key not in self.ignored}
+        return {key: fingerprint(self.value_of(key)) for key in keys if not self.is_written(key, written)}
+
     def is_written(self, key: Key, written: Written | None) -> bool:
         """Say whether a value in a module with a place was changed behind the module's call.
 
-        A value that is the one from before the batch counts only if the module has changed it in between.
+        A value that is the one from before the batch counts if the module has changed it in between, or if its own
+        stage is known to keep another one: the step sets it in front of the blocks, and puts it back behind them.
         """
         if written is None:
             return self.has_changed(key)
         child, value = self.all[key[0]], self.value_of(key)
         if isinstance(value, dict) and any(space == id(value) for space, _ in written):
             return True
-        if not isinstance(value, (*NUMBERS, Tensor, Mark)):  # others may have changed inside
-            return self.has_changed(key)
+        if key not in self.put_back and not isinstance(value, (*NUMBERS, Tensor, Mark)):
+            return self.has_changed(key)  # it may have changed inside
         found = [written.get((id(space), key[1])) for space in (vars(child), child._buffers)]
         writes = [one for one in found if one is not None]
-        return bool(writes) and (any(one.is_of_module for one in writes) or self.has_changed(key))
+        counts = key in self.put_back or any(one.is_of_module for one in writes)
+        return bool(writes) and (counts or self.has_changed(key))
 
 
 def _modules_in_containers(module: nn.Module, split: Split) -> dict[str, nn.Module]:

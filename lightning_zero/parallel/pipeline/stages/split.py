@@ -12,6 +12,7 @@ import ast
 import inspect
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -217,6 +218,7 @@ def _around(module: nn.Module, name: str, pipeline: Pipeline) -> tuple[list[str]
             elif next(child.parameters(), None) is not None:
                 order[told.get(key, side)] += _called(f"{prefix}{key}", child)
         current, prefix = current.get_submodule(step), f"{prefix}{step}."
+    _drop_other_names(module, name, order)
     moved = {"first": pipeline.first or [], "last": pipeline.last or []}
     for side, names in moved.items():
         for one in names:
@@ -230,6 +232,30 @@ def _around(module: nn.Module, name: str, pipeline: Pipeline) -> tuple[list[str]
                 listed[:] = [each for each in listed if each not in found]
             order[side] += found
     return order["first"], order["last"]
+
+
+def _drop_other_names(module: nn.Module, blocks: str, order: Mapping[str, list[str]]) -> None:
+    """Drop second names of the list, of its blocks and of modules around it: the innermost name stays.
+
+    Raises:
+        ValueError: A module around the list contains it.
+    """
+    found = module.get_submodule(blocks)
+    own = {id(one) for one in (found, *found.children())}
+    users = Counter(id(child) for block in set(found.children()) for child in block.modules())
+    inside = own | {child for child, number in users.items() if number == 1}  # others are shared by blocks
+    kept: dict[int, str] = {}
+    for one in (*order["first"], *order["last"]):
+        child = module.get_submodule(one)
+        if id(child) not in inside and any(id(each) in own for each in child.modules()):
+            raise ValueError(
+                f"`{one}` contains the blocks of `{blocks}`, which are registered under that name before. Assign"
+                f" `{one}` first, or keep the second name out of the module (`self.__dict__[...] = ...`, a property)."
+            )
+        if one.count(".") > kept.get(id(child), "").count(".") or id(child) not in kept:
+            kept[id(child)] = one
+    for names in order.values():
+        names[:] = [one for one in names if one in kept.values() and id(module.get_submodule(one)) not in inside]
 
 
 def _called(name: str, module: nn.Module) -> list[str]:
@@ -329,12 +355,16 @@ def _given_bounds(blocks: Sequence[str], name: str, points: Sequence[str | int])
 
 def _holders(module: nn.Module, places: Sequence[PlacedModule], pipeline: Pipeline) -> dict[str, tuple[int, ...]]:
     chunk_of = {place.name: place.chunk for place in places}
+    of_module = {id(child): place.chunk for place in places for child in module.get_submodule(place.name).modules()}
     everyone = set(range(pipeline.stages))
     names: dict[int, str] = {}
     ranks: dict[str, set[int]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         first = names.setdefault(id(param), name)
         chunk = next((chunk_of[prefix] for prefix in _prefixes(name) if prefix in chunk_of), None)
+        if chunk is None:  # by another name of a module
+            owners = (id(module.get_submodule(prefix)) for prefix in _prefixes(name))
+            chunk = next((of_module[owner] for owner in owners if owner in of_module), None)
         ranks.setdefault(first, set()).update(everyone if chunk is None else {chunk % pipeline.stages})
     for name in pipeline.shared or []:
         known = {name: first for name, param in module.named_parameters(remove_duplicate=False)

@@ -238,13 +238,18 @@ class StateAround:
             PipelineError: On all of them, where a chunk has read such a value.
         """
         given = exchange(
-            (self._views, self._kept.changed_in_places(self.written if self._is_last else None), self._changed_alone())
+            (
+                self._views,
+                self._kept.changed_in_places(self.written if self._is_last else None),
+                self._changed_alone(),
+                self._kept.put_back_in_places(self.written) if self._is_last else {},
+            )
         )
-        everyone = {chunk: view for views, _, _ in given for chunk, view in views.items()}
+        everyone = {chunk: view for views, *_ in given for chunk, view in views.items()}
         last = everyone.pop(self._split.num_chunks - 1)
-        self._compare_places([changed for _, changed, _ in given])
+        self._compare_places([changed for _, changed, *_ in given], [put_back for *_, put_back in given])
         if self._is_repeated:
-            alone = [changes for _, _, changes in given]
+            alone = [changes for _, _, changes, _ in given]
             self._own.compare(alone, self._stage, self._kept.value_of, is_in_order=is_in_order)
         for key in sorted(key for key, index in last.read.items() if index > 0 and key in self._own.late):
             raise self._error(key, None)
@@ -279,15 +284,20 @@ class StateAround:
         self._between = self._stale.union(self._own.watched())
         self._watching.watch_between_steps(self._between)
 
-    def _compare_places(self, changed: Sequence[Mapping[Key, Any]]) -> None:
-        """Find out which values in modules of other stages code behind the blocks has changed.
+    def _compare_places(self, changed: Sequence[Mapping[Key, Any]], put_back: Sequence[Mapping[Key, Any]]) -> None:
+        """Find out which values in modules of other stages code behind the blocks has changed, or has put back.
 
         Raises:
             PipelineError: It has run several micro-batches.
         """
-        last = changed[(self._split.num_chunks - 1) % self._split.stages]
-        for key, value in last.items():
-            owner = changed[self._split.chunk_of(key[0]) % self._split.stages]  # no other stage uses the module
+        last_stage, stages = (self._split.num_chunks - 1) % self._split.stages, self._split.stages
+        for key, value in put_back[last_stage].items():
+            owner = changed[self._split.chunk_of(key[0]) % stages]
+            if value is not None and key in owner and owner[key] != value:
+                self._kept.reset.add(key)
+                self._kept.put_back.add(key)
+        for key, value in changed[last_stage].items():
+            owner = changed[self._split.chunk_of(key[0]) % stages]  # no other stage uses the module
             if value is not None and owner.get(key, Mark.MISSING) != value:
                 self._require_one_microbatch(key)
                 self._kept.reset.add(key)
@@ -372,9 +382,9 @@ class StateAround:
             if self._is_repeated or not self._kept.has_changed(change.key):  # by code that the last stage does not run
                 known = set().union(*behind.values())
                 differs = self._take(change, taking)
-                if differs and change.key in self._kept.reset:
+                if differs and change.key in self._kept.reset - self._kept.put_back:
                     self._require_one_microbatch(change.key)
-                elif differs and change.key not in known:
+                elif differs and change.key not in known | self._kept.put_back:
                     self._note_behind(change.key)
                 if change.key not in self._stale:
                     self._own.elsewhere.discard(change.key)

@@ -1,0 +1,298 @@
+"""What a step does in stages besides its loss: flags and buffers that it sets, writes into parameters, collectives."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_zero.config import Pipeline
+from lightning_zero.errors import PipelineError
+from lightning_zero.lightning.strategy import ZeroStrategy
+from lightning_zero.parallel.pipeline.stages.split import split_module
+from tests.contracts.test_pipeline_programs import Program, _fit, _loader, _pipeline
+from tests.engine.optimizers import Lamb, Langevin, Lars, Prodigy, Sam, Whitened
+from tests.lightning_programs import seeded, trainer
+from tests.references import TinyGPT
+from tests.sampling import sample
+from tests.worlds import run
+
+
+def _trains(make: Any, options: dict[str, Any], world: int = 2) -> None:
+    expected = run(_fit, 1, make, {"stage": 0}, {}, True)[0]
+    for weights in run(_fit, world, make, options, {}, True):
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6, msg=name)
+
+
+# -- Flags -------------------------------------------------------------------------------------------------------------
+
+
+class Gates(nn.Module):
+    def __init__(self, width: int, start: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.flag = start
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 1.0 if self.flag is None or self.flag is False else 0.5 if self.flag is True else self.flag
+        return x + scale * self.linear(x)
+
+
+class Flagged(Program):
+    """Sets flags of its blocks in some batches, and puts them back behind the blocks."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        start = None if kind == "mask" else False
+        self.net.blocks = nn.ModuleList(Gates(self.net.embedding.embedding_dim, start) for _ in range(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.kind == "always" or batch_idx % 2 == 0:
+            for block in self.net.blocks:
+                block.flag = torch.full((1, 6, 1), 0.25) if self.kind == "mask" else True
+        hidden = self.net.embedding(batch[0])
+        for block in self.net.blocks:
+            hidden = block(hidden)
+        loss = F.cross_entropy(self.net.head(hidden).flatten(0, 1), batch[1].flatten())
+        for block in self.net.blocks:
+            block.flag = None if self.kind == "mask" else False
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        own = self.net.blocks[-1 if self.global_rank else 0]
+        assert own.flag is None or own.flag is False
+
+
+@pytest.mark.parametrize("kind", sample(["flag", "mask", "always"], "flag"))
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_flags_that_are_put_back_behind_the_blocks_are_put_back_on_all_stages(kind: str, microbatches: int) -> None:
+    """The stages before the last one kept them set."""
+    schedule = "gpipe" if microbatches == 1 else "1f1b"
+    _trains(partial(Flagged, kind), _pipeline(microbatches=microbatches, schedule=schedule))
+
+
+# -- Writes into parameters and module buffers -------------------------------------------------------------------------
+
+
+class Tempered(nn.Linear):
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__(width, size)
+        self.register_buffer("temperature", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / self.temperature
+
+
+class Writes(Program):
+    """Writes a tensor in its step."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.net.head = Tempered(self.net.embedding.embedding_dim, self.net.head.out_features)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.net.norm(self.net.body(self.net.embedding(batch[0])))
+        if self.how == "buffer":
+            self.net.head.temperature.mul_(0.9)
+        elif self.how == "assigned":
+            self.net.head.temperature = self.net.head.temperature * 0.9
+        loss = F.cross_entropy((self.scale * self.net.head(hidden)).flatten(0, 1), batch[1].flatten())
+        if self.how == "data":
+            self.scale.data.mul_(0.9)
+        elif self.how == "clamp":
+            with torch.no_grad():
+                self.scale.clamp_(max=0.5)
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.how == "hook":
+            self.scale.data.clamp_(max=0.999)
+
+
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [("buffer", "net.head.temperature"), ("data", "scale"), ("clamp", "scale")],
+)
+def test_writes_that_would_count_more_than_once_are_refused(how: str, name: str) -> None:
+    """A buffer of the head was written in every run that does not count, a parameter on the last stage alone."""
+    with pytest.raises(PipelineError, match=re.escape(f"The step writes into `{name}")):
+        run(_fit, 2, partial(Writes, how), _pipeline(), {}, True)
+
+
+@pytest.mark.parametrize("how", ["assigned", "hook"])
+def test_the_remedies_train_as_without_a_pipeline(how: str) -> None:
+    _trains(partial(Writes, how), _pipeline(microbatches=1, schedule="gpipe"))
+
+
+# -- Optimizers --------------------------------------------------------------------------------------------------------
+
+
+class Steps(Program):
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters())
+
+
+@pytest.mark.parametrize("make", [Prodigy, Sam, Langevin, torch.optim.LBFGS], ids=lambda make: make.__name__)
+def test_optimizers_with_numbers_over_all_parameters_are_refused_at_stage_0(make: Any) -> None:
+    """Every stage had numbers of its own."""
+    with pytest.raises(
+        ValueError, match=r"(needs the parameters of all pipeline stages|closure).*stage 0 without `pipeline`"
+    ):
+        run(_fit, 2, partial(Steps, make), {**_pipeline(), "stage": 0}, {}, True)
+
+
+@pytest.mark.parametrize("make", sample([Lamb, Whitened, Lars], Lamb), ids=lambda make: make.__name__)
+def test_optimizers_that_step_parameters_one_by_one_train_at_stage_0(make: Any) -> None:
+    _trains(partial(Steps, make), {**_pipeline(), "stage": 0})
+
+
+# -- Collectives -------------------------------------------------------------------------------------------------------
+
+
+class Sums(Program):
+    def on_validation_epoch_end(self) -> None:
+        self.log("num", 1.0, sync_dist=True, reduce_fx="sum")
+        one = torch.tensor(1.0)
+        self.found = float(self.trainer.strategy.reduce(one, reduce_op="sum")), len(self.all_gather(one).view(-1))
+
+
+def _sums(rank: int, world: int) -> list[float]:
+    fit = trainer(rank, world, ZeroStrategy(**_pipeline()), max_epochs=1)
+    module = seeded(Sums)
+    copies = world // 2
+    fit.fit(module, _loader(copies, rank % copies), _loader(copies, rank % copies))
+    return [*module.found, float(fit.callback_metrics["num"])]
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_collectives_between_steps_count_every_copy_once(copies: int) -> None:
+    """They counted it once per stage."""
+    assert run(_sums, 2 * copies) == [[float(copies), float(copies), float(copies)]] * (2 * copies)
+
+
+class Contrasts(Program):
+    """Gathers the outputs of all copies in its step, with gradients."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.net.norm(self.net.body(self.net.embedding(batch[0]))).mean(1)
+        others = self.all_gather(hidden, sync_grads=True).reshape(-1, hidden.shape[-1])
+        self.log("seen", float(len(others)))
+        logits = hidden @ others.t()
+        first = len(hidden) * self.copy() if len(others) > len(hidden) else 0
+        return F.cross_entropy(logits, torch.arange(len(hidden)) + first)
+
+    def copy(self) -> int:
+        strategy = self.trainer.strategy
+        mesh = strategy._mesh  # type: ignore[attr-defined]
+        return self.global_rank if mesh is None else torch.distributed.get_rank(mesh.data_group)
+
+
+def _contrasts(rank: int, world: int, options: dict[str, Any], batch: int) -> dict[str, Tensor]:
+    strategy = ZeroStrategy(**options)
+    copies = world // (strategy.pipeline.stages if strategy.pipeline else 1)
+    fit = trainer(rank, world, strategy, max_epochs=1, accumulate_grad_batches=1)
+    module = seeded(Contrasts)
+    fit.fit(module, _loader(copies, rank % copies, batch))
+    return {name: strategy.full_param(param) for name, param in module.named_parameters()}
+
+
+@pytest.mark.parametrize("copies", sample([1, 2], 2))
+def test_a_step_may_gather_the_outputs_of_all_copies(copies: int) -> None:
+    """The stages waited for each other until the time was out."""
+    expected = run(_contrasts, copies, {"stage": 0}, 8)[0]
+    one = Pipeline(stages=2, microbatches=1, schedule="gpipe")
+    for weights in run(_contrasts, 2 * copies, {"stage": 1, "pipeline": one}, 8):
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6, msg=name)
+
+
+# -- Refused -----------------------------------------------------------------------------------------------------------
+
+
+class TakesBatches(Program):
+    def validation_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
+        next(dataloader_iter)
+
+
+def test_steps_that_take_batches_themselves_are_refused() -> None:
+    """Every stage took batches of its own."""
+    with pytest.raises(ValueError, match=r"`TakesBatches.validation_step` takes a `dataloader_iter`"):
+        run(_fit, 2, TakesBatches, _pipeline(), {}, True)
+
+
+def test_batch_norms_over_all_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match="`sync_batchnorm=True` averages over all ranks, and with `pipeline`"):
+        run(_fit, 2, Program, _pipeline(), {"sync_batchnorm": True}, True)
+
+
+class Noisy(Program):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for param in self.parameters():
+            if param.grad is not None:
+                param.grad.add_(torch.randn_like(param.grad))
+
+
+@pytest.mark.parametrize("zero", sample([0, 1, 3], 0, 1))
+def test_noise_on_gradients_is_refused(zero: int) -> None:
+    """The first parameters of all stages had the same noise."""
+    with pytest.raises(PipelineError, match="`randn_like` of a gradient on a pipeline stage"):
+        run(_fit, 2, Noisy, {**_pipeline(), "stage": zero}, {}, True)
+
+
+# -- Names -------------------------------------------------------------------------------------------------------------
+
+
+class OtherNames(Program):
+    """Has second names for its blocks, some of them, one of their layers, and its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = self.net.blocks
+        self.late = self.net.blocks[2:]
+        self.embed = self.net.embedding
+        self.inner = next(self.net.blocks[1].children())
+
+    def logits(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.net.head(self.net.norm(hidden))
+
+
+@pytest.mark.parametrize("zero", sample([0, 1, 3], 3))
+def test_blocks_may_have_second_names(zero: int) -> None:
+    _trains(OtherNames, {**_pipeline(), "stage": zero})
+
+
+class OtherNamesFirst(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        net = TinyGPT(depth=4)
+        self.blocks = net.blocks
+        self.net = net
+
+
+def test_a_second_name_in_front_of_the_first_one_is_named() -> None:
+    with pytest.raises(ValueError, match="`net` contains the blocks of `blocks`, which are registered under that name"):
+        split_module(OtherNamesFirst(), Pipeline(stages=2))
+
+
+def test_no_stage_holds_blocks_of_another_by_their_second_names() -> None:
+    holders = split_module(OtherNames(), Pipeline(stages=2)).holders
+    for name, stages in holders.items():
+        if "blocks" in name:
+            assert len(stages) == 1, name
