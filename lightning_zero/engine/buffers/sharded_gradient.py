@@ -278,8 +278,8 @@ def _refuse_noise(name: str) -> NoReturn:
     """
     raise PipelineError(
         f"`{name}` of a gradient on a pipeline stage: all stages would draw the same numbers for their own parameters."
-        " Draw with a generator of each parameter's own, `torch.randn(p.grad.shape, generator=generator)`, seeded by its"
-        " place among `named_parameters`."
+        " Draw with a generator of each parameter's own, `torch.randn(p.grad.shape, generator=generator)`, which its"
+        " place among `named_parameters` seeds."
     )
 
 
