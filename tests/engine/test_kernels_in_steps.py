@@ -53,6 +53,7 @@ class _Trained:
             module = engine.shard(TinyGPT().to("cuda"))
             self.made = torch.optim.AdamW(module.parameters(), lr=0.01, **options or {"fused": True})
             optimizer = engine.attach(self.made)
+            selfcheck.kernels_agree(torch.device("cuda"))  # norms ask it, and the first answer steps once
             plain.reset_mock()
             kernel.reset_mock()
             for step in range(steps):
