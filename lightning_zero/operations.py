@@ -6,11 +6,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["FlopTotal", "flops_of", "grouped_product_shape"]
+__all__ = ["FlopTotal", "decomposed", "flops_of", "grouped_product_shape"]
 
 
 class FlopTotal(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -30,9 +31,29 @@ class FlopTotal(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation and count it."""
+        result = decomposed(self, func, args, kwargs or {})
+        if result is not NotImplemented:
+            return result
         result = func(*args, **(kwargs or {}))
         self.flops += flops_of(func, args, kwargs or {}, result)
         return result
+
+
+def decomposed(mode: TorchDispatchMode, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an operator by its parts under a mode that counts; NotImplemented if it has none, or a formula of its own.
+
+    In inference mode the operators of layers (``linear``, ``matmul``) come whole.
+    """
+    packet = getattr(func, "overloadpacket", func)
+    if not torch.is_inference_mode_enabled() or str(packet) in _OURS or packet in flop_registry:
+        return NotImplemented
+    if not hasattr(func, "decompose"):
+        return NotImplemented
+    TorchDispatchMode.__enter__(mode)  # type: ignore[no-untyped-call]  # not of a subclass, which begins a count
+    try:
+        return func.decompose(*args, **kwargs)
+    finally:
+        TorchDispatchMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
 
 
 def flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from lightning_zero.lightning.flops import FlopCount
 from lightning_zero.operations import FlopTotal, flops_of, grouped_product_shape
 from lightning_zero_ops import linear_cross_entropy
 from lightning_zero_ops.grouped import grouped_linear
@@ -102,6 +103,14 @@ def test_recurrent_layers_count_their_products() -> None:
     settings = (2, 8, 0, 2, True, 0.0, True, True, [], None)
     arguments: tuple[Any, ...] = (x, list(layer.parameters()), 4, None, torch.ones(4, 3, 8), None, *settings)
     assert flops_of(_aten._cudnn_rnn.default, arguments, {}, x) == forward
+
+
+@pytest.mark.parametrize("make", [FlopTotal, FlopCount])
+def test_products_in_inference_mode_are_counted(make: Any) -> None:
+    layer, x = nn.Linear(4, 8), torch.ones(3, 4)
+    with make() as found, torch.inference_mode():
+        layer(x).softmax(-1).relu()
+    assert (found.flops if make is FlopTotal else found.forward + found.other) == 2 * 3 * 4 * 8
 
 
 def test_a_grouped_product_has_rows_columns_or_matrices_in_groups() -> None:

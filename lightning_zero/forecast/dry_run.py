@@ -246,10 +246,11 @@ def _emptied(leaf: Any) -> Any:
     return leaf.new_empty(0) if isinstance(leaf, Tensor) else leaf
 
 
-def _empty_product(left: Tensor, right: Tensor, *rest: Any, out_dtype: Any = None, **options: Any) -> Tensor:
+def _empty_product(left: Tensor, right: Tensor, *rest: Any, **options: Any) -> Tensor:
     """Return an empty result of a grouped product, which PyTorch's fake tensors take in bf16 only."""
-    offs = options.get("offs", rest[0] if rest else None)
-    return torch.empty(grouped_product_shape(left, right, offs), dtype=out_dtype or left.dtype, device=left.device)
+    given = {**dict(zip(("offs", "bias", "out_dtype"), rest, strict=False)), **options}
+    shape = grouped_product_shape(left, right, given.get("offs"))
+    return torch.empty(shape, dtype=given.get("out_dtype") or left.dtype, device=left.device)
 
 
 def _fake(leaf: Any) -> Any:

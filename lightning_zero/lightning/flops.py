@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from lightning_zero.forecast.report import aligned
 from lightning_zero.lightning.monitor import elements_in
-from lightning_zero.operations import flops_of
+from lightning_zero.operations import decomposed, flops_of
 from lightning_zero.option_checks import checked_arguments
 
 __all__ = ["FlopCount", "FlopsProfile", "ReachedFlops", "StepFlops", "peak_flops", "uncounted"]
@@ -98,6 +98,9 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation and count it."""
+        result = decomposed(self, func, args, kwargs or {})
+        if result is not NotImplemented:
+            return result
         result = func(*args, **(kwargs or {}))
         flops = 0 if self.is_paused else flops_of(func, args, kwargs or {}, result)
         if flops:

@@ -231,7 +231,7 @@ class ProcessHooks(ParallelStrategy):
         """Return the tensors of all ranks with different data, stacked."""
         if isinstance(tensor, FakeTensor):
             group = self._data_group(None if group is self._everyone else group)
-            return torch.stack([tensor] * dist.get_world_size(group))
+            return torch.stack([tensor if sync_grads else tensor.detach()] * dist.get_world_size(group))
         with self._around_collective(group), _failure_named("gathering of a value"):
             is_of_all = group is not None and group is self._everyone  # `LightningModule.all_gather` names the world
             group = self._data_group(None if is_of_all else group)

@@ -79,6 +79,23 @@ def test_flags_that_are_put_back_behind_the_blocks_are_put_back_on_all_stages(ki
     _trains(partial(Flagged, kind), _pipeline(microbatches=microbatches, schedule=schedule))
 
 
+def _fit_uneven(rank: int, world: int, make: Any, options: dict[str, Any]) -> dict[str, Tensor]:
+    strategy = ZeroStrategy(**options)
+    fit = trainer(rank, world, strategy, max_epochs=1)
+    module = seeded(make)
+    fit.fit(module, _loader(1, 0, 8, 28), _loader(1, 0, 8, 28))
+    return {name: strategy.full_param(param) for name, param in module.named_parameters()}
+
+
+def test_flags_are_put_back_in_batches_of_several_sizes() -> None:
+    """The second kind of batch was refused."""
+    make = partial(Flagged, "always")
+    expected = run(_fit_uneven, 1, make, {"stage": 0})[0]
+    for weights in run(_fit_uneven, 2, make, _pipeline()):
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6, msg=name)
+
+
 # -- Writes into parameters and module buffers -------------------------------------------------------------------------
 
 
@@ -158,6 +175,45 @@ def test_optimizers_with_numbers_over_all_parameters_are_refused_at_stage_0(make
 @pytest.mark.parametrize("make", sample([Lamb, Whitened, Lars], Lamb), ids=lambda make: make.__name__)
 def test_optimizers_that_step_parameters_one_by_one_train_at_stage_0(make: Any) -> None:
     _trains(partial(Steps, make), {**_pipeline(), "stage": 0})
+
+
+class Counts(torch.optim.Optimizer):
+    """Counts its steps in its groups, and asks for the names of its parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2, "k": 0, "total": 0.0})
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                group["k"] += 1
+                group["total"] += group["lr"]
+                for name, param in zip(group["param_names"], group["params"], strict=True):
+                    if param.grad is not None:
+                        param.sub_(param.grad, alpha=group["lr"] * (0.5 if "bias" in name else 1.0))
+        return loss
+
+
+class OfTheHead(Program):
+    """Trains its head alone: stages before the last one have no parameter of the optimizer."""
+
+    def __init__(self, is_frozen: bool = True) -> None:
+        super().__init__()
+        if is_frozen:
+            self.requires_grad_(False)
+            self.net.head.requires_grad_(True)
+
+    def configure_optimizers(self) -> Any:
+        return Counts([(name, param) for name, param in self.named_parameters() if param.requires_grad])
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_optimizers_that_count_in_their_groups_train_where_stages_have_none_of_their_parameters(
+    is_frozen: bool,
+) -> None:
+    """One stage tried the optimizer once more, and waited for the others."""
+    _trains(partial(OfTheHead, is_frozen), {**_pipeline(), "stage": 0, "timeout": 60})
 
 
 # -- Collectives -------------------------------------------------------------------------------------------------------
@@ -253,6 +309,18 @@ def test_noise_on_gradients_is_refused(zero: int) -> None:
         run(_fit, 2, Noisy, {**_pipeline(), "stage": zero}, {}, True)
 
 
+class OwnNoise(Program):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for number, param in enumerate(self.parameters()):
+            if param.grad is not None:
+                generator = torch.Generator().manual_seed(number)
+                param.grad.add_(torch.empty_like(param.grad).normal_(generator=generator), alpha=0.01)
+
+
+def test_noise_of_a_generator_for_each_parameter_trains() -> None:
+    _trains(OwnNoise, {**_pipeline(), "stage": 0})
+
+
 # -- Names -------------------------------------------------------------------------------------------------------------
 
 
@@ -287,7 +355,7 @@ class OtherNamesFirst(LightningModule):
 
 
 def test_a_second_name_in_front_of_the_first_one_is_named() -> None:
-    with pytest.raises(ValueError, match="`net` contains the blocks of `blocks`, which are registered under that name"):
+    with pytest.raises(ValueError, match="`net` contains the blocks of `blocks` under a second name"):
         split_module(OtherNamesFirst(), Pipeline(stages=2))
 
 

@@ -167,7 +167,7 @@ class ShardedGradient(torch.Tensor):
             return cls._unscale(func, *args)
         if name == "__setitem__" and isinstance(args[0], ShardedGradient) and type(args[0]).cut is not None:
             return _set_items(args[0], *args[1:])
-        if name in RANDOM and cls.is_of_stage:
+        if name in RANDOM and cls.is_of_stage and kwargs.get("generator") is None:
             _refuse_noise(name)
         source = _drawn_for(name, args, kwargs) if name in RANDOM else None
         if source is not None and type(source).cut is not None:
@@ -243,7 +243,7 @@ class StageGradient(torch.Tensor):
         name = operation_of(func)
         if name in _NORMS:
             _refuse_norm(name)
-        if name in RANDOM:
+        if name in RANDOM and (kwargs or {}).get("generator") is None:
             _refuse_noise(name)
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
@@ -278,8 +278,8 @@ def _refuse_noise(name: str) -> NoReturn:
     """
     raise PipelineError(
         f"`{name}` of a gradient on a pipeline stage: all stages would draw the same numbers for their own parameters."
-        " Draw with a generator of each parameter's own, `torch.randn(p.grad.shape, generator=generator)`, which its"
-        " place among `named_parameters` seeds."
+        " Draw with a generator of each parameter's own, `torch.empty_like(p.grad).normal_(generator=generator)`, which"
+        " its place among `named_parameters` seeds."
     )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -75,6 +75,7 @@ class ElementwiseTrial:
         self._cuts_parameters = cuts_parameters
         self._own_options: set[str] = set()  # options that the optimizer itself changes
         self._tried: set[Any] = set()  # kinds of the groups that were tried together
+        self._before: list[dict[str, Any]] = []  # kinds of the options in front of a step
 
     @property
     def is_due(self) -> bool:
@@ -84,11 +85,32 @@ class ElementwiseTrial:
     def find_obstacle(self) -> Obstacle | None:
         """Try the optimizer with its groups as they are; return its obstacle to stepping segments, or None."""
         groups = self._sample_groups()
+        is_idle = not groups  # a pipeline stage without parameters of the optimizer
+        if is_idle:  # it is due when the others are: it learns which options the steps change
+            groups = [_SampleGroup(group, [_stand_in()]) for group in self._optimizer.param_groups]
         with _undisturbed(sample.device for group in groups for sample in group.samples):
             obstacle = self._try(groups) if groups else None
+        obstacle = None if is_idle else obstacle
         if obstacle is None:
             self._tried.add(self._kinds())
         return obstacle
+
+    def begin_step(self) -> None:
+        """Take note of the options in front of a step."""
+        self._before = [_kinds_of_options(group) for group in self._optimizer.param_groups]
+
+    def end_step(self) -> None:
+        """Learn which options the step has changed: the trial of a rank without parameters does not show it."""
+        now = [_kinds_of_options(group) for group in self._optimizer.param_groups]
+        changed = {
+            key
+            for before, after in zip(self._before, now, strict=False)
+            for key, kind in after.items()
+            if before.get(key) != kind
+        }
+        if not changed <= self._own_options:
+            self._own_options |= changed
+            self._tried.add(self._kinds())
 
     def _kinds(self) -> Any:
         left_out = {*_LATER_OPTIONS, *self._own_options}
@@ -224,8 +246,8 @@ class _SampleGroup:
     group: dict[str, Any]
     samples: list[_Sample]
 
-    def options(self) -> dict[str, Any]:
-        """Return the options with a fixed learning rate, and with the names of the samples."""
+    def options(self, chosen: Container[int] | None = None) -> dict[str, Any]:
+        """Return the options with a fixed learning rate, and with the names of the samples, or of those ``chosen``."""
         options = {key: _copied(value, {}) for key, value in self.group.items() if key not in ("params", "param_names")}
         for key in ("lr", "initial_lr"):
             if isinstance(options.get(key), int | float):
@@ -233,7 +255,8 @@ class _SampleGroup:
             elif isinstance(options.get(key), Tensor):
                 options[key] = torch.full_like(options[key], _LR, device=self.samples[0].device)
         if "param_names" in self.group:
-            options["param_names"] = [sample.name for sample in self.samples]
+            samples = [sample for sample in self.samples if chosen is None or id(sample) in chosen]
+            options["param_names"] = [sample.name for sample in samples]
         return options
 
 
@@ -270,7 +293,7 @@ class _Attempt:
         _seed({sample.device for sample in samples})
         params = {id(sample): _tagged(nn.Parameter(cut(sample.start).clone()), sample.param) for sample in samples}
         groups = [
-            {**group.options(), "params": [params[id(sample)] for sample in group.samples if id(sample) in params]}
+            {**group.options(set(params)), "params": [params[id(one)] for one in group.samples if id(one) in params]}
             for group in self._groups
         ]
         before = [_kinds_of_options(group) for group in groups]
@@ -337,6 +360,11 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(value, memo)
     except Exception:  # locks, files, parameters that are not there
         return value
+
+
+def _stand_in() -> _Sample:
+    """Return a sample for parameters that other ranks have."""
+    return _Sample(nn.Parameter(torch.zeros(0)), "weight", (4, 4), torch.float32, torch.device("cpu"))
 
 
 def _tagged(param: nn.Parameter, like: nn.Parameter) -> nn.Parameter:

@@ -227,7 +227,7 @@ class ShardedOptimizer:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if self._running_step:  # `super().step()`
             return args, kwargs
-        self.checks.refuse_unless_elementwise()
+        self.checks.begin_step()
         self.checks.refuse_params_past_add()
         self._refuse_in_backward()
         self._begin_step()
@@ -290,6 +290,7 @@ class ShardedOptimizer:
         if not self._running_step.is_outermost:
             return
         self._running_step.end()
+        self.checks.end_step()
         if self._is_unevaluated:
             self._is_unevaluated = False
             self._refuse_unfinished_gradients()

@@ -65,6 +65,17 @@ class OptimizerChecks:
                 " AdamW, SGD, Adagrad, RMSprop or Lion."
             ) from (obstacle.error if obstacle is not None else None)
 
+    def begin_step(self) -> None:
+        """Try the optimizer if its groups are of new kinds. Collective then: all ranks."""
+        self.refuse_unless_elementwise()
+        if self._trial is not None:
+            self._trial.begin_step()
+
+    def end_step(self) -> None:
+        """Take note of the options that the step has changed."""
+        if self._trial is not None:
+            self._trial.end_step()
+
     def _stepped(self, param: torch.Tensor) -> Stepped:
         place = self._places.get(id(param))
         if place is None:

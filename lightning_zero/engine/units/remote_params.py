@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import compress
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -71,7 +73,7 @@ class RemoteParams:
         self._is_stepping = is_stepping
         self._names = names
         self._absent: dict[int, _Absent] = {}
-        self._all_groups: WeakKeyDictionary[Optimizer, list[list[nn.Parameter]]] = WeakKeyDictionary()
+        self._all_groups: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
         for name, param in module.named_parameters(remove_duplicate=False):
             if parts.is_here(param):
                 continue
@@ -140,22 +142,23 @@ class RemoteParams:
     # -- Optimizers ------------------------------------------------------------------------------------------------
 
     def drop(self, optimizer: Optimizer) -> None:
-        """Take the absent parameters out of an optimizer's groups."""
-        self._all_groups[optimizer] = [list(group["params"]) for group in optimizer.param_groups]
+        """Take the absent parameters, and their names, out of an optimizer's groups."""
+        self._all_groups[optimizer] = [_members(group) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
-            group["params"] = [param for param in group["params"] if param not in self]
+            is_here = [param not in self for param in group["params"]]
+            group.update({key: list(compress(values, is_here)) for key, values in _members(group).items()})
 
     @contextmanager
     def whole_groups(self, optimizer: Optimizer) -> Iterator[None]:
         """Put the absent parameters back into an optimizer's groups for a while."""
-        here = [group["params"] for group in optimizer.param_groups]
+        here = [_members(group) for group in optimizer.param_groups]
         for group, whole in zip(optimizer.param_groups, self._all_groups.get(optimizer, here), strict=False):
-            group["params"] = whole
+            group.update(whole)
         try:
             yield
         finally:
-            for group, params in zip(optimizer.param_groups, here, strict=True):
-                group["params"] = params
+            for group, own in zip(optimizer.param_groups, here, strict=True):
+                group.update(own)
             for param in self.params:
                 optimizer.state.pop(param, None)
 
@@ -219,3 +222,8 @@ class RemoteParams:
 def _show(param: nn.Parameter, values: torch.Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         param.data = values
+
+
+def _members(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of a group, and their names if it has them."""
+    return {key: group[key] for key in ("params", "param_names") if key in group}

@@ -234,7 +234,7 @@ class TracedSteps:
 
         found = [self._apart(chunk, look(False))]
         if found[0].has_guessed:
-            found.append(self._apart(chunk, look(True)))
+            found.append(self._apart(chunk, look(True), may_write=True))
         late = self._late.setdefault((_method_of(kind), chunk), set())
         is_partial = not any(one.is_whole for one in found)
         (self._partial.add if is_partial else self._partial.discard)((kind, chunk))
@@ -341,12 +341,13 @@ class TracedSteps:
 
         return self._apart(acting, look)
 
-    def _apart(self, chunk: int, look: Callable[[], T]) -> T:
-        """Run the step for a chunk, and leave no trace."""
+    def _apart(self, chunk: int, look: Callable[[], T], *, may_write: bool = False) -> T:
+        """Run the step for a chunk, and leave no trace; ``may_write`` where it need not run as this run does."""
 
         def run() -> T:
             self._enter(chunk)
-            with self._stage.engine.scope("arguments"), contents_put_back(self._placed), unwritten(self._held()):
+            scope, kept = self._stage.engine.scope("arguments"), contents_put_back(self._placed)
+            with scope, kept, unwritten(self._held(), refuses=not may_write):
                 return look()
 
         return self._stage.apart(run, self._around)

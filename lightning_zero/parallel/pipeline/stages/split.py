@@ -218,10 +218,10 @@ def _around(module: nn.Module, name: str, pipeline: Pipeline) -> tuple[list[str]
             elif next(child.parameters(), None) is not None:
                 order[told.get(key, side)] += _called(f"{prefix}{key}", child)
         current, prefix = current.get_submodule(step), f"{prefix}{step}."
-    _drop_other_names(module, name, order)
+    names = _drop_other_names(module, name, order)
     moved = {"first": pipeline.first or [], "last": pipeline.last or []}
-    for side, names in moved.items():
-        for one in names:
+    for side, wanted in moved.items():
+        for one in (names.get(one, one) for one in wanted):
             found = [each for each in order["first"] + order["last"] if each == one or each.startswith(f"{one}.")]
             if not found:
                 raise ValueError(
@@ -234,8 +234,11 @@ def _around(module: nn.Module, name: str, pipeline: Pipeline) -> tuple[list[str]
     return order["first"], order["last"]
 
 
-def _drop_other_names(module: nn.Module, blocks: str, order: Mapping[str, list[str]]) -> None:
+def _drop_other_names(module: nn.Module, blocks: str, order: Mapping[str, list[str]]) -> dict[str, str]:
     """Drop second names of the list, of its blocks and of modules around it: the innermost name stays.
+
+    Returns:
+        The names that stay, by those that are dropped.
 
     Raises:
         ValueError: A module around the list contains it.
@@ -249,13 +252,15 @@ def _drop_other_names(module: nn.Module, blocks: str, order: Mapping[str, list[s
         child = module.get_submodule(one)
         if id(child) not in inside and any(id(each) in own for each in child.modules()):
             raise ValueError(
-                f"`{one}` contains the blocks of `{blocks}`, which are registered under that name before. Assign"
-                f" `{one}` first, or keep the second name out of the module (`self.__dict__[...] = ...`, a property)."
+                f"`{one}` contains the blocks of `{blocks}` under a second name. Keep one of the two out of the module"
+                f" (`self.__dict__[...] = ...`, a property). If `{one}` is the model around them, assign it first."
             )
         if one.count(".") > kept.get(id(child), "").count(".") or id(child) not in kept:
             kept[id(child)] = one
+    everyone = {one: kept[id(module.get_submodule(one))] for names in order.values() for one in names}
     for names in order.values():
         names[:] = [one for one in names if one in kept.values() and id(module.get_submodule(one)) not in inside]
+    return {one: other for one, other in everyone.items() if one != other}
 
 
 def _called(name: str, module: nn.Module) -> list[str]:

@@ -299,7 +299,8 @@ class StateAround:
         for key, value in changed[last_stage].items():
             owner = changed[self._split.chunk_of(key[0]) % stages]  # no other stage uses the module
             if value is not None and owner.get(key, Mark.MISSING) != value:
-                self._require_one_microbatch(key)
+                if key not in self._kept.put_back:
+                    self._require_one_microbatch(key)
                 self._kept.reset.add(key)
 
     def _require_one_microbatch(self, key: Key) -> None:

@@ -36,9 +36,34 @@ def test_what_is_read_and_missing_numbers_are_no_writes(size: int) -> None:
     buffer = torch.full((size,), float("nan"))
     with unwritten([("buffer", buffer)]):
         buffer.sum()
+
+
+def test_a_write_of_the_same_values_is_one() -> None:
+    """It would be refused in the batch in which it changes them."""
     limited = nn.Parameter(torch.zeros(SMALL))
-    with unwritten([("scale", limited)]):
-        _clamp(limited)  # changes nothing
+    with pytest.raises(PipelineError, match="The step writes into `scale`"), unwritten([("scale", limited)]):
+        _clamp(limited)
+
+
+def test_code_that_need_not_run_may_write_and_has_no_effect() -> None:
+    param = nn.Parameter(torch.ones(SMALL))
+    with unwritten([("scale", param)], refuses=False):
+        _clamp(param)
+    assert param.eq(1).all()
+
+
+class _Arrived(nn.Parameter):
+    pass
+
+
+def test_values_that_arrive_are_no_writes() -> None:
+    moved, pending = nn.Parameter(torch.full((1,), float("nan"))), nn.Parameter(torch.ones(SMALL))
+    with unwritten([("moved", moved), ("pending", pending)]):
+        moved.data = torch.ones(1)
+        pending.data.mul_(2)
+        pending.__class__ = _Arrived
+    assert moved.item() == 1
+    assert pending.eq(2).all()
 
 
 def test_tensors_without_memory_are_passed_over() -> None:
