@@ -6,7 +6,13 @@ from typing import Any, Literal, Protocol
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -27,6 +33,7 @@ class _Options(Protocol):
     async_save: bool
     pipeline: Pipeline | None
     tensor_parallel: TensorParallel | None
+    expert_parallel: int | None
     _layer_sync: Any
     activation_checkpointing: ActivationCheckpointing | None
     loss_scale: LossScale | None
@@ -81,11 +88,21 @@ def _refuse_what_needs_whole_models(strategy: _Options, trainer: pl.Trainer) -> 
     for logger in trainer.loggers:
         has_every_name = isinstance(logger, DummyLogger)  # of `fast_dev_run`
         logs_graph = not has_every_name and getattr(logger, "_log_graph", False)
-        if strategy.stage == 3 and strategy.world_size > 1 and logs_graph:
+        options = {name: getattr(strategy, name) for name in ("tensor_parallel", "expert_parallel", "pipeline")}
+        needing = ["stage=3"] * (strategy.stage == 3) + [name for name, value in options.items() if value is not None]
+        if needing and strategy.world_size > 1 and logs_graph:
             raise ValueError(
-                f"`{type(logger).__name__}(log_graph=True)` runs the model on rank 0 alone, and at `stage=3` a forward"
-                " needs all ranks. Leave `log_graph` out, or log the graph of a model that is not sharded."
+                f"`{type(logger).__name__}(log_graph=True)` runs the model on rank 0 alone, and with `{needing[0]}` a"
+                " forward needs all ranks. Leave `log_graph` out, or log the graph of a model on one rank."
             )
+    if strategy.tensor_parallel is None and strategy.expert_parallel is None:
+        return
+    if any(isinstance(callback, BackboneFinetuning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        option = "expert_parallel" if strategy.tensor_parallel is None else "tensor_parallel"
+        raise ValueError(
+            f"`BackboneFinetuning` compares whole parameters, and with `{option}` a rank has parts of some. Freeze and"
+            " thaw by `requires_grad_` in `on_train_epoch_start`, with all parameters in the optimizer from the start."
+        )
 
 
 def _refuse_pipeline(strategy: _Options, trainer: pl.Trainer) -> None:

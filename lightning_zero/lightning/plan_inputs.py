@@ -74,6 +74,9 @@ def _run_step(module: Any, step: str, batch: Any, trainer: Any) -> Any:
     """
     module.log = module.log_dict = lambda *args, **kwargs: None
     module._trainer = _Trainer(trainer)
+    for name in ("optimizers", "lr_schedulers", "manual_backward", "clip_gradients", "toggle_optimizer",
+                 "untoggle_optimizer"):  # fmt: skip
+        setattr(module, name, _Inert())
     try:
         return getattr(module, step)(batch, 0)
     except Exception as error:
@@ -110,6 +113,18 @@ def without_collectives() -> Iterator[None]:
     finally:
         for name, function in was.items():
             setattr(dist, name, function)
+
+
+class _Inert:
+    """Stands for optimizers and schedulers, which there are none of yet: whatever it is asked for does nothing."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Inert:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
 
 
 class _Trainer:

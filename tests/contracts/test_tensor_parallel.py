@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchmetrics import MeanMetric, SumMetric
@@ -555,6 +556,20 @@ class PenalisedNorms(Program):
         return self._loss(batch) + sum(param.square().sum() for param in norms)
 
 
+class PenalisedByHand(PenalisedNorms):
+    """Does so, and steps its optimizer itself, which there is none of when the model is planned."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
 class Hooked(Program):
     """Has a hook on the gradient of a parameter that is not cut."""
 
@@ -591,6 +606,11 @@ def _message(rank: int, world: int, what: str) -> str:
         module = Penalised("hand-separate")
     elif what == "penalty on norms":
         module, options = PenalisedNorms("hand-separate"), {"tensor_parallel": {"size": 2, "sequence": True}}
+    elif what == "penalty by hand":
+        module, options = PenalisedByHand("hand-separate"), {"tensor_parallel": {"size": 2, "sequence": True}}
+    elif what == "finetuning":
+        module.add_module("backbone", nn.Linear(3, 3))
+        more = {"callbacks": [BackboneFinetuning()]}
     elif what in ("hook", "late hook", "hook behind"):
         module, options = Hooked("hand-separate"), {"tensor_parallel": {"size": 2, "sequence": True}}
         module.kind = what
@@ -619,6 +639,8 @@ def _message(rank: int, world: int, what: str) -> str:
         ("wrong", "With this plan of tensor parallelism over 2 ranks, block `model.blocks.0`"),
         ("penalty", "code outside of its block reads it"),
         ("penalty on norms", "The gradient of `model.blocks.0.ln1.bias` is a sum over 2 ranks"),
+        ("penalty by hand", "The gradient of `model.blocks.0.ln1.bias` is a sum over 2 ranks"),
+        ("finetuning", "`BackboneFinetuning` compares whole parameters, and with `tensor_parallel`"),
         ("hook", "`model.blocks.0.ln1.weight` has a hook on its gradient"),
         ("late hook", "`model.blocks.0.ln1.weight` has a hook on its gradient"),
         ("hook behind", "`model.blocks.0.ln1.weight` has a hook on its gradient"),

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_zero.errors import PartialParameterError
 from lightning_zero.parallel.tensor.collectives import Ranks, copy_to_ranks
 
 __all__ = ["Region", "dropout_rates"]
@@ -39,6 +40,7 @@ class Region:
         self._entrance: _Entrance | None = None  # of the region that was entered last, until it is left
         self._seed: int | None = None  # of the region that was entered last
         self._agreed: Tensor | None = None  # state of the generator in front of it
+        self._entered: Tensor | None = None  # its state behind the entrance
         self._device: torch.device | None = None  # whose generator that is
 
     def copied(self, tensor: Tensor, ranks: Ranks) -> Tensor:
@@ -50,9 +52,27 @@ class Region:
             return copy_to_ranks(tensor, ranks)
         known = None if self._entrance is None else self._entrance.of(tensor)
         if known is None:
+            self._refuse_drawn(tensor)
             known = copy_to_ranks(tensor, ranks)
             self._entrance = _Entrance(tensor, known)
         return known
+
+    def _refuse_drawn(self, tensor: Tensor) -> None:
+        """Refuse a whole tensor that may have been computed with this rank's own random numbers.
+
+        Raises:
+            PartialParameterError: Numbers were drawn since the region was entered.
+        """
+        if self._agreed is None or self._entered is None or tensor.device != self._device:
+            return
+        generator = _generator_of(tensor.device)
+        if generator.initial_seed() == self._seed and not torch.equal(generator.get_state(), self._entered):
+            raise PartialParameterError(
+                f"A layer that is cut over the tensor ranks is given a whole tensor of shape {tuple(tensor.shape)}, and"
+                " random numbers were drawn inside of the cut region before: a dropout in front of the layer drops"
+                " other elements on every tensor rank. Set that dropout to 0 (`lora_dropout=0.0`), or leave the layer"
+                " out of the plan with a `TensorPlan`."
+            )
 
     def forget_copy(self) -> None:
         """Release the copy of the last input: no layer with the same input follows."""
@@ -67,6 +87,7 @@ class Region:
             self._agreed = generator.get_state()
             self._seed = _seed(self._agreed, self._ranks.rank)
             generator.manual_seed(self._seed)
+            self._entered = generator.get_state()
             self._device = tensor.device
             self._ranks.end_region = self.end
 

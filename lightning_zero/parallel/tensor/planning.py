@@ -259,12 +259,13 @@ class _Planner:
             return
         for name in block.names:
             for inner, child in self._module.get_submodule(name).named_modules():
-                if inner and (hook := _program_hook(child)):
+                is_seen_in_parts = bool(inner) or self._options.sequence is True
+                if is_seen_in_parts and (hook := _program_hook(child)):
+                    whole = "" if self._options.sequence else f" register it on `{name or 'the model'}` itself,"
                     self._refuse(
                         f"`{f'{name}.{inner}'.strip('.')}` has the hook `{hook}`, and its block is cut over"
                         f" {self._size} tensor ranks: the hook may see a rank's part. Return what it takes from the"
-                        f" block, register it on `{name or 'the model'}` itself, or leave the block out of a"
-                        " `TensorPlan`; check='warn' trains all the same."
+                        f" block,{whole} or leave the block out of a `TensorPlan`; check='warn' trains all the same."
                     )
 
     def _planned(

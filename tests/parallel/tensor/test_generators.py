@@ -4,10 +4,12 @@ import copy
 import weakref
 from functools import cache
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_zero.errors import PartialParameterError
 from lightning_zero.parallel.tensor.collectives import ProcessGroupRanks
 from lightning_zero.parallel.tensor.generators import Region, dropout_rates
 from lightning_zero.parallel.tensor.loss import cut_cross_entropy
@@ -107,6 +109,26 @@ def test_the_same_state_gives_the_same_seeds() -> None:
         draws.append((inside, torch.rand(2)))
     assert torch.equal(draws[0][0], draws[1][0])
     assert torch.equal(draws[0][1], draws[1][1])
+
+
+def test_whole_tensors_that_were_drawn_inside_of_a_region_are_refused() -> None:
+    """Behind a dropout of an adapter every rank had another tensor, which its cut layers took for the same."""
+    ranks = ThreadRanks.group(2)[0]
+    region = Region(Layer(), ranks)
+    torch.set_rng_state(_state())
+    x, other = torch.ones(3), torch.ones(3)
+    region.copied(x, _Counted())
+    region.enter(x, True)
+    region.copied(other, _Counted())  # nothing was drawn
+    region.copied(x, _Counted())
+    torch.rand(2)
+    region.copied(x, _Counted())  # the input of the region
+    with pytest.raises(
+        PartialParameterError, match=r"shape \(3,\), and random numbers .*lora_dropout"
+    ):
+        region.copied(other, _Counted())
+    region.leave(x, True)
+    region.copied(other, _Counted())
 
 
 def test_rates_are_found_in_modules_and_in_attributes() -> None:

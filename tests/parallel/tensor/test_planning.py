@@ -326,6 +326,15 @@ def test_hooks_inside_of_cut_blocks_are_refused(plan: Any, register: str) -> Non
         _plan_stack(model, plan=plan)
 
 
+def test_hooks_on_blocks_are_refused_where_these_have_parts_of_the_sequence() -> None:
+    """They saw a part on all blocks but the last, and the check of a block alone did not show it."""
+    model = Stack(Mlp)
+    assert _plan_stack(model, sequence=True, plan=CUT).cut_numel
+    model.blocks[1].register_forward_hook(lambda module, args, output: output - output.mean(1, keepdim=True))
+    with pytest.raises(ValueError, match=r"`blocks.1` has the hook .* leave the block out of a `TensorPlan`"):
+        _plan_stack(model, sequence=True, plan=CUT)
+
+
 def test_hooks_of_pytorch_are_no_hooks_of_the_program() -> None:
     model = Stack(Mlp)
     nn.utils.spectral_norm(model.blocks[2].fc1)
