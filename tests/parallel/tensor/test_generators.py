@@ -123,9 +123,7 @@ def test_whole_tensors_that_were_drawn_inside_of_a_region_are_refused() -> None:
     region.copied(x, _Counted())
     torch.rand(2)
     region.copied(x, _Counted())  # the input of the region
-    with pytest.raises(
-        PartialParameterError, match=r"shape \(3,\), and random numbers .*lora_dropout"
-    ):
+    with pytest.raises(PartialParameterError, match=r"shape \(3,\), and random numbers .*lora_dropout"):
         region.copied(other, _Counted())
     region.leave(x, True)
     region.copied(other, _Counted())
