@@ -47,7 +47,8 @@ def decomposed(mode: TorchDispatchMode, func: Any, args: Sequence[Any], kwargs: 
     packet = getattr(func, "overloadpacket", func)
     if not torch.is_inference_mode_enabled() or str(packet) in _OURS or packet in flop_registry:
         return NotImplemented
-    if not hasattr(func, "decompose"):
+    is_nested = any(isinstance(one, Tensor) and one.is_nested for one in args)
+    if not hasattr(func, "decompose") or func is torch.ops.prim.device.default or is_nested:
         return NotImplemented
     TorchDispatchMode.__enter__(mode)  # type: ignore[no-untyped-call]  # not of a subclass, which begins a count
     try:

@@ -126,6 +126,24 @@ class _Inert:
             raise AttributeError(name)
         return self
 
+    def __getitem__(self, key: Any) -> _Inert:
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())  # no step takes them apart
+
+    def __len__(self) -> int:
+        return 0
+
+    def __float__(self) -> float:
+        return 0.0
+
+    def __enter__(self) -> _Inert:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Do nothing."""
+
 
 class _Trainer:
     """A Trainer whose collectives are those of one rank."""

@@ -317,6 +317,19 @@ class OwnNoise(Program):
                 param.grad.add_(torch.empty_like(param.grad).normal_(generator=generator), alpha=0.01)
 
 
+class SharedNoise(Program):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        generator = torch.Generator().manual_seed(3)
+        for param in self.parameters():
+            if param.grad is not None:
+                param.grad.add_(torch.empty_like(param.grad).normal_(generator=generator))
+
+
+def test_noise_of_one_generator_for_all_parameters_is_refused() -> None:
+    with pytest.raises(PipelineError, match="`normal_` of a gradient on a pipeline stage"):
+        run(_fit, 2, SharedNoise, {**_pipeline(), "stage": 0}, {}, True)
+
+
 def test_noise_of_a_generator_for_each_parameter_trains() -> None:
     _trains(OwnNoise, {**_pipeline(), "stage": 0})
 

@@ -167,7 +167,7 @@ class ShardedGradient(torch.Tensor):
             return cls._unscale(func, *args)
         if name == "__setitem__" and isinstance(args[0], ShardedGradient) and type(args[0]).cut is not None:
             return _set_items(args[0], *args[1:])
-        if name in RANDOM and cls.is_of_stage and kwargs.get("generator") is None:
+        if name in RANDOM and cls.is_of_stage and not _is_fresh(kwargs.get("generator")):
             _refuse_noise(name)
         source = _drawn_for(name, args, kwargs) if name in RANDOM else None
         if source is not None and type(source).cut is not None:
@@ -243,7 +243,7 @@ class StageGradient(torch.Tensor):
         name = operation_of(func)
         if name in _NORMS:
             _refuse_norm(name)
-        if name in RANDOM and (kwargs or {}).get("generator") is None:
+        if name in RANDOM and not _is_fresh((kwargs or {}).get("generator")):
             _refuse_noise(name)
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
@@ -270,6 +270,14 @@ def _refuse_norm(name: str) -> NoReturn:
     )
 
 
+def _is_fresh(generator: torch.Generator | None) -> bool:
+    """Say whether nothing was drawn from a generator: one for several parameters is drawn from on each stage anew."""
+    if generator is None:
+        return False
+    unused = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+    return torch.equal(generator.get_state(), unused.get_state())
+
+
 def _refuse_noise(name: str) -> NoReturn:
     """Refuse to draw numbers for a gradient on a pipeline stage.
 
@@ -278,8 +286,8 @@ def _refuse_noise(name: str) -> NoReturn:
     """
     raise PipelineError(
         f"`{name}` of a gradient on a pipeline stage: all stages would draw the same numbers for their own parameters."
-        " Draw with a generator of each parameter's own, `torch.empty_like(p.grad).normal_(generator=generator)`, which"
-        " its place among `named_parameters` seeds."
+        " Draw with a new generator for each parameter, `torch.empty_like(p.grad).normal_(generator=generator)`, which"
+        " its place among `named_parameters` and the step seed."
     )
 
 

@@ -41,6 +41,7 @@ class Region:
         self._seed: int | None = None  # of the region that was entered last
         self._agreed: Tensor | None = None  # state of the generator in front of it
         self._entered: Tensor | None = None  # its state behind the entrance
+        self._place: int | None = None  # among the nodes of autograd's graph, of the entrance
         self._device: torch.device | None = None  # whose generator that is
 
     def copied(self, tensor: Tensor, ranks: Ranks) -> Tensor:
@@ -65,6 +66,9 @@ class Region:
         """
         if self._agreed is None or self._entered is None or tensor.device != self._device:
             return
+        place = _place_of(tensor)
+        if place is None or (self._place is not None and place < self._place):
+            return  # it was there before the region was entered
         generator = _generator_of(tensor.device)
         if generator.initial_seed() == self._seed and not torch.equal(generator.get_state(), self._entered):
             raise PartialParameterError(
@@ -88,6 +92,7 @@ class Region:
             self._seed = _seed(self._agreed, self._ranks.rank)
             generator.manual_seed(self._seed)
             self._entered = generator.get_state()
+            self._place = _place_of(tensor)
             self._device = tensor.device
             self._ranks.end_region = self.end
 
@@ -137,6 +142,11 @@ def dropout_rates(module: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
             is_rate = "drop" in name.lower() or (name == "p" and isinstance(child, nn.modules.dropout._DropoutNd))
             if is_rate and isinstance(value, float):
                 yield child, name, value
+
+
+def _place_of(tensor: Tensor) -> int | None:
+    """Return the number of a tensor's node in the graph, which grows; None without one."""
+    return None if tensor.grad_fn is None else int(tensor.grad_fn._sequence_nr())
 
 
 def _seed(state: Tensor, rank: int) -> int:

@@ -116,13 +116,16 @@ def test_whole_tensors_that_were_drawn_inside_of_a_region_are_refused() -> None:
     ranks = ThreadRanks.group(2)[0]
     region = Region(Layer(), ranks)
     torch.set_rng_state(_state())
-    x, other = torch.ones(3), torch.ones(3)
+    x, before = (torch.ones(3, requires_grad=True) * 1 for _ in range(2))
     region.copied(x, _Counted())
-    region.enter(x, True)
+    region.enter(x * 1, True)
+    other = torch.ones(3, requires_grad=True) * 1
     region.copied(other, _Counted())  # nothing was drawn
     region.copied(x, _Counted())
     torch.rand(2)
     region.copied(x, _Counted())  # the input of the region
+    region.copied(before, _Counted())  # as a context that queries attend to
+    region.copied(torch.ones(3), _Counted())
     with pytest.raises(PartialParameterError, match=r"shape \(3,\), and random numbers .*lora_dropout"):
         region.copied(other, _Counted())
     region.leave(x, True)
