@@ -27,10 +27,27 @@ from torch import Tensor
 
 from lightning_zero_ops.registry import check_devices, define, differentiable_gradients, refuse_transforms
 
-__all__ = ["grouped_linear"]
+__all__ = ["empty_grouped_mm", "grouped_linear"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ALIGNMENT_BYTES = 16  # of rows, for `torch._grouped_mm`
+
+
+def empty_grouped_mm(left: Tensor, right: Tensor, *rest: Any, **options: Any) -> Tensor:
+    """Return an empty result of ``torch._grouped_mm``, whose own fake tensors are for bf16 only.
+
+    Args:
+        left: (M, K) with rows in groups, (G, M, K), or (M, K) with columns in groups.
+        right: (G, K, N), or (K, N) with rows in groups.
+        rest: ``offs`` (G,), where groups end; ``bias``; ``out_dtype``.
+        options: The same by name.
+    """
+    given = {**dict(zip(("offs", "bias", "out_dtype"), rest, strict=False)), **options}
+    offs = given.get("offs")
+    groups = [len(right)] if right.dim() == 3 else [0 if offs is None else len(offs)]
+    shape = [*(groups if left.dim() == right.dim() else []), left.shape[-2], right.shape[-1]]
+    return left.new_empty(shape, dtype=given.get("out_dtype"))
+
 
 # -- Reference ---------------------------------------------------------------------------------------------------------
 

@@ -41,7 +41,8 @@ class PendingReceive:
         """
         self._mailbox.finish(self._peer, self._call, self._work)
         flat = self._buffer.to(self._mailbox.device)
-        return flat.view(self._shape).data if layout is None else flat.as_strided(self._shape, layout).data
+        shaped = flat.view(self._shape) if layout is None else flat.as_strided(self._shape, layout)
+        return shaped.data  # no view: autograd refuses writes into views that were made without gradients
 
 
 class P2P:

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.comm.traffic import CollectiveCall
+from lightning_zero.flop_formulas import flops_of
 from lightning_zero.forecast.live_bytes import OperationKind, kind_of
-from lightning_zero.operations import flops_of
 
 __all__ = ["Clock", "MachineRates", "SimulatedCall"]
 

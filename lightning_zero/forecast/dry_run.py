@@ -29,8 +29,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_zero.forecast.live_bytes import LiveBytes, OperationKind, kind_of, replaced
-from lightning_zero.operations import grouped_product_shape
 from lightning_zero_ops import chunks
+from lightning_zero_ops.grouped import empty_grouped_mm
 
 __all__ = ["DryRun"]
 
@@ -155,7 +155,7 @@ class DryRun(LiveBytes):  # type: ignore[no-untyped-call]
     def _ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Results:
         with self._fakes:
             if func is _aten._grouped_mm.default:
-                return _Results(_empty_product(*args, **kwargs))
+                return _Results(empty_grouped_mm(*args, **kwargs))
             return _Results(func(*tree_map(_fake, args), **tree_map(_fake, kwargs)))
 
 
@@ -244,13 +244,6 @@ def _call_without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _emptied(leaf: Any) -> Any:
     return leaf.new_empty(0) if isinstance(leaf, Tensor) else leaf
-
-
-def _empty_product(left: Tensor, right: Tensor, *rest: Any, **options: Any) -> Tensor:
-    """Return an empty result of a grouped product, which PyTorch's fake tensors take in bf16 only."""
-    given = {**dict(zip(("offs", "bias", "out_dtype"), rest, strict=False)), **options}
-    shape = grouped_product_shape(left, right, given.get("offs"))
-    return torch.empty(shape, dtype=given.get("out_dtype") or left.dtype, device=left.device)
 
 
 def _fake(leaf: Any) -> Any:

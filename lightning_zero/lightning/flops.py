@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -29,11 +29,11 @@ from lightning.pytorch.callbacks import Callback
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from lightning_zero.flop_formulas import FlopTotal
 from lightning_zero.forecast.report import aligned
 from lightning_zero.lightning.monitor import elements_in
-from lightning_zero.operations import decomposed, flops_of
 from lightning_zero.option_checks import checked_arguments
 
 __all__ = ["FlopCount", "FlopsProfile", "ReachedFlops", "StepFlops", "peak_flops", "uncounted"]
@@ -48,10 +48,11 @@ _DTYPES = {
 }
 
 
-class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class FlopCount(FlopTotal):
     """Counts the operations of matrix products, convolutions and attention, in this process.
 
     Attributes:
+        flops: All of them.
         forward: Those of forwards.
         backward: Those of backwards.
         recomputed: Those of forwards inside of backwards.
@@ -60,10 +61,8 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_paused: Whether operations are not counted, as in a validation.
     """
 
-    supports_higher_order_operators = True  # they run as they are
-
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.forward = 0
         self.backward = 0
         self.recomputed = 0
@@ -94,20 +93,10 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._context.close()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run an operation and count it."""
-        result = decomposed(self, func, args, kwargs or {})
-        if result is not NotImplemented:
-            return result
-        result = func(*args, **(kwargs or {}))
-        flops = 0 if self.is_paused else flops_of(func, args, kwargs or {}, result)
-        if flops:
-            self._add(flops)
-        return result
-
     def _add(self, flops: int) -> None:
+        if not flops or self.is_paused:
+            return
+        super()._add(flops)
         if torch._C._current_autograd_node() is None and not torch.is_grad_enabled() and not self._running:
             self.other += flops
         elif torch._C._current_autograd_node() is None:
@@ -201,35 +190,33 @@ class ReachedFlops:
 
     Args:
         peak: Operations per second that the device can make; None if nobody knows.
+
+    Attributes:
+        step: The step that is counted.
     """
 
     def __init__(self, peak: float | None) -> None:
         self._peak = peak
-        self._step = StepFlops()
+        self.step = StepFlops()
         self._counts_anew = True
         self._kind: Hashable = None  # of the step that is counted
         self._elements = self._elements_counted = 0  # of batches since the last row, and of the step that was counted
         self._is_first_row = True
 
-    @property
-    def step(self) -> StepFlops:
-        """The step that is counted."""
-        return self._step
-
     def begin_batch(self, trainer: pl.Trainer, module: nn.Module) -> None:
         """Begin to count, in front of the first batch of a step that is to be counted."""
         if self._counts_anew:
             self._counts_anew, self._elements_counted = False, 0
-            self._step, self._kind = StepFlops(), _kind(trainer, module)
-            self._step.begin(trainer.global_step)
+            self.step, self._kind = StepFlops(), _kind(trainer, module)
+            self.step.begin(trainer.global_step)
 
     def end_batch(self, trainer: pl.Trainer, batch: Any) -> None:
         """End counting behind the last batch of the step."""
         elements = elements_in(batch)
         self._elements += elements
-        if self._step.is_running:
+        if self.step.is_running:
             self._elements_counted += elements
-            self._step.end(trainer.global_step)
+            self.step.end(trainer.global_step)
 
     def row(self, trainer: pl.Trainer, module: nn.Module, steps: int, step_s: float) -> dict[str, float]:
         """Return what the steps since the last row reach.
@@ -242,13 +229,13 @@ class ReachedFlops:
         """
         elements, self._elements = self._elements / steps, 0
         is_first, self._is_first_row = self._is_first_row, False
-        if self._step.is_running:
+        if self.step.is_running:
             self._is_first_row = True
             return {}
         if self._kind != _kind(trainer, module):
             self._counts_anew = self._is_first_row = True
             return {}
-        count, num_steps = self._step.count, self._step.num_steps
+        count, num_steps = self.step.count, self.step.num_steps
         if count is None or is_first or not step_s or elements != self._elements_counted / num_steps:
             return {}
         reached = count.model / num_steps / step_s
@@ -257,11 +244,11 @@ class ReachedFlops:
 
     def pause(self, is_paused: bool) -> None:
         """Leave out what comes, or count on."""
-        self._step.pause(is_paused)
+        self.step.pause(is_paused)
 
     def stop(self) -> None:
         """End counting a step that was not made."""
-        self._step.stop()
+        self.step.stop()
 
 
 def _kind(trainer: pl.Trainer, module: nn.Module) -> Hashable:

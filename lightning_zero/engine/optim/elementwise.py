@@ -101,13 +101,7 @@ class ElementwiseTrial:
 
     def end_step(self) -> None:
         """Learn which options the step has changed: the trial of a rank without parameters does not show it."""
-        now = [_kinds_of_options(group) for group in self._optimizer.param_groups]
-        changed = {
-            key
-            for before, after in zip(self._before, now, strict=False)
-            for key, kind in after.items()
-            if before.get(key) != kind
-        }
+        changed = _changed_options(self._before, self._optimizer.param_groups)
         if not changed <= self._own_options:
             self._own_options |= changed
             self._tried.add(self._kinds())
@@ -314,15 +308,11 @@ class _Attempt:
             step(probe, closure) if self._has_closure else step(probe)
             del loss
         values = [[params[id(sample)].detach().clone() for sample in samples]]
-        self._note_changes(groups, before)
+        self.changed_options |= _changed_options(before, groups)
         if callable(train) and callable(evaluate):
             evaluate()
             values.append([params[id(sample)].detach().clone() for sample in samples])
         return values
-
-    def _note_changes(self, groups: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]]) -> None:
-        for group, kinds in zip(groups, before, strict=True):
-            self.changed_options |= {key for key, kind in _kinds_of_options(group).items() if kinds.get(key) != kind}
 
     def _probe(self, groups: list[dict[str, Any]], params: Sequence[tuple[_Sample, nn.Parameter]]) -> Any:
         """Return a copy of the optimizer that has ``groups``, and states of its own."""
@@ -487,6 +477,16 @@ def _kind_of_group(group: Mapping[str, Any], left_out: set[str]) -> Any:
 
 def _kinds_of_options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _kind(value) for key, value in group.items() if key != "params"}
+
+
+def _changed_options(before: Iterable[Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Return the options of which a group has another kind than before."""
+    return {
+        key
+        for kinds, group in zip(before, groups, strict=False)
+        for key, kind in _kinds_of_options(group).items()
+        if kinds.get(key) != kind
+    }
 
 
 def _kind(value: Any) -> Any:

@@ -48,9 +48,9 @@ class OptimizerChecks:
         self._moments = moments
         is_sharded = any(buffer.own_range.is_shard for buffer, _ in places.values())
         has_parts = any(buffer.has_parts for buffer, _ in places.values())
-        left_out = ["`tensor_parallel` or `expert_parallel`"] * has_parts + ["`pipeline`"] * gradients.has_parts
+        left_out = ["`tensor_parallel` or `expert_parallel`"] * has_parts + ["`pipeline`"] * gradients.is_of_stage
         self._remedy = "stage 0" + (f" without {' and '.join(left_out)}" if left_out else "")
-        is_tried = is_sharded or gradients.has_parts
+        is_tried = is_sharded or gradients.is_of_stage
         self._trial = ElementwiseTrial(optimizer, self._stepped, cuts_parameters=is_sharded) if is_tried else None
 
     def refuse_unless_elementwise(self) -> None:

@@ -45,7 +45,7 @@ class WholeGradients:
         self._parts = parts
 
     @property
-    def has_parts(self) -> bool:
+    def is_of_stage(self) -> bool:
         """Whether other ranks have other parameters, as pipeline stages have."""
         return self._parts is not None
 

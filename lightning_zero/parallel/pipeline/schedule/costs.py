@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.operations import FlopTotal
+from lightning_zero.flop_formulas import FlopTotal
 from lightning_zero.parallel.pipeline.schedule.streams import RandomState
 from lightning_zero.storage.copies import finish_stream
 

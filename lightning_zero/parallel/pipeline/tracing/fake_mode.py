@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import (
 )
 
 from lightning_zero.errors import PipelineError
-from lightning_zero.operations import grouped_product_shape
 from lightning_zero.parallel.pipeline.stages.sources import Origins, Shape, describe_tensor, is_fake
 from lightning_zero.parallel.pipeline.tracing.escapes import Escapes
 from lightning_zero.trees import tree_leaves, tree_map
+from lightning_zero_ops.grouped import empty_grouped_mm
 
 __all__ = ["VALUES_NEEDED", "Mode", "empty_like", "written_by"]
 
@@ -109,7 +109,8 @@ class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
             finally:
                 self._is_drawn = False
         if func is torch.ops.aten._grouped_mm.default:
-            result: Any = self._empty_product(*args, **kwargs)
+            with self:
+                result: Any = empty_grouped_mm(*args, **kwargs)
             if self.origins is not None and not self._is_imagining:
                 self.origins.derive(result, (args, kwargs))
             return result
@@ -177,13 +178,6 @@ class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 " code after it may need. Let it compute a new tensor, or write into a copy (`tensor.clone()`)"
             )
         return lost if any(map(is_fake, tree_leaves((args, kwargs)))) else []
-
-    def _empty_product(
-        self, left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
-    ) -> Tensor:
-        """Return an empty result of a grouped product (of experts)."""
-        with self:
-            return left.new_empty(grouped_product_shape(left, right, offs), dtype=out_dtype)
 
     def _guess(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Guess the result of an operation that needs values: run it on ones, and zeros where they may be indices."""

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from lightning_zero.flop_formulas import FlopTotal, flops_of
 from lightning_zero.lightning.flops import FlopCount
-from lightning_zero.operations import FlopTotal, flops_of, grouped_product_shape
 from lightning_zero_ops import linear_cross_entropy
-from lightning_zero_ops.grouped import grouped_linear
+from lightning_zero_ops.grouped import empty_grouped_mm, grouped_linear
 
 _aten = torch.ops.aten
 
@@ -116,9 +116,9 @@ def test_products_in_inference_mode_are_counted(make: Any) -> None:
 def test_a_grouped_product_has_rows_columns_or_matrices_in_groups() -> None:
     offs = torch.tensor([2, 6])
     rows, columns, experts = torch.empty(6, 4), torch.empty(4, 6), torch.empty(2, 4, 8)
-    assert grouped_product_shape(rows, experts, offs) == [6, 8]
-    assert grouped_product_shape(columns, torch.empty(6, 8), offs) == [2, 4, 8]
-    assert grouped_product_shape(torch.empty(2, 3, 4), experts) == [2, 3, 8]
+    assert empty_grouped_mm(rows, experts, offs).shape == (6, 8)
+    assert empty_grouped_mm(columns, torch.empty(6, 8), offs=offs).shape == (2, 4, 8)
+    assert empty_grouped_mm(torch.empty(2, 3, 4), experts).shape == (2, 3, 8)
     grouped = _aten._grouped_mm.default
     assert flops_of(grouped, (rows, experts, offs), {}, None) == 2 * 6 * 4 * 8
     assert flops_of(grouped, (columns, torch.empty(6, 8), offs), {}, None) == 2 * 4 * 6 * 8

@@ -1,4 +1,4 @@
-"""Floating-point operations of PyTorch's operators, and the shape of a grouped product."""
+"""Floating-point operations of PyTorch's operators: formulas, and their sum over code that runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["FlopTotal", "decomposed", "flops_of", "grouped_product_shape"]
+__all__ = ["FlopTotal", "flops_of"]
 
 
 class FlopTotal(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -30,31 +30,32 @@ class FlopTotal(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation and count it."""
-        result = decomposed(self, func, args, kwargs or {})
-        if result is not NotImplemented:
-            return result
-        result = func(*args, **(kwargs or {}))
-        self.flops += flops_of(func, args, kwargs or {}, result)
+        """Run an operator and count it."""
+        result = self._by_parts(func, args, kwargs or {})
+        if result is NotImplemented:
+            result = func(*args, **(kwargs or {}))
+            self._add(flops_of(func, args, kwargs or {}, result))
         return result
 
+    def _add(self, flops: int) -> None:
+        self.flops += flops
 
-def decomposed(mode: TorchDispatchMode, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operator by its parts under a mode that counts; NotImplemented if it has none, or a formula of its own.
+    def _by_parts(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run an operator by its parts; NotImplemented if it has none, or a formula of its own.
 
-    In inference mode the operators of layers (``linear``, ``matmul``) come whole.
-    """
-    packet = getattr(func, "overloadpacket", func)
-    if not torch.is_inference_mode_enabled() or str(packet) in _OURS or packet in flop_registry:
-        return NotImplemented
-    is_nested = any(isinstance(one, Tensor) and one.is_nested for one in args)
-    if not hasattr(func, "decompose") or func is torch.ops.prim.device.default or is_nested:
-        return NotImplemented
-    TorchDispatchMode.__enter__(mode)  # type: ignore[no-untyped-call]  # not of a subclass, which begins a count
-    try:
-        return func.decompose(*args, **kwargs)
-    finally:
-        TorchDispatchMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
+        In inference mode the operators of layers (``linear``, ``matmul``) come whole.
+        """
+        packet = getattr(func, "overloadpacket", func)
+        if not torch.is_inference_mode_enabled() or str(packet) in _OURS or packet in flop_registry:
+            return NotImplemented
+        is_nested = any(isinstance(one, Tensor) and one.is_nested for one in args)
+        if not hasattr(func, "decompose") or func is torch.ops.prim.device.default or is_nested:
+            return NotImplemented
+        TorchDispatchMode.__enter__(self)  # type: ignore[no-untyped-call]  # not of a subclass, which begins a count
+        try:
+            return func.decompose(*args, **kwargs)
+        finally:
+            TorchDispatchMode.__exit__(self, None, None, None)  # type: ignore[no-untyped-call]
 
 
 def flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
@@ -78,18 +79,6 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any
             stacklevel=2,
         )
         return 0
-
-
-def grouped_product_shape(left: Tensor, right: Tensor, offs: Tensor | None = None) -> list[int]:
-    """Return the shape of a grouped product (``aten._grouped_mm``); PyTorch's own shapes are for bf16 only.
-
-    Args:
-        left: (M, K) for rows in groups, or (G, M, K).
-        right: (G, K, N), or (K, N) for columns in groups.
-        offs: (G,) where groups end, along the dimension that is in groups.
-    """
-    groups = [right.shape[0]] if right.dim() == 3 else [0 if offs is None else offs.shape[0]]
-    return [*(groups if left.dim() == right.dim() else []), left.shape[-2], right.shape[-1]]
 
 
 # -- Formulas ----------------------------------------------------------------------------------------------------------
