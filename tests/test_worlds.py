@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -41,6 +42,15 @@ def _hang(rank: int, world: int) -> None:
 
 def _nothing(rank: int, world: int) -> None:
     pass
+
+
+def _send_late(rank: int, world: int) -> str:
+    if rank == 0:
+        return ""  # at once: the other one uses the connection later
+    time.sleep(0.3)
+    with pytest.raises(RuntimeError) as caught:
+        dist.isend(torch.ones(5), dst=0).wait(timedelta(seconds=0.2))
+    return str(caught.value)
 
 
 def _leave_an_engine(rank: int, world: int) -> None:
@@ -96,6 +106,11 @@ def test_ranks_share_a_group_and_seeds(world: int) -> None:
 def test_a_rank_that_is_done_first_breaks_no_connection() -> None:
     for _ in range(300):  # some failed, in three of four runs
         worlds.run(_nothing, 4)
+
+
+def test_a_rank_that_is_done_keeps_its_connections_for_the_others() -> None:
+    _, error = worlds.run(_send_late, 2)
+    assert "Timed out" in error  # not "Connection closed by peer"
 
 
 def test_error_of_a_rank_is_raised_with_its_traceback() -> None:

@@ -47,6 +47,7 @@ __all__ = [
     "slow_collectives",
 ]
 
+_ALL_DONE = b"all done"
 KEPT_THREADS = 32  # at most between two calls; a fresh process has one
 GRACE_S = 3.0  # how long the other ranks may still answer after the first error
 
@@ -127,7 +128,11 @@ class _Pool:
         return max((len(os.listdir(folder)) for folder in folders if os.path.isdir(folder)), default=0)
 
     def call(self, fn: Callable[..., Any], args: Sequence[Any], timeout_s: float) -> list[Any]:
-        request = pickle.dumps((fn, args, timeout_s))
+        answers = self._ask(pickle.dumps((fn, args, timeout_s)), timeout_s)
+        self._ask(_ALL_DONE, timeout_s)
+        return answers
+
+    def _ask(self, request: bytes, timeout_s: float) -> list[Any]:
         for connection in self._connections:
             connection.send_bytes(request)
         try:
@@ -227,7 +232,17 @@ def _serve(connection: Connection, rank: int, world: int, folder: str) -> None:
             connection.send_bytes(_answer(_failure(error)))
             continue
         store = FileStore(os.path.join(folder, f"store{number}"), world)
-        connection.send_bytes(_answer(_call(fn, args, rank, world, store, timeout_s)))
+        value = _call(fn, args, rank, world, store, timeout_s)
+        if not isinstance(value, _Failure):
+            connection.send_bytes(_answer(value))
+            try:
+                connection.recv_bytes()  # that all ranks are done: others may still make the connections of a group
+            except EOFError:
+                return
+            value = None
+        destroy_all()  # groups of engines that the call left open: each wakes a hundred times a second
+        dist.destroy_process_group()
+        connection.send_bytes(_answer(value))
         gc.collect()  # engines that the call left open
 
 
@@ -242,8 +257,6 @@ def _call(fn: Callable[..., Any], args: Sequence[Any], rank: int, world: int, st
         return _failure(error)
     finally:
         torch.set_default_dtype(torch.float32)
-        destroy_all()  # groups of engines that the call left open: each wakes a hundred times a second
-        dist.destroy_process_group()
 
 
 def _failure(error: BaseException) -> _Failure:
