@@ -74,6 +74,10 @@ class StepControl:
         self._state.sharded.module_buffers.make_equal()
         self._state.sharded.module_buffers.is_on = when == "scopes"
 
+    def num_writes(self) -> dict[str, int]:
+        """Return how often the program has written each parameter, by name, as far as writes show. No collective."""
+        return {name: number for buffer in self._state.buffers for name, number in buffer.num_writes().items()}
+
     # -- Backwards -------------------------------------------------------------------------------------------------
 
     @contextmanager

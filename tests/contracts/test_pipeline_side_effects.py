@@ -123,12 +123,22 @@ class Writes(Program):
             self.net.head.temperature.mul_(0.9)
         elif self.how == "assigned":
             self.net.head.temperature = self.net.head.temperature * 0.9
+        elif self.how == "on zeros" and hidden.abs().mean() < 1e-4:
+            with torch.no_grad():
+                self.scale.fill_(2.0)
         loss = F.cross_entropy((self.scale * self.net.head(hidden)).flatten(0, 1), batch[1].flatten())
         if self.how == "data":
             self.scale.data.mul_(0.9)
         elif self.how == "clamp":
             with torch.no_grad():
                 self.scale.clamp_(max=0.5)
+        elif self.how == "pointed":
+            self.scale.data = self.scale.data * 0.9
+        elif self.how == "block":
+            with torch.no_grad():
+                next(self.net.blocks[-1].parameters()).mul_(0.9)
+        elif self.how == "on errors" and hidden.isnan().any():
+            self.net.head.reset_parameters()
         return loss
 
     def on_train_batch_end(self, *args: Any) -> None:
@@ -138,12 +148,32 @@ class Writes(Program):
 
 @pytest.mark.parametrize(
     ("how", "name"),
-    [("buffer", "net.head.temperature"), ("data", "scale"), ("clamp", "scale")],
+    [("buffer", "net.head.temperature"), ("data", "scale"), ("clamp", "scale"), ("pointed", "scale")],
 )
 def test_writes_that_would_count_more_than_once_are_refused(how: str, name: str) -> None:
     """A buffer of the head was written in every run that does not count, a parameter on the last stage alone."""
     with pytest.raises(PipelineError, match=re.escape(f"The step writes into `{name}")):
         run(_fit, 2, partial(Writes, how), _pipeline(), {}, True)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("how", sample(["clamp", "pointed", "block"], "block"))
+def test_writes_are_refused_where_parameters_come_and_go(how: str, zero: int, precision: str) -> None:
+    """A parameter that has its values for a use only was passed over."""
+    options = {**_pipeline(), "stage": zero}
+    with pytest.raises(PipelineError, match="The step writes into `"):
+        run(_fit, 2, partial(Writes, how), options, {"precision": precision}, True)
+
+
+def test_writes_in_a_branch_that_runs_on_zeros_only_are_refused() -> None:
+    """The run without blocks that counts what a loss divides by wrote a parameter in every batch."""
+    with pytest.raises(PipelineError, match="The step writes into `scale`"):
+        run(_fit, 2, partial(Writes, "on zeros"), _pipeline(), {}, True)
+
+
+def test_a_branch_that_a_step_may_take_writes_nothing_before() -> None:
+    _trains(partial(Writes, "on errors"), _pipeline())
 
 
 @pytest.mark.parametrize("how", ["assigned", "hook"])

@@ -105,6 +105,7 @@ class FlatBuffer:
         self.is_stale = False  # whole parameters are older than the master: a step is due, or is not gathered yet
         self.aliases: dict[int, Aliases] = {}  # by slot; set when the buffer is made
         self._versions = [0] * len(self.params)  # of the parameters when they were bound; a write moves them
+        self._num_collected = [0] * len(self.params)  # writes that were taken over
         self._written = False  # the shard may differ from the rounded master
         self.on_rounded_write: RoundedWrites | None = None  # told of a parameter that was written in 16 bits
         # - Gradients
@@ -393,6 +394,18 @@ class FlatBuffer:
                 if index not in self.entered
             )
 
+    def num_writes(self) -> dict[str, int]:
+        """Return how often each parameter was written from outside, by name, as far as writes show."""
+        pending = [0] * len(self.params)
+        if not self.is_stale:
+            with torch._C.DisableTorchFunctionSubclass():
+                found = enumerate(zip(self.params, self._versions, self._addresses(), strict=True))
+                for index, (param, version, address) in found:
+                    if index not in self.entered:
+                        pending[index] = param._version - version + (param.data_ptr() != address)
+        names = (slot.name for slot in self.layout.slots)
+        return {name: sum(both) for name, *both in zip(names, self._num_collected, pending, strict=True)}
+
     def _addresses(self) -> list[int]:
         base, size = self.shown.data_ptr(), self.shown.element_size()
         return [base + slot.offset * size if slot.numel else 0 for slot in self.layout.slots]
@@ -412,9 +425,12 @@ class FlatBuffer:
                     pointed.append(index)
                     written = index
                 if param._version != self._versions[index]:
+                    self._num_collected[index] += param._version - self._versions[index]
                     self._versions[index] = param._version
                     written = index
             if pointed:
+                for index in pointed:
+                    self._num_collected[index] += 1
                 self._take_back_data(pointed)
         if written is not None:
             if self._rounded_writes is not None:

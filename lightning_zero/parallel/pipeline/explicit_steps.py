@@ -20,6 +20,7 @@ from lightning_zero.parallel.pipeline.pipeline import MOST_KINDS, PipelineStage
 from lightning_zero.parallel.pipeline.schedule.microbatches import copy_of
 from lightning_zero.parallel.pipeline.stages.attributes import Written
 from lightning_zero.parallel.pipeline.stages.sources import Source
+from lightning_zero.parallel.pipeline.stages.written_tensors import unwritten
 from lightning_zero.parallel.pipeline.tracing.traces import Message
 from lightning_zero.parallel.writable import writable
 
@@ -102,7 +103,8 @@ class ExplicitSteps:
                 self._streams.enter(chunk, 0)
                 self._streams.leave_common()
                 self._streams.enter_own()
-                with self._stage.engine.scope("arguments"), step.context(), step.apart():
+                kept = unwritten(self._stage.held(self._stage.module.modules()))
+                with self._stage.engine.scope("arguments"), kept, step.context(), step.apart():
                     state = self._through(chunk, self._start(step, index, chunk, boundaries))
                     found = self._boundary(chunk, state)
             boundaries[chunk + 1] = self._mesh.broadcast(found, stage, "the description of a step")

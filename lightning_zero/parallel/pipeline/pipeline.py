@@ -32,6 +32,7 @@ from lightning_zero.parallel.pipeline.stages.placed_attributes import PlacedAttr
 from lightning_zero.parallel.pipeline.stages.sources import Source, is_fake
 from lightning_zero.parallel.pipeline.stages.split import Split, modules_around
 from lightning_zero.parallel.pipeline.stages.state_around import StateAround
+from lightning_zero.parallel.pipeline.stages.written_tensors import Held, unwritten
 from lightning_zero.parallel.pipeline.tracing.traces import Logging, Message
 
 __all__ = ["MOST_KINDS", "PipelineRunner", "PipelineStage", "Route", "Stepper", "Timing"]
@@ -68,6 +69,10 @@ class Stepper(Protocol):
 
     def ignore_forwards(self) -> AbstractContextManager[None]:
         """Ignore forwards of units: they run on fake tensors."""
+        ...
+
+    def num_writes(self) -> dict[str, int]:
+        """Return how often the program has written each parameter, by name."""
         ...
 
 
@@ -124,6 +129,23 @@ class PipelineStage:
         ):
             result: T = self.streams.apart(run)
         return result
+
+    def held(self, put_back: Iterable[nn.Module], num_lost: Callable[[torch.Tensor], int] = lambda _: 0) -> Held:
+        """Return what ``apart`` does not put back.
+
+        Args:
+            put_back: The modules whose state it puts back.
+            num_lost: See ``Held``.
+        """
+        without = set(map(id, put_back))
+        buffers = [
+            (f"{name}.{key}", buffer)
+            for name, child in self.module.named_modules()
+            if id(child) not in without
+            for key, buffer in child._buffers.items()
+            if buffer is not None
+        ]
+        return Held(list(self.module.named_parameters()), buffers, self.engine.num_writes, num_lost)
 
     def any_copy(self, flag: bool, what: str) -> bool:
         """Say whether a flag is set on some rank of this stage. Collective: all of them."""
@@ -409,7 +431,8 @@ class PipelineRunner(Generic[Step]):
 
         def run() -> None:
             self._streams.begin()
-            with self._engine.scope("survey"), torch.no_grad():
+            kept = unwritten(self._stage.held(self._route.modules_in_survey), compares_values=False)
+            with self._engine.scope("survey"), torch.no_grad(), kept:
                 for index in range(len(self._messages)):
                     self._streams.enter(self.split.num_chunks - 1, index)
                     look(partial(self._route.survey, step, index))

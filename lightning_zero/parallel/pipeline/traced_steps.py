@@ -347,20 +347,11 @@ class TracedSteps:
         def run() -> T:
             self._enter(chunk)
             scope, kept = self._stage.engine.scope("arguments"), contents_put_back(self._placed)
-            with scope, kept, unwritten(self._held(), refuses=not may_write):
+            held = self._stage.held(self._around, self._interception.num_lost_writes)
+            with scope, kept, unwritten(held, may_write=may_write):
                 return look()
 
         return self._stage.apart(run, self._around)
-
-    def _held(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters and module buffers that are not put back behind a run that does not count."""
-        yield from self._stage.module.named_parameters()
-        around = set(map(id, self._around))
-        for name, child in self._stage.module.named_modules():
-            if id(child) not in around:
-                for key, buffer in child._buffers.items():
-                    if buffer is not None:
-                        yield f"{name}.{key}", buffer
 
 
 def _method_of(kind: Hashable) -> Hashable:

@@ -1,50 +1,72 @@
-"""Parameters and module buffers that a step writes in place, which runs that do not count cannot undo."""
+"""Parameters and module buffers that a step writes, which runs that do not count cannot undo."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.pipeline.stages.sources import is_fake
 
-__all__ = ["unwritten"]
+__all__ = ["Held", "unwritten"]
 
-_MOST_NUMEL = 2**12  # of a tensor whose values are compared, which shows writes through `.data` too
+_MOST_NUMEL = 2**12  # of a tensor whose values are compared, which shows writes into `.data` too
+
+
+class Held(NamedTuple):
+    """What is not put back behind a run that does not count.
+
+    Attributes:
+        params: By name.
+        buffers: Module buffers, by name.
+        num_writes: Returns how often each parameter was written by the program.
+        num_lost: Returns how often a fake was written into a buffer, which moves its version and nothing else.
+    """
+
+    params: Iterable[tuple[str, Tensor]]
+    buffers: Iterable[tuple[str, Tensor]]
+    num_writes: Callable[[], Mapping[str, int]]
+    num_lost: Callable[[Tensor], int]
 
 
 @contextmanager
-def unwritten(tensors: Iterable[tuple[str, Tensor]], *, refuses: bool = True) -> Iterator[None]:
+def unwritten(held: Held, *, may_write: bool = False, compares_values: bool = True) -> Iterator[None]:
     """Refuse code that writes into tensors; small ones get their values back.
 
     Values that arrive meanwhile are no writes: of a unit that is gathered, of a step that was deferred.
 
     Args:
-        tensors: By name. Those without memory, as of released units, are passed over.
-        refuses: Else small tensors get their values back, and others are not looked at: the code need not run.
+        held: The tensors.
+        may_write: Small tensors get their values back, and only writes into others are refused: the code need not run.
+        compares_values: Whether values of small tensors are compared too.
 
     Raises:
         PipelineError: One was written.
     """
     below = torch._C.DisableTorchFunctionSubclass  # released parameters, which have no values
+    writes = dict(held.num_writes())
     with torch.no_grad(), below():
-        before = [_Before.of(name, tensor) for name, tensor in tensors if _has_values(tensor)]
+        before = [_Before.of_param(name, one) for name, one in held.params if _has_values(one)]
+        before += [_Before.of_buffer(name, one, held.num_lost) for name, one in held.buffers if _has_values(one)]
+        copies = [(one, one.tensor.detach().clone()) for one in before if compares_values and one.shows_all()]
     yield
+    now = held.num_writes()
+    written = {name for name, number in now.items() if number != writes.get(name, 0)}
     with torch.no_grad(), below():
-        written = [one for one in before if one.is_written(refuses=refuses)]
-        for one in written:
-            if one.values is not None:
-                one.tensor.copy_(one.values)
-    if written and refuses:
+        written |= {one.name for one in before if one.is_moved(held.num_lost)}
+        written |= set(_changed([(one, copy) for one, copy in copies if one.is_there(copy)]))
+        restored = {one.name for one, copy in copies if one.name in written and one.restore(copy)}
+    refused = sorted(written - restored if may_write else written)
+    if refused:
         raise PipelineError(
-            f"The step writes into `{written[0].name}` in place. Pipeline stages run a step several times, and what"
-            " follows the blocks on the last stage alone, so the write would count more than once there, or not at all"
-            " on the other stages. Write in a hook after the step that runs on all stages (`on_train_batch_end`), or,"
-            " if it is a module buffer, assign a new tensor in the step."
+            f"The step writes into `{refused[0]}` in place. Pipeline stages run a step several times, and what follows"
+            " the blocks on the last stage alone, so the write would count more than once there, or not at all on the"
+            " other stages. Write in a hook after the step that runs on all stages (`on_train_batch_end`), or, if it is"
+            " a module buffer, assign a new tensor in the step."
         )
 
 
@@ -55,24 +77,51 @@ class _Before(NamedTuple):
     tensor: Tensor
     of_class: type[Tensor]
     place: int  # of its memory
-    version: int
-    values: Tensor | None
+    version: int | None = None  # of a module buffer, without writes of fakes
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor) -> _Before:
-        values = tensor.detach().clone() if tensor.numel() <= _MOST_NUMEL else None
-        return cls(name, tensor, type(tensor), tensor.data_ptr(), tensor._version, values)
+    def of_param(cls, name: str, param: Tensor) -> _Before:
+        return cls(name, param, type(param), param.data_ptr())
 
-    def is_written(self, *, refuses: bool) -> bool:
-        tensor = self.tensor
-        if not _has_values(tensor) or (type(tensor), tensor.data_ptr()) != (self.of_class, self.place):
-            return False
-        if refuses and tensor._version != self.version:
-            return True  # also with the same values, which may be others in a later batch
-        if self.values is None:
-            return False
-        now, values = tensor.detach(), self.values
-        return now.shape != values.shape or not bool(((now == values) | ((now != now) & (values != values))).all())
+    @classmethod
+    def of_buffer(cls, name: str, buffer: Tensor, num_lost: Callable[[Tensor], int]) -> _Before:
+        return cls(name, buffer, type(buffer), buffer.data_ptr(), buffer._version - num_lost(buffer))
+
+    def shows_all(self) -> bool:
+        """Say whether a copy is small, and has all the bits that a parameter has."""
+        has_all = self.version is not None or (self.of_class is nn.Parameter and self.tensor.dtype.itemsize > 2)
+        return has_all and self.tensor.numel() <= _MOST_NUMEL
+
+    def is_moved(self, num_lost: Callable[[Tensor], int]) -> bool:
+        """Say whether a module buffer was written, also with the same values, which may be others in a later batch."""
+        return self.version is not None and self.tensor._version - num_lost(self.tensor) != self.version
+
+    def is_there(self, values: Tensor) -> bool:
+        """Say whether the tensor lies where it was, with values to compare with."""
+        is_same = (type(self.tensor), self.tensor.data_ptr()) == (self.of_class, self.place)
+        return is_same and self._is_like(values)
+
+    def restore(self, values: Tensor) -> bool:
+        """Give the tensor its values back, if it can have them."""
+        is_like = self._is_like(values)
+        if is_like:
+            self.tensor.copy_(values)
+        return is_like
+
+    def _is_like(self, values: Tensor) -> bool:
+        return _has_values(self.tensor) and self.tensor.shape == values.shape
+
+
+def _changed(found: Sequence[tuple[_Before, Tensor]]) -> Iterator[str]:
+    """Yield the names of tensors with other values than these. The host waits for a device once."""
+    if found:
+        differing = [_differs(one.tensor.detach(), values) for one, values in found]
+        flags = torch.stack([flag.to(differing[0].device) for flag in differing]).tolist()
+        yield from (one.name for (one, _), flag in zip(found, flags, strict=True) if flag)
+
+
+def _differs(tensor: Tensor, other: Tensor) -> Tensor:
+    return ((tensor != other) & ~((tensor != tensor) & (other != other))).any()
 
 
 def _has_values(tensor: Tensor) -> bool:

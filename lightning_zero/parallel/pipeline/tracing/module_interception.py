@@ -315,6 +315,10 @@ class ModuleInterception:
             self._run(step, trace)
         return found
 
+    def num_lost_writes(self, tensor: Tensor) -> int:
+        """Return how often fakes were written into the memory of a tensor with values, which does nothing."""
+        return self._fakes.mode.num_lost[tensor.untyped_storage()._cdata]
+
     def showing_again(self) -> Callable[[], AbstractContextManager[None]] | None:
         """Return a function that makes a context with the attributes that the last run has shown, for its backward."""
         return self._fakes.attributes.showing_again()

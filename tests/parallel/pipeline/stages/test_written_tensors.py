@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_zero.errors import PipelineError
-from lightning_zero.parallel.pipeline.stages.written_tensors import unwritten
+from lightning_zero.parallel.pipeline.stages.written_tensors import Held, unwritten
 
 SMALL, LARGE = 16, 2**13
+
+
+def _held(**params: nn.Parameter) -> Held:
+    """Return parameters, whose versions count writes."""
+    return Held(params.items(), (), lambda: {name: one._version for name, one in params.items()}, lambda _: 0)
+
+
+def _held_buffer(buffer: Tensor, num_lost: Callable[[Tensor], int] = lambda _: 0) -> Held:
+    return Held((), [("buffer", buffer)], dict, num_lost)
 
 
 def _clamp(tensor: Tensor) -> None:
@@ -26,7 +36,7 @@ def _data(tensor: Tensor) -> None:
 @pytest.mark.parametrize(("size", "write"), [(SMALL, _clamp), (SMALL, _data), (LARGE, _clamp)])
 def test_writes_are_refused_and_small_tensors_get_their_values_back(size: int, write: Callable[[Tensor], None]) -> None:
     param = nn.Parameter(torch.ones(size))
-    with pytest.raises(PipelineError, match="The step writes into `scale` in place"), unwritten([("scale", param)]):
+    with pytest.raises(PipelineError, match="The step writes into `scale` in place"), unwritten(_held(scale=param)):
         write(param)
     assert bool(param.eq(1).all()) == (size == SMALL)
 
@@ -34,22 +44,34 @@ def test_writes_are_refused_and_small_tensors_get_their_values_back(size: int, w
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 def test_what_is_read_and_missing_numbers_are_no_writes(size: int) -> None:
     buffer = torch.full((size,), float("nan"))
-    with unwritten([("buffer", buffer)]):
+    with unwritten(_held_buffer(buffer)):
         buffer.sum()
 
 
-def test_a_write_of_the_same_values_is_one() -> None:
+@pytest.mark.parametrize("of", [lambda one: _held(scale=one), _held_buffer])
+def test_a_write_of_the_same_values_is_one(of: Callable[[Any], Held]) -> None:
     """It would be refused in the batch in which it changes them."""
     limited = nn.Parameter(torch.zeros(SMALL))
-    with pytest.raises(PipelineError, match="The step writes into `scale`"), unwritten([("scale", limited)]):
+    with pytest.raises(PipelineError, match="The step writes into"), unwritten(of(limited), compares_values=False):
         _clamp(limited)
 
 
-def test_code_that_need_not_run_may_write_and_has_no_effect() -> None:
-    param = nn.Parameter(torch.ones(SMALL))
-    with unwritten([("scale", param)], refuses=False):
+def test_fakes_that_are_written_into_buffers_move_versions_only() -> None:
+    buffer, lost = torch.zeros(SMALL), [0]
+    with unwritten(_held_buffer(buffer, lambda _: lost[0])):
+        torch.autograd.graph.increment_version(buffer)
+        lost[0] = 1
+    with pytest.raises(PipelineError, match="`buffer`"), unwritten(_held_buffer(buffer, lambda _: lost[0])):
+        torch.autograd.graph.increment_version(buffer)
+
+
+def test_code_that_need_not_run_may_write_small_tensors_and_has_no_effect() -> None:
+    param, large = nn.Parameter(torch.ones(SMALL)), nn.Parameter(torch.ones(LARGE))
+    with unwritten(_held(scale=param), may_write=True):
         _clamp(param)
     assert param.eq(1).all()
+    with pytest.raises(PipelineError, match="`large`"), unwritten(_held(large=large), may_write=True):
+        _clamp(large)
 
 
 class _Arrived(nn.Parameter):
@@ -58,7 +80,7 @@ class _Arrived(nn.Parameter):
 
 def test_values_that_arrive_are_no_writes() -> None:
     moved, pending = nn.Parameter(torch.full((1,), float("nan"))), nn.Parameter(torch.ones(SMALL))
-    with unwritten([("moved", moved), ("pending", pending)]):
+    with unwritten(_held(moved=moved, pending=pending)):
         moved.data = torch.ones(1)
         pending.data.mul_(2)
         pending.__class__ = _Arrived
@@ -69,5 +91,5 @@ def test_values_that_arrive_are_no_writes() -> None:
 def test_tensors_without_memory_are_passed_over() -> None:
     released = nn.Parameter(torch.ones(SMALL))
     released.data.untyped_storage().resize_(0)
-    with unwritten([("released", released), ("meta", torch.empty(3, device="meta"))]):
+    with unwritten(_held(released=released, meta=nn.Parameter(torch.empty(3, device="meta")))):
         pass
