@@ -97,11 +97,12 @@ class ElementwiseTrial:
 
     def begin_step(self) -> None:
         """Take note of the options in front of a step."""
-        self._before = [_kinds_of_options(group) for group in self._optimizer.param_groups]
+        if self._class not in _KNOWN:
+            self._before = [_kinds_of_options(group) for group in self._optimizer.param_groups]
 
     def end_step(self) -> None:
         """Learn which options the step has changed: the trial of a rank without parameters does not show it."""
-        changed = _changed_options(self._before, self._optimizer.param_groups)
+        changed = _changed_options(self._before, self._optimizer.param_groups) if self._before else set()
         if not changed <= self._own_options:
             self._own_options |= changed
             self._tried.add(self._kinds())
@@ -476,7 +477,7 @@ def _kind_of_group(group: Mapping[str, Any], left_out: set[str]) -> Any:
 
 
 def _kinds_of_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _kind(value) for key, value in group.items() if key != "params"}
+    return {key: _kind(value) for key, value in group.items() if key not in _LATER_OPTIONS}
 
 
 def _changed_options(before: Iterable[Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]) -> set[str]:

@@ -252,8 +252,10 @@ class ShardedOptimizer:
                 self._publish()
             self.close()
             self._end_step(self.buffers)
+            self.checks.end_step()  # the closure is the program's
             with torch.enable_grad(), self._running_step.suspended():
                 loss = closure()
+            self.checks.begin_step()
             self._begin_step()
             self._refuse_unfinished_gradients()
             self.states.hide()

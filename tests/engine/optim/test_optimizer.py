@@ -323,7 +323,7 @@ def test_on_parts_of_parameters_the_remedy_is_to_have_none() -> None:
     worlds.run(_refusal_on_a_grid, 2)
 
 
-def _refusals(rank: int, world: int, stage: int) -> None:
+def _refusals(rank: int, world: int, stage: int, in_closure: bool) -> None:
     engine, module = _engine(stage)
     *others, last = module.parameters()
     with pytest.raises(ValueError, match="`Lamb` is not element-wise: it gives other numbers .* Use stage 0"):
@@ -339,15 +339,24 @@ def _refusals(rank: int, world: int, stage: int) -> None:
     _backward(engine, module, rank)
     optimizer.param_groups[1].update(lr=0.5, momentum=0.5)
     optimizer.step()
-    optimizer.param_groups[1].update(factored=True, least=2)
+
+    def closure() -> torch.Tensor:
+        optimizer.param_groups[1].update(factored=True, least=2)
+        _backward(engine, module, rank)
+        return torch.zeros(())
+
+    if not in_closure:
+        closure()
     with pytest.raises(ValueError, match="`SometimesFactored` is not element-wise"):
-        optimizer.step()
+        optimizer.step(closure if in_closure else None)
     engine.close()
 
 
+@pytest.mark.parametrize("in_closure", [False, True])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_every_group_and_every_kind_of_options_is_tried_before_it_steps(stage: int) -> None:
-    worlds.run(_refusals, 2, stage)
+def test_every_group_and_every_kind_of_options_is_tried_before_it_steps(stage: int, in_closure: bool) -> None:
+    """What a closure changed was taken for a change by the optimizer itself."""
+    worlds.run(_refusals, 2, stage, in_closure)
 
 
 def _unlike(rank: int, world: int) -> None:
