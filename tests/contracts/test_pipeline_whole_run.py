@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.errors import PipelineError
 from tests.contracts.test_pipeline_late_values import Block, Program, _fit, batches
 from tests.sampling import sample
 from tests.worlds import run
@@ -265,7 +266,6 @@ SILENT = (
     ReadsStatistics,
     ReadsBase,
     CountsInConfig,
-    CatchesRead,
 )
 
 
@@ -274,6 +274,11 @@ def test_steps_that_do_something_else_in_stages_are_refused(make: Any) -> None:
     """They were trained with old values, in silence."""
     with pytest.raises(BaseException, match="does something else in pipeline stages than without a pipeline at"):
         run(_fit, 2, make, _pipeline(), batches())
+
+
+def test_a_refused_read_that_a_step_catches_is_refused_by_its_own_cause() -> None:
+    with pytest.raises(PipelineError, match=r"Parameter `blocks.0.first.weight` lies on pipeline stage 0"):
+        run(_fit, 2, CatchesRead, _pipeline(), batches())
 
 
 COUNT = count()
