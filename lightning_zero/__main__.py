@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from jsonargparse import auto_cli
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_zero.checkpoint.consolidate import consolidate
 from lightning_zero.checkpoint.convert import convert
@@ -42,7 +41,7 @@ def main(args: Sequence[str] | None = None) -> int:
         given = [re.sub(r"^--config(?==|$)", "--run", one) for one in given]
     try:
         auto_cli(COMMANDS, args=given, prog="python -m lightning_zero")
-    except (OSError, ValueError, TypeError, RuntimeError, MisconfigurationException, pickle.UnpicklingError) as error:
+    except (OSError, ValueError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
         print("\n".join([f"error: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
         return 1
     return 0

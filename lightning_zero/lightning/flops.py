@@ -162,7 +162,7 @@ class StepFlops:
         return True
 
     def pause(self, is_paused: bool) -> None:
-        """Leave out what comes, or count on."""
+        """Leave out the steps that follow, or count on."""
         if self.is_running and self.count is not None:
             self.count.is_paused = is_paused
 
@@ -179,7 +179,7 @@ class StepFlops:
 
 
 class ReachedFlops:
-    """What the model's operations reach per second: those of a step that is counted, over the time of later ones.
+    """The operations of the model per second: those of a step that is counted, over the time of later ones.
 
     Rows tell nothing whose steps are others than the one that was counted: with another number of micro-batches or
     other trained parameters, which counts a step anew, or with batches of another size. Nor does the row that the
@@ -219,7 +219,7 @@ class ReachedFlops:
             self.step.end(trainer.global_step)
 
     def row(self, trainer: pl.Trainer, module: nn.Module, steps: int, step_s: float) -> dict[str, float]:
-        """Return what the steps since the last row reach.
+        """Return the rates of the steps since the last row.
 
         Args:
             trainer: The Trainer.
@@ -243,7 +243,7 @@ class ReachedFlops:
         return row if self._peak is None else {**row, "throughput/mfu": reached / self._peak}
 
     def pause(self, is_paused: bool) -> None:
-        """Leave out what comes, or count on."""
+        """Leave out the steps that follow, or count on."""
         self.step.pause(is_paused)
 
     def stop(self) -> None:
@@ -252,7 +252,7 @@ class ReachedFlops:
 
 
 def _kind(trainer: pl.Trainer, module: nn.Module) -> Hashable:
-    """Return what the operations of a step depend on, besides its batches."""
+    """Return the settings that operations of a step depend on, besides its batches."""
     return trainer.accumulate_grad_batches, tuple(param.requires_grad for param in module.parameters())
 
 

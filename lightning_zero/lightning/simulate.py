@@ -260,7 +260,7 @@ class _Counter(DryRun):  # type: ignore[no-untyped-call]
             self.clock.move((window.stop - window.start) * itemsize, on_host=self._is_apart)
 
     def enter_phase(self, name: str) -> None:
-        """Call what follows by a name."""
+        """Call the calls that follow by a name."""
         self._phase = name
 
     def _begin_module(self, module: nn.Module, args: Any) -> None:

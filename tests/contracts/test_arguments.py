@@ -6,6 +6,10 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.always
+
 ROOT = Path(__file__).parents[2]
 MANY, FREE = 5, 2
 
@@ -18,7 +22,6 @@ CALLED_BY_OTHERS = {
     "lightning_zero/moe/layer.py": {"__init__"},  # positions are those of DeepSpeed's layer
     "lightning_zero/schedules.py": {"__init__"},  # positions are those of DeepSpeed's schedules
     "lightning_zero/parallel/pipeline/schedule/weight_gradients.py": {"forward"},  # of `torch.autograd.Function`
-    "lightning_zero/parallel/pipeline/tracing/fake_mode.py": {"_empty_product"},  # PyTorch's operator
     "lightning_zero/parallel/tensor/attention.py": {"__call__"},  # of `nn.MultiheadAttention`
     "lightning_zero/parallel/tensor/collectives.py": {"forward"},  # of `torch.autograd.Function`
     "lightning_zero/parallel/tensor/loss.py": {"forward"},  # likewise

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.always
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("lightning_zero", "lightning_zero_ops")
 

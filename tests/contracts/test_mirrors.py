@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.always
+
 ROOT = Path(__file__).parents[2]
 
 # Files whose behaviour shows only together with others, in whole steps or fits, and the contract that has it.

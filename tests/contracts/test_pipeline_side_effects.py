@@ -79,6 +79,28 @@ def test_flags_that_are_put_back_behind_the_blocks_are_put_back_on_all_stages(ki
     _trains(partial(Flagged, kind), _pipeline(microbatches=microbatches, schedule=schedule))
 
 
+class LaterFlag(Flagged):
+    """Sets a number behind the blocks, that they read, after a batch that has put it back."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_step == 0:
+            return super().training_step(batch, batch_idx)
+        loss = Program.training_step(self, batch, batch_idx)
+        for block in self.net.blocks:
+            block.flag = 0.1 * self.trainer.global_step
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        pass
+
+
+def test_a_flag_that_was_put_back_once_is_refused_when_it_is_not() -> None:
+    """The last stage's second micro-batch found the new number, and that of the first stage the old one."""
+    options = _pipeline(microbatches=2, schedule="gpipe")
+    with pytest.raises(PipelineError, match=r"blocks.0.flag` of `.*` is changed by code after the blocks"):
+        run(_fit, 2, partial(LaterFlag, "always"), options, {}, True)
+
+
 def _fit_uneven(rank: int, world: int, make: Any, options: dict[str, Any]) -> dict[str, Tensor]:
     strategy = ZeroStrategy(**options)
     fit = trainer(rank, world, strategy, max_epochs=1)

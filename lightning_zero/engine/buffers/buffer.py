@@ -47,6 +47,7 @@ from lightning_zero.engine.buffers.update import Update
 from lightning_zero.engine.buffers.whole import WholeBuffer
 from lightning_zero.engine.buffers.window import BufferWindow
 from lightning_zero.grid import ParamAxes
+from lightning_zero.layout import FlatLayout
 from lightning_zero.sharding import ShardedOver
 from lightning_zero.storage.references import num_tensors_in
 from lightning_zero.storage.residence import ordinary
@@ -92,7 +93,6 @@ class FlatBuffer:
         self.sharding = sharding
         self._spec = spec
         self.store = store
-        self.layout = spec.layout
         self.own_range = spec.own_range
         # - Values
         self.whole = WholeBuffer(spec)
@@ -112,6 +112,11 @@ class FlatBuffer:
         self.gradients = BufferGradients(spec, self.values)
         self.window = BufferWindow(spec, self.values, self.gradients, leave_stepped=self.leave_stepped)
         self.bind()
+
+    @property
+    def layout(self) -> FlatLayout:
+        """Where every parameter lies."""
+        return self._spec.layout
 
     @property
     def communicator(self) -> Communicator:

@@ -100,7 +100,7 @@ class Mail:
     # -- To the chunk before -------------------------------------------------------------------------------------------
 
     def send_gradients(self, tensors: Sequence[Tensor], of: int, index: int, *, what: str) -> None:
-        """Send the gradients of what a chunk was sent; zeros where there is none, which the receiver is told.
+        """Send the gradients of values that a chunk was sent; zeros where there is none, which the receiver is told.
 
         Raises:
             PipelineError: Other ones exist than in the first step of the kind, and nobody tells.
@@ -117,7 +117,7 @@ class Mail:
             self.p2p.send(peer, torch.zeros_like(tensor) if tensor.grad is None else tensor.grad, what)
 
     def expect_gradients(self, sizes: _Sizes, of: int, index: int, *, what: str) -> Letter:
-        """Start receiving the gradients of what was sent to a chunk."""
+        """Start receiving the gradients of values that were sent to a chunk."""
         peer, is_told = of % self._num_stages, len(sizes) > 0 and (self._kinds[index], of) not in self._agreed
         head = self.p2p.receive(peer, (len(sizes),), torch.uint8, f"existence of the {what}") if is_told else None
         return Letter(head, [self.p2p.receive(peer, shape, dtype, what) for shape, dtype in sizes])

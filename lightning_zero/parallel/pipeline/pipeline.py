@@ -131,7 +131,7 @@ class PipelineStage:
         return result
 
     def held(self, put_back: Iterable[nn.Module], num_lost: Callable[[torch.Tensor], int] = lambda _: 0) -> Held:
-        """Return what ``apart`` does not put back.
+        """Return the tensors that ``apart`` does not put back.
 
         Args:
             put_back: The modules whose state it puts back.

@@ -383,9 +383,10 @@ class StateAround:
             if self._is_repeated or not self._kept.has_changed(change.key):  # by code that the last stage does not run
                 known = set().union(*behind.values())
                 differs = self._take(change, taking)
-                if differs and change.key in self._kept.reset - self._kept.put_back:
+                is_put_back = change.key in self._kept.put_back and not self._kept.has_changed(change.key)
+                if differs and change.key in self._kept.reset and not is_put_back:
                     self._require_one_microbatch(change.key)
-                elif differs and change.key not in known | self._kept.put_back:
+                elif differs and change.key not in known and not is_put_back:
                     self._note_behind(change.key)
                 if change.key not in self._stale:
                     self._own.elsewhere.discard(change.key)

@@ -18,7 +18,7 @@ _MOST_NUMEL = 2**12  # of a tensor whose values are compared, which shows writes
 
 
 class Held(NamedTuple):
-    """What is not put back behind a run that does not count.
+    """The tensors that are not put back behind a run that does not count.
 
     Attributes:
         params: By name.
