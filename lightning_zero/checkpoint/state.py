@@ -198,8 +198,8 @@ def _identity(value: Any) -> Hashable:
 
 GroupPosition = tuple[int, int, int]  # of a parameter: optimizer, group, index in the group
 
-# 0-dim states that count steps, also of a 0-dim parameter
-COUNTERS = frozenset({"step", "mu_product", "mu", "eta"})
+# Names of PyTorch's states that count steps: they tell counters of 0-dim parameters from states by element.
+COUNTERS = ("step", "mu_product", "mu", "eta")
 
 
 def optimizer_state(engine: ZeroEngine, optimizer: Optimizer) -> dict[str, Any]:
@@ -230,12 +230,11 @@ def optimizer_state(engine: ZeroEngine, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _slot_segment(record: ParameterRecord, slot: str, value: Any) -> Any:
-    start, stop = record.own_range
-    if slot in COUNTERS or not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or (value.ndim == 0 and slot in COUNTERS):
         return value
-    if value.shape == torch.Size(record.shape_here) or value.shape == (stop - start,):
-        return _segment_of(record, value.detach().view(-1))
-    return value
+    start, stop = record.own_range
+    own_shape = (stop - start,) if record.is_sharded else record.shape_here
+    return _segment_of(record, value.detach().view(-1)) if value.shape == own_shape else value
 
 
 def load_optimizer_state(
@@ -304,6 +303,7 @@ def _load_optimizer(engine: ZeroEngine, optimizer: Optimizer, state: Mapping[str
     in_order = all(here is saved for here, saved in zip(state["param_groups"], saved_groups, strict=True))
     counted = before_loading(optimizer, _counted(groups, state, slots))
     slots, state = _slots_by_position(groups, counted, label), counted
+    counters = _counters(groups, slots)
     items: list[tuple[str, Any, Segment]] = []
     loaded: dict[torch.Tensor, dict[str, Any]] = {}
     for options, group in zip(state["param_groups"], groups, strict=True):
@@ -311,7 +311,14 @@ def _load_optimizer(engine: ZeroEngine, optimizer: Optimizer, state: Mapping[str
             if slots.get(record.name):
                 loaded[record.parameter] = {
                     slot: _new_slot(
-                        engine, optimizer, record=record, slot=slot, value=value, options=options, items=items
+                        engine,
+                        optimizer,
+                        record=record,
+                        slot=slot,
+                        value=value,
+                        is_counter=slot in counters,
+                        options=options,
+                        items=items,
                     )
                     for slot, value in slots[record.name].items()
                 }
@@ -518,6 +525,17 @@ def _slots_by_position(
     return slots
 
 
+def _counters(groups: Sequence[Sequence[ParameterRecord]], slots: Mapping[str, Any]) -> set[str]:
+    """Return the slots that are one number for each parameter; 0-dim parameters alone do not tell, but names do."""
+    found: dict[str, bool] = {}
+    for record in (record for group in groups for record in group if record.shape):
+        for slot, value in (slots.get(record.name) or {}).items():
+            is_tensor = isinstance(value, torch.Tensor | Segment)
+            is_number = not is_tensor or (value.numel() == 1 and value.shape != torch.Size(record.shape))
+            found[slot] = is_number and found.get(slot, True)
+    return {slot for slot, is_number in {**dict.fromkeys(COUNTERS, True), **found}.items() if is_number}
+
+
 def _new_slot(
     engine: ZeroEngine,
     optimizer: Optimizer,
@@ -525,6 +543,7 @@ def _new_slot(
     record: ParameterRecord,
     slot: str,
     value: Any,
+    is_counter: bool,
     options: Mapping[str, Any],
     items: list[tuple[str, Any, Segment]],
 ) -> Any:
@@ -532,13 +551,14 @@ def _new_slot(
     if not isinstance(value, torch.Tensor | Segment):
         return copy.deepcopy(value)
     master = record.master()
-    if slot == "step":
+    if is_counter and slot == "step":
         on_device = options.get("capturable") or options.get("fused")
         return value.to(torch.float32).to(master.device, copy=True) if on_device else value.clone()
     dtype = master.dtype if value.dtype.is_floating_point else value.dtype
-    if slot in COUNTERS or (value.ndim == 0 and len(record.shape) > 0):
+    is_by_element = value.shape == torch.Size(record.shape)
+    if is_counter or (not is_by_element and (value.ndim == 0 or record.keeps_whole_states)):
         return value.to(dtype).to(master.device, copy=True)
-    if value.shape != torch.Size(record.shape):
+    if not is_by_element:
         raise ValueError(
             f"`{slot}` of `{record.name}` has the shape {tuple(value.shape)} in the checkpoint, and the parameter has"
             f" {tuple(record.shape)}."

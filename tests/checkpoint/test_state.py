@@ -19,6 +19,7 @@ from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.errors import ReleasedParameterError
 from tests import worlds
 from tests.checkpoint import programs
+from tests.engine.optimizers import Momentum
 from tests.sampling import sample
 
 # -- The model ---------------------------------------------------------------------------------------------------------
@@ -214,6 +215,17 @@ def test_what_a_module_keeps_of_a_checkpoint_outlives_it_and_may_be_written(tmp_
 
 # -- Optimizers --------------------------------------------------------------------------------------------------------
 
+
+class _NamesOfCounters(Momentum):
+    """Has states by element under the names of PyTorch's counters."""
+
+    def direction(self, group: dict[str, Any], param: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
+        state = self.state[param]
+        for name in ("mu", "eta", "step", "mu_product"):
+            state.setdefault(name, torch.zeros_like(param)).mul_(0.9).add_(param.grad)
+        return average + state["mu"] + state["eta"] + state["step"] + state["mu_product"]
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
@@ -223,6 +235,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fused": lambda params: torch.optim.AdamW(params, fused=True),
     "rmsprop": lambda params: torch.optim.RMSprop(params, centered=True),
     "rprop": lambda params: torch.optim.Rprop(params),
+    "names of counters": _NamesOfCounters,
 }
 
 
@@ -250,7 +263,7 @@ def _continue(rank: int, world: int, name: str, path: str, full: bool) -> None:
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["directory", "file"])
-@pytest.mark.parametrize("name", sample(OPTIMIZERS, "momentum", "amsgrad", "fused", "rmsprop"))
+@pytest.mark.parametrize("name", sample(OPTIMIZERS, "momentum", "amsgrad", "fused", "names of counters"))
 def test_training_goes_on_as_if_it_had_not_stopped(name: str, full: bool, tmp_path: Path) -> None:
     worlds.run(_continue, 2, name, str(tmp_path / "saved"), full)
 

@@ -64,6 +64,11 @@ class ParameterRecord:
         """Whether states are 1-D segments, also where this rank holds everything; at stage 0 they are whole."""
         return isinstance(self._buffer, torch.Tensor) or self._buffer.own_range.is_shard
 
+    @property
+    def keeps_whole_states(self) -> bool:
+        """Whether states may have any shape: at stage 0, and where another part of the model holds the parameter."""
+        return isinstance(self._buffer, torch.Tensor) or not self.is_sharded
+
     def master(self) -> torch.Tensor:
         """Return the values that are stepped: 1-D over ``own_range``, live. ``publish`` after writing into it."""
         if isinstance(self._buffer, torch.Tensor):
