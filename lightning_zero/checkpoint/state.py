@@ -339,23 +339,24 @@ def _names_of(groups: Sequence[Sequence[ParameterRecord]]) -> dict[str, str]:
     return {alias: record.name for group in groups for record in group for alias in (record.name, *record.aliases)}
 
 
-def _positions(engine: ZeroEngine, optimizers: Sequence[Optimizer]) -> dict[str, GroupPosition | None]:
-    """Return where every parameter is stepped, by all of its names; None where no optimizer steps it."""
-    positions = {
-        id(param): (number, group_number, index)
-        for number, optimizer in enumerate(optimizers)
-        for group_number, group in enumerate(optimizer.param_groups)
-        for index, param in enumerate(group["params"])
-    }
+def _positions(engine: ZeroEngine, optimizers: Sequence[Optimizer]) -> dict[str, list[GroupPosition]]:
+    """Return where every parameter is stepped, by all of its names: several optimizers may step it, or none."""
+    positions: dict[int, list[GroupPosition]] = {}
+    for number, optimizer in enumerate(optimizers):
+        for group_number, group in enumerate(optimizer.param_groups):
+            for index, param in enumerate(group["params"]):
+                positions.setdefault(id(param), []).append((number, group_number, index))
     records = engine.records()
-    return {name: positions.get(id(record.parameter)) for record in records for name in (record.name, *record.aliases)}
+    return {
+        name: positions.get(id(record.parameter), []) for record in records for name in (record.name, *record.aliases)
+    }
 
 
 def _named(
     state: Mapping[str, Any],
     saved_names: Sequence[Sequence[str]],
     *,
-    positions: Mapping[str, GroupPosition | None],
+    positions: Mapping[str, Sequence[GroupPosition]],
     number: int,
     stored: Mapping[str, Hashable],
 ) -> Mapping[str, Any]:
@@ -374,17 +375,18 @@ def _named(
 
 
 def _are_at_positions(
-    saved: Mapping[str, GroupPosition], positions: Mapping[str, GroupPosition | None], stored: Mapping[str, Hashable]
+    saved: Mapping[str, GroupPosition], positions: Mapping[str, Sequence[GroupPosition]], stored: Mapping[str, Hashable]
 ) -> bool:
     """Say whether saved parameters may be those that are at their positions now.
 
     They are not if one of them is at another position or frozen now, or if another one of the checkpoint is there.
     """
-    here: dict[GroupPosition | None, set[str]] = {}
-    for name, position in positions.items():
-        here.setdefault(position, set()).add(name)
+    here: dict[GroupPosition, set[str]] = {}
+    for name, places in positions.items():
+        for place in places:
+            here.setdefault(place, set()).add(name)
     return all(
-        positions[name] == position if name in positions else _may_be(name, here.get(position, ()), stored)
+        position in positions[name] if name in positions else _may_be(name, here.get(position, ()), stored)
         for name, position in saved.items()
     )
 
@@ -398,17 +400,17 @@ def _may_be(name: str, others: Collection[str], stored: Mapping[str, Hashable]) 
     return not known or stored.get(name) in known
 
 
-def _refuse_of_others(state: Mapping[str, Any], positions: Mapping[str, GroupPosition | None], number: int) -> None:
-    """Refuse the state of a parameter that another optimizer steps now.
+def _refuse_of_others(state: Mapping[str, Any], positions: Mapping[str, Sequence[GroupPosition]], number: int) -> None:
+    """Refuse the state of a parameter that only other optimizers step now.
 
     Raises:
         ValueError: There is one.
     """
     for name in (name for group in state["param_groups"] for name in group["params"]):
-        position = positions.get(name)
-        if position is not None and position[0] != number:
+        numbers = [position[0] for position in positions.get(name, ())]
+        if numbers and number not in numbers:
             raise ValueError(
-                f"The checkpoint has the state of `{name}` in optimizer {number}, and optimizer {position[0]} steps it"
+                f"The checkpoint has the state of `{name}` in optimizer {number}, and optimizer {numbers[0]} steps it"
                 " now. `configure_optimizers` must return the optimizers in the order of the checkpoint."
             )
 

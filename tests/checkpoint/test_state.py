@@ -268,6 +268,59 @@ def test_training_goes_on_as_if_it_had_not_stopped(name: str, full: bool, tmp_pa
     worlds.run(_continue, 2, name, str(tmp_path / "saved"), full)
 
 
+def _continue_whole(rank: int, world: int, full: bool, path: str) -> None:
+    runs = []
+    for seed in (0, 1):
+        engine, model, _ = programs.make(0, seed)
+        trained = [param for param in model.parameters() if param.requires_grad and param.numel()]
+        runs.append((engine, model, engine.attach(torch.optim.Adafactor(trained, lr=0.1))))
+    (engine, model, optimizer), (other, copy, resumed) = runs
+    for number in range(2):
+        programs.step(engine, model, optimizer, number)
+    directory.save(engine, programs.snapshot(engine, model, optimizer), path, full=full)
+    programs.restore(other, copy, resumed, path)
+    programs.step(engine, model, optimizer, 2)
+    programs.step(other, copy, resumed, 2)
+    for mine, theirs in zip(model.parameters(), copy.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        expected, actual = optimizer.state[mine], resumed.state[theirs]
+        assert {slot: value.shape for slot, value in expected.items()} == {s: v.shape for s, v in actual.items()}
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["directory", "file"])
+def test_states_of_other_shapes_than_the_parameter_resume_at_stage_0(full: bool, tmp_path: Path) -> None:
+    worlds.run(_continue_whole, 2, full, str(tmp_path / "saved"))
+
+
+def _continue_shared(rank: int, world: int, full: bool, path: str) -> None:
+    runs = []
+    for seed in (0, 1):
+        engine, model, _ = programs.make(1, seed)
+        shared, (first, second) = list(model.conv.parameters()), model.blocks
+        optimizers = [torch.optim.Adam([*shared, *own.parameters()]) for own in (first, second)]
+        engine.attach(*optimizers)
+        runs.append((engine, model, optimizers))
+    (engine, model, optimizers), (other, copy, resumed) = runs
+    for number, optimizer in enumerate(optimizers):
+        programs.step(engine, model, optimizer, number)
+    optimizers[0].zero_grad()
+    directory.save(engine, programs.snapshot(engine, model, *optimizers), path, full=full)
+    checkpoint = directory.load(other, path)
+    state.load_model_state(other, copy, checkpoint["state_dict"])
+    names, stored = checkpoint.get(PARAMETER_NAMES, ()), state.identities(checkpoint["state_dict"])
+    state.load_optimizer_state(other, resumed, states=checkpoint["optimizer_states"], names=names, stored=stored)
+    for number in range(2):
+        programs.step(engine, model, optimizers[number], 2 + number)
+        programs.step(other, copy, resumed[number], 2 + number)
+    for mine, theirs in zip(engine.records(), other.records(), strict=True):
+        assert torch.equal(mine.master(), theirs.master()), mine.name
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["directory", "file"])
+def test_a_parameter_that_two_optimizers_step_resumes_with_both_states(full: bool, tmp_path: Path) -> None:
+    worlds.run(_continue_shared, 2, full, str(tmp_path / "saved"))
+
+
 def _change(checkpoint: dict[str, Any], what: str) -> None:
     optimizer = checkpoint["optimizer_states"][0]
     first, second = optimizer["param_groups"]
