@@ -327,7 +327,7 @@ def _load_optimizer(engine: ZeroEngine, optimizer: Optimizer, state: Mapping[str
         optimizer.state.pop(record.parameter, None)
     optimizer.state.update(loaded)
     for mine, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        mine.update({key: copy.deepcopy(value) for key, value in saved.items() if key != "params"})
+        mine.update({key: copy.deepcopy(saved[key]) for key in saved.keys() - {"params", "param_names"}})
     # Optimizers bring states and options of older versions up to date there.
     optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
     after_loading(optimizer, state)

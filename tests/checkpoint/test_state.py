@@ -377,7 +377,11 @@ def _grouped(stage: int, seed: int, order: str) -> tuple[ZeroEngine, programs.Mo
     if order == "other":
         groups = [groups[2], groups[0], groups[1]]
         groups[0]["params"] = others[::-1]
-    return engine, model, engine.attach(torch.optim.AdamW(groups))
+    names = {id(param): name for name, param in model.named_parameters()}
+    optimizer = engine.attach(torch.optim.AdamW(groups))
+    for group in optimizer.param_groups:
+        group["param_names"] = [names[id(param)] for param in group["params"]]
+    return engine, model, optimizer
 
 
 def _resume_permuted(rank: int, world: int, full: bool, path: str) -> None:
@@ -388,6 +392,9 @@ def _resume_permuted(rank: int, world: int, full: bool, path: str) -> None:
     programs.restore(other, copy, resumed, path)
     assert [group["weight_decay"] for group in resumed.param_groups] == [0.0, 0.3, 0.2]
     assert [group["lr"] for group in resumed.param_groups] == [0.02, 0.01, 1e-3]
+    names = {id(param): name for name, param in copy.named_parameters()}
+    for group in resumed.param_groups:
+        assert group["param_names"] == [names[id(param)] for param in group["params"]]
     for number in (1, 2):
         programs.step(engine, model, optimizer, number)
         programs.step(other, copy, resumed, number)
