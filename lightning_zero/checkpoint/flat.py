@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint._traverse import set_element
 
+from lightning_zero.checkpoint.own_state import OTHER_STATES
 from lightning_zero.checkpoint.planner import KeyPath, Segment
 from lightning_zero.checkpoint.stored import StoredTensor
 
@@ -199,10 +200,15 @@ def by_name(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[st
 
 
 def _by_number(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state as torch saves it: parameters are counted through the groups."""
+    """Return an optimizer's state as torch saves it: parameters are counted through the groups.
+
+    Entries of no parameter have their own keys beside them.
+    """
     numbers = {
         name: number for number, name in enumerate(name for group in state["param_groups"] for name in group["params"])
     }
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
-    slots = {numbers[name]: state["state"][name] for name in numbers if name in state["state"]}
-    return {**state, "state": slots, "param_groups": groups}
+    others = {key: value for key, value in state["state"].items() if key not in numbers}
+    slots = {number: state["state"][name] for name, number in numbers.items() if name in state["state"]}
+    rest = {key: value for key, value in state.items() if key != OTHER_STATES}
+    return {**rest, "state": {**others, **state.get(OTHER_STATES, {}), **slots}, "param_groups": groups}

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine.optim.segment_states import SEGMENTS
 
-__all__ = ["after_loading", "before_loading", "own_entries"]
+__all__ = ["OTHER_STATES", "after_loading", "before_loading", "own_entries"]
 
-OTHER_STATES = "other_states"  # key of a saved optimizer: entries of `optimizer.state` that are of no parameter
+OTHER_STATES = "other_states"  # key of a saved optimizer by name: entries of `optimizer.state` that are of no parameter
 _KEPT = frozenset({"state", "param_groups", OTHER_STATES, SEGMENTS})
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 
@@ -120,10 +120,15 @@ def before_loading(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any
 def after_loading(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Give an optimizer whose states are loaded its own entries, and call the hooks behind `load_state_dict`.
 
+    Args:
+        optimizer: The optimizer.
+        saved: Its state, with the parameters counted; entries of `state` under other keys are those of no parameter.
+
     Raises:
         ValueError: The checkpoint has tensors that are of no parameter.
     """
-    optimizer.state.update(copy.deepcopy(saved.get(OTHER_STATES, {})))
+    known = {number for group in saved["param_groups"] for number in group["params"]}
+    optimizer.state.update(copy.deepcopy({key: value for key, value in saved["state"].items() if key not in known}))
     entries = {key: value for key, value in saved.items() if key not in _KEPT}
     if entries and type(optimizer).load_state_dict is not Optimizer.load_state_dict:
         tensors = [key for key, value in entries.items() if not _is_plain(value)]

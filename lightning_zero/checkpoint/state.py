@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.flat import by_name
-from lightning_zero.checkpoint.own_state import after_loading, before_loading, own_entries
+from lightning_zero.checkpoint.own_state import OTHER_STATES, after_loading, before_loading, own_entries
 from lightning_zero.checkpoint.placeholders import StandIn, replaced, stand_ins
 from lightning_zero.checkpoint.planner import Segment
 from lightning_zero.checkpoint.ranks import Ranks
@@ -461,9 +461,15 @@ def _counted(
     """Return a saved state with the parameters counted through the groups, as hooks of optimizers know it."""
     names = [record.name for group in groups for record in group]
     numbers = iter(range(len(names)))
+    known = {key for group in state["param_groups"] for key in group["params"]}
+    others = {key: value for key, value in state["state"].items() if key not in known}
     return {
         **state,
-        "state": {number: dict(slots[name]) for number, name in enumerate(names) if slots.get(name)},
+        "state": {
+            **others,
+            **state.get(OTHER_STATES, {}),
+            **{number: dict(slots[name]) for number, name in enumerate(names) if slots.get(name)},
+        },
         "param_groups": [
             {**saved, "params": [next(numbers) for _ in group]}
             for saved, group in zip(state["param_groups"], groups, strict=True)

@@ -11,6 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_zero.checkpoint import directory, state
+from tests.checkpoint import programs
 from tests.engine.optimizers import Momentum
 from tests.lightning_programs import STAGES, WORLD, Net, assert_equal, loader, seeded, trainer, weights
 from tests.worlds import run
@@ -130,6 +132,26 @@ def test_plain_values_of_an_own_state_dict_are_resumed_as_under_ddp(
     name: str, stages: tuple[int, ...], tmp_path: Path
 ) -> None:
     run(_resume, WORLD, name, stages, str(tmp_path), timeout_s=300)
+
+
+def _exchange(rank: int, world: int, path: str) -> None:
+    plain = programs.Model()
+    theirs = CountingInState([param for param in plain.parameters() if param.requires_grad])
+    engine, model, _ = programs.make(3, 0)
+    ours = engine.attach(CountingInState([param for param in model.parameters() if param.requires_grad]))
+    for number in range(2):
+        programs.step(engine, model, ours, number)
+    directory.save(engine, programs.snapshot(engine, model, ours), path, full=True)
+    (saved,) = torch.load(path)["optimizer_states"]
+    theirs.load_state_dict(saved)
+    assert theirs.state["steps"] == 2
+    theirs.state["steps"] = 5
+    state.load_optimizer_state(engine, [ours], states=[theirs.state_dict()])
+    assert ours.state["steps"] == 5
+
+
+def test_entries_of_no_parameter_go_from_and_to_files_of_other_strategies(tmp_path: Path) -> None:
+    run(_exchange, 1, str(tmp_path / "saved"))
 
 
 def _refuse(rank: int, world: int, stages: tuple[int, ...], folder: str) -> None:
