@@ -82,6 +82,8 @@ def export_safetensors(
     is_file = target.suffix == ".safetensors"
     folder = temporary.parent if is_file else temporary
     what = f"Exporting `{target}`"
+    if engine is not None:
+        engine.internals.checkpoints.gather_module_buffers()
     try:
         with ranks.agree(what):
             if ranks.rank == 0 and os.path.lexists(target) and not overwrite:

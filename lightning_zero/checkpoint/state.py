@@ -46,7 +46,8 @@ __all__ = [
 def model_state(engine: ZeroEngine, module: nn.Module, average: nn.Module | None = None) -> dict[str, Any]:
     """Return the module's ``state_dict`` with a ``Segment`` of the master for every parameter.
 
-    The names of a tied parameter hold the same ``Segment``. Buffers and extra state are as the module returns them.
+    The names of a tied parameter hold the same ``Segment``. Buffers and extra state are as the module returns them; in
+    a pipeline call ``gather_module_buffers`` before.
 
     Args:
         engine: Shards the module.

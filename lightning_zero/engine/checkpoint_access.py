@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -17,6 +17,10 @@ from lightning_zero.engine.optim.step_device import StepDevice
 __all__ = ["CheckpointAccess"]
 
 
+def _gather_nothing() -> None:
+    """Leave the buffers of a whole module as they are."""
+
+
 class CheckpointAccess:
     """Masters and optimizer states of one engine, read and written.
 
@@ -26,6 +30,8 @@ class CheckpointAccess:
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
+        # Gives this rank the module buffers of the other parts of a model that is cut. Collective: all ranks.
+        self.gather_module_buffers: Callable[[], None] = _gather_nothing
 
     @property
     def world_communicator(self) -> Communicator:

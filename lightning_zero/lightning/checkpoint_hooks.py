@@ -116,8 +116,7 @@ class CheckpointHooks(ParallelStrategy):
         """Return this rank's segments of the parameters and everything else the module keeps."""
         if self._engine is None:
             return super().lightning_module_state_dict()
-        if self._steps is not None:
-            self._steps.gather_buffers()
+        self._engine.internals.checkpoints.gather_module_buffers()
         return state.model_state(self._engine, self._sharded_module)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

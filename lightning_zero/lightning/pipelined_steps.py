@@ -91,6 +91,7 @@ class PipelinedSteps:
         self._engine = engine
         self._mesh = mesh
         self._device = device
+        engine.internals.checkpoints.gather_module_buffers = self._gather_buffers
         # - How it runs
         self._streams = RandomStreams(device)
         self._pipeline = pipeline
@@ -527,7 +528,7 @@ class PipelinedSteps:
     def _cut(self) -> str:
         return f"{self._mesh.stages} pipeline stages ({self._split.num_chunks} chunks)"
 
-    def gather_buffers(self) -> None:
+    def _gather_buffers(self) -> None:
         """Give all stages the module buffers of the stage that computes with them, for a checkpoint.
 
         Collective: all ranks.

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from lightning_zero import ExportSafetensors, ZeroStrategy, load_pretrained
+from lightning_zero import ExportSafetensors, ZeroStrategy, export_safetensors, load_pretrained
 from tests.lightning_programs import Block, Net, loader, trainer, weights
 from tests.sampling import sample
 from tests.worlds import run
@@ -114,6 +114,41 @@ def test_stages_of_a_pipeline_load_and_export_their_parts(moment: str, tmp_path:
     saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)["state_dict"]
     assert exported.keys() == values.keys()
     assert all(torch.equal(saved[f"trunk.{name}"], value) for name, value in exported.items())
+
+
+class _Counts(Block):
+    """Counts its batches in a module buffer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        return super().forward(x)
+
+
+class _Counting(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Counts(6) for _ in self.blocks)
+
+
+def _export_by_hand(rank: int, world: int, path: str) -> None:
+    module = _Counting()
+    fitted = trainer(rank, world, ZeroStrategy(stage=1, pipeline=2), max_epochs=1)
+    fitted.fit(module, loader(0, 1))
+    export_safetensors(module, f"{path}/exported")
+    fitted.save_checkpoint(f"{path}/saved.ckpt")
+
+
+def test_an_export_by_hand_has_the_module_buffers_of_all_stages(tmp_path: Path) -> None:
+    run(_export_by_hand, WORLD, str(tmp_path))
+    exported = safetensors.torch.load_file(tmp_path / "exported" / "model.safetensors")
+    saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)["state_dict"]
+    counts = [name for name in saved if name.endswith("count")]
+    assert counts
+    assert all(torch.equal(exported[name], saved[name]) and saved[name] > 0 for name in counts)
 
 
 def _export(rank: int, world: int, path: str, options: dict[str, Any], save: dict[str, Any]) -> dict[str, Tensor]:
