@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,26 @@ def read_foreign(path: Path, rules: CutRules | None = None, copies: Copies = "eq
             f"`{path}` is no checkpoint of DeepSpeed: it says itself how parameters are cut. Give no plan."
         )
     content = read_deepspeed(folder, rules, copies) if folder is not None else _read_lightning(path)
-    steps = content.get("deepspeed", {}).get("global_steps", 0)
-    return {**EXPECTED, "global_step": steps, **content}
+    progress = content.get("deepspeed", {})
+    return {**EXPECTED, **_progress_of(progress), **content} if progress else {**EXPECTED, **content}
+
+
+def _progress_of(progress: Mapping[str, Any]) -> dict[str, Any]:
+    """Return DeepSpeed's own progress as a Trainer reads it: the number of steps and the schedule, but no epochs."""
+    steps, schedule = int(progress.get("global_steps", 0)), progress.get("lr_scheduler")
+    count = dict.fromkeys(("ready", "completed"), steps)
+    counts = {"total": count, "current": dict.fromkeys(count, 0)}
+    begun = dict.fromkeys(("total", "current"), dict.fromkeys(("ready", "started", "completed"), 0))
+    fit_loop = {
+        "epoch_loop.state_dict": {"_batches_that_stepped": max(steps - 1, 0)},
+        "epoch_loop.automatic_optimization.optim_progress": {"optimizer": {"step": counts, "zero_grad": begun}},
+        "epoch_loop.manual_optimization.optim_step_progress": counts,
+    }
+    return {
+        "global_step": steps,
+        "lr_schedulers": [] if schedule is None else [schedule],
+        "loops": {"fit_loop": fit_loop, "validate_loop": {}, "test_loop": {}, "predict_loop": {}},
+    }
 
 
 def _read_lightning(path: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_zero.checkpoint import directory, state
 from lightning_zero.checkpoint.asynchronous import AsyncSaver
@@ -348,10 +349,31 @@ class CheckpointHooks(ParallelStrategy):
                 names=checkpoint.get(PARAMETER_NAMES, ()),
                 stored=stored,
             )
+        self._check_schedulers(checkpoint.get("lr_schedulers", ()))
         for config, saved in zip(self.lr_scheduler_configs, checkpoint.get("lr_schedulers", ()), strict=False):
             optimizer = raw(config.scheduler.optimizer)
             if optimizer in permuted:
                 _refuse_values_of_groups(config.scheduler, saved, len(optimizer.param_groups))
+
+    def _check_schedulers(self, saved: Sequence[Any]) -> None:
+        """Warn of schedulers without a saved state, and refuse states of other schedulers.
+
+        Raises:
+            ValueError: A state has no entry of the scheduler that would load it.
+        """
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+        for scheduler, state_dict in zip(schedulers, saved, strict=False):
+            is_checked = isinstance(scheduler, LRScheduler) and isinstance(state_dict, Mapping) and state_dict
+            if is_checked and not state_dict.keys() & scheduler.state_dict().keys():
+                raise ValueError(
+                    f"The checkpoint has the state of another scheduler than `{type(scheduler).__name__}`:"
+                    f" {', '.join(f'`{key}`' for key in state_dict)}. Use the scheduler of the checkpoint; for"
+                    " DeepSpeed's there are `lightning_zero.WarmupLR` and the like. To start the schedule anew, set"
+                    " `checkpoint['lr_schedulers'] = []` in `on_load_checkpoint`."
+                )
+        if len(saved) < len(schedulers):
+            names = ", ".join(f"`{type(scheduler).__name__}`" for scheduler in schedulers[len(saved) :])
+            rank_zero_warn(f"The checkpoint has no state of {names}, so its schedule starts anew.")
 
     def on_train_end(self) -> None:
         """Make the steps that are still due, and show parameters in their own dtype. Collective: all ranks."""

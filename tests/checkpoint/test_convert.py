@@ -15,11 +15,13 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.optim.lr_scheduler import ExponentialLR
 
 from lightning_zero.__main__ import main
 from lightning_zero.checkpoint import directory, state
 from lightning_zero.checkpoint.convert import convert
 from lightning_zero.checkpoint.stored import StoredTensor
+from lightning_zero.schedules import WarmupLR
 from tests import worlds
 from tests.checkpoint import deepspeed_files, programs
 from tests.checkpoint.test_deepspeed import trained
@@ -94,6 +96,44 @@ def test_what_needs_no_conversion_is_refused(tmp_path: Path, capsys: pytest.Capt
     dcp.save({"weights": torch.ones(3)}, checkpoint_id=tmp_path / "torch", no_dist=True)
     with pytest.raises(ValueError, match=r"`.*torch` has no entry `model` or `state_dict`"):
         convert(str(tmp_path / "torch"), str(tmp_path / "again"))
+
+
+class Scheduled(Net):
+    def __init__(self, schedule: Any) -> None:
+        super().__init__()
+        self.schedule = schedule
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+        return [optimizer], [{"scheduler": self.schedule(optimizer), "interval": "step"}]
+
+
+def _warmup(optimizer: Any) -> WarmupLR:
+    return WarmupLR(optimizer, warmup_max_lr=0.1, warmup_num_steps=20, warmup_type="linear")
+
+
+def _resume_scheduled(rank: int, world: int, path: str, schedule: Any) -> tuple[int, Any]:
+    fitted = trainer(rank, world, 1, max_steps=5, max_epochs=9)
+    fitted.fit(seeded(lambda: Scheduled(schedule)), loader(rank, world), ckpt_path=path)
+    return fitted.global_step, fitted.lr_scheduler_configs[0].scheduler.state_dict()
+
+
+def test_steps_and_schedule_of_deepspeed_go_on(tmp_path: Path) -> None:
+    module = seeded(lambda: Scheduled(_warmup))
+    (optimizer,), _ = module.configure_optimizers()
+    module.loss((torch.ones(2, 4), torch.ones(2, 3))).backward()
+    optimizer.step()
+    paths = {name: str(tmp_path / name) for name in ("scheduled", "alone")}
+    for name, schedule in (("scheduled", {"last_batch_iteration": 2}), ("alone", None)):
+        deepspeed_files.write(tmp_path / f"{name}-theirs", module, optimizer, 2, 1, {"lr_scheduler": schedule})
+        convert(str(tmp_path / f"{name}-theirs"), paths[name])
+    step, place = _resume_scheduled(0, 1, paths["scheduled"], _warmup)
+    assert (step, place["last_batch_iteration"]) == (5, 4)
+    with pytest.raises(ValueError, match="another scheduler than `ExponentialLR`: `last_batch_iteration`. Use the"):
+        _resume_scheduled(0, 1, paths["scheduled"], lambda optimizer: ExponentialLR(optimizer, 0.9))
+    with pytest.warns(UserWarning, match="The checkpoint has no state of `WarmupLR`, so its schedule starts anew"):
+        step, place = _resume_scheduled(0, 1, paths["alone"], _warmup)
+    assert (step, place["last_batch_iteration"]) == (5, 1)
 
 
 # -- Lightning's own sharded checkpoints -------------------------------------------------------------------------------
