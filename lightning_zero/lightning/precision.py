@@ -42,7 +42,8 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-_SCALER_STATES = ("MixedPrecision", "FSDPPrecision")  # where other strategies' checkpoints keep a loss scale
+_STOCK_STATE = "MixedPrecision"  # where checkpoints of DDP keep a loss scale
+_SCALER_STATES = ("ZeroMixedPrecision", "ZeroHalfPrecision", _STOCK_STATE, "FSDPPrecision")
 
 
 @checked_fields()
@@ -142,6 +143,17 @@ class LossScaler:
             "last_overflow": self.last_overflow,
             "skipped": self.skipped,
             "config": asdict(self.config),
+        }
+
+    def stock_state(self) -> dict[str, Any]:
+        """Return ``state_dict`` with the entries that a ``GradScaler`` reads."""
+        is_static = self.config.static is not None
+        return {
+            **self.state_dict(),
+            "growth_factor": 1.0 if is_static else 2.0,
+            "backoff_factor": 1.0 if is_static else 0.5,
+            "growth_interval": self.config.window,
+            "_growth_tracker": max(self.steps - self.last_overflow - 2, 0) % self.config.window,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -273,12 +285,19 @@ class ZeroStep(Precision):
             self.grad_norm = engine.clip_grad_norm(optimizer, float(clip_val))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Go on with the loss scale of a checkpoint that another strategy has written."""
+        """Go on with the loss scale that a plugin of another class, or another strategy, has saved."""
         if self.scaler is None or type(self).__qualname__ in checkpoint:
             return
-        for name in _SCALER_STATES:
-            if checkpoint.get(name, {}).get("scale") is not None:
-                self.scaler.load_state_dict(checkpoint[name])
+        for name in (*(base.__qualname__ for base in type(self).__mro__), *_SCALER_STATES):
+            saved = checkpoint.get(name)
+            if isinstance(saved, Mapping) and saved.get("scale") is not None:
+                self.scaler.load_state_dict(saved)
+                return
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save the loss scale a second time, where DDP and plugins of other classes read it."""
+        if self.scaler is not None:
+            checkpoint.setdefault(_STOCK_STATE, self.scaler.stock_state())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loss scale."""

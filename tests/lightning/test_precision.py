@@ -122,6 +122,58 @@ def test_scale_of_another_strategys_checkpoint_is_taken_over() -> None:
     assert plugin.scaler.scale == 1024.0
 
 
+class _Renamed(ZeroMixedPrecision):
+    """A plugin of the user's."""
+
+
+@pytest.mark.parametrize(
+    ("saves", "loads"),
+    [
+        (ZeroMixedPrecision, _Renamed),
+        (_Renamed, ZeroMixedPrecision),
+        (lambda precision, device: ZeroHalfPrecision("16-true"), ZeroMixedPrecision),
+    ],
+    ids=["to a subclass", "from a subclass", "from 16-true"],
+)
+@pytest.mark.parametrize("is_old", [False, True], ids=["new", "old file"])
+def test_the_loss_scale_is_kept_where_the_plugin_has_another_class(saves: Any, loads: Any, is_old: bool) -> None:
+    saved, resumed = saves("16-mixed", "cpu"), loads("16-mixed", "cpu")
+    for _ in range(3):
+        saved.scaler.update(True)
+    checkpoint: dict[str, Any] = {type(saved).__qualname__: saved.state_dict()}
+    if not is_old:
+        saved.on_save_checkpoint(checkpoint)
+    resumed.on_load_checkpoint(checkpoint)
+    is_lost = is_old and type(saved) is _Renamed  # nobody knows its name
+    assert (resumed.scaler.state_dict() == saved.scaler.state_dict()) is not is_lost
+
+
+@pytest.mark.parametrize("static", [None, 64.0])
+def test_ddp_goes_on_with_the_loss_scale(static: float | None) -> None:
+    config = LossScale(static=static) if static else LossScale(init_scale=64.0, window=4, hysteresis=1)
+    ours = ZeroMixedPrecision("16-mixed", "cpu", config)
+    assert ours.scaler is not None
+    checkpoint: dict[str, Any] = {}
+    stock = torch.amp.GradScaler("cpu")
+    plugin = MixedPrecision("16-mixed", "cpu", stock)
+    for number in range(14):
+        ours.on_save_checkpoint(checkpoint)
+        plugin.load_state_dict(checkpoint.pop("MixedPrecision"))
+        stock.scale(torch.ones(()))
+        has_overflowed = number == 5
+        inf = torch.full((), float(has_overflowed))
+        torch._amp_update_scale_(
+            stock._scale,
+            stock._growth_tracker,
+            inf,
+            stock.get_growth_factor(),
+            stock.get_backoff_factor(),
+            stock.get_growth_interval(),
+        )
+        ours.scaler.update(has_overflowed)
+        assert stock.get_scale() == ours.scaler.scale, number
+
+
 def test_skipped_steps_are_counted() -> None:
     scaler = LossScaler(LossScale(static=4.0))
     for step in "x.xx":
