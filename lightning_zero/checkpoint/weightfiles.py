@@ -44,9 +44,11 @@ def open_weights(path: Path) -> dict[str, Any]:
 def _open_folder(folder: Path) -> dict[str, Any]:
     indices = sorted(path.name for path in folder.glob("*.index.json"))
     singles = sorted(path.name for path in folder.glob("*.safetensors"))
-    for name in (*INDICES[:1], *SINGLES[:1], *INDICES[1:], *SINGLES[1:]):
-        if (folder / name).is_file():
-            return _open_indexed(folder / name) if name in INDICES else open_weights(folder / name)
+    for index, single in zip(INDICES, SINGLES, strict=True):
+        if (folder / index).is_file():
+            return _open_indexed(folder / index, beside=single)
+        if (folder / single).is_file():
+            return open_weights(folder / single)
     if len(indices) == 1:
         return _open_indexed(folder / indices[0])
     if len(singles) == 1 and not indices:
@@ -58,12 +60,22 @@ def _open_folder(folder: Path) -> dict[str, Any]:
     )
 
 
-def _open_indexed(index: Path) -> dict[str, Any]:
+def _open_indexed(index: Path, beside: str = "") -> dict[str, Any]:
+    """Return the tensors of an index; refuse a file with this name beside that the index does not know.
+
+    Raises:
+        ValueError: There is one, or the index is damaged.
+    """
     try:
         weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
         files = {file: open_weights(index.parent / file) for file in sorted(set(weight_map.values()))}
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"`{index}` is damaged, or no index of weights ({error}).") from error
+    if beside and beside not in files and (index.parent / beside).is_file():
+        raise ValueError(
+            f"`{index.parent}` has `{beside}` and `{index.name}`, which tells of other files: two sets of weights. Give"
+            " the file that you mean, or remove the other."
+        )
     for name, file in weight_map.items():
         if name not in files[file]:
             raise ValueError(f"`{index}` says that `{name}` is in `{file}`, which does not have it.")

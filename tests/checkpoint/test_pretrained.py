@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,14 @@ def test_every_kind_of_source_loads(kind: str, tmp_path: Path) -> None:
     path = _write(kind, tmp_path)
     loaded = worlds.run(_load, 2, "before_meta", 3, str(path), "fp32")[1]
     assert all(torch.equal(loaded[name], value) for name, value in _values().items())
+
+
+def test_two_sets_of_weights_in_a_folder_are_refused(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    safetensors.torch.save_file(_values(), tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"has `model.safetensors` and `model.safetensors.index.json`, which tells of"):
+        load_pretrained(Language(), tmp_path)
+    load_pretrained(Language(), tmp_path / "model.safetensors")
 
 
 # -- Names -------------------------------------------------------------------------------------------------------------
