@@ -135,7 +135,11 @@ def put_in_place(temporary: Path, target: Path) -> None:
     elif not _exchange(temporary, target):
         old = beside(target, new_token())
         target.rename(old)
-        temporary.rename(target)
+        try:
+            temporary.rename(target)
+        except BaseException:
+            old.rename(target)
+            raise
     _sync(target.parent)
     if old is not None:
         delete(old)

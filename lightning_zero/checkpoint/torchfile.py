@@ -19,6 +19,8 @@ from typing import Any, BinaryIO
 
 import torch
 
+from lightning_zero.checkpoint.checksums import CHECKSUMS
+from lightning_zero.checkpoint.paths import beside
 from lightning_zero.checkpoint.planner import Segment
 from lightning_zero.checkpoint.safetensors import convert, is_safetensors, pieces
 from lightning_zero.checkpoint.stored import StoredTensor
@@ -91,10 +93,16 @@ def refuse_others(path: Path) -> None:
         ValueError: It is something else.
     """
     if not path.exists():
-        raise FileNotFoundError(f"There is nothing at `{path}`. {EXPECTED}")
+        raise FileNotFoundError(f"There is nothing at `{path}`.{_left_beside(path)} {EXPECTED}")
     found = _other_kind(path)
     if found is not None:
         raise ValueError(f"`{path}` is no checkpoint: it is {found}. {EXPECTED}")
+
+
+def _left_beside(path: Path) -> str:
+    """Name the whole directories that killed saves have left: where names cannot be exchanged one may be the former."""
+    left = sorted(f"`{found.parent}`" for found in path.parent.glob(f"{beside(path, '*').name}/{CHECKSUMS}"))
+    return f" A save that was killed left {', '.join(left)} there, which is whole: rename it." if left else ""
 
 
 def _other_kind(path: Path) -> str | None:

@@ -81,6 +81,39 @@ def test_files_and_folders_are_on_the_disk_before_the_old_checkpoint_goes(
     assert os.listdir(target.parent) == ["saved"]
 
 
+def _fail_second_rename(patch: pytest.MonkeyPatch, error: type[BaseException], target: Path) -> None:
+    """Let a checkpoint be put in place by two renames, of which the second raises."""
+    rename = Path.rename
+
+    def fail(path: Path, new: Any) -> Path:
+        if Path(new) == target and not (path / "old").exists():
+            raise error("no second rename")
+        return rename(path, new)
+
+    patch.setattr(paths, "_exchange", lambda first, second: False)
+    patch.setattr(Path, "rename", fail)
+
+
+def test_a_checkpoint_stays_at_its_path_where_the_new_one_cannot_take_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, temporary = tmp_path / "saved", tmp_path / ".tmp-1234abcd"
+    for folder in (target / "old", temporary):
+        folder.mkdir(parents=True)
+    _fail_second_rename(monkeypatch, OSError, target)
+    with pytest.raises(OSError, match="no second rename"):
+        paths.put_in_place(temporary, target)
+    assert sorted(os.listdir(tmp_path)) == [".tmp-1234abcd", "saved"]
+    assert (target / "old").is_dir()
+
+
+def test_a_path_between_two_renames_is_missing_by_the_name_of_what_was_there(tmp_path: Path) -> None:
+    directory.save(None, {"state_dict": {"w": torch.ones(3)}}, tmp_path / "saved", full=False)
+    (tmp_path / "saved").rename(paths.beside(tmp_path / "saved", "1234abcd"))
+    with pytest.raises(FileNotFoundError, match=r"nothing at `.*saved`. A save that was killed left `.*tmp-1234abcd`"):
+        directory.load(None, tmp_path / "saved")
+
+
 def test_what_a_killed_save_leaves_is_not_taken_for_a_checkpoint_of_slurm(tmp_path: Path) -> None:
     connector = Trainer(default_root_dir=tmp_path, logger=False, accelerator="cpu")._checkpoint_connector
     paths.beside(tmp_path / "hpc_ckpt_1.ckpt", "1234abcd").mkdir()
