@@ -36,6 +36,8 @@ from lightning_zero.lightning.rank_states import (
     RANK_STATES,
     describe_states,
     differing_in_copies,
+    differing_paths,
+    digests_of,
     kept_states,
     own_states,
     take_own_states,
@@ -165,7 +167,10 @@ class CheckpointHooks(ParallelStrategy):
         ranks = Ranks(engine)
         with ranks.agree("Copying the states of dataloaders and callbacks"):
             own = own_states(checkpoint, None if datamodule is None else type(datamodule).__qualname__)
-        rank_states = kept_states(ranks.gather_data(own))
+            digests = digests_of(own)
+        differing = differing_paths(ranks.gather_data(digests))
+        others = {path: state for path, state in own.items() if path in differing}
+        rank_states = kept_states(ranks.gather_data(others)) if differing else []
         metrics = ranks.gather_data(metric_states(self._sharded_module))[: ranks.num_copies]  # stages have the same
         of_chunks = None if self._steps is None else self._steps.random_states()
         random_states = gather_random_states(engine, of_chunks)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -11,7 +13,16 @@ import torch
 from lightning_zero.checkpoint.planner import Segment
 from lightning_zero.trees import tree_flatten, tree_leaves, tree_map_only
 
-__all__ = ["RANK_STATES", "describe_states", "differing_in_copies", "kept_states", "own_states", "take_own_states"]
+__all__ = [
+    "RANK_STATES",
+    "describe_states",
+    "differing_in_copies",
+    "differing_paths",
+    "digests_of",
+    "kept_states",
+    "own_states",
+    "take_own_states",
+]
 
 RANK_STATES = "rank_states"  # key of a checkpoint: by rank, by path in the checkpoint
 
@@ -35,6 +46,20 @@ def own_states(checkpoint: Mapping[str, Any], datamodule: str | None) -> dict[Pa
         for path, state in found.items()
         if state is not None and not any(isinstance(leaf, Segment) for leaf in tree_leaves(state))  # saved by range
     }
+
+
+def digests_of(states: Mapping[Path, Any]) -> dict[Path, bytes]:
+    """Return a digest of every state. Those of other states differ; those of equal states may."""
+    return {
+        path: sha256(pickle.dumps(tree_map_only(torch.Tensor, _digest_of, state))).digest()
+        for path, state in states.items()
+    }
+
+
+def differing_paths(of_ranks: Sequence[Mapping[Path, bytes]]) -> list[Path]:
+    """Return the paths of which ranks may have other states, given their digests, and that of the loaders."""
+    paths = dict.fromkeys(path for digests in of_ranks for path in digests)
+    return [path for path in paths if path == LOADERS or len({digests.get(path) for digests in of_ranks}) > 1]
 
 
 def kept_states(of_ranks: Sequence[dict[Path, Any]]) -> list[dict[Path, Any]]:
@@ -82,6 +107,14 @@ def _get(checkpoint: Any, path: Path) -> Any:
     for key in path:
         checkpoint = checkpoint.get(key) if isinstance(checkpoint, Mapping) else None
     return checkpoint
+
+
+def _digest_of(tensor: torch.Tensor) -> Any:
+    """Return dtype, shape and digest of a plain tensor; other tensors as they are."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        return tensor
+    values = tensor.reshape(-1).contiguous().view(torch.uint8)
+    return tensor.dtype, tuple(tensor.shape), sha256(values.numpy().data).digest()
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

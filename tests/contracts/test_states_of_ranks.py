@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_zero.config import Pipeline
-from lightning_zero.lightning.rank_states import kept_states
+from lightning_zero.lightning.rank_states import LOADERS, differing_paths, digests_of, kept_states
 from lightning_zero.lightning.strategy import ZeroStrategy
 from tests.lightning_programs import WORLD, Net, seeded, trainer
 from tests.worlds import run
@@ -259,3 +259,17 @@ def test_states_of_data_are_those_of_a_copy_of_the_model(saved: Any, resumed: An
         assert len(about_loaders) == (rank == 0 and said is not None)
         assert all(said in text and "every rank takes rank 0's state" in text for text in about_loaders)
         assert len([text for text in warned if "random number" in text]) == (rank == 0)
+
+
+def test_equal_states_are_told_by_their_digests() -> None:
+    path, other = ("callbacks", "one"), ("callbacks", "other")
+
+    def made(last: float, dtype: torch.dtype = torch.float32) -> dict[tuple[str, ...], Any]:
+        values = torch.arange(6.0).view(2, 3).to(dtype)
+        return {path: {"values": values, "names": ["a"], "number": torch.tensor(1)}, other: last, LOADERS: [1]}
+
+    same, otherwise, lowered = digests_of(made(1.0)), digests_of(made(2.0)), digests_of(made(1.0, torch.bfloat16))
+    assert differing_paths([same, digests_of(made(1.0))]) == [LOADERS]
+    assert differing_paths([same, same, otherwise]) == [other, LOADERS]
+    assert differing_paths([same, lowered]) == [path, LOADERS]
+    assert differing_paths([same, {path: same[path]}]) == [other, LOADERS]
