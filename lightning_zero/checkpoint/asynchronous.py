@@ -9,7 +9,7 @@ Note [Waits of a caller]
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -65,18 +65,22 @@ class AsyncSaver:
             prepared.detach(self._staging.copy)
         self._running = self._thread.submit(directory.write, prepared, self._ranks)
 
-    def remove(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint when the running save has succeeded."""
+    def remove(self, path: str | os.PathLike[str], then: Callable[[], None]) -> None:
+        """Remove a checkpoint, and call a function, when the running save has succeeded."""
         running = self._running
-        if running is None:
+
+        def remove_now() -> None:
             directory.remove(path)
-            return
+            then()
 
         def remove_after() -> None:
-            if running.exception() is None:
-                directory.remove(path)
+            if running is not None and running.exception() is None:
+                remove_now()
 
-        self._removals.append(self._thread.submit(remove_after))
+        if running is None:
+            remove_now()
+        else:
+            self._removals.append(self._thread.submit(remove_after))
 
     def wait(self) -> None:
         """Return when everything is on the disk.

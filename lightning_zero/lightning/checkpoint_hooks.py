@@ -61,7 +61,7 @@ class CheckpointFollower(Protocol):
         ...
 
     def checkpoint_removed(self, filepath: _PATH) -> None:
-        """Follow a removal, on rank 0."""
+        """Follow a removal, on rank 0; that of a checkpoint saved in the background in its thread."""
         ...
 
 
@@ -403,11 +403,15 @@ class CheckpointHooks(ParallelStrategy):
         if not self.is_global_zero:
             return
         if self._saver is not None:
-            self._saver.remove(filepath)
-        elif (self.has_plain_checkpoint_io and not _has_protocol(filepath)) or self._wrote_directory(filepath):
+            self._saver.remove(filepath, then=partial(self._tell_removed, filepath))
+            return
+        if (self.has_plain_checkpoint_io and not _has_protocol(filepath)) or self._wrote_directory(filepath):
             directory.remove(filepath)
         else:
             self.checkpoint_io.remove_checkpoint(filepath)
+        self._tell_removed(filepath)
+
+    def _tell_removed(self, filepath: _PATH) -> None:
         for follower in self.followers:
             follower.checkpoint_removed(filepath)
 

@@ -124,7 +124,7 @@ def test_a_staging_buffer_of_a_device_locks_the_pages_that_it_needs() -> None:
 def _fail_then_save(rank: int, world: int, full: bool, folder: str) -> list[str]:
     engine, model, optimizer = programs.make(3, 0)
     programs.step(engine, model, optimizer, 0)
-    saver = AsyncSaver(engine)
+    saver, removed = AsyncSaver(engine), list[str]()
 
     def save(name: str) -> None:
         saver.save(programs.snapshot(engine, model, optimizer), f"{folder}/{name}", full)
@@ -135,16 +135,18 @@ def _fail_then_save(rank: int, world: int, full: bool, folder: str) -> list[str]
         gate = _Gate(patch, fails=True)
         save("second")
         if rank == 0:
-            saver.remove(f"{folder}/first")
+            saver.remove(f"{folder}/first", then=lambda: removed.append("too early"))
         gate.open.set()
         with pytest.raises((CheckpointError, OSError), match="no space left"):
             saver.wait()
     saver.wait()
     after_failure = sorted(os.listdir(folder))
     save("third")
+    assert not removed
     if rank == 0:
-        saver.remove(f"{folder}/first")
+        saver.remove(f"{folder}/first", then=lambda: removed.append("first"))
     saver.close()
+    assert removed == ["first"] * (rank == 0)
     engine.internals.communicator.agree_on([0], "end")
     return [*after_failure, "then", *sorted(os.listdir(folder))]
 
