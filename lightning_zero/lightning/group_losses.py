@@ -30,9 +30,10 @@ _OF_CPU, _OF_DEVICE = (1e-5, 1e-8), (1e-2, 1e-5)  # differences that are taken f
 
 
 class StepDigest(NamedTuple):
-    """The sum of the losses of a step, and a checksum of its indices of embeddings in parts."""
+    """The sum of the losses of a step, that of their absolute values, and a checksum of its indices of embeddings."""
 
     loss: float = 0.0
+    magnitude: float = 0.0
     indices: int = 0
 
 
@@ -47,7 +48,7 @@ class GroupLosses:
         self._device = device
         self._copies = Copies(device)
         self._late = 0 if device.type == "cpu" else 1  # steps that the device may still compute
-        self._loss: Tensor | None = None  # sum of the losses whose backward this step has run
+        self._loss: Tensor | None = None  # sums of losses of this step, and of their absolute values
         self._indices: Tensor | None = None  # checksum of those of this step
         self._steps: deque[tuple[Tensor, Landing]] = deque()  # in host memory, oldest first
         self._relative, self._absolute = _OF_CPU if device.type == "cpu" else _OF_DEVICE
@@ -57,8 +58,9 @@ class GroupLosses:
         loss = loss.detach()
         if loss.is_floating_point():
             self._relative = max(self._relative, 2 * torch.finfo(loss.dtype).eps)
-            loss = loss.double().sum()
-            self._loss = loss if self._loss is None else self._loss + loss
+            loss = loss.double()
+            sums = torch.stack([loss.sum(), loss.abs().sum()])
+            self._loss = sums if self._loss is None else self._loss + sums
 
     def add_indices(self, indices: Tensor) -> None:
         """Add indices of an embedding in parts, of this step."""
@@ -74,10 +76,13 @@ class GroupLosses:
         """Start copying the digest of a step, if there is one, to the host."""
         if self._loss is None and self._indices is None:
             return
-        nothing = torch.zeros((), dtype=torch.float64, device=self._device)
-        both = [nothing if one is None else one.to(nothing) for one in (self._loss, self._indices)]
-        host = torch.empty(2, dtype=torch.float64, pin_memory=self._device.type == "cuda")
-        self._steps.append((host, self._copies.down(host, torch.stack(both))))
+        digest = torch.zeros(3, dtype=torch.float64, device=self._device)
+        if self._loss is not None:
+            digest[:2] = self._loss
+        if self._indices is not None:
+            digest[2] = self._indices
+        host = torch.empty(3, dtype=torch.float64, pin_memory=self._device.type == "cuda")
+        self._steps.append((host, self._copies.down(host, digest)))
         self._loss = self._indices = None
 
     def next(self) -> StepDigest:
@@ -90,20 +95,26 @@ class GroupLosses:
         while self._steps:
             yield self._oldest()
 
-    def are_alike(self, losses: Sequence[float]) -> bool:
-        """Say whether losses of several ranks are those of one step; see Note [Alike]."""
+    def are_alike(self, losses: Sequence[float], magnitude: float) -> bool:
+        """Say whether losses of several ranks are those of one step; see Note [Alike].
+
+        Args:
+            losses: Sums, by rank.
+            magnitude: The sum of the absolute values that one of them adds up, which may cancel.
+        """
         first = losses[0]
+        limit = max(self._absolute, self._relative * magnitude)
         return all(
             one == first
             or (math.isnan(one) and math.isnan(first))
-            or math.isclose(one, first, rel_tol=self._relative, abs_tol=self._absolute)
+            or math.isclose(one, first, rel_tol=0, abs_tol=limit)
             for one in losses
         )
 
     def _oldest(self) -> StepDigest:
         host, landing = self._steps.popleft()
         landing.finish()
-        return StepDigest(float(host[0]), int(host[1]))
+        return StepDigest(float(host[0]), float(host[1]), int(host[2]))
 
 
 def _is_traced() -> bool:

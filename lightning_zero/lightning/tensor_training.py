@@ -302,11 +302,11 @@ class TensorTraining:
             self._compare_steps(digest)
 
     def _compare_steps(self, digest: StepDigest) -> None:
-        everyone = self._compare(as_number(digest.loss), digest.indices)
+        everyone = self._compare(as_number(digest.loss), as_number(digest.magnitude), digest.indices)
         losses = [as_float(loss) for loss, *_ in everyone]
-        if len({indices for _, indices, _ in everyone}) > 1:
+        if len({indices for _, _, indices, _ in everyone}) > 1:
             self._refuse_steps("gave an embedding different indices")
-        elif not self._losses.are_alike(losses):
+        elif not self._losses.are_alike(losses, as_float(everyone[0][1])):
             self._refuse_steps(f"had different losses ({', '.join(f'{loss:.7g}' for loss in losses)})")
 
     def _refuse_steps(self, difference: str) -> None:

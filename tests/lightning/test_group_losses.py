@@ -26,10 +26,10 @@ def test_losses_of_a_step_are_added_and_returned_in_order() -> None:
     for value in (1.0, 2.0):
         losses.add(torch.tensor(value, requires_grad=True))
     losses.end_step()
-    assert losses.next() == StepDigest(3.0)
+    assert losses.next() == StepDigest(3.0, 3.0)
     losses.add(torch.tensor(4))  # has no backward
     losses.add(torch.tensor([5.0, 6.0]))
-    assert list(losses.rest()) == [StepDigest(11.0)]
+    assert list(losses.rest()) == [StepDigest(11.0, 11.0)]
 
 
 def _checksum(*indices: torch.Tensor) -> int:
@@ -56,10 +56,19 @@ def test_indices_have_a_checksum_of_values_and_places() -> None:
 def test_rounding_is_no_difference(dtype: torch.dtype, ratio: float, alike: bool) -> None:
     losses = GroupLosses(torch.device("cpu"))
     losses.add(torch.tensor(2.0, dtype=dtype))
-    assert losses.are_alike([2.0, 2.0 * ratio]) == alike
-    assert losses.are_alike([math.nan, math.nan])
-    assert not losses.are_alike([2.0, math.nan])
-    assert not losses.are_alike([0.0, 2.0])
+    assert losses.are_alike([2.0, 2.0 * ratio], 2.0) == alike
+    assert losses.are_alike([math.nan, math.nan], math.nan)
+    assert not losses.are_alike([2.0, math.nan], 2.0)
+    assert not losses.are_alike([0.0, 2.0], 0.0)
+
+
+def test_rounding_of_losses_that_cancel_is_no_difference() -> None:
+    losses = GroupLosses(torch.device("cpu"))
+    for loss in (2.0, -2.0, 1e-6):
+        losses.add(torch.tensor(loss))
+    (digest,) = losses.rest()
+    assert losses.are_alike([digest.loss, 0.0], digest.magnitude)
+    assert not losses.are_alike([digest.loss, 1e-3], digest.magnitude)
 
 
 def test_a_device_is_not_waited_for_in_the_step_that_it_computes() -> None:
