@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dis
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -76,7 +79,7 @@ def _run_step(module: Any, step: str, batch: Any, trainer: Any) -> Any:
     module._trainer = _Trainer(trainer)
     for name in ("optimizers", "lr_schedulers", "manual_backward", "clip_gradients", "toggle_optimizer",
                  "untoggle_optimizer"):  # fmt: skip
-        setattr(module, name, _Inert())
+        setattr(module, name, _Inert(1.0))
     try:
         return getattr(module, step)(batch, 0)
     except Exception as error:
@@ -115,8 +118,8 @@ def without_collectives() -> Iterator[None]:
             setattr(dist, name, function)
 
 
-class _Inert:
-    """Stands for optimizers and schedulers, which there are none of yet: whatever it is asked for does nothing."""
+class _Inert(float):
+    """Stands for optimizers, schedulers and their options: a number that does nothing whatever it is asked for."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> _Inert:
         return self
@@ -129,20 +132,33 @@ class _Inert:
     def __getitem__(self, key: Any) -> _Inert:
         return self
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Do nothing."""
+
+    def __delitem__(self, key: Any) -> None:
+        """Do nothing."""
+
+    def __contains__(self, key: Any) -> bool:
+        return False
+
     def __iter__(self) -> Iterator[Any]:
-        return iter(())  # no step takes them apart
+        return iter([self] * _num_unpacked(sys._getframe(1)))
 
     def __len__(self) -> int:
-        return 0
-
-    def __float__(self) -> float:
-        return 0.0
+        return 1
 
     def __enter__(self) -> _Inert:
         return self
 
     def __exit__(self, *error: Any) -> None:
         """Do nothing."""
+
+
+def _num_unpacked(frame: FrameType) -> int:
+    """Return the number of names to which a frame assigns what it iterates over; 1 for a loop."""
+    code = frame.f_code.co_code
+    is_unpacked = dis.opname[code[frame.f_lasti]] == "UNPACK_SEQUENCE"
+    return code[frame.f_lasti + 1] if is_unpacked else 1
 
 
 class _Trainer:

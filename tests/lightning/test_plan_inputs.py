@@ -77,6 +77,34 @@ def test_steps_run_behind_an_example() -> None:
     assert torch.equal(module.seen[1], rows[:2])
 
 
+class Manual(Program):
+    """Reads and sets options of two optimizers, of which there are none yet."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        first, second = self.optimizers()  # type: ignore[attr-defined]
+        loss: Tensor = self(batch).mean()
+        group = first.param_groups[0]
+        assert f"{group['lr']:.2e}"
+        group["lr"] = 0.5 * group["lr"] if group["lr"] > 0 else 0.1
+        self.manual_backward(loss * group["lr"] + group["weight_decay"] * loss)
+        for one in (first, second):
+            one.step()
+        for scheduler in self.lr_schedulers():  # type: ignore[union-attr]
+            scheduler.step(self.trainer.callback_metrics.get("loss", 0))
+            self.seen.append(batch)
+        del group["momentum"]
+        return loss
+
+
+def test_options_of_optimizers_are_numbers_before_there_are_any() -> None:
+    rows = torch.arange(12.0).view(4, 3)
+    with pytest.raises(ValueError, match="too many values"):  # the forward, and the loop over schedulers
+        _seen(module := Manual(), DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
+    assert len(module.seen) == 2
+
+
 def test_metrics_and_collectives_meet_no_other_rank() -> None:
     with without_collectives():
         assert not dist.is_initialized()
