@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -170,12 +170,15 @@ def _verify(layers: Mapping[str, ExpertLayer]) -> None:
     Raises:
         ValueError: They compute something else than a weighted sum of single experts.
     """
-    seen = set()
+    verified: dict[Hashable, RoutedExperts] = {}
     for name, layer in layers.items():
-        shapes = tuple(tuple(param.shape) for param in layer.module.parameters())
-        if isinstance(layer.experts, RoutedExperts) and (type(layer.module), shapes) not in seen:
+        if not isinstance(layer.experts, RoutedExperts):
+            continue
+        key = type(layer.module), tuple(tuple(param.shape) for param in layer.module.parameters())
+        if key not in verified:
             layer.experts.verify(name)
-            seen.add((type(layer.module), shapes))
+            verified[key] = layer.experts
+        layer.experts.left_out = verified[key].left_out
 
 
 def _refuse_ties(module: nn.Module, layers: Mapping[str, ExpertLayer]) -> None:

@@ -9,14 +9,18 @@ Note [Verified]
     That is right for experts whose result is the sum of the results of single experts times their weights, and which
     read no more of their parameters than the rows of these. So a module is tried with random parameters of two experts:
     together, and each alone as the only one. Modules for which both differ are refused.
+
+Note [Choices of nothing]
+    Routers choose -1 or E for padded tokens where experts leave such choices out. Others give an error, or take -1 for
+    the last expert. So both numbers are tried too: those that the module leaves out are left out, others are an error.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -48,12 +52,14 @@ class RoutedExperts:
     Attributes:
         num_experts: E, on all ranks together.
         ranks: Over which they are divided; None: every rank has all of them.
+        left_out: Whether choices below 0, and those from E on, are left out; see Note [Choices of nothing].
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.num_experts = len(next(module.parameters()))
         self.ranks: ExpertRanks | None = None
+        self.left_out = (False, False)
         self._dtypes: dict[Hashable, torch.dtype] = {}  # of results, by the dtypes of a call
         self._number = 0  # of the layer, among those that are divided
         self._forward = module.__dict__.get("forward")  # which it stands in for; None: that of the class
@@ -83,17 +89,21 @@ class RoutedExperts:
         """Compute tokens on the ranks of their experts. Collective: all ranks of the engine.
 
         Args:
-            *args: (T, H) tokens; (T, k) their experts, E for none; (T, k) weights.
+            *args: (T, H) tokens; (T, k) their experts; (T, k) weights.
             **kwargs: The same by name.
 
         Returns:
             (T, H) in the dtype of the tokens.
+
+        Raises:
+            RuntimeError: There is a choice that is no expert, and the module does not leave such choices out.
         """
         assert self.ranks is not None
         given = inspect.signature(type(self.module).forward).bind(self.module, *args, **kwargs).arguments
         _, hidden_states, experts, weights = given.values()
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         experts, weights = (one.reshape(len(tokens), one.shape[-1]) for one in (experts, weights))
+        experts = self._with_nothing(experts)
         counts = count_choices(experts, self.num_experts).sum(0)
         routing = Routing(experts, weights, priority=None, aux_loss=weights.new_zeros(()), counts=counts)
         order = sort_by_expert(routing, capacity=None)
@@ -102,6 +112,20 @@ class RoutedExperts:
         results = compute_on_ranks(rows, order.offsets, compute=compute, ranks=self.ranks, layer=self._number)
         total: Tensor = unpermute_tokens(results, weights, order.slots, order.rows)
         return total.to(hidden_states.dtype).view_as(hidden_states)
+
+    def _with_nothing(self, experts: Tensor) -> Tensor:
+        """Return choices with E for those that the module leaves out."""
+        below, above = experts < 0, experts >= self.num_experts
+        are_below_left_out, are_above_left_out = self.left_out
+        if not (are_below_left_out and are_above_left_out):
+            wrong = above if are_below_left_out else below if are_above_left_out else below | above
+            torch._assert_async(
+                ~wrong.any(),
+                f"`{type(self.module).__name__}` is given a choice that is none of its experts 0 to"
+                f" {self.num_experts - 1}, and does not leave such choices out. With `expert_parallel` the router has"
+                " to choose experts alone: give padded tokens an expert, and the weight 0.",
+            )
+        return experts.masked_fill(below | above, self.num_experts)
 
     def _compute(self, dtype: torch.dtype, rows: Tensor, offsets: Tensor) -> Tensor:
         """Compute each row by its expert, of those that this rank has."""
@@ -138,7 +162,7 @@ class RoutedExperts:
     # -- Verification --------------------------------------------------------------------------------------------------
 
     def verify(self, name: str) -> None:
-        """Try the module as Note [Verified] says. No collective.
+        """Try the module as the notes say. No collective.
 
         Args:
             name: Of the module, for errors.
@@ -147,12 +171,13 @@ class RoutedExperts:
             ValueError: It does not run, or its results are others.
         """
         with torch.device("cpu"):  # also where the program makes tensors on another device by default
-            error = _tried(self.module)
-        if error is not None:
+            found = _tried(self.module)
+        if isinstance(found, str):
             raise ValueError(
-                f"`expert_parallel` cannot divide `{name}` (`{type(self.module).__name__}`): {error}. Leave the option"
+                f"`expert_parallel` cannot divide `{name}` (`{type(self.module).__name__}`): {found}. Leave the option"
                 " out, or use `lightning_zero.moe.MoE`."
             )
+        self.left_out = found
 
 
 def _argument_names(module: nn.Module) -> tuple[str, ...]:
@@ -178,8 +203,8 @@ def _having(module: nn.Module, number: int) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _tried(module: nn.Module) -> str | None:
-    """Return why a module's experts cannot be divided; None if they can."""
+def _tried(module: nn.Module) -> str | tuple[bool, bool]:
+    """Return which choices of nothing a module leaves out, or why its experts cannot be divided."""
     generator = torch.Generator().manual_seed(0)
     values = {
         key: torch.randn(2, *param.shape[1:], generator=generator) / math.sqrt(max(param.shape[-1], 1))
@@ -198,18 +223,37 @@ def _tried(module: nn.Module) -> str | None:
         except Exception as error:  # of a size that is not that of a token, or of the module
             errors.append(str(error))
             continue
-        expected = sum(alone[one] * (weights * (experts == one)).sum(1, keepdim=True) for one in range(2))
-        scale = float(torch.as_tensor(expected).square().mean().sqrt()) or 1.0
-        if float((together - expected).abs().max()) <= _TOLERANCE * scale:
-            return None
-        return "its result is not the sum of the results of single experts times their weights"
+        if not _is_sum(together, alone, experts, weights):
+            return "its result is not the sum of the results of single experts times their weights"
+        left_out = [False, False]
+        for place, number in enumerate((-1, 2)):
+            some = experts.clone()
+            some[0, 0] = some[1, 1] = number
+            with suppress(Exception):  # such choices are an error
+                left_out[place] = _is_sum(_run(module, values, (tokens, some, weights)), alone, some, weights)
+        return left_out[0], left_out[1]
     return f"it could not be tried with random tokens ({errors[-1] if errors else 'no size fits'})"
 
 
+def _is_sum(together: Tensor, alone: Sequence[Tensor], experts: Tensor, weights: Tensor) -> bool:
+    """Say whether a result is the sum of those of single experts times their weights."""
+    products = [result * (weights * (experts == one)).sum(1, keepdim=True) for one, result in enumerate(alone)]
+    expected = torch.stack(products).sum(0)
+    scale = float(expected.square().mean().sqrt()) or 1.0
+    return float((together - expected).abs().max()) <= _TOLERANCE * scale
+
+
 def _run(module: nn.Module, values: dict[str, Tensor], args: tuple[Tensor, ...]) -> Tensor:
+    """Call a module without its dropout, which would be another one each time."""
     number = len(next(iter(values.values())))
-    with _having(module, number), torch.random.fork_rng([]):
-        result: Tensor = functional_call(module, values, args)
+    state = {one: one.training for one in module.modules()}
+    module.eval()
+    try:
+        with _having(module, number), torch.random.fork_rng([]):
+            result: Tensor = functional_call(module, values, args)
+    finally:
+        for one, was in state.items():
+            one.training = was
     return result
 
 

@@ -53,6 +53,19 @@ class Mixing(Plain):
         return total + self.up.sum()
 
 
+class Dropping(Plain):
+    def bend(self, total: Tensor, weights: Tensor) -> Tensor:
+        return nn.functional.dropout(total, 0.5, self.training)
+
+
+class Indexing(Plain):
+    """Takes -1 for the last expert, and cannot take E."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        inner = torch.einsum("nh,nkoh->nko", hidden_states, self.up[top_k_index]).relu()
+        return torch.einsum("nko,nkho,nk->nh", inner, self.down[top_k_index], top_k_weights)
+
+
 class Failing(Plain):
     def bend(self, total: Tensor, weights: Tensor) -> Tensor:
         raise RuntimeError("no kernel")
@@ -74,6 +87,13 @@ def test_experts_of_unmodified_models_are_found_and_verified() -> None:
     assert (experts.num_experts, module.num_experts) == (E, E)
     assert RoutedExperts.of(Other()) is None
     assert RoutedExperts.of(nn.Linear(2, 2)) is None
+
+
+def test_experts_with_dropout_are_verified_without() -> None:
+    experts = RoutedExperts.of(module := Dropping())
+    assert experts is not None
+    experts.verify("experts")
+    assert module.training
 
 
 @pytest.mark.parametrize(
@@ -137,6 +157,36 @@ class Products(Plain):
         gates = top_k_weights.new_zeros(len(hidden_states), len(self.up)).scatter(1, top_k_index, top_k_weights)
         inner = torch.einsum("nh,eoh->neo", hidden_states, self.up).relu()
         return (torch.einsum("neo,eho->neh", inner, self.down) * gates.unsqueeze(-1)).sum(1)
+
+
+def _without_some(rank: int, world: int) -> None:
+    seed(3)
+    module, whole = Plain(), Plain()
+    whole.load_state_dict(module.state_dict())
+    divide_experts(nn.ModuleList([module]), ExpertRanks())
+    tokens, weights = torch.randn(5, H), torch.rand(5, K)
+    for number in (-1, -100, E, E + 3):
+        choices = torch.tensor([[number, 1], [0, number], [2, 3], [1, 0], [number, number]])
+        assert torch.allclose(module(tokens, choices, weights), whole(tokens, choices, weights), atol=1e-5)
+
+
+def test_choices_of_nothing_are_left_out_as_the_module_does() -> None:
+    run(_without_some, 2)
+
+
+def _not_left_out(rank: int, world: int) -> None:
+    layers = nn.ModuleList([Indexing(), Indexing()])  # verified once
+    divide_experts(layers, ExpertRanks())
+    choices = torch.zeros(5, K, dtype=torch.long)
+    for layer in layers:
+        layer(torch.randn(5, H), choices, torch.rand(5, K))
+        for number in (-1, E):
+            with pytest.raises(RuntimeError, match="`Indexing` is given a choice that is none of its experts 0 to 3"):
+                layer(torch.randn(5, H), choices.index_fill(0, torch.tensor(2), number), torch.rand(5, K))
+
+
+def test_choices_of_nothing_that_the_module_does_not_leave_out_are_an_error() -> None:
+    run(_not_left_out, 2)
 
 
 def _narrow(rank: int, world: int) -> tuple[Tensor, Tensor]:
