@@ -20,15 +20,15 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.distributed as dist
-import torchmetrics
 from torch import Tensor, nn
-from torchmetrics.utilities.distributed import gather_all_tensors
+from torchmetrics import Metric
 
 from lightning_zero.comm.tensor_groups import TensorGroups
 from lightning_zero.engine.buffers.part_parameter import show_as_whole, show_parts
@@ -57,6 +57,7 @@ from lightning_zero.trees import tree_leaves
 __all__ = ["TensorTraining", "refuse_cut_module"]
 
 _KEY = "_lightning_zero_tensor_parallel"  # attribute of a module that is cut
+_SYNC = Metric.sync
 _DEPTH = 6  # of containers in a batch
 _SAMPLED = 1024  # elements of a tensor, from its beginning and over all of it, that a digest of a batch reads
 
@@ -235,14 +236,20 @@ class TensorTraining:
 
     def bind_metrics(self) -> None:
         """Let metrics gather over the data ranks, wherever a program keeps them, until ``unbind_metrics``."""
-        setattr(torchmetrics.metric, "gather_all_tensors", self._gather)  # noqa: B010 (no attribute of its type)
+        group = self.groups.data_group
+
+        @wraps(_SYNC)
+        def sync(
+            metric: Metric, dist_sync_fn: Any = None, process_group: Any = None, *args: Any, **kwargs: Any
+        ) -> None:
+            given = metric.process_group if process_group is None else process_group
+            _SYNC(metric, dist_sync_fn, group if given is None else given, *args, **kwargs)
+
+        setattr(Metric, "sync", sync)  # noqa: B010 (a method is not assigned to)
 
     def unbind_metrics(self) -> None:
         """Let metrics gather over all ranks."""
-        setattr(torchmetrics.metric, "gather_all_tensors", gather_all_tensors)  # noqa: B010
-
-    def _gather(self, tensor: Tensor, group: Any | None = None) -> list[Tensor]:
-        return list(gather_all_tensors(tensor, self.groups.data_group if group is None else group))
+        setattr(Metric, "sync", _SYNC)  # noqa: B010
 
     def compare_batch(self, batch: Any) -> None:
         """Refuse a batch that other ranks of the tensor group do not have; see Note [The same batch …].

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torchmetrics import SumMetric
 
 from lightning_zero.comm.tensor_groups import TensorGroups
@@ -45,12 +46,22 @@ def test_a_digest_reads_every_dtype_and_layout() -> None:
     assert isinstance(_digest_of_batch([*tensors, strided, sparse, torch.tensor(3.0), torch.empty(0)]), int)
 
 
+class Counting(SumMetric):
+    """Gathers objects by itself, as the masks of `MeanAveragePrecision` are."""
+
+    def _sync_dist(self, dist_sync_fn: Any = None, process_group: Any = None) -> None:
+        super()._sync_dist(dist_sync_fn, process_group)
+        found: list[Any] = [None] * dist.get_world_size(process_group)
+        dist.all_gather_object(found, 10.0, group=process_group)
+        self.sum_value += sum(found)
+
+
 def _metrics(rank: int, world: int) -> list[float]:
     training = TensorTraining(TensorParallel(size=2), TensorGroups(2, 60.0), torch.device("cpu"))
     before, own = SumMetric(), SumMetric(dist_sync_fn=lambda tensor, group: [tensor])
     training.bind_metrics()
     values = []
-    for one in (before, copy.deepcopy(before), SumMetric(), own):  # wherever a program keeps them
+    for one in (before, copy.deepcopy(before), SumMetric(), own, Counting()):  # wherever a program keeps them
         one.update(1.0 + rank // 2)
         values.append(float(one.compute()))
     training.unbind_metrics()
@@ -61,7 +72,7 @@ def _metrics(rank: int, world: int) -> list[float]:
 
 def test_metrics_gather_over_the_data_ranks() -> None:
     for rank, values in enumerate(run(_metrics, 4)):
-        assert values == [3.0, 3.0, 3.0, 1.0 + rank // 2, 4.0]
+        assert values == [3.0, 3.0, 3.0, 1.0 + rank // 2, 23.0, 4.0]
 
 
 @dataclass
