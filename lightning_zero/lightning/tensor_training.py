@@ -120,6 +120,7 @@ class TensorTraining:
             )
         done.ranks.group = self.groups.tensor_group
         done.ranks.on_indices = self._losses.add_indices
+        done.ranks.runs_all_blocks = self.groups.size * self.groups.num_data_ranks == dist.get_world_size()
         show_parts(module.parameters())  # to the engine, until `show_wholes`
         return grid_of(
             done.records,

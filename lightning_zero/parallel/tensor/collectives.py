@@ -50,12 +50,14 @@ class Ranks(Protocol):
     Attributes:
         on_indices: Is called with the indices of every embedding in parts, which must be the same on all ranks.
         end_region: While random numbers are this rank's own, lets it go on with those that all ranks draw.
+        runs_all_blocks: Whether they run all blocks of a list in one forward; those of a pipeline stage do not.
     """
 
     rank: int
     size: int
     on_indices: Callable[[Tensor], None] | None
     end_region: Callable[[], None] | None
+    runs_all_blocks: bool
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> Tensor:
         """Return the sum, or the maximum, over the ranks in a new tensor; the same bits on every rank."""
@@ -80,6 +82,7 @@ class ProcessGroupRanks:
         self.size = dist.get_world_size(group)
         self.on_indices: Callable[[Tensor], None] | None = None
         self.end_region: Callable[[], None] | None = None
+        self.runs_all_blocks = True
 
     def __deepcopy__(self, memo: Any) -> ProcessGroupRanks:
         return self

@@ -136,6 +136,7 @@ class _Planner:
         self._call = call
         blocks = [self._planned_block(block, of) for of in self._blocks for block in self._kinds(of)]
         outside = self._planned_pieces()
+        self._refuse_layerdrop()
         plan = self._merged([*blocks, *outside])
         tied = params_cut_apart(self._module, plan) if self._options.plan == "auto" else []
         if tied:
@@ -331,6 +332,15 @@ class _Planner:
         for name in self._pieces:
             module, plan = self._module.get_submodule(name), self._outside.within(name)
             problem = ""
+    def _refuse_layerdrop(self) -> None:
+        """Refuse to divide the sequence where the first or the last block of a list may be left out."""
+        found = _layerdrop(self._module) if self._options.sequence else ""
+        if found:
+            self._refuse(
+                f"`{found}` is above 0: LayerDrop leaves blocks out, and with `sequence=True` the first block of a list"
+                " divides the sequence and the last one gathers it. Set it to 0.0, or leave `sequence` out."
+            )
+
             check = None
             cut = {f"{name}.{inner}".strip(".") for inner in plan.rules}
             if cut & {param.rpartition(".")[0] for param in self._captured.read_outside}:
@@ -371,6 +381,17 @@ def _naming(module: nn.Module, plan: TensorPlan) -> TensorPlan:
         return any(matches(pattern, name) for name in names)
 
     return plan.only(known)
+
+def _layerdrop(module: nn.Module) -> str:
+    """Return the name of a rate of LayerDrop above 0, of a module or its configuration, or nothing."""
+    for name, child in module.named_modules():
+        config = getattr(child, "config", None)
+        rates = {**vars(child), **{f"config.{key}": value for key, value in getattr(config, "__dict__", {}).items()}}
+        for key, value in rates.items():
+            if "layerdrop" in key.lower() and isinstance(value, float) and value > 0:
+                return f"{name}.{key}".lstrip(".")
+    return ""
+
 
 
 def _pieces(module: nn.Module, plan: TensorPlan, blocks: Sequence[str]) -> list[str]:

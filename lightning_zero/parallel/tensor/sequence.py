@@ -9,11 +9,13 @@ parameters outside of the cut layers see a part of the sequence, and have partia
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from lightning_zero.errors import PartialParameterError
 from lightning_zero.parallel.tensor.collectives import (
     Ranks,
     copy_to_ranks,
@@ -26,7 +28,7 @@ from lightning_zero.parallel.tensor.forwards import Divided, RowForward
 from lightning_zero.parallel.tensor.generators import Region
 from lightning_zero.parallel.tensor.plan import SequenceWord
 
-__all__ = ["SequenceBlockForward", "SequenceEnds", "SequenceRegionForward", "SequenceRowForward"]
+__all__ = ["DividedSequence", "SequenceBlockForward", "SequenceEnds", "SequenceRegionForward", "SequenceRowForward"]
 
 _SEQUENCE = 1  # the dimension of hidden states
 
@@ -36,12 +38,20 @@ def _sequence_dim(tensor: Tensor) -> int:
     return max(tensor.dim() - 2, 0)
 
 
+@dataclass
+class DividedSequence:
+    """Whether a forward is between the first and the last block of a list, so that the sequence is divided."""
+
+    is_divided: bool = False
+
+
 @dataclass(frozen=True)
 class SequenceEnds:
     """Whether a block is the first of its list, which divides the sequence, and the last, which gathers it."""
 
     is_first: bool
     is_last: bool
+    sequence: DividedSequence = field(default_factory=DividedSequence)  # that of the list
 
 
 class SequenceRowForward(RowForward):
@@ -105,7 +115,32 @@ class SequenceBlockForward(Divided):
         self._ends = ends
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block."""
+        """Run the block.
+
+        Raises:
+            PartialParameterError: The first or the last block of the list did not run.
+        """
+        if not self.ranks.runs_all_blocks or torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+            return self._run_block(*args, **kwargs)  # a backward computes some blocks again, in any order
+        sequence = self._ends.sequence
+        if sequence.is_divided == self._ends.is_first:
+            self._refuse_order()
+        sequence.is_divided = False  # if an error leaves the block
+        result = self._run_block(*args, **kwargs)
+        sequence.is_divided = not self._ends.is_last
+        return result
+
+    def _refuse_order(self) -> None:
+        was_divided, self._ends.sequence.is_divided = self._ends.sequence.is_divided, False
+        missing = "last block of its list did not run in the forward before" if was_divided else "first one did not run"
+        raise PartialParameterError(
+            f"A `{type(self.module).__name__}` of a list of blocks is called, and the {missing}. With"
+            " `TensorParallel(sequence=True)` the first block divides the sequence, and the last one gathers it, so"
+            " both have to run in every forward. Turn off LayerDrop (`layerdrop=0.0`) and all else that leaves blocks"
+            " out, or leave `sequence` out."
+        )
+
+    def _run_block(self, *args: Any, **kwargs: Any) -> Any:
         if self._ends.is_first:
             given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
             for key in self._keys:

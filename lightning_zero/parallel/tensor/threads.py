@@ -72,6 +72,7 @@ class ThreadRanks:
         self.size = size
         self.on_indices: Callable[[Tensor], None] | None = None
         self.end_region: Callable[[], None] | None = None
+        self.runs_all_blocks = True
         self._meeting = meeting
 
     @classmethod

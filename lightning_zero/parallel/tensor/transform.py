@@ -24,6 +24,7 @@ from lightning_zero.parallel.tensor.generators import Region
 from lightning_zero.parallel.tensor.plan import CutArgument, Packed, Rule, TensorPlan
 from lightning_zero.parallel.tensor.resolution import Resolution, resolve
 from lightning_zero.parallel.tensor.sequence import (
+    DividedSequence,
     SequenceBlockForward,
     SequenceEnds,
     SequenceRegionForward,
@@ -146,8 +147,9 @@ def _cut_sequences(modules: Mapping[str, nn.Module], resolution: Resolution, ran
         if name in resolution.streams:
             lists.setdefault(name.rpartition(".")[0], []).append(name)
     for blocks in lists.values():
+        sequence = DividedSequence()
         for name in blocks:
-            ends = SequenceEnds(is_first=name == blocks[0], is_last=name == blocks[-1])
+            ends = SequenceEnds(is_first=name == blocks[0], is_last=name == blocks[-1], sequence=sequence)
             SequenceBlockForward(modules[name], ranks, region=region, words=resolution.sequence[name], ends=ends)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_zero.errors import PartialParameterError
 from lightning_zero.parallel.tensor.collectives import ProcessGroupRanks
 from lightning_zero.parallel.tensor.plan import TensorPlan
 from lightning_zero.parallel.tensor.transform import cut_module
@@ -68,3 +70,24 @@ def test_masks_of_parts_of_the_sequence_differ() -> None:
     torch.manual_seed(5)
     changed = (result - torch.randn(2, 6, 4)).abs() > 1e-6
     assert not torch.equal(changed[:, :3], changed[:, 3:])
+
+
+def _left_out(rank: int, world: int) -> None:
+    model = Model()
+    cut_module(model, PLAN, ProcessGroupRanks())
+    first, middle, last = model.layers
+    x = torch.randn(2, 6, 4)
+    with pytest.raises(PartialParameterError, match="`Layer` .* first one did not run.*layerdrop=0.0"):
+        last(middle(x))
+    middle(first(x))
+    with pytest.raises(PartialParameterError, match="last block of its list did not run in the forward before"):
+        first(x)
+    model(x, True)
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        middle(first(x)[..., :3])
+    model(x, False)
+
+
+def test_blocks_that_are_left_out_at_the_ends_of_a_divided_sequence_are_an_error() -> None:
+    """LayerDrop: the loss was that of a part of the sequence."""
+    run(_left_out, 2)
