@@ -32,10 +32,12 @@ __all__ = [
     "Block",
     "Call",
     "Capture",
+    "ResultsRead",
     "blocks_of",
     "capture",
     "copy_with",
     "distinct_blocks",
+    "leaving_results",
     "results_read",
 ]
 
@@ -231,19 +233,36 @@ def _run(module: nn.Module, call: Call, names: Collection[str], blocks: Collecti
     return Capture(found, frozenset(reads.outside), frozenset(reads.between))
 
 
-def results_read(module: nn.Module, call: Call, names: Collection[str]) -> frozenset[str]:
-    """Return the blocks whose results behind the first are read by code outside of blocks. Runs as in ``capture``."""
+@dataclass(frozen=True)
+class ResultsRead:
+    """Results of blocks, and of modules in them, that code outside of blocks reads.
+
+    Attributes:
+        blocks: Names of blocks whose results behind the first are read.
+        captured: Names of modules inside of blocks, and places among their results, where a hook of transformers takes
+            results that are read (`output_attentions=True`).
+    """
+
+    blocks: frozenset[str]
+    captured: frozenset[tuple[str, int]]
+
+
+def results_read(module: nn.Module, call: Call, names: Collection[str]) -> ResultsRead:
+    """Return the results that are read by code outside of blocks. Runs as in ``capture``."""
     try:
         return _results_read(_hollow(module), call, names)
     except Exception:
         return _results_read(copied_to_cpu(module).cpu(), call, names)
 
 
-def _results_read(module: nn.Module, call: Call, names: Collection[str]) -> frozenset[str]:
+def _results_read(module: nn.Module, call: Call, names: Collection[str]) -> ResultsRead:
     reads = _ResultReads()
     for name in names:
         block = module.get_submodule(name)
-        block.register_forward_pre_hook(lambda *_: reads.enter())
+        for inner, child in block.named_modules(prefix=name):
+            if child is not block:
+                child.register_forward_hook(lambda _, args, result, inner=inner: reads.keep(inner, result))
+        block.register_forward_pre_hook(lambda _, args, kwargs: reads.enter((args, kwargs)), with_kwargs=True)
         block.register_forward_hook(lambda _, args, result, name=name: reads.leave(name, result))
     state = torch.get_rng_state()
     try:
@@ -251,30 +270,81 @@ def _results_read(module: nn.Module, call: Call, names: Collection[str]) -> froz
             call(module)
     finally:
         torch.set_rng_state(state)
-    return frozenset(reads.found)
+    return ResultsRead(
+        blocks=frozenset(name for name, _ in reads.found if name in names),
+        captured=frozenset(
+            (name, place)
+            for name, place in reads.found
+            if name not in names and _is_captured(module.get_submodule(name))
+        ),
+    )
+
+
+def _is_captured(module: nn.Module) -> bool:
+    """Say whether transformers has put a hook on a module, which takes results out of blocks."""
+    hooks = module._forward_hooks.values()
+    return any(str(getattr(hook, "__module__", "")).partition(".")[0] == "transformers" for hook in hooks)
+
+
+def leaving_results(module: nn.Module, places: Mapping[str, Collection[int]]) -> nn.Module:
+    """Return a copy of a module, with its parameters, whose forward leaves results of modules in it on these.
+
+    Args:
+        module: Is not changed.
+        places: By name of a module in it, those of its results that stay.
+    """
+    result = copy_with(module, lambda _, param: param)
+    for name, some in places.items():
+        result.get_submodule(name).register_forward_hook(functools.partial(_leave, sorted(some)))
+    return result
+
+
+def _leave(places: Collection[int], module: nn.Module, args: Any, result: Any) -> None:
+    tensors = _tensors(result)
+    module.captured_results = [tensors[place] for place in places if place < len(tensors)]  # type: ignore[assignment]
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [one for one in tree_leaves(tree) if isinstance(one, Tensor)]
 
 
 class _ResultReads(TorchFunctionMode):
-    """Notes the blocks whose results behind the first are arguments of functions outside of blocks."""
+    """Notes results of blocks behind the first, and of modules in blocks, that functions outside are given."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: set[str] = set()
-        self._results: dict[int, tuple[str, Tensor]] = {}  # kept, so that their ids stay theirs
+        self.found: set[tuple[str, int]] = set()  # name of a module, and place of the result
+        self._results: dict[int, tuple[str, int]] = {}
+        self._inputs: set[int] = set()  # of blocks
+        self._kept: list[Tensor] = []  # so that their ids stay theirs
         self._running = 0
 
-    def enter(self) -> None:
+    def enter(self, arguments: Any) -> None:
         self._running += 1
+        self._inputs.update(map(id, self._keeping(arguments)))
+
+    def keep(self, name: str, result: Any) -> None:
+        tensors = self._keeping(result)
+        self._results.update(
+            {id(one): (name, place) for place, one in enumerate(tensors) if id(one) not in self._inputs}
+        )
 
     def leave(self, name: str, result: Any) -> None:
         self._running -= 1
-        tensors = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
-        self._results.update({id(one): (name, one) for one in tensors[1:] if one is not tensors[0]})
+        tensors = self._keeping(result)
+        self._results.update({id(one): (name, place) for place, one in enumerate(tensors)})
+        if tensors:
+            del self._results[id(tensors[0])]
+
+    def _keeping(self, tree: Any) -> list[Tensor]:
+        tensors = _tensors(tree)
+        self._kept += tensors
+        return tensors
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._running and function not in _READS_NO_VALUES:
             ids = [id(one) for one in tree_leaves((args, kwargs))]
-            self.found.update(self._results[one][0] for one in ids if one in self._results)
+            self.found.update(self._results[one] for one in ids if one in self._results)
         return function(*args, **(kwargs or {}))
 
 

@@ -15,9 +15,11 @@ from lightning_zero.parallel.tensor.blocks import (
     Block,
     Call,
     Capture,
+    ResultsRead,
     blocks_of,
     capture,
     distinct_blocks,
+    leaving_results,
     results_read,
 )
 from lightning_zero.parallel.tensor.check import LIMIT, BlockCheck, check_block
@@ -134,9 +136,9 @@ class _Planner:
     def plan(self, call: Call) -> ModelPlan:
         """Plan the blocks, then the modules outside of them."""
         self._call = call
+        self._refuse_layerdrop()
         blocks = [self._planned_block(block, of) for of in self._blocks for block in self._kinds(of)]
         outside = self._planned_pieces()
-        self._refuse_layerdrop()
         plan = self._merged([*blocks, *outside])
         tied = params_cut_apart(self._module, plan) if self._options.plan == "auto" else []
         if tied:
@@ -207,6 +209,7 @@ class _Planner:
         if arguments is None:
             self._notes.append(f"`{block.name}` is not called, and stays whole")
             return self._planned(block.names, block.module, TensorPlan({}), None)
+        block = self._leaving_captured(block)
         if self._options.plan == "auto":
             find = partial(find_plan, block.module, arguments, self._size, given, without=without)
             found = find()
@@ -229,10 +232,21 @@ class _Planner:
         return self._planned(block.names, block.module, plan, check)
 
     def _is_result_read(self, block: Block) -> bool:
-        return not self._results_read.isdisjoint(block.names)
+        return not self._results_read.blocks.isdisjoint(block.names)
+
+    def _leaving_captured(self, block: Block) -> Block:
+        """Return a block that leaves what hooks of transformers take from it for other code, so that it is compared."""
+        if not any(getattr(child, "_can_record_outputs", None) for child in self._module.modules()):
+            return block
+        places: dict[str, set[int]] = {}
+        for full, place in self._results_read.captured:
+            for name in block.names:
+                if full.startswith(f"{name}."):
+                    places.setdefault(full.removeprefix(f"{name}."), set()).add(place)
+        return Block(block.names, leaving_results(block.module, places)) if places else block
 
     @cached_property
-    def _results_read(self) -> frozenset[str]:
+    def _results_read(self) -> ResultsRead:
         return results_read(self._module, self._call, [name for name in self._block_names if name])
 
     def _without_tied(self, planned: PlannedBlock, tied: Sequence[str]) -> PlannedBlock:
@@ -318,6 +332,15 @@ class _Planner:
                 f" computes with the result of `{name}`. Move the code into a block, or leave `sequence` out."
             )
 
+    def _refuse_layerdrop(self) -> None:
+        """Refuse to divide the sequence where the first or the last block of a list may be left out."""
+        found = _layerdrop(self._module) if self._options.sequence else ""
+        if found:
+            self._refuse(
+                f"`{found}` is above 0: LayerDrop leaves blocks out, and with `sequence=True` the first block of a list"
+                " divides the sequence and the last one gathers it. Set it to 0.0, or leave `sequence` out."
+            )
+
     def _refuse(self, message: str) -> None:
         if self._options.check == "refuse":
             raise ValueError(message)
@@ -332,15 +355,6 @@ class _Planner:
         for name in self._pieces:
             module, plan = self._module.get_submodule(name), self._outside.within(name)
             problem = ""
-    def _refuse_layerdrop(self) -> None:
-        """Refuse to divide the sequence where the first or the last block of a list may be left out."""
-        found = _layerdrop(self._module) if self._options.sequence else ""
-        if found:
-            self._refuse(
-                f"`{found}` is above 0: LayerDrop leaves blocks out, and with `sequence=True` the first block of a list"
-                " divides the sequence and the last one gathers it. Set it to 0.0, or leave `sequence` out."
-            )
-
             check = None
             cut = {f"{name}.{inner}".strip(".") for inner in plan.rules}
             if cut & {param.rpartition(".")[0] for param in self._captured.read_outside}:
@@ -368,6 +382,17 @@ def _program_hook(module: nn.Module) -> str:
     return ""
 
 
+def _layerdrop(module: nn.Module) -> str:
+    """Return the name of a rate of LayerDrop above 0, of a module or its configuration, or nothing."""
+    for name, child in module.named_modules():
+        config = getattr(child, "config", None)
+        rates = {**vars(child), **{f"config.{key}": value for key, value in getattr(config, "__dict__", {}).items()}}
+        for key, value in rates.items():
+            if "layerdrop" in key.lower() and isinstance(value, float) and value > 0:
+                return f"{name}.{key}".lstrip(".")
+    return ""
+
+
 def _is_inside(name: str, blocks: Collection[str]) -> bool:
     return any(name == block or name.startswith(f"{block}.") for block in blocks)
 
@@ -381,17 +406,6 @@ def _naming(module: nn.Module, plan: TensorPlan) -> TensorPlan:
         return any(matches(pattern, name) for name in names)
 
     return plan.only(known)
-
-def _layerdrop(module: nn.Module) -> str:
-    """Return the name of a rate of LayerDrop above 0, of a module or its configuration, or nothing."""
-    for name, child in module.named_modules():
-        config = getattr(child, "config", None)
-        rates = {**vars(child), **{f"config.{key}": value for key, value in getattr(config, "__dict__", {}).items()}}
-        for key, value in rates.items():
-            if "layerdrop" in key.lower() and isinstance(value, float) and value > 0:
-                return f"{name}.{key}".lstrip(".")
-    return ""
-
 
 
 def _pieces(module: nn.Module, plan: TensorPlan, blocks: Sequence[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -360,3 +361,44 @@ def test_a_plan_is_found_with_another_default_device() -> None:
     with torch.device("meta"):  # as of `torch.set_default_device("cuda")`
         found = plan_model(model, TensorParallel(size=2), call)
     assert found.lines() == expected.lines()
+
+
+def _plan_reading(family: str, name: str, **options: Any) -> ModelPlan:
+    """Plan a model of transformers for a step that reads what hooks take from the blocks."""
+    model: Any = make(family)[0]
+    model.set_attn_implementation("eager")
+    ids = torch.randint(8, (2, 8), generator=torch.Generator().manual_seed(0))
+
+    def call(one: Any) -> None:
+        result = one(input_ids=ids, **{f"output_{name}": True})
+        sum(part.float().square().mean() for part in getattr(result, name) if part is not None)
+
+    return plan_model(model, TensorParallel(size=2, **options), call)
+
+
+def test_attention_weights_that_hooks_of_transformers_take_are_whole_if_code_reads_them() -> None:
+    """They were those of a rank's heads."""
+    rules = _plan_reading("llama", "attentions").plan.rules
+    assert rules.get("model.layers.*.self_attn.q_proj") != "column"
+    assert rules["model.layers.*.mlp.gate_proj"] == "column"
+    with pytest.raises(ValueError, match="`self_attn.captured_results` is off by"):
+        _plan_reading("llama", "attentions", plan=_plan("llama").plan)
+
+
+def test_logits_of_routers_that_hooks_of_transformers_take_are_those_of_all_tokens() -> None:
+    plan = _plan("mixtral", vocabulary=False).plan
+    attention = plan.only(lambda name: "self_attn" in name)
+    assert _plan_reading("mixtral", "router_logits", plan=attention).cut_numel
+    with pytest.raises(ValueError, match=r"`mlp.gate.captured_results` is off by"):
+        _plan_reading("mixtral", "router_logits", plan=attention, sequence=True)
+
+
+@pytest.mark.parametrize("name", ["layerdrop", "encoder_layerdrop"])
+def test_layerdrop_is_refused_with_parts_of_the_sequence(name: str) -> None:
+    model = Stack(Mlp)
+    model.config = SimpleNamespace(**{name: 0.0})  # type: ignore[assignment]
+    assert _plan_stack(model, sequence=True, plan=CUT).cut_numel
+    setattr(model.config, name, 0.1)
+    assert _plan_stack(model, plan=CUT).cut_numel
+    with pytest.raises(ValueError, match=f"`config.{name}` is above 0: LayerDrop .* Set it to 0.0"):
+        _plan_stack(model, sequence=True, plan=CUT)
