@@ -53,6 +53,7 @@ from lightning_zero.lightning.loader_states import note_loader_states
 from lightning_zero.lightning.pipelined_steps import PipelinedSteps
 from lightning_zero.lightning.precision import LossScale, LossScaler, ZeroPrecision, ZeroStep, adopt, engine_precision
 from lightning_zero.lightning.process_hooks import ProcessHooks
+from lightning_zero.lightning.sample_counts import count_samples_once
 from lightning_zero.lightning.schedules import prepare_schedules
 from lightning_zero.lightning.signals import Signals
 from lightning_zero.lightning.tensor_training import TensorTraining, refuse_cut_module
@@ -347,6 +348,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         if self.imported is not None and trainer.state.fn == TrainerFn.FITTING:
             self.imported.settle(trainer, ranks=self.distributed_sampler_kwargs["num_replicas"])
         refuse_options(self, trainer)
+        count_samples_once(trainer)
         self._shard(self.lightning_module, is_fitting=trainer.state.fn == TrainerFn.FITTING)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
