@@ -1,6 +1,7 @@
 """The losses of steps that a tensor group computes together: those of its ranks must be alike.
 
-Indices of an embedding in parts must be, too: the sum over the ranks hides from the loss that they are not.
+Indices of an embedding in parts must be, too: the sum over the ranks hides from the loss that they are not. Steps of
+an evaluation have no backward, so a sample of their batches and results is compared in the place of a loss.
 
 Note [Alike]
     All ranks of a tensor group sum the same parts, so on a CPU their losses have the same bits, but for a library that
@@ -15,16 +16,18 @@ import math
 import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_zero.storage.copies import Copies, Landing
+from lightning_zero.trees import tree_leaves
 
 __all__ = ["GroupLosses", "StepDigest", "as_float", "as_number"]
 
+_SAMPLED = 64  # elements of a tensor
 _MODULUS = 2**31 - 1  # of a checksum of indices
 _OF_CPU, _OF_DEVICE = (1e-5, 1e-8), (1e-2, 1e-5)  # differences that are taken for rounding: relative, absolute
 
@@ -71,6 +74,17 @@ class GroupLosses:
             places = torch.arange(1, 1 + len(flat), device=flat.device)
             found = (flat * places % _MODULUS).sum() % _MODULUS
             self._indices = found if self._indices is None else (self._indices * 31 + found) % _MODULUS
+
+    def add_sample(self, tree: Any) -> None:
+        """Add some elements of the tensors in a batch or a result."""
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.numel() and not leaf.is_meta:
+                flat = leaf.detach().flatten()
+                some = flat[:: max(len(flat) // _SAMPLED, 1)].to(self._device)
+                if some.is_floating_point():
+                    self.add(some.double())
+                elif not some.is_complex():
+                    self.add_indices(some)
 
     def end_step(self) -> None:
         """Start copying the digest of a step, if there is one, to the host."""

@@ -691,8 +691,9 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``LightningModule.predict_step`` with the parameters it needs."""
         if self._steps is not None:
-            self._announce_batch()
-            return self._steps.predict_step(args, context=self.precision_plugin.predict_step_context)
+            self._begin_evaluated_step()
+            output = self._steps.predict_step(args, context=self.precision_plugin.predict_step_context)
+            return self._noted(output, args)
         return self._evaluate_batch("predict_step", super().predict_step, *args, **kwargs)
 
     def pipeline_timings(self, steps: int) -> dict[str, float]:
@@ -703,9 +704,9 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         return {} if self._steps is None else self._steps.timings(steps)
 
     def _evaluate(self, steps: PipelinedSteps, name: str, args: tuple[Any, ...], context: Any) -> STEP_OUTPUT:
-        self._announce_batch()
+        self._begin_evaluated_step()
         output: STEP_OUTPUT = steps.evaluation_step(name, args, context=context)
-        return output
+        return self._noted(output, args)
 
     def _loss_of_nothing(self) -> Tensor:
         """Return a loss without parameters, so that this rank still joins the reductions of the others."""
@@ -743,17 +744,22 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             self._evaluation = kind(self.engine, self._sharded_module.trainer, step)
             self._evaluation.begin()
 
-    def _announce_batch(self) -> None:
+    def _begin_evaluated_step(self) -> None:
         if self._evaluation is not None:
             self._evaluation.announce()
+        if self._tensor is not None:
+            self._tensor.begin_step(self._sharded_module)
+
+    def _noted(self, output: T, arguments: Any) -> T:
+        if self._tensor is not None:
+            self._tensor.note_evaluation(arguments, output)
+        return output
 
     def _evaluate_batch(self, name: str, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        self._announce_batch()
-        if self._tensor is not None:
-            self._tensor.agree_on_random_numbers()
+        self._begin_evaluated_step()
         with self.engine.scope(name):
             try:
-                return step(*args, **kwargs)
+                return self._noted(step(*args, **kwargs), (args, kwargs))
             except StopIteration as error:  # of `dataloader_iter`: the others may have a batch, and need this step
                 end = error
         raise end
@@ -771,6 +777,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self._end_evaluation()
 
     def _end_evaluation(self) -> None:
+        if self._tensor is not None:
+            self._tensor.end_steps()
         if self._sharded_module.trainer.state.fn != TrainerFn.FITTING:
             self.engine.show_masters()
 

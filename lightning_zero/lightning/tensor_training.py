@@ -10,7 +10,7 @@ Note [The same batch and the same numbers]
     random number on rank 0 alone gives them different dropout masks: then every rank computes parts of another model.
     So before each batch is used the ranks compare digests of it and of their generators. Batches that differ are an
     error; generators go on from the first rank's state. Inputs that a step draws from generators of its own are seen by
-    its loss, which the ranks compare one or two steps later.
+    its loss, which the ranks compare one or two steps later; in an evaluation, by a sample of its batch and result.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class TensorTraining:
         return len({digest for (digest,) in self._compare()}) > 1
 
     def begin_step(self, module: nn.Module) -> None:
-        """Compare the losses of an earlier step; let generators go on from one state. Collective: the tensor group.
+        """Compare an earlier step; let generators go on from one state. Collective: the tensor group.
 
         Args:
             module: That is cut.
@@ -300,8 +300,12 @@ class TensorTraining:
         """Take a loss of this step whose backward begins, for the comparison."""
         self._losses.add(loss)
 
+    def note_evaluation(self, arguments: Any, result: Any) -> None:
+        """Take the arguments and the result of a step of an evaluation, for the comparison."""
+        self._losses.add_sample((arguments, result))
+
     def end_steps(self) -> None:
-        """Compare the losses of the last steps of a fit. Collective: the tensor group.
+        """Compare the last steps of a fit or an evaluation. Collective: the tensor group.
 
         Raises:
             ValueError: They differ.
@@ -313,16 +317,17 @@ class TensorTraining:
         everyone = self._compare(as_number(digest.loss), as_number(digest.magnitude), digest.indices)
         losses = [as_float(loss) for loss, *_ in everyone]
         if len({indices for _, _, indices, _ in everyone}) > 1:
-            self._refuse_steps("gave an embedding different indices")
+            self._refuse_steps("gave an embedding different indices, or had different batches")
         elif not self._losses.are_alike(losses, as_float(everyone[0][1])):
-            self._refuse_steps(f"had different losses ({', '.join(f'{loss:.7g}' for loss in losses)})")
+            self._refuse_steps(f"had different losses or results ({', '.join(f'{loss:.7g}' for loss in losses)})")
 
     def _refuse_steps(self, difference: str) -> None:
         first = self.groups.data_rank * self.groups.size
         message = (
             f"The ranks {first} to {first + self.groups.size - 1} are one tensor group, and in an earlier step they"
-            f" {difference}. With `tensor_parallel` such ranks compute one step together, so what a step draws must be"
-            " the same: draw from the generators of PyTorch, NumPy or Python, or seed a generator of your own by"
+            f" {difference}. With `tensor_parallel` such ranks compute one step together, so its batch and what it"
+            " draws must be the same: give samplers `**trainer.strategy.distributed_sampler_kwargs`, and draw from the"
+            " generators of PyTorch, NumPy or Python, or seed a generator of your own by"
             " `trainer.strategy.distributed_sampler_kwargs['rank']` and not by `global_rank`."
         )
         if self.options.check == "refuse":

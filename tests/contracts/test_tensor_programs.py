@@ -18,12 +18,13 @@ from unittest.mock import patch
 import pytest
 import torch
 from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import ThroughputMonitor
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_zero.lightning.strategy import ZeroStrategy
-from tests.contracts.test_tensor_parallel import BATCH, LENGTH, Logging, Program, loaders
+from tests.contracts.test_tensor_parallel import BATCH, LENGTH, Logging, Program, Samples, loaders
 from tests.contracts.test_tensor_parts import Transformed
 from tests.lightning_programs import assert_equal, trainer, weights
 from tests.parallel.tensor.families import HEADS, VOCAB, SeparateAttention
@@ -224,7 +225,7 @@ class Weighted(Program):
         (Noisy, 1, "gave an embedding different indices"),
         (NoisyByHand, 1, "gave an embedding different indices"),
         (noisy_at_the_end, 4, "gave an embedding different indices"),
-        (Weighted, 1, "had different losses (0."),
+        (Weighted, 1, "had different losses or results (0."),
     ],
 )
 def test_ranks_of_a_tensor_group_that_draw_for_themselves_are_refused(
@@ -249,6 +250,49 @@ def fit_warned(rank: int, world: int) -> list[str]:
 
 def test_different_losses_are_a_warning_where_plans_are() -> None:
     assert [len(found) for found in run(fit_warned, 2)] == [2, 2]
+
+
+# -- Evaluation --------------------------------------------------------------------------------------------------------
+
+
+class Fetching(Program):
+    """Fetches its batches in the step, and has a whole embedding."""
+
+    def __init__(self) -> None:
+        super().__init__("hand-separate")
+        self.example_input_array = torch.zeros(2, LENGTH, dtype=torch.long)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(ids)  # type: ignore[no-any-return]
+
+    def validation_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        batch, *_ = next(dataloader_iter)
+        return self._loss(batch)
+
+
+def validate(rank: int, world: int) -> list[Any]:
+    outcomes: list[Any] = []
+    samples = Samples("plain")
+    for ranks in (1, 2):
+        monitor = ThroughputMonitor(batch_size_fn=len)
+        options: Any = {"size": 2, "vocabulary": False}
+        validated = trainer(
+            rank, world, ZeroStrategy(stage=1, tensor_parallel=options), callbacks=[monitor], limit_val_batches=2
+        )
+        sampler = DistributedSampler(samples, ranks, rank % ranks, shuffle=False)
+        try:
+            validated.validate(Fetching(), DataLoader(samples, batch_size=2, sampler=sampler), verbose=False)
+            outcomes.append([one.world_size for one in monitor._throughputs.values()])
+        except ValueError as error:
+            outcomes.append(str(error))
+    return outcomes
+
+
+def test_other_batches_in_an_evaluation_are_refused() -> None:
+    for same, other in run(validate, 2):
+        assert same == [1]
+        assert "in an earlier step they had different losses or results (" in other
+        assert "**trainer.strategy.distributed_sampler_kwargs" in other
 
 
 # -- Regions that are left -------------------------------------------------------------------------------------------

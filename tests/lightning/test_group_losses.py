@@ -82,3 +82,22 @@ def test_a_device_is_not_waited_for_in_the_step_that_it_computes() -> None:
         assert values == [0.0, 0.0, 1.0, 2.0]
         assert [one.loss for one in losses.rest()] == [3.0, 4.0]
         assert device is not None
+
+
+def _digest(*trees: object) -> StepDigest:
+    losses = GroupLosses(torch.device("cpu"))
+    for tree in trees:
+        losses.add_sample(tree)
+    (digest,) = [*losses.rest(), StepDigest()][:1]
+    return digest
+
+
+def test_batches_and_results_have_a_sample() -> None:
+    values, ids = torch.arange(-500.0, 500.0), torch.arange(1000)
+    assert _digest("text", None, torch.empty(0), torch.empty(3, device="meta")) == StepDigest()
+    digest = _digest({"x": values}, [ids])
+    assert digest == _digest(values, ids.clone())
+    assert digest.magnitude > abs(digest.loss) > 0
+    assert digest.loss != _digest(values + 1, ids).loss
+    assert digest.indices != _digest(values, ids + 1).indices
+    assert _digest(values.bfloat16().view(20, 50).t()[::3]).magnitude > 0
