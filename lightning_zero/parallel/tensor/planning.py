@@ -235,7 +235,7 @@ class _Planner:
         return not self._results_read.blocks.isdisjoint(block.names)
 
     def _leaving_captured(self, block: Block) -> Block:
-        """Return a block that leaves what hooks of transformers take from it for other code, so that it is compared."""
+        """Return a block that keeps the results that hooks of transformers take from it, so that they are compared."""
         if not any(getattr(child, "_can_record_outputs", None) for child in self._module.modules()):
             return block
         places: dict[str, set[int]] = {}
