@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
@@ -40,7 +41,7 @@ class Branching(Net):
         return loss
 
 
-def branching(rank: int, world: int) -> None:
+def branching(rank: int, world: int, options: dict[str, Any]) -> None:
     def fit(strategy: Any) -> tuple[list[float], dict[str, Tensor]]:
         module = seeded(Branching)
         fitted = trainer(rank, world, strategy, max_epochs=2)
@@ -48,10 +49,15 @@ def branching(rank: int, world: int) -> None:
         return module.seen, weights(fitted)  # type: ignore[return-value]
 
     seen, expected = fit(DDPStrategy(find_unused_parameters=True))
-    found, values = fit(ZeroStrategy(stage=3, timeout=20.0))
+    found, values = fit(ZeroStrategy(timeout=20.0, **options))
     assert_equal(values, expected, 1e-6)
     assert torch.allclose(torch.tensor(found), torch.tensor(seen), atol=1e-6)
 
 
-def test_collectives_of_the_strategy_in_a_step_meet_where_ranks_use_different_blocks() -> None:
-    run(branching, WORLD, timeout_s=90)
+@pytest.mark.parametrize(
+    "options",
+    [{"stage": 3}, {"stage": 2, "step": "deferred"}, {"stage": 1, "offload": "cpu"}],
+    ids=["stage3", "stage2-deferred", "stage1-offloaded"],
+)
+def test_collectives_of_the_strategy_in_a_step_meet_where_ranks_use_different_blocks(options: dict[str, Any]) -> None:
+    run(branching, WORLD, options, timeout_s=90)

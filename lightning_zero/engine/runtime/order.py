@@ -107,6 +107,11 @@ class PassOrder:
         """Whether a pass is running."""
         return self._running is not None
 
+    @property
+    def pass_gathers(self) -> bool:
+        """Whether a pass is running in which units may be gathered; below stage 3 those that are stale."""
+        return self._running is not None and self._running.gathers
+
     def begin(
         self, kind: Hashable, *, gathers: bool | None = None, in_original: bool = False, may_reduce: bool = True
     ) -> None:

@@ -174,14 +174,14 @@ class Scopes:
 
         Without it ranks that have used other units would wait in different collectives.
         """
-        if not (self._order.gathers and self._order.in_pass) or self._order.is_suspended or in_backward():
+        if not self._order.pass_gathers or self._order.is_suspended or in_backward():
             return nullcontext()
         return self.boundary()
 
     def begin_step(self) -> None:
         """Begin a step of an optimizer: no prefetched unit may outlive it. Collective inside a scope."""
         self.recover()
-        if self._order.gathers and self.is_open and not self._order.is_suspended:
+        if self._order.pass_gathers and self.is_open and not self._order.is_suspended:
             with self.boundary():
                 pass
 
