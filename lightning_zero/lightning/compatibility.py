@@ -15,11 +15,13 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 
 from lightning_zero.config import ActivationCheckpointing, Pipeline, StepTime
 from lightning_zero.lightning.pipelined_steps import refuse_program
 from lightning_zero.lightning.precision import LossScale
 from lightning_zero.lightning.step_in_backward import refuse_with_early_steps
+from lightning_zero.parallel.pipeline.stages.specs import LayerSpec
 from lightning_zero.parallel.tensor.plan import TensorParallel
 
 __all__ = ["refuse_options"]
@@ -70,7 +72,8 @@ def refuse_options(strategy: _Options, trainer: pl.Trainer) -> None:
     _refuse_activations(strategy)
     _refuse_async(strategy, trainer)
     _refuse_pipeline(strategy, trainer)
-    _refuse_batch_norms_of_all_ranks(strategy, trainer)
+    if trainer.state.fn == TrainerFn.FITTING:
+        _refuse_batch_norms_of_all_ranks(strategy, trainer.lightning_module)
     refuse_with_early_steps(strategy, trainer)
     if strategy.loss_scale is not None and strategy.precision_plugin.scaler is None:
         raise ValueError(
@@ -95,7 +98,8 @@ def _refuse_what_needs_whole_models(strategy: _Options, trainer: pl.Trainer) -> 
                 f"`{type(logger).__name__}(log_graph=True)` runs the model on rank 0 alone, and with `{needing[0]}` a"
                 " forward needs all ranks. Leave `log_graph` out, or log the graph of a model on one rank."
             )
-    if strategy.tensor_parallel is None and strategy.expert_parallel is None:
+    has_parts = strategy.tensor_parallel is not None or strategy.expert_parallel is not None
+    if not has_parts or trainer.state.fn != TrainerFn.FITTING:
         return
     if any(isinstance(callback, BackboneFinetuning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         option = "expert_parallel" if strategy.tensor_parallel is None else "tensor_parallel"
@@ -108,11 +112,6 @@ def _refuse_what_needs_whole_models(strategy: _Options, trainer: pl.Trainer) -> 
 def _refuse_pipeline(strategy: _Options, trainer: pl.Trainer) -> None:
     if strategy.pipeline is None:
         return
-    if strategy._layer_sync is not None:
-        raise ValueError(
-            "`sync_batchnorm=True` averages over all ranks, and with `pipeline` those of other stages do not run the"
-            " layer. Use group or layer normalisation, or leave one of the two out."
-        )
     fitting = trainer.state.fn == TrainerFn.FITTING
     refuse_program(trainer.lightning_module, strategy.pipeline.num_microbatches if fitting else 1)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -123,15 +122,26 @@ def _refuse_pipeline(strategy: _Options, trainer: pl.Trainer) -> None:
             )
 
 
-def _refuse_batch_norms_of_all_ranks(strategy: _Options, trainer: pl.Trainer) -> None:
-    if strategy.tensor_parallel is None or strategy._layer_sync is None:
+def _refuse_batch_norms_of_all_ranks(strategy: _Options, module: pl.LightningModule) -> None:
+    if strategy.tensor_parallel is None and strategy.pipeline is None:
         return
-    for name, module in trainer.lightning_module.named_modules():
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-            raise ValueError(
-                f"`sync_batchnorm=True` averages `{name}` over all ranks, and with `tensor_parallel` several have"
-                " the same samples, which would count several times. Leave one of the two out."
-            )
+    reason = (
+        "with `tensor_parallel` several have the same samples, which would count several times"
+        if strategy.pipeline is None
+        else "with `pipeline` those of other stages do not run the layer"
+    )
+    for name, child in module.named_modules():
+        if isinstance(child, nn.SyncBatchNorm) and child.process_group is None:
+            cause = f"`nn.SyncBatchNorm` averages `{name}`"
+        elif strategy._layer_sync is not None and isinstance(child, (nn.modules.batchnorm._BatchNorm, LayerSpec)):
+            layer = "the batch norms of " if isinstance(child, LayerSpec) else ""
+            cause = f"`sync_batchnorm=True` averages {layer}`{name}`"
+        else:
+            continue
+        raise ValueError(
+            f"{cause} over all ranks, and {reason}. Use a batch norm of one rank, group or layer normalisation, or"
+            " leave one of the two out."
+        )
 
 
 def _refuse_activations(strategy: _Options) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_zero.config import Pipeline
 from lightning_zero.errors import PipelineError
 from lightning_zero.lightning.strategy import ZeroStrategy
+from lightning_zero.parallel.pipeline.stages.specs import LayerSpec
 from lightning_zero.parallel.pipeline.stages.split import split_module
 from tests.contracts.test_pipeline_programs import Program, _fit, _loader, _pipeline
 from tests.engine.optimizers import Lamb, Langevin, Lars, Prodigy, Sam, Whitened
@@ -342,9 +343,28 @@ def test_steps_that_take_batches_themselves_are_refused() -> None:
         run(_fit, 2, TakesBatches, _pipeline(), {}, True)
 
 
-def test_batch_norms_over_all_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match="`sync_batchnorm=True` averages over all ranks, and with `pipeline`"):
-        run(_fit, 2, Program, _pipeline(), {"sync_batchnorm": True}, True)
+class Normed(Program):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+
+@pytest.mark.parametrize(
+    ("norm", "text"),
+    [
+        (nn.BatchNorm1d(3), "`sync_batchnorm=True` averages `norm` over all ranks, and with `pipeline`"),
+        (nn.SyncBatchNorm(3), "`nn.SyncBatchNorm` averages `norm` over all ranks, and with `pipeline`"),
+        (LayerSpec(nn.BatchNorm1d, 3), "`sync_batchnorm=True` averages the batch norms of `norm` over all ranks"),
+    ],
+    ids=["converted", "own", "specified"],
+)
+def test_batch_norms_over_all_ranks_are_refused(norm: nn.Module, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        run(_fit, 2, partial(Normed, norm), _pipeline(), {"sync_batchnorm": True}, True)
+
+
+def test_a_model_without_batch_norms_may_have_sync_batchnorm() -> None:
+    run(_fit, 2, Program, _pipeline(), {"sync_batchnorm": True}, True)
 
 
 class Noisy(Program):

@@ -618,6 +618,8 @@ def _message(rank: int, world: int, what: str) -> str:
     elif what == "batch norm":
         module.add_module("norm", nn.BatchNorm1d(3))
         more = {"sync_batchnorm": True}
+    elif what == "own batch norm":
+        module.add_module("norm", nn.SyncBatchNorm(3))
     elif what == "stages":
         options = {"tensor_parallel": 2, "pipeline": 2}
     elif what == "length":
@@ -645,6 +647,7 @@ def _message(rank: int, world: int, what: str) -> str:
         ("late hook", "`model.blocks.0.ln1.weight` has a hook on its gradient"),
         ("hook behind", "`model.blocks.0.ln1.weight` has a hook on its gradient"),
         ("batch norm", "`sync_batchnorm=True` averages `norm` over all ranks"),
+        ("own batch norm", "`nn.SyncBatchNorm` averages `norm` over all ranks"),
         ("length", "(2, 17, 64) cannot be divided over 2 ranks of tensor parallelism"),
         ("stages", "`tensor_parallel=2` does not divide the 1 ranks of a pipeline stage"),
     ],
