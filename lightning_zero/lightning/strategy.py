@@ -17,6 +17,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
 from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
@@ -386,20 +387,25 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         if self._cutting is not None:
             self._cutting.begin(module)
         recipe = self._recipe()
+        engine = next((engine for engine in _made_for if engine.module is module), None)
+        kept_for, kept_sync = (None, None) if engine is None else _made_for[engine]
+        layer_sync = self._layer_sync if is_fitting else kept_sync  # as under DDPStrategy, for fits only
         # The mesh is part of it, so that its groups are lent for as long as the engine uses them.
         made_for = (
-            self.precision_plugin.precision, recipe, self.activation_checkpointing, self._mesh, self._cutting
+            self.precision_plugin.precision, recipe, self.activation_checkpointing, self._mesh, self._cutting,
+            type(layer_sync),
         )  # fmt: skip
-        engine = next((engine for engine in _made_for if engine.module is module), None)
-        if engine is not None and (_made_for[engine] != made_for or not engine.internals.fits.holds_all_parameters):
+        if engine is not None and (kept_for != made_for or not engine.internals.fits.holds_all_parameters):
             engine.unshard()
             engine = None
+            if kept_sync is not None:
+                kept_sync.revert(module)
         if engine is None:
             refuse_dtensors(module)
             split = self._split(module)
             grid = self._grid(module)
-            if self._layer_sync is not None:
-                self._layer_sync.apply(module)
+            if layer_sync is not None:
+                layer_sync.apply(module)
             self.precision_plugin.convert_module(module)
             ranks = None if self._tensor is None else self._tensor.ranks_of(module)
             checkpoint_activations(module, self.activation_checkpointing, ranks)
@@ -409,7 +415,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
                 engine.shard(module, grid=grid, node=self._node)
             else:
                 self._cut(module, engine, split, grid)
-            _made_for[engine] = made_for
+            _made_for[engine] = made_for, layer_sync
             if self._cutting is not None:
                 self._cutting.show_wholes(module)
         if self._experts is not None:
@@ -814,8 +820,9 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         return {**super().__getstate__(), **dict.fromkeys(made)}
 
 
-# Precision and options that the strategies' engines were made for: a module may go from one Trainer to the next.
-_made_for: weakref.WeakKeyDictionary[ZeroEngine, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+# Precision and options that the strategies' engines were made for, and what synchronises batch norms: a module may go
+# from one Trainer to the next.
+_made_for: weakref.WeakKeyDictionary[ZeroEngine, tuple[tuple[Any, ...], LayerSync | None]] = weakref.WeakKeyDictionary()
 
 
 # -- Helpers -----------------------------------------------------------------------------------------------------------

@@ -152,14 +152,18 @@ def test_unused_and_frozen_parameters_do_not_hang_and_stages_agree(thaw: bool) -
 
 def sync_batch_norm(rank: int, world: int) -> None:
     for stage in (1, 3):
-        fitted = trainer(rank, world, stage, sync_batchnorm=True)
         module = seeded(BatchNormed)
-        fitted.validate(module, loader(rank, world), verbose=False)
-        assert isinstance(module.norm, nn.SyncBatchNorm)
-        assert torch.equal(weights(fitted)["norm.weight"], torch.ones(6))
+        for is_synced in (False, True, True, False):  # with a new Trainer each
+            fitted = trainer(rank, world, stage, sync_batchnorm=is_synced, max_steps=0)
+            fitted.validate(module, loader(rank, world), verbose=False)
+            fitted.fit(module, loader(rank, world))
+            assert isinstance(module.norm, nn.SyncBatchNorm) == is_synced
+            fitted.validate(module, loader(rank, world), verbose=False)
+            assert isinstance(module.norm, nn.SyncBatchNorm) == is_synced
+            assert torch.equal(weights(fitted)["norm.weight"], torch.ones(6))
 
 
-def test_sync_batchnorm_is_applied_before_sharding() -> None:
+def test_sync_batchnorm_is_that_of_the_trainer_that_fits() -> None:
     run(sync_batch_norm, WORLD)
 
 
