@@ -223,6 +223,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self._forecast: Forecast | None = None  # chooses the policy of `activation_checkpointing`
         self._evaluation: EvenEvaluation | UnevenEvaluation | None = None  # the last that has begun
         self._warned_of_none = False
+        self._finetuning: list[tuple[BaseFinetuning, Any]] = []  # callbacks of this fit, and their own functions
         # - Left by a checkpoint for the start of training
         self._random_states: tuple[list[dict[str, Any]], int] | None = None
         self._stored: dict[int, dict[str, Hashable]] = {}
@@ -513,7 +514,15 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         """Gather the parameters while a finetuning callback chooses among them: it compares their values."""
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, BaseFinetuning):
-                vars(callback)["finetune_function"] = partial(self._finetune, callback)
+                self._finetuning.append((callback, vars(callback).get("finetune_function")))
+                vars(callback)["finetune_function"] = partial(self._finetune, callback.finetune_function)
+
+    def _take_back_finetuning(self) -> None:
+        for callback, own in self._finetuning:
+            vars(callback).pop("finetune_function")
+            if own is not None:
+                vars(callback)["finetune_function"] = own
+        self._finetuning.clear()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of all optimizers, with the groups of finetuning callbacks. Collective: all ranks."""
@@ -538,9 +547,9 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             self.engine.attach(*self.optimizers)
             self.optimizers = self.optimizers  # as in `setup_optimizers`
 
-    def _finetune(self, callback: BaseFinetuning, *args: Any) -> None:
+    def _finetune(self, function: Callable[..., None], *args: Any) -> None:
         with self.gathered(self._sharded_module, write="all"):
-            type(callback).finetune_function(callback, *args)
+            function(*args)
 
     def model_to_device(self) -> None:
         """Move metrics, which the engine does not hold, and set the module's device."""
@@ -801,6 +810,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         try:
             self._finish_saving()
         finally:
+            self._take_back_finetuning()
             Peers.of_world().end_run()
             if self._tensor is not None:
                 self._tensor.unbind_metrics()
