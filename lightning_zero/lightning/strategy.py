@@ -17,6 +17,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
 from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -635,9 +636,10 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             return self._pipelined_training_step(self._steps, args)
         with self.engine.scope("training_step"):
             output = super().training_step(*args, **kwargs)
-        assert self.lightning_module is not None
-        if output is None and self.world_size > 1 and self.lightning_module.automatic_optimization:
-            return self._loss_of_nothing()
+        if self.world_size > 1 and self._sharded_module.automatic_optimization:
+            loop = self._sharded_module.trainer.fit_loop.epoch_loop.automatic_optimization
+            loop.output_result_cls = ClosureResult if output is not None else _Nothing
+            return self._loss_of_nothing() if output is None else output
         return output
 
     def _refuse_hooks(self) -> None:
@@ -833,6 +835,13 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
 # Precision and options that the strategies' engines were made for, and what synchronises batch norms: a module may go
 # from one Trainer to the next.
 _made_for: weakref.WeakKeyDictionary[ZeroEngine, tuple[tuple[Any, ...], LayerSync | None]] = weakref.WeakKeyDictionary()
+
+
+class _Nothing(ClosureResult):
+    """The result of a step that has returned None: a loss for the backward, and nothing for callbacks."""
+
+    def _clone_loss(self) -> None:
+        pass
 
 
 # -- Helpers -----------------------------------------------------------------------------------------------------------

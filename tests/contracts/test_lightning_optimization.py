@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
+    Callback,
     LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
@@ -121,6 +122,27 @@ def none_everywhere(rank: int, world: int) -> None:
 
 def test_training_step_that_returns_none_skips_the_step() -> None:
     run(none_everywhere, WORLD)
+
+
+class Outputs(Callback):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(sorted(outputs))
+
+
+def none_to_callbacks(rank: int, world: int) -> None:
+    for every in (1, 2):
+        outputs = Outputs()
+        fitted = trainer(rank, world, 2, max_epochs=1, callbacks=[outputs], accumulate_grad_batches=every)
+        fitted.fit(seeded(NoneOnOne), loader(rank, world))
+        assert outputs.seen == [["loss"], ["loss"] if rank == 0 else [], ["loss"], ["loss"]]
+
+
+def test_a_step_that_returns_none_shows_no_loss_to_callbacks() -> None:
+    """A learning rate finder counted a loss of zero."""
+    run(none_to_callbacks, WORLD)
 
 
 class Overrides(Net):
@@ -279,6 +301,23 @@ def finetune_again(rank: int, world: int, folder: str) -> None:
 
 def test_backbone_finetuning_resumes_before_and_after_it_thaws(tmp_path: Path) -> None:
     run(finetune_again, WORLD, str(tmp_path))
+
+
+def finetune_once(rank: int, world: int) -> None:
+    calls = []
+    callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1)
+    own = vars(callback)["finetune_function"] = lambda *args: calls.append(args)
+    for _ in range(2):
+        trainer(rank, world, 1, callbacks=callback, max_epochs=1).fit(seeded(Backboned), loader(rank, world))
+        assert vars(callback)["finetune_function"] is own
+    assert len(calls) == 2
+    callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1)
+    trainer(rank, world, 1, callbacks=callback, max_epochs=1).fit(seeded(Backboned), loader(rank, world))
+    assert "finetune_function" not in vars(callback)
+
+
+def test_a_finetuning_callback_has_its_own_function_again_behind_a_fit() -> None:
+    run(finetune_once, 1)
 
 
 class Rated(Sgd):
