@@ -237,13 +237,6 @@ class _StochasticAveraging(_OnSegments, StochasticWeightAveraging):
             values["average_model_state"] = state.model_state(_engine_of(module), module, self._average_model)
         return values
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        module = self._averaged
-        # Lightning does so in `on_fit_start`, which comes before the checkpoint is read here.
-        if module is not None and self._scheduler_state is not None:
-            self._clear_schedulers(module.trainer)
-
     def _load_average_model_state(self, model_state: Any) -> None:
         module = self._averaged
         if model_state is not None and module is not None:

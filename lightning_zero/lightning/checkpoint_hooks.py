@@ -85,6 +85,7 @@ class CheckpointHooks(ParallelStrategy):
     _steps: PipelinedSteps | None  # with a pipeline
     _random_states: tuple[list[dict[str, Any]], int] | None  # by rank, and of how many copies, for the start
     _stored: dict[int, dict[str, Hashable]]  # by identity of a file's dictionary: of its model, before hooks change it
+    _restore: Callable[[], None] | None = None  # reads the checkpoint of this run; None: it is read
     _has_barrier_to_skip: bool = False  # behind a checkpoint that is not written
     _is_alone: bool  # see `ProcessHooks`
     _have_met: bool = False  # all ranks, for the checkpoint whose content was made last
@@ -104,11 +105,6 @@ class CheckpointHooks(ParallelStrategy):
     def _sharded_module(self) -> pl.LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Every rank reads only its own ranges, so the module is sharded first."""
-        return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
@@ -204,6 +200,24 @@ class CheckpointHooks(ParallelStrategy):
     def has_plain_checkpoint_io(self) -> bool:
         """Whether single files are written as ``torch.save`` does."""
         return type(self.checkpoint_io) is TorchCheckpointIO
+
+    def restore_when_sharded(self, trainer: pl.Trainer) -> None:
+        """Let a checkpoint be read in ``setup``: every rank reads only its own ranges, so the module is sharded first.
+
+        All else is as under DDP: optimizers are made, and ``on_fit_start`` is called, when it has been read.
+        """
+        connector = trainer._checkpoint_connector
+        vars(connector)["_restore_modules_and_callbacks"] = partial(self._note_restore, connector)
+        vars(connector)["restore"] = partial(_restore_inside, connector)
+
+    def _note_restore(self, connector: Any, *args: Any) -> None:
+        self._restore = partial(type(connector)._restore_modules_and_callbacks, connector, *args)
+
+    def _restore_checkpoint(self) -> None:
+        """Read the checkpoint of this run, if there is one. Collective: all ranks."""
+        restore, self._restore = self._restore, None
+        if restore is not None:
+            restore()
 
     def meet_before_dumps(self, trainer: pl.Trainer) -> None:
         """Let all ranks meet before the content of a checkpoint is made, which may be collective."""
@@ -445,6 +459,13 @@ class CheckpointHooks(ParallelStrategy):
             warnings.warn(f"The last checkpoint is not complete: {error}", stacklevel=2)
         finally:
             self._saver = None
+
+
+def _restore_inside(connector: Any, *args: Any, **kwargs: Any) -> None:
+    """Restore what a learning rate finder has saved, and keep the checkpoint of the run, which is not all read yet."""
+    checkpoint, path = connector._loaded_checkpoint, connector._ckpt_path
+    type(connector).restore(connector, *args, **kwargs)
+    connector._loaded_checkpoint, connector._ckpt_path = checkpoint, path
 
 
 def _savers_of(trainer: pl.Trainer | None) -> list[ModelCheckpoint]:

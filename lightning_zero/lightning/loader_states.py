@@ -17,7 +17,7 @@ from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
-__all__ = ["note_loader_states"]
+__all__ = ["note_loader_states", "remake_loaders"]
 
 
 class _NotedLoader(CombinedLoader):
@@ -59,3 +59,9 @@ def note_loader_states(fit_loop: _FitLoop) -> None:
 
     # called when the loaders are made, before the first batch is fetched
     vars(fit_loop)["_load_combined_loader_states"] = load_and_note
+
+
+def remake_loaders(fit_loop: _FitLoop) -> None:
+    """Let loaders be made again that ``estimated_stepping_batches`` has made before their states were restored."""
+    if fit_loop._combined_loader_states_to_load:
+        fit_loop._combined_loader = None

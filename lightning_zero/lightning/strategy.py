@@ -51,7 +51,7 @@ from lightning_zero.lightning.compatibility import refuse_options
 from lightning_zero.lightning.expert_training import ExpertTraining, refuse_divided_module
 from lightning_zero.lightning.imported_config import ImportedConfig
 from lightning_zero.lightning.layer_costs import layer_costs
-from lightning_zero.lightning.loader_states import note_loader_states
+from lightning_zero.lightning.loader_states import note_loader_states, remake_loaders
 from lightning_zero.lightning.pipelined_steps import PipelinedSteps
 from lightning_zero.lightning.precision import LossScale, LossScaler, ZeroPrecision, ZeroStep, adopt, engine_precision
 from lightning_zero.lightning.process_hooks import ProcessHooks
@@ -337,10 +337,11 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         if self._tensor is not None:
             self._sharded_module._device_mesh = self._tensor.device_mesh
         bind_averages(self._sharded_module.trainer)
+        self.restore_when_sharded(self._sharded_module.trainer)
         self.meet_before_dumps(self._sharded_module.trainer)
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Shard the module, then make the optimizers and let them step shards.
+        """Shard the module, read the checkpoint, then make the optimizers and let them step shards.
 
         Collective: all ranks.
         """
@@ -352,14 +353,18 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             self.imported.settle(trainer, ranks=self.distributed_sampler_kwargs["num_replicas"])
         refuse_options(self, trainer)
         count_samples_once(trainer)
-        self._shard(self.lightning_module, is_fitting=trainer.state.fn == TrainerFn.FITTING)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self.setup_optimizers(trainer)
-            note_loader_states(trainer.fit_loop)
-            self._show_values_to_finetuning(trainer)
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        self._shard(self.lightning_module, is_fitting=is_fitting)
+        if is_fitting:
             begin_averages(trainer)
         else:
             forget_averages(trainer)
+        self._restore_checkpoint()
+        if is_fitting:
+            note_loader_states(trainer.fit_loop)
+            self.setup_optimizers(trainer)
+            self._restore_thawed_groups()
+            self._show_values_to_finetuning(trainer)
         self.setup_precision_plugin()
         self.model_to_device()
         self._bind_signals(trainer)
@@ -527,19 +532,20 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of all optimizers, with the groups of finetuning callbacks. Collective: all ranks."""
-        self._restore_thawed_groups()
+        remake_loaders(self._sharded_module.trainer.fit_loop)
+        self._restore_thawed_groups()  # a learning rate finder restores what it has saved
         super().load_optimizer_state_dict(checkpoint)
 
     def _restore_thawed_groups(self) -> None:
         """Make the groups that finetuning callbacks had added when the checkpoint was saved, and train them again.
 
-        Lightning makes them in ``on_fit_start``, before the checkpoint is read here, and leaves them frozen.
+        Lightning makes them in ``on_fit_start``, behind the engine's back, and leaves them frozen.
         """
         trainer: Any = self._sharded_module.trainer
         callbacks = [one for one in trainer.callbacks if isinstance(one, BaseFinetuning) and one._restarting]
         counts = [len(optimizer.param_groups) for optimizer in self.optimizers]
         for callback in callbacks:
-            callback.on_fit_start(trainer, self._sharded_module)
+            BaseFinetuning.on_fit_start(callback, trainer, self._sharded_module)
         for optimizer, count in zip(self.optimizers, counts, strict=True):
             for group in optimizer.param_groups[count:]:
                 for param in group["params"]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, LearningRateFinder, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, default_collate
 
@@ -21,6 +21,7 @@ from lightning_zero.checkpoint import directory
 from lightning_zero.config import MixedPrecision
 from lightning_zero.lightning.checkpoint_io import ZeroCheckpointIO
 from lightning_zero.lightning.strategy import ZeroStrategy
+from lightning_zero.schedules import WarmupDecayLR
 from tests import worlds
 from tests.checkpoint import programs
 from tests.lightning_programs import Net, assert_equal, data, loader, seeded, trainer, weights
@@ -297,6 +298,129 @@ def test_averaged_weights_resume(kind: Any, tmp_path: Path) -> None:
     worlds.run(_average, 2, str(tmp_path), kind)
 
 
+# -- Hooks -------------------------------------------------------------------------------------------------------------
+
+
+class Looks(Tied):
+    """Looks at its weights and what it has loaded in the hooks of a beginning fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate, self.looks = 0.02, []
+
+    def look(self) -> None:
+        strategy, weight = self.trainer.strategy, self.last.weight
+        value = strategy.full_param(weight) if isinstance(strategy, ZeroStrategy) else weight.detach()
+        self.looks.append((value.clone(), self.rate))
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.rate = 0.125
+
+    def configure_optimizers(self) -> Any:
+        self.look()
+        return super().configure_optimizers()
+
+    def on_fit_start(self) -> None:
+        self.look()
+
+
+class Counts(Callback):
+    def __init__(self) -> None:
+        self.count, self.at_start = 0, -1
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.count += 1
+
+    def on_fit_start(self, *args: Any) -> None:
+        self.at_start = self.count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+
+
+def _look(rank: int, world: int, folder: str, strategies: list[Any]) -> None:
+    for index, strategy in enumerate(strategies):
+        path = f"{folder}/{index}.ckpt"
+        first = trainer(rank, world, strategy, max_epochs=1, callbacks=[Counts()])
+        first.fit(seeded(Looks), loader(rank, world))
+        first.save_checkpoint(path)
+        counts, module = Counts(), Looks()
+        fitted = trainer(rank, world, strategy, max_epochs=1, callbacks=[counts])
+        fitted.fit(module, loader(rank, world), ckpt_path=path)
+        assert counts.at_start == 4
+        assert [rate for _, rate in module.looks] == [0.125, 0.125]
+        for value, _ in module.looks:
+            assert torch.equal(value, weights(first)["last.weight"]), strategy
+
+
+def test_optimizers_and_on_fit_start_see_what_was_loaded(tmp_path: Path) -> None:
+    """They saw the weights from before, and callbacks without their states."""
+    worlds.run(_look, 2, str(tmp_path), ["ddp", 1, 3])
+
+
+class Odd:
+    """Is not loaded by ``torch.load(weights_only=True)``."""
+
+
+class Keeps(Net):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["odd"] = Odd()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert isinstance(checkpoint["odd"], Odd)
+
+
+def _load_objects(rank: int, world: int, path: str) -> None:
+    first = trainer(rank, world, 1, max_epochs=1)
+    first.fit(Keeps(), loader(rank, world))
+    first.save_checkpoint(path)
+    fitted = trainer(rank, world, 1, max_epochs=1)
+    with pytest.raises(Exception, match="weights_only"):
+        fitted.fit(Keeps(), loader(rank, world), ckpt_path=path)
+    fitted.fit(Keeps(), loader(rank, world), ckpt_path=path, weights_only=False)
+    fitted.test(Keeps(), loader(rank, world), ckpt_path=path, weights_only=False, verbose=False)
+
+
+def test_weights_only_of_a_fit_or_test_is_heard(tmp_path: Path) -> None:
+    worlds.run(_load_objects, 1, str(tmp_path / "odd.ckpt"))
+
+
+class Grows(Net):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.last = nn.Linear(6, 3)
+
+
+def _grow(rank: int, world: int, path: str) -> None:
+    first = trainer(rank, world, 3, max_steps=1)
+    first.fit(Net(), loader(rank, world))
+    first.save_checkpoint(path)
+    with pytest.raises(RuntimeError, match=r"`last.weight` came into the module .*`on_load_checkpoint` is called"):
+        trainer(rank, world, 3).fit(Grows(), loader(rank, world), ckpt_path=path)
+
+
+def test_new_layers_in_on_load_checkpoint_are_refused(tmp_path: Path) -> None:
+    worlds.run(_grow, 1, str(tmp_path / "small.ckpt"))
+
+
+def _find_rate(rank: int, world: int, folder: str) -> None:
+    class Rated(Tied):
+        lr = 0.02
+
+    expected = _fit(rank, world, Rated, 1, f"{folder}/whole")
+    finder = LearningRateFinder(num_training_steps=3, update_attr=False)
+    fitted = trainer(rank, world, 1, callbacks=[finder], max_epochs=3, default_root_dir=folder)
+    fitted.fit(seeded(Rated), loader(rank, world), ckpt_path=f"{folder}/whole/epoch=0.ckpt")
+    assert fitted.ckpt_path == f"{folder}/whole/epoch=0.ckpt"
+    assert_equal(weights(fitted), expected)
+
+
+def test_a_resumed_fit_goes_on_behind_a_learning_rate_finder(tmp_path: Path) -> None:
+    worlds.run(_find_rate, 1, str(tmp_path))
+
+
 # -- Randomness --------------------------------------------------------------------------------------------------------
 
 
@@ -355,9 +479,28 @@ class NoisyStart(Noisy):
         torch.rand(())
 
 
+class Planned(Noisy):
+    """Makes its schedule by the length of the training, before the states of loaders are restored."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW([param for param in self.parameters() if param.requires_grad], lr=0.02)
+        return [optimizer], [torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0.5, self.steps)]
+
+    @property
+    def steps(self) -> int:
+        return int(self.trainer.estimated_stepping_batches)
+
+
+class PlannedByName(Planned):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW([param for param in self.parameters() if param.requires_grad], lr=0.02)
+        return [optimizer], [WarmupDecayLR(optimizer, total_num_steps="auto")]
+
+
 def _noisy(
-    rank: int, world: int, kind: Any, folder: str, make_loader: Any, every: int | None, resume: str | None = None
-) -> Any:
+    rank: int, world: int, kind: Any, folder: str, make_loader: Any, every: int | None, resume: str | None = None,
+    make: Any = Noisy,
+) -> Any:  # fmt: skip
     seed = rank + 10 * (resume is not None)  # as ranks and runs differ when nobody seeds
     worlds.seed(seed)
     np.random.seed(seed)
@@ -365,7 +508,7 @@ def _noisy(
     options = {"enable_checkpointing": True, "max_epochs": 3, "accumulate_grad_batches": 2}
     fitted = trainer(rank, world, _strategy(kind), callbacks=[callback], **options)
     # Lightning leaves out the hooks between epochs after a resume from a last batch.
-    module = Noisy() if every else NoisyStart()
+    module = make() if every else NoisyStart()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fitted.fit(module, make_loader(rank, world), ckpt_path=resume)
@@ -374,13 +517,14 @@ def _noisy(
 
 
 def _go_on_noisily(
-    rank: int, world: int, folder: str, kind: Any, make_loader: Any, every: int | None, steps: tuple[int, ...]
-) -> None:
-    losses, expected, _ = _noisy(rank, world, kind, f"{folder}/whole", make_loader, every)
+    rank: int, world: int, folder: str, kind: Any, make_loader: Any, every: int | None, steps: tuple[int, ...],
+    make: Any = Noisy,
+) -> None:  # fmt: skip
+    losses, expected, _ = _noisy(rank, world, kind, f"{folder}/whole", make_loader, every, make=make)
     assert len(losses) == 36
     for step in steps:
         path = f"{folder}/whole/step={step}.ckpt"
-        rest, actual, said = _noisy(rank, world, kind, f"{folder}/{step}", make_loader, every, path)
+        rest, actual, said = _noisy(rank, world, kind, f"{folder}/{step}", make_loader, every, path, make)
         assert rest == losses[2 * step :]
         assert said == []
         assert_equal(actual, expected)
@@ -394,6 +538,12 @@ def test_losses_after_a_resume_in_the_middle_of_an_epoch_are_those_of_an_uninter
     kind: Any, tmp_path: Path
 ) -> None:
     worlds.run(_go_on_noisily, 2, str(tmp_path), kind, Loader, 4, (4, 8))
+
+
+@pytest.mark.parametrize("make", [Planned, PlannedByName])
+def test_loaders_that_an_optimizer_asks_for_go_on_in_the_middle_of_an_epoch(make: Any, tmp_path: Path) -> None:
+    """They began the epoch anew, and its last batches were never trained on."""
+    worlds.run(_go_on_noisily, 1, str(tmp_path), 1, Loader, 4, (4,), make)
 
 
 @pytest.mark.parametrize("kind", sample(KINDS, 1), ids=str)

@@ -62,7 +62,8 @@ class Membership:
             raise RuntimeError(
                 f"Parameter `{name}` came into the module after it was sharded (an assigned parameter, another"
                 " submodule, a parametrization): nobody would reduce, step or save it. Change the module before it is"
-                " sharded (in Lightning in `configure_model` or before `Trainer.fit`), or call `engine.unshard()`,"
+                " sharded (in Lightning in `configure_model` or before `Trainer.fit`; `on_load_checkpoint` is called"
+                " after it), or call `engine.unshard()`,"
                 " change it, and shard and attach again. To change values alone write into the parameter that was"
                 " there, inside `gathered(param, write='all')`."
             )
