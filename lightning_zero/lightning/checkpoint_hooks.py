@@ -462,7 +462,7 @@ class CheckpointHooks(ParallelStrategy):
 
 
 def _restore_inside(connector: Any, *args: Any, **kwargs: Any) -> None:
-    """Restore what a learning rate finder has saved, and keep the checkpoint of the run, which is not all read yet."""
+    """Restore the checkpoint of a learning rate finder, and keep that of the run, which is not all read yet."""
     checkpoint, path = connector._loaded_checkpoint, connector._ckpt_path
     type(connector).restore(connector, *args, **kwargs)
     connector._loaded_checkpoint, connector._ckpt_path = checkpoint, path

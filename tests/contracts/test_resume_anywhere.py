@@ -521,7 +521,7 @@ def _go_on_noisily(
     make: Any = Noisy,
 ) -> None:  # fmt: skip
     losses, expected, _ = _noisy(rank, world, kind, f"{folder}/whole", make_loader, every, make=make)
-    assert len(losses) == 36
+    assert len(losses) == 72 // world
     for step in steps:
         path = f"{folder}/whole/step={step}.ckpt"
         rest, actual, said = _noisy(rank, world, kind, f"{folder}/{step}", make_loader, every, path, make)
