@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -275,6 +278,56 @@ def _gradients_of_a_frequent_row(rank: int, world: int, stage: int) -> list[floa
 def test_the_gradient_of_a_token_that_is_looked_up_often_is_the_sum(stage: int) -> None:
     for gradients in worlds.run(_gradients_of_a_frequent_row, 2, stage):
         assert gradients == pytest.approx([5000.0, 1.0, 0.0, 0.0], rel=2**-8)
+
+
+class Hooked(nn.Module):
+    """An embedding whose result hooks change, one of them in front of all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, WIDTH)
+        self.last = nn.Linear(WIDTH, 1)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.seen: list[torch.dtype] = []
+        self.embedding.register_forward_hook(self._scaled)
+
+    def _scaled(self, _: nn.Module, args: Any, output: Tensor) -> Tensor:
+        self.seen.append(output.dtype)
+        return output * 3.0 * self.scale
+
+    def forward(self, ids: Tensor) -> Tensor:
+        last: Tensor = self.last(self.embedding(ids))
+        return last
+
+
+def _gradients_through_hooks(rank: int, world: int, stage: int, is_late: bool) -> tuple[Any, ...]:
+    from lightning_zero import MixedPrecision, ZeroEngine
+
+    torch.manual_seed(0)
+    module = Hooked()
+    reference = copy.deepcopy(module)
+    engine = ZeroEngine(stage, precision=MixedPrecision(compute_dtype=torch.bfloat16))
+    engine.shard(module)
+    found = []
+    for one in (module, reference):
+        if is_late:
+            one.embedding.register_forward_hook(lambda _, args, output: output * 2.0, prepend=True)
+        with torch.autocast("cpu", torch.bfloat16), engine.scope("training_step") if one is module else nullcontext():
+            loss = one(torch.tensor([0, 1, 1])).sum()
+        loss.backward()
+        get = engine.full_grad if one is module else attrgetter("grad")
+        found.append([get(one.embedding.weight).flatten().tolist(), float(get(one.scale))])
+    engine.close()
+    return (*found, module.seen)
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["first-hook", "behind-a-hook"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_of_an_embedding_go_through_its_hooks(stage: int, is_late: bool) -> None:
+    for actual, expected, seen in worlds.run(_gradients_through_hooks, 2, stage, is_late):
+        assert actual[0] == pytest.approx(expected[0], rel=2**-6)
+        assert actual[1] == pytest.approx(expected[1], rel=2**-5)
+        assert seen == [torch.float32]
 
 
 # -- Models of Hugging Face --------------------------------------------------------------------------------------------

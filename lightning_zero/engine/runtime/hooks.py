@@ -152,7 +152,8 @@ class Hooks:
             self._hook_params(unit)
         for child in module.modules():
             if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and self._computes_lower(child.weight):
-                self._handles.append(child.register_forward_hook(_ModuleHook(embed_in_fp32), with_kwargs=True))
+                embed = _ModuleHook(embed_in_fp32)
+                self._handles.append(child.register_forward_hook(embed, prepend=True, with_kwargs=True))
 
     def _hook_unit(self, module: nn.Module, unit: Unit) -> None:
         before = _ModuleHook(lambda _, args, kwargs: self.forwards.pre_forward(unit, args, kwargs))

@@ -132,7 +132,7 @@ class _Lookup(torch.autograd.Function):
 
 
 def embed_in_fp32(module: nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
-    """Give an embedding's output the dtype it has under autocast, where the weight is fp32: a forward hook.
+    """Give an embedding's output the dtype it has under autocast, where the weight is fp32: its first forward hook.
 
     A CPU adds gradients in the dtype of the weight, where 256 ones and one more are 256 in bf16.
     """
@@ -142,7 +142,9 @@ def embed_in_fp32(module: nn.Module, args: Any, kwargs: Any, output: torch.Tenso
     if face_of(weight) is not None:  # the rank has some of the rows
         return output.float()
     is_plain = isinstance(module, nn.Embedding) and is_lowered(module, "weight")
-    if not (is_plain and output.requires_grad and output.device.type == "cpu"):
+    # A hook that the program has put in front of this one may have returned another tensor.
+    is_own = output.grad_fn is not None and output.grad_fn.name() == "EmbeddingBackward0"
+    if not (is_plain and is_own and output.device.type == "cpu"):
         return output.float()
     assert isinstance(module, nn.Embedding)
     ids = args[0] if args else kwargs["input"]
