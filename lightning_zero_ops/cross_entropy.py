@@ -404,9 +404,14 @@ def _times(grad: Tensor, factor: Tensor) -> Tensor:
 
     Its graph may be kept for another backward, or be only traced: compilers reuse memory themselves. A batch of
     factors makes one gradient several.
+
+    A GPU rounds a 0-dim factor to the dtype of the gradient first, and compilers do. A CPU does not, and would copy a
+    gradient in 16 bits as fp32 for one of a dimension.
     """
+    if type(grad) is not Tensor or _is_batched(factor):
+        return (grad * factor.reshape(1)).to(grad.dtype)
     is_kept = torch._C._autograd._get_current_graph_task_keep_graph()
-    return grad * factor if is_kept or type(grad) is not Tensor or _is_batched(factor) else grad.mul_(factor)
+    return (grad.clone() if is_kept else grad).mul_(factor if grad.is_cpu else factor.reshape(1))
 
 
 def _is_batched(tensor: Tensor) -> bool:

@@ -17,6 +17,7 @@ import tests.ops
 from lightning_zero_ops import adamw, adamw_int8, flat, linear_cross_entropy
 from tests.ops.accuracy import ulp
 from tests.ops.optimizers import tensors
+from tests.ops.test_cross_entropy import assert_scaled_gradients_are_rounded_once
 
 LARGE = 1_000_003
 ADAM = (3, 0.01, 0.9, 0.999, 1e-8, 0.1, 0.0)  # step, lr, betas, eps, weight decay, l2
@@ -99,6 +100,13 @@ def test_norm_of_many_elements_is_its_reference(dtype: torch.dtype) -> None:
     assert finite
     grad[LARGE - 1] = float("nan")
     assert not flat._launch_sq_norm_and_finite(grad)[1]
+
+
+@pytest.mark.parametrize("is_kept", [False, True], ids=["once", "kept"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_the_gradient_of_the_loss_is_not_rounded_to_16_bits_on_the_gpu(dtype: torch.dtype, is_kept: bool) -> None:
+    with torch.device("cuda"):
+        assert_scaled_gradients_are_rounded_once(dtype, is_kept)
 
 
 # -- Times -------------------------------------------------------------------------------------------------------------

@@ -243,6 +243,35 @@ def test_gradient_of_the_loss_reaches_all_gradients(scale: float) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+def assert_scaled_gradients_are_rounded_once(dtype: torch.dtype, is_kept: bool) -> None:
+    """Compare with products in fp32; third parts are 1.001 times as much in bf16."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        tensors = [torch.randn(shape).to(dtype).requires_grad_() for shape in ((20, 8), (30, 8), (30,))]
+    target = torch.arange(20)
+
+    def gradients(scale: float) -> tuple[Tensor, ...]:
+        loss = scale * linear_cross_entropy(*tensors[:2], target, bias=tensors[2], reduction="sum")
+        return torch.autograd.grad(loss, tensors, retain_graph=is_kept)
+
+    for one, whole in zip(gradients(1 / 3), gradients(1.0), strict=True):
+        assert torch.equal(one, (whole.float() * torch.tensor(1 / 3)).to(dtype))
+
+
+@pytest.mark.parametrize("is_kept", [False, True], ids=["once", "kept"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_the_gradient_of_the_loss_is_not_rounded_to_16_bits(dtype: torch.dtype, is_kept: bool) -> None:
+    assert_scaled_gradients_are_rounded_once(dtype, is_kept)
+
+
+def test_the_gradient_of_the_loss_is_not_rounded_to_16_bits_in_a_batch() -> None:
+    x, weight, target, _ = _inputs(20, 8, 30, torch.bfloat16, torch.Generator().manual_seed(0))
+    leaves, factors = (x.requires_grad_(), weight.requires_grad_()), torch.tensor([1.0, 1 / 3])
+    loss = linear_cross_entropy(x, weight, target, reduction="sum")
+    for whole, third in torch.autograd.grad(loss, leaves, factors, is_grads_batched=True):
+        assert torch.equal(third, (whole.float() * factors[1]).bfloat16())
+
+
 def test_retained_graph_gives_the_same_gradients_again() -> None:
     x, weight, target, _ = _inputs(20, 8, 30, torch.float32, torch.Generator().manual_seed(0))
     x.requires_grad_()
