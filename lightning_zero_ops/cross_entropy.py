@@ -18,7 +18,9 @@ Note [Gradients in forward]
 Note [Headroom]
     fp16 has no room for ``softmax / number of tokens``. There the gradients carry a power of two, at most the number of
     tokens that are counted, until backward, which divides by it: the loss scale of mixed precision comes too late for
-    them. So they are at most those of the sum over tokens, which carry nothing.
+    them. So they are at most those of the sum over tokens, which carry nothing. An element of the mean gradient of the
+    weight is at most the largest of ``x``, which one frequent label reaches, so the power of two is at most 2^15 over
+    that: otherwise the gradient would be inf at every loss scale.
 
 Note [Length of chunks]
     Each chunk moves the sum of the weight's gradient through memory, ``12 V H`` bytes where it is kept in fp32 and its
@@ -289,9 +291,12 @@ class _Chunks:
 def _headroom(x: Tensor, target: Tensor, ignore_index: int, is_mean: bool) -> Tensor | float:
     if x.dtype != torch.float16 or not is_mean:
         return 1.0
-    counted = (target != ignore_index).sum().float().clamp(1.0, 2.0**14)
-    mantissa, _ = torch.frexp(counted)  # from 0.5
-    return counted / (2.0 * mantissa)
+    most = (target != ignore_index).sum().float().clamp(1.0, 2.0**14)
+    if x.numel():
+        fitting = 2.0**15 / torch.linalg.vector_norm(x, math.inf, dtype=torch.float32)
+        most = torch.where(fitting < most, fitting, most).clamp(min=1.0)  # not by one that is NaN
+    mantissa, _ = torch.frexp(most)  # from 0.5
+    return most / (2.0 * mantissa)
 
 
 def _chunked(

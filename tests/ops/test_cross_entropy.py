@@ -336,6 +336,16 @@ def test_gradients_of_half_precision_are_finite_where_most_tokens_are_ignored() 
         assert ((one.double() - other).norm() / other.norm()).item() < 2e-3
 
 
+def test_gradients_of_half_precision_are_finite_where_all_tokens_have_one_label() -> None:
+    """The mean over tokens was kept as their sum, which overflowed at every loss scale."""
+    x, weight, target, bias = _inputs(8192, 16, 64, torch.float16, torch.Generator().manual_seed(0))
+    x, weight, target = x + 12, weight / 20, torch.full_like(target, 3)
+    found = _with_gradients(lambda *a, **k: 2.0**10 * linear_cross_entropy(*a, **k), x, weight, target, bias)
+    exact = _with_gradients(_plain, x.double(), weight.double(), target, bias.double())
+    for one, other in zip(found[1:], exact[1:], strict=True):
+        assert ((one.double() / 2**10 - other).norm() / other.norm()).item() < 2e-3
+
+
 @pytest.mark.parametrize("frozen", ["x", "weight", "bias", "all"])
 def test_what_is_frozen_has_no_gradient(frozen: str) -> None:
     x, weight, target, bias = _inputs(20, 8, 30, torch.float32, torch.Generator().manual_seed(0))
