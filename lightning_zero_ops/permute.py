@@ -92,7 +92,7 @@ def _plain(y: Tensor, weights: Tensor | None, rows: Tensor) -> Tensor:
 def _unpermute_backward_reference(
     grad: Tensor, y: Tensor, weights: Tensor, slots: Tensor, rows: Tensor
 ) -> tuple[Tensor, Tensor]:
-    if not len(grad):
+    if not len(grad) or not len(y):
         return torch.zeros_like(y), torch.zeros_like(weights)
     grad_y = torch.empty_like(y)
     along = weights.new_empty(len(y), dtype=_arithmetic(y))

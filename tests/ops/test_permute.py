@@ -153,6 +153,14 @@ def test_a_dropped_row_counts_nowhere_whatever_it_holds() -> None:
         assert grad.isfinite().all()
 
 
+def test_tokens_of_which_no_slot_has_a_row_have_gradients_of_zeros() -> None:
+    y, weights = torch.zeros(0, 4, requires_grad=True), torch.ones(3, 2, requires_grad=True)
+    x = unpermute_tokens(y, weights, torch.zeros(0, dtype=torch.int64), torch.full((3, 2), -1))
+    found = torch.autograd.grad(x.sum(), (y, weights))
+    assert torch.equal(x, torch.zeros(3, 4))
+    assert [one.tolist() for one in found] == [[], [[0.0, 0.0]] * 3]
+
+
 def test_fp64_is_computed_in_fp64() -> None:
     index = _order(6, 2, 0.7)
     y, weights = torch.randn(12, 4).double().requires_grad_(), torch.rand(6, 2).double().requires_grad_()
