@@ -5,8 +5,8 @@ Note [Formula]
 
         y = x weight[e]^T + bias[e]
 
-    Rows from ``offsets[-1]`` on belong to nobody: their results are finite and mean nothing, and they count in no
-    gradient of a weight if their gradients are zeros.
+    Rows from ``offsets[-1]`` on belong to nobody: their results mean nothing, their gradients are zeros, and they count
+    in no gradient of a weight.
 
 Note [Who multiplies]
     On CUDA devices of capability 9 and 10, in bf16, ``torch._grouped_mm`` computes all products in one launch and
@@ -138,11 +138,13 @@ def _launch_backward(
     if not len(x) or not _has_grouped_mm(x, weight):
         return _backward_reference(grad, x, weight, offsets, by_x, by_weight, by_bias)
     ends = _to_the_end(offsets, len(x))
+    is_nobodys = torch.arange(len(x), device=x.device) >= offsets[-1]
+    grad = grad.masked_fill(is_nobodys.unsqueeze(1), 0.0)
     grad_x, grad_weight, grad_bias = _results(grad, x, weight, False, False, False)  # of unwanted ones
     if by_x:
         grad_x = torch._grouped_mm(grad, weight, offs=ends)
     if by_weight:
-        grad_weight = torch._grouped_mm(grad.t(), x, offs=ends)
+        grad_weight = torch._grouped_mm(grad.t(), x, offs=offsets)  # without rows of nobody: 0 times NaN is NaN
         has_no_rows = offsets.diff(prepend=offsets.new_zeros(1)) == 0
         grad_weight.masked_fill_(has_no_rows.view(-1, 1, 1), 0.0)
     if by_bias:  # sums as one product, because sums over rows of another number each would be atomic

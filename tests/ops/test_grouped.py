@@ -48,11 +48,12 @@ def _with_grouped_mm(dtype: str) -> None:
         for counts in COUNTS.values():
             x, weight, bias, offsets = _inputs([*counts, 4], DTYPES[dtype])
             grad = torch.randn(len(x), 32).to(x.dtype)
-            x[-2:], grad[-2:] = 0.0, 0.0
             ends = offsets.clone()
             ends[-1] -= 2
             found = grouped._launch(x, weight, bias, ends)
             assert found.isfinite().all()
+            # What becomes of these rows between two layers may be anything.
+            x[-2:], grad[-2:] = float("nan"), float("nan")
             pairs = [(found[:-2], grouped._reference(x, weight, bias, ends)[:-2])]
             saved = (grad, x, weight, ends, True, True, True)
             pairs += zip(grouped._launch_backward(*saved), grouped._backward_reference(*saved), strict=True)
