@@ -5,6 +5,7 @@ On flat tensors (the engine's, optimizers', and collectives'), and on the tensor
 
 from __future__ import annotations
 
+import lightning_zero_ops.selfcheck  # noqa: F401  # ops ask it before they launch kernels
 from lightning_zero_ops.adamw import adamw_step_
 from lightning_zero_ops.attention import causal_attention
 from lightning_zero_ops.cross_entropy import linear_cross_entropy

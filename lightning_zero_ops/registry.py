@@ -7,8 +7,9 @@ Note [Ops]
     0007).
 
 Note [Without Triton]
-    Triton exists on Linux only. Elsewhere kernels stay plain functions that nobody calls, and the reference runs on
-    CUDA devices too.
+    Triton exists on Linux only, and needs a C compiler at run time and a GPU that it knows. The first call of an op on
+    a CUDA device asks whether kernels run there (``selfcheck.kernels_agree``). Where they do not, the reference runs on
+    CUDA devices too; without Triton kernels stay plain functions that nobody calls.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ except ImportError:
 
 __all__ = [
     "HAS_TRITON",
+    "KERNEL_CHECKS",
     "LIBRARY",
     "cdiv",
     "check_devices",
@@ -49,6 +51,8 @@ HAS_TRITON = triton is not None
 
 LIBRARY: Any = Library("lightning_zero", "DEF")  # type: ignore[no-untyped-call]
 
+KERNEL_CHECKS: list[Callable[[torch.device], bool]] = []  # that of `selfcheck`, which checks ops defined by this file
+
 _Function = Callable[..., Any]
 
 
@@ -66,7 +70,7 @@ def define(
     Args:
         schema: Name, arguments and results; tensors that are written carry ``(a!)``.
         reference: Plain PyTorch implementation for CPUs.
-        launcher: Starts the Triton kernel; for CUDA devices.
+        launcher: Starts the Triton kernel; for CUDA devices on which kernels run.
         fake: Returns empty results of the right shapes and dtypes; must not read values.
         backward: As in ``torch.library.register_autograd``.
         setup_context: As in ``torch.library.register_autograd``.
@@ -74,7 +78,7 @@ def define(
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
     LIBRARY.impl(name, reference, "CPU")
-    LIBRARY.impl(name, reference if triton is None else launcher, "CUDA")
+    LIBRARY.impl(name, _launch_or_compute(launcher, reference), "CUDA")
     torch.library.register_fake(f"lightning_zero::{name}", fake, lib=LIBRARY)
     if backward is not None:
         torch.library.register_autograd(f"lightning_zero::{name}", backward, setup_context=setup_context, lib=LIBRARY)
@@ -82,6 +86,16 @@ def define(
     if op._schema.is_mutable:
         LIBRARY.impl(name, _count_writes(op), "ADInplaceOrView", with_keyset=True)
     return op
+
+
+def _launch_or_compute(launcher: _Function, reference: _Function) -> _Function:
+    """Return a function that launches, or computes as on a CPU where kernels do not run: Note [Without Triton]."""
+
+    def run(first: Tensor, *args: Any) -> Any:
+        is_launched = HAS_TRITON and all(check(first.device) for check in KERNEL_CHECKS)
+        return (launcher if is_launched else reference)(first, *args)
+
+    return run
 
 
 def _count_writes(op: Any) -> _Function:

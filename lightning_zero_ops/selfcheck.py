@@ -1,23 +1,23 @@
 """Whether Triton's kernels can be relied on: compiled and compared with PyTorch's, once per process and device.
 
-Triton compiles at run time, with a C compiler and for GPUs that it knows. Where that fails, or a result is another, the
-engine steps and measures norms with PyTorch's kernels.
+Triton compiles at run time, with a C compiler and for GPUs that it knows. Where that fails, or a result is another, all
+ops are computed by their references, and the engine steps and measures norms with PyTorch's kernels.
 """
 
 from __future__ import annotations
 
 import warnings
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_zero_ops import adamw, flat
-from lightning_zero_ops.registry import HAS_TRITON
+from lightning_zero_ops.registry import HAS_TRITON, KERNEL_CHECKS
 
 __all__ = ["kernels_agree"]
 
+_ANSWERS: dict[int, bool] = {}  # by the index of a device
 _NUMEL = 4097  # programs with and without elements beyond the end
 _OPTIONS: dict[str, Any] = {
     **{"step": 3, "lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8},
@@ -32,12 +32,14 @@ def kernels_agree(device: torch.device) -> bool:
     """
     if not HAS_TRITON or device.type != "cuda":
         return False
-    return _agree(torch.cuda.current_device() if device.index is None else device.index)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index not in _ANSWERS:
+        _ANSWERS[index] = True  # to the ops of the check, which ask as well
+        _ANSWERS[index] = _agree(torch.device("cuda", index))
+    return _ANSWERS[index]
 
 
-@cache
-def _agree(index: int) -> bool:
-    device = torch.device("cuda", index)
+def _agree(device: torch.device) -> bool:
     with torch.inference_mode(False), torch.no_grad():
         try:
             difference = _difference_of_norms(device) or _difference_of_steps(device)
@@ -46,8 +48,9 @@ def _agree(index: int) -> bool:
     if difference is None:
         return True
     warnings.warn(
-        f"Triton's kernels are not used on {device}, so that AdamW for units in 16 bits takes more passes over memory:"
-        f" {difference}. Triton needs a C compiler (`gcc`) at run time and a GPU of capability 8.0 or more.",
+        f"Triton's kernels are not used on {device}, so that `lightning_zero_ops`, mixtures of experts and AdamW for"
+        f" units in 16 bits are computed by PyTorch's, with more passes over memory: {difference}. Triton needs a C"
+        " compiler (`gcc`) at run time and a GPU of capability 8.0 or more.",
         stacklevel=2,
     )
     return False
@@ -55,7 +58,7 @@ def _agree(index: int) -> bool:
 
 def _values(device: torch.device) -> Tensor:
     """Return numbers of both signs around 1: (_NUMEL,) fp32."""
-    return torch.linspace(-2.0, 2.0, _NUMEL, device=device)
+    return torch.linspace(-2.0, 2.0, _NUMEL, device=device, dtype=torch.float32)
 
 
 def _difference_of_norms(device: torch.device) -> str | None:
@@ -78,3 +81,6 @@ def _difference_of_steps(device: torch.device) -> str | None:
         if not furthest <= (2.0**-7 if name == "out" else 1e-6):  # not a number is no agreement
             return f"`{name}` of an AdamW step is {furthest} away from PyTorch's"
     return None
+
+
+KERNEL_CHECKS.append(kernels_agree)

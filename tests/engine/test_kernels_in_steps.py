@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_zero.config import Communication, MixedPrecision, Offload
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.optim import optimizer as engine_optimizer
-from lightning_zero_ops import adamw, selfcheck
+from lightning_zero_ops import adamw, registry, selfcheck
 from tests import worlds
 from tests.references import TinyGPT
 from tests.sampling import sample
@@ -190,11 +190,11 @@ def _wrong(param: Tensor, *args: Any, **kwargs: Any) -> None:
 @contextlib.contextmanager
 def _anew() -> Iterator[None]:
     """Forget what was checked, before and behind."""
-    selfcheck._agree.cache_clear()
+    selfcheck._ANSWERS.clear()
     try:
         yield
     finally:
-        selfcheck._agree.cache_clear()
+        selfcheck._ANSWERS.clear()
 
 
 def _checked(rank: int, world: int, kernel: Callable[..., None], message: str) -> None:
@@ -229,6 +229,36 @@ def _good(rank: int, world: int) -> None:
 
 def test_kernels_that_agree_are_used() -> None:
     worlds.run(_good, 1)
+
+
+def _launches(name: str) -> str:
+    launch_or_compute = registry._launch_or_compute(lambda *args: "kernel", lambda *args: "reference")
+    answer: str = launch_or_compute(torch.empty(0, device=name), 1)
+    return answer
+
+
+def _asked_again(rank: int, world: int) -> None:
+    """The check calls ops, which ask it whether to launch."""
+
+    def launch(*args: Any, **kwargs: Any) -> None:
+        assert selfcheck.kernels_agree(torch.device("cuda", 0))
+        adamw.pytorch_step_(*args, **kwargs)
+
+    with _anew(), SimulatedDevice(), patch.object(adamw, "kernel_step_", launch):
+        assert selfcheck.kernels_agree(torch.device("cuda"))
+
+
+def test_the_check_launches_kernels() -> None:
+    worlds.run(_asked_again, 1)
+
+
+@pytest.mark.parametrize(("agree", "expected"), [(True, "kernel"), (False, "reference")])
+def test_an_op_runs_its_reference_where_kernels_fail(agree: bool, expected: str) -> None:
+    """Without a C compiler a patched model raised, and a report said that PyTorch's operations were used."""
+    assert [selfcheck.kernels_agree] == registry.KERNEL_CHECKS
+    with patch.object(registry, "KERNEL_CHECKS", [lambda device: agree]):
+        assert _launches("cpu") == expected
+    assert _launches("cpu") == "reference"
 
 
 @pytest.mark.gpu
