@@ -282,9 +282,25 @@ class _Stacked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        total = grads[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total[dist.get_rank(ctx.group)], None
+        return _SumOfOwn.apply(grads[0], ctx.group), None  # type: ignore[no-untyped-call]
+
+
+class _SumOfOwn(torch.autograd.Function):
+    """The sum over the ranks of the entry that belongs to this one: the transpose of ``_Stacked``, and the reverse.
+
+    Collective in forward and backward: the ranks of the group.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, stacked: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = stacked.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total[dist.get_rank(group)]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _Stacked.apply(grads[0].contiguous(), ctx.group), None  # type: ignore[no-untyped-call]
 
 
 class _Launcher(_MultiProcessingLauncher):
