@@ -42,6 +42,7 @@ def cut_cross_entropy(
         label_smoothing: As in ``torch.nn.functional.cross_entropy``.
 
     Raises:
+        NotImplementedError: In a backward with ``create_graph=True``.
         ValueError: Shapes or options do not fit.
         RuntimeError: A label is outside of the vocabulary (on a GPU, when the device is next waited for).
     """
@@ -86,6 +87,11 @@ class _CutCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "`cut_cross_entropy` has no second derivatives (`create_graph=True`). Leave the head whole"
+                " (`vocabulary=False`) and use `torch.nn.functional.cross_entropy` for losses with gradient penalties."
+            )
         probabilities, local, is_elsewhere, is_ignored = ctx.saved_tensors
         grad = probabilities - ctx.smoothing / ctx.vocabulary
         of_label = (ctx.smoothing - 1.0) * (~is_elsewhere).to(grad.dtype).unsqueeze(-1)

@@ -118,6 +118,14 @@ def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> N
         cut_cross_entropy(logits, options.pop("labels", labels), ThreadRanks.group(1)[0], **options)
 
 
+def test_second_derivatives_are_refused() -> None:
+    """They were those of a loss whose probabilities are constants."""
+    logits, labels = _inputs()
+    loss = cut_cross_entropy(logits.requires_grad_(), labels, ThreadRanks.group(1)[0])
+    with pytest.raises(NotImplementedError, match="no second derivatives"):
+        torch.autograd.grad(loss, logits, create_graph=True)
+
+
 @pytest.mark.parametrize("label", [-1, VOCAB, VOCAB + 3])
 def test_labels_outside_of_the_vocabulary_are_refused(label: int) -> None:
     logits, labels = _inputs()
