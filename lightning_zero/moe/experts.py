@@ -56,7 +56,7 @@ class Experts(nn.Module):
         ranks: Over which they are divided; None: every rank has all of them.
 
     Raises:
-        ValueError: The modules differ in parameters, or a result has another size than a token.
+        ValueError: The modules differ in more than values, or a result has another size than a token.
     """
 
     def __init__(self, modules: Sequence[nn.Module], hidden_size: int) -> None:
@@ -171,7 +171,45 @@ def _stack(owner: nn.Module, modules: Sequence[nn.Module]) -> dict[str, str]:
             holder.register_parameter(key, nn.Parameter(stacked, requires_grad=first.requires_grad))
         else:
             holder.register_buffer(key, stacked)
+    _check_structure(modules)
     return names
+
+
+def _check_structure(modules: Sequence[nn.Module]) -> None:
+    """Refuse modules of which the first does not stand for all.
+
+    Raises:
+        ValueError: Classes, options, frozen parameters, ties or numbers of hooks differ, or modules share a parameter.
+    """
+    first = _structure(modules[0])
+    owners: dict[nn.Parameter, nn.Module] = {}
+    for index, one in enumerate(modules):
+        found = _structure(one)
+        for part in first.keys() | found.keys():
+            if first.get(part) != found.get(part):
+                raise ValueError(
+                    f"`expert` has modules that differ: {part} is {first.get(part)} in the first one, and"
+                    f" {found.get(part)} in the one at {index}. Give all experts one structure; only values may differ."
+                )
+        for name, param in one.named_parameters():
+            if owners.setdefault(param, one) is not one:
+                raise ValueError(
+                    f"`expert` has modules that share the parameter `{name}` with others: the one at {index} does. Give"
+                    " every expert its own, for example by `copy.deepcopy`, or use `shared_expert`."
+                )
+
+
+def _structure(module: nn.Module) -> dict[str, Any]:
+    """Return classes, options, numbers of hooks, frozen parameters and ties, by the name of a module or parameter."""
+    found: dict[str, Any] = {}
+    for name, one in module.named_modules():
+        hooks = len(one._forward_hooks) + len(one._forward_pre_hooks) + len(one._backward_hooks)
+        found[f"`{name or 'the module'}`"] = f"{type(one).__name__}({one.extra_repr()}) with {hooks} hooks"
+    known: dict[int, str] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        tied = known.setdefault(id(param), name)
+        found[f"`{name}`"] = ("trained" if param.requires_grad else "frozen") + (f", `{tied}`" if tied != name else "")
+    return found
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

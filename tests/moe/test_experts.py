@@ -162,6 +162,40 @@ def test_frozen_parameters_stay_frozen() -> None:
     assert [one.grad is None for one in experts.parameters()] == [True, False, False]
 
 
+def _differing(kind: str) -> list[nn.Module]:
+    modules: list[nn.Module] = [nn.Sequential(nn.Linear(H, H), nn.GELU(), nn.Linear(H, H)) for _ in range(E)]
+    last = modules[-1]
+    assert isinstance(last, nn.Sequential)
+    if kind == "frozen":
+        last[0].weight.requires_grad_(False)
+    elif kind == "activation":
+        last[1] = nn.ReLU()
+    elif kind == "option":
+        last[1] = nn.GELU("tanh")
+    elif kind == "hook":
+        last[1].register_forward_hook(lambda module, inputs, output: 2 * output)
+    elif kind == "tie":
+        last[2].weight = last[0].weight
+    else:
+        last[2].bias = modules[0].get_parameter("2.bias")
+    return modules
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("frozen", "`0.weight` is trained in the first one, and frozen in the one at"),
+        ("activation", r"`1` is GELU\(.*\) with 0 hooks in the first one, and ReLU"),
+        ("option", "approximate='tanh'"), ("hook", "and .* with 1 hooks in"), ("tie", "and trained, `0.weight` in"),
+        ("shared", "share the parameter `2.bias`"),
+    ],
+)  # fmt: skip
+def test_modules_that_differ_in_more_than_values_are_refused(kind: str, message: str) -> None:
+    """The first one stood for all: frozen parameters were trained, and activations were its own."""
+    with pytest.raises(ValueError, match=message):
+        Experts(_differing(kind), H)
+
+
 def test_the_given_module_is_left_alone() -> None:
     module = _batch_norm()
     before = copy.deepcopy(module.state_dict())
