@@ -155,7 +155,7 @@ class _Inert(float):
 
 
 def _num_unpacked(frame: FrameType) -> int:
-    """Return the number of names to which a frame assigns what it iterates over; 1 for a loop."""
+    """Return the number of names to which a frame assigns the items of the iterator that it makes; 1 for a loop."""
     code = frame.f_code.co_code
     is_unpacked = dis.opname[code[frame.f_lasti]] == "UNPACK_SEQUENCE"
     return code[frame.f_lasti + 1] if is_unpacked else 1
