@@ -291,7 +291,7 @@ def poisoned_memory() -> Iterator[None]:
         old = storage.nbytes()
         result = resize(storage, size)
         if size > old and storage.device.type == "cpu":
-            grown = torch.tensor([], dtype=torch.uint8).set_(storage)[old:]
+            grown = torch.tensor([], dtype=torch.uint8, device="cpu").set_(storage)[old:]
             grown.fill_(0xFF)
         return result
 

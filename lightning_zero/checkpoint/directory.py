@@ -353,7 +353,7 @@ def _gather_whole(ranks: Ranks, pieces: Sequence[_Piece | None], mine: Any) -> A
         if part is not None and part.local.numel():
             dist.send(part.local.detach().cpu(), group=ranks.group, group_dst=0)
         return None
-    whole = torch.empty(known.shape, dtype=known.dtype)
+    whole = torch.empty(known.shape, dtype=known.dtype, device="cpu")
     flat = whole.view(-1)
     for rank, piece in enumerate(pieces):
         if piece is None or piece.saved[0] >= piece.saved[1]:
@@ -364,7 +364,7 @@ def _gather_whole(ranks: Ranks, pieces: Sequence[_Piece | None], mine: Any) -> A
             dist.recv(flat[slice(*piece.saved)], group=ranks.group, group_src=rank)
             continue
         else:
-            values = torch.empty(piece.saved[1] - piece.saved[0], dtype=known.dtype)
+            values = torch.empty(piece.saved[1] - piece.saved[0], dtype=known.dtype, device="cpu")
             dist.recv(values, group=ranks.group, group_src=rank)
         for run in Segment(values, piece.saved[0], known.shape, part=piece.part).runs():
             flat[run.start : run.stop].copy_(run.local)

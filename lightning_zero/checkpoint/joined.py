@@ -242,7 +242,7 @@ def _flat(part: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Return a range of a flattened tensor."""
     if not isinstance(part, StoredTensor):
         return part.detach().reshape(-1)[start:stop].contiguous()
-    flat = torch.empty(stop - start, dtype=part.dtype)
+    flat = torch.empty(stop - start, dtype=part.dtype, device="cpu")
     part.source.read([(part.key, Segment(flat, start, part.shape))])
     return flat
 

@@ -371,7 +371,7 @@ class StoredTensor(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             shape, dtype = self.shape, self.dtype
         with torch.inference_mode(False):
-            whole = torch.empty(shape, dtype=dtype)
+            whole = torch.empty(shape, dtype=dtype, device="cpu")
             self.source.read([(self.key, Segment(whole.view(-1), 0, shape))])
         return whole
 

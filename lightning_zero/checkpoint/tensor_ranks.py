@@ -139,7 +139,7 @@ class _Join:
     def _with_empty_parts(self, state: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
         """Add parameters of which a rank has no elements: at stage 3 nothing tells them from stand-ins."""
         empty = {
-            name: torch.empty(layout.parts[rank])
+            name: torch.empty(layout.parts[rank], device="cpu")
             for name, layout in self.recorded.items()
             if name not in state and not layout.has_elements(rank)
         }
@@ -202,7 +202,9 @@ class _Join:
         if not isinstance(held[0], StoredTensor):  # of the parameter's shape
             return self._equal(f"{name}.{slot}", held)
         layout = self.layouts[name]
-        filled = [torch.empty(layout.parts[rank]) if part is None else part for rank, part in enumerate(parts)]
+        filled = [
+            torch.empty(layout.parts[rank], device="cpu") if part is None else part for rank, part in enumerate(parts)
+        ]
         return self.source.add(f"{name}.{slot}", layout, filled)
 
     def _groups(self, ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:

@@ -131,7 +131,7 @@ def values_of(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         return
     shape, dtype = tensor.shape, tensor.dtype
     for lo, hi in pieces(0, shape.numel(), dtype.itemsize):
-        piece = torch.empty(hi - lo, dtype=dtype)
+        piece = torch.empty(hi - lo, dtype=dtype, device="cpu")
         tensor.source.read([(tensor.key, Segment(piece, lo, shape))])
         yield lo, piece
 

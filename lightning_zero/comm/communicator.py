@@ -246,13 +246,21 @@ class Communicator:
         self.rank = self._own_ranks.index(dist.get_rank())
         if self.world_size == 1:
             return
-        transport = dist.get_backend(self._process_group)
+        transport = self._transport()
         self._backend = self._config.backend or transport
         kind = transport if transport == "fake" else self._backend
         self._groups = borrow(self, self._own_ranks, kind, self.timeout_s)
         self._loan = self._groups.loan
         if lets_device_wait(self.device, self._backend):
             self.waits = Waits(self.device, [self._groups.gather, self._groups.reduce])
+
+    def _transport(self) -> str:
+        """Return the backend of the process group for this device."""
+        name: str = dist.get_backend(self._process_group)
+        if name in ("gloo", "nccl", "fake"):
+            return name
+        group: Any = self._process_group or dist.group.WORLD  # `cpu:gloo,cuda:nccl`, or none was named
+        return str(group._get_backend(self.device).name())
 
     @property
     def _gather_group(self) -> Any:
@@ -357,6 +365,8 @@ class Communicator:
                 what=f"reduce-scatter of {what}",
                 then=lambda: _divided_sum_in_rank_order(shard, {**received, self.rank: own}, divisor),
             )
+        if full.is_complex():  # no dtype of NCCL
+            shard, full = torch.view_as_real(shard).view(-1), torch.view_as_real(full).view(-1)
         work = _reduce_scatter_flat(
             shard, full, op=_divided_sum(full, self.world_size, divisor), group=self._reduce_group, async_op=True
         )
@@ -379,7 +389,9 @@ class Communicator:
         tag = zlib.crc32(f"{self._loan} {self._groups.tags[id(group)]} {nbytes} {what}".encode()) & _LARGEST_ADDRESS
         staged = self.device.type != "cpu"  # gloo's point-to-point calls take host memory only
         outgoing = {tensor.data_ptr(): tensor.cpu() for tensor in sent.values()} if staged else {}
-        incoming = {peer: torch.empty(received[peer].shape, dtype=received[peer].dtype) for peer in sent if staged}
+        incoming = {
+            peer: torch.empty(received[peer].shape, dtype=received[peer].dtype, device="cpu") for peer in sent if staged
+        }
         works = []
         try:
             for peer, tensor in sent.items():
@@ -510,7 +522,7 @@ class Communicator:
         """
         if self.world_size == 1:
             return
-        values = torch.tensor([number, -number])
+        values = torch.tensor([number, -number], device="cpu")
         self._count("control", values.nbytes, what)
         with self._waiting(what, self.object_group):
             work = dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self.object_group, async_op=True)

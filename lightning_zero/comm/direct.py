@@ -71,7 +71,7 @@ def _exchange(outgoing: Sequence[Tensor], shapes: Sequence[torch.Size], group: A
     """Return the tensors that the ranks have for this one, by rank; this rank's own is not copied."""
     rank = dist.get_rank(group)
     incoming = [
-        outgoing[peer] if peer == rank else torch.empty(shape, dtype=outgoing[peer].dtype)
+        outgoing[peer] if peer == rank else torch.empty(shape, dtype=outgoing[peer].dtype, device="cpu")
         for peer, shape in enumerate(shapes)
     ]
     _send_and_receive(outgoing, incoming, group)

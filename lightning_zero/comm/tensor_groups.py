@@ -60,7 +60,9 @@ class TensorGroups:
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
         """Return the ranks as a mesh with the axes ``data_parallel`` and ``tensor_parallel``. No collective."""
-        ranks = self._first + torch.arange(self.num_data_ranks * self.size).view(self.num_data_ranks, self.size)
+        ranks = self._first + torch.arange(self.num_data_ranks * self.size, device="cpu").view(
+            self.num_data_ranks, self.size
+        )
         return DeviceMesh.from_group(
             [self.data_group, self.tensor_group],
             device_type,
@@ -70,7 +72,7 @@ class TensorGroups:
 
     def gather_numbers(self, *numbers: int) -> list[list[int]]:
         """Return the numbers of all tensor ranks, each below 2**63 in size. Collective: the tensor group."""
-        mine = torch.tensor(numbers)
+        mine = torch.tensor(numbers, device="cpu")
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(everyone, mine, group=self._groups.host)
         return [one.tolist() for one in everyone]

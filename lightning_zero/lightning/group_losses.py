@@ -95,7 +95,7 @@ class GroupLosses:
             digest[:2] = self._loss
         if self._indices is not None:
             digest[2] = self._indices
-        host = torch.empty(3, dtype=torch.float64, pin_memory=self._device.type == "cuda")
+        host = torch.empty(3, dtype=torch.float64, pin_memory=self._device.type == "cuda", device="cpu")
         self._steps.append((host, self._copies.down(host, digest)))
         self._loss = self._indices = None
 

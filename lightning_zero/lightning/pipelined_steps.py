@@ -483,7 +483,7 @@ class PipelinedSteps:
             The largest ``num_new`` of all stages.
         """
         state = RandomState(self._device)
-        mine = torch.tensor([batch_digest(batch), state.digest(), num_new], dtype=torch.int64)
+        mine = torch.tensor([batch_digest(batch), state.digest(), num_new], dtype=torch.int64, device="cpu")
         everyone = self._mesh.gather_numbers(mine, "the comparison of batches")
         if len({int(one[0]) for one in everyone}) > 1:
             raise PipelineError(
@@ -501,7 +501,7 @@ class PipelinedSteps:
         Collective: all ranks of a copy.
         """
         timing = self.runner.timing
-        mine = torch.tensor([timing.busy_s, timing.total_s], dtype=torch.float64)
+        mine = torch.tensor([timing.busy_s, timing.total_s], dtype=torch.float64, device="cpu")
         everyone = self._mesh.gather_numbers(mine, "timings")
         timing.busy_s = timing.total_s = 0.0
         row = {f"pipeline/busy_s_{stage}": float(one[0]) / steps for stage, one in enumerate(everyone)}

@@ -39,6 +39,7 @@ class StagingSlot:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
+        self._owner: object = None
         self.landings: list[Landing] = []  # of the copies from it
 
     @property
@@ -49,6 +50,12 @@ class StagingSlot:
     def view(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return its first ``numel`` elements as ``dtype``; its length is a multiple of every itemsize."""
         return self._memory[: numel * dtype.itemsize].view(dtype)
+
+    def take(self, owner: object) -> None:
+        """Return when ``owner`` may fill it: it waits for copies of what another one has filled in."""
+        if self._owner is not owner:
+            self.wait()
+            self._owner = owner
 
     def wait(self) -> None:
         """Return when it may be filled again."""
@@ -122,12 +129,12 @@ class HostStore(Accounts):
         if pool:
             return pool.pop()
         if not self.is_pinned or not nbytes:
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._unlock_freed()
         try:
             pages = Pages(nbytes)  # nothing else lies in them: the driver locks pages
         except OSError:  # not on Linux: PyTorch locks powers of two
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
         self._pin(pages)
         return pages.content[:nbytes]
 
@@ -147,15 +154,18 @@ class HostStore(Accounts):
         )
 
     def _unlock_freed(self) -> None:
-        if self._freed:
+        freed = list(self._freed)  # others may be freed while this waits
+        if freed:
             finish_device(self._copies_of)  # a copy may be running that nobody waits for
-        while self._freed:
-            address, _ = self._freed.pop()
-            self._locked.remove(address)
-            unlock_pages(address)
+        for one in freed:
+            self._freed.remove(one)
+            self._locked.remove(one[0])
+            unlock_pages(one[0])
 
     def close(self) -> None:
         """Unlock all pages, also those of tensors that somebody keeps, and forget all accounts."""
+        if self._locked:
+            finish_device(self._copies_of)  # a copy may be running that nobody waits for
         _unlock(self._locked)
         self._freed.clear()
         self._pool.clear()

@@ -224,7 +224,7 @@ class NvmeStore:
         """Return an aligned (padded nbytes,) uint8 tensor of any content in host memory."""
         padded = _padded(nbytes)
         with torch.inference_mode(False):
-            memory = torch.empty(padded + ALIGNMENT, dtype=torch.uint8, pin_memory=self._pinned)
+            memory = torch.empty(padded + ALIGNMENT, dtype=torch.uint8, pin_memory=self._pinned, device="cpu")
         start = -memory.data_ptr() % ALIGNMENT
         return memory[start : start + padded]
 

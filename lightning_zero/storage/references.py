@@ -22,4 +22,4 @@ def _references(tensor: torch.Tensor) -> int:
 @cache
 def _own_references() -> int:
     """Return how many references PyTorch has to the storage of a tensor of which nobody has made a view."""
-    return _references(torch.empty(1)) - 1
+    return _references(torch.empty(1, device="cpu")) - 1

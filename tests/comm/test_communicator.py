@@ -219,6 +219,20 @@ def _subgroup(rank: int, world: int) -> list[float]:
     return found
 
 
+def _of_several_backends(rank: int, world: int) -> list[float]:
+    group = dist.new_group(list(range(world)), backend="cpu:gloo,cuda:gloo")
+    communicator = Communicator(Communication(), torch.device("cpu"), group)
+    full, shard = torch.arange(2.0 * world) * (rank + 1), torch.empty(2)
+    communicator.reduce_scatter(shard, full, "test").wait()
+    communicator.close()
+    return shard.tolist()
+
+
+def test_a_group_with_a_backend_per_device_has_that_of_the_device() -> None:
+    """Averages were asked of gloo, which has none."""
+    assert worlds.run(_of_several_backends, 2) == [[0.0, 1.5], [3.0, 4.5]]
+
+
 def test_a_part_of_the_ranks_keeps_to_itself() -> None:
     even, odd = [0.0, 2.0, 1.0], [1.0, 3.0, 2.0]
     assert worlds.run(_subgroup, 4, timeout_s=20.0) == [even, odd * 2, even, odd * 2]

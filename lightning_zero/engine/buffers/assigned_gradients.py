@@ -94,7 +94,7 @@ class Source(NamedTuple):
         return sys.getrefcount(self.tensor)
 
 
-_OWN_REFERENCES = Source(torch.empty(0), 0, None).own_references
+_OWN_REFERENCES = Source(torch.empty(0, device="cpu"), 0, None).own_references
 
 
 class AssignedSources:

@@ -170,7 +170,7 @@ class RoundedWrites:
         if is_written.device.type == "cpu":
             self._note(name, bool(is_written))
         elif not self._is_told and name not in self._asked:
-            answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+            answer = torch.empty((), dtype=torch.bool, pin_memory=True, device="cpu")
             self._asked[name] = answer, copies.down(answer, is_written)
 
     def _note(self, name: str, is_written: bool) -> None:

@@ -81,7 +81,7 @@ def merge_written(master: torch.Tensor, values: torch.Tensor, own: OwnRange, but
     """
     rounded = master.to(values.dtype)
     if master.device.type == "cpu" and torch.equal(rounded, values):
-        return torch.zeros((), dtype=torch.bool)
+        return torch.zeros((), dtype=torch.bool, device="cpu")
     is_same = (rounded == values) | ((rounded != rounded) & (values != values))  # NaN is no write
     for index in but_for:
         own.segment(index, is_same).fill_(True)

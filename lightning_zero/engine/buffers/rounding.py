@@ -34,15 +34,12 @@ class Rounding:
         self._copies = copies
         self._slot = slot
         self._landings: list[Landing] = []  # of this step; the slot forgets them when the next one wants to fill it
-        self._is_first = True
 
     def around(self, call: Callable[[], None], lo: int, hi: int) -> list[Callable[[], None]]:
         """Return the calls that make the step of ``[lo, hi)`` and send its parameters, in order."""
         if self._slot is None:
             return [call]
-        before = [self._slot.wait] if self._is_first else []
-        self._is_first = False
-        return [*before, call, partial(self._send, lo, hi)]
+        return [partial(self._slot.take, self), call, partial(self._send, lo, hi)]
 
     def _send(self, lo: int, hi: int) -> None:
         assert self._slot is not None

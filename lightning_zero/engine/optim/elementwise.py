@@ -227,10 +227,10 @@ class _Sample:
 
     def fill(self, generator: torch.Generator) -> None:
         """Draw values and gradients. Rows differ in size, so that no part of a gradient has the whole's statistics."""
-        draw = torch.randn(self.shape, generator=generator)
+        draw = torch.randn(self.shape, generator=generator, device="cpu")
         self.start = draw.to(self.device, self.dtype)
-        rows = torch.randn((*self.shape[:1], *[1] * (len(self.shape) - 1)), generator=generator).exp()
-        grads = [torch.randn(self.shape, generator=generator) * rows * scale for scale in _SCALES]
+        rows = torch.randn((*self.shape[:1], *[1] * (len(self.shape) - 1)), generator=generator, device="cpu").exp()
+        grads = [torch.randn(self.shape, generator=generator, device="cpu") * rows * scale for scale in _SCALES]
         self.grads = [grad.to(self.device, self.dtype) for grad in grads]
 
 
@@ -355,7 +355,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 def _stand_in() -> _Sample:
     """Return a sample for parameters that other ranks have."""
-    return _Sample(nn.Parameter(torch.zeros(0)), "weight", (4, 4), torch.float32, torch.device("cpu"))
+    return _Sample(nn.Parameter(torch.zeros(0, device="cpu")), "weight", (4, 4), torch.float32, torch.device("cpu"))
 
 
 def _tagged(param: nn.Parameter, like: nn.Parameter) -> nn.Parameter:

@@ -43,7 +43,7 @@ _UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable", "foreach"
 @cache
 def _own_references() -> int:
     """Return how many references Python counts to a tensor that only a dictionary has."""
-    for value in {"state": torch.empty(1)}.values():
+    for value in {"state": torch.empty(1, device="cpu")}.values():
         return sys.getrefcount(value)
     raise AssertionError
 

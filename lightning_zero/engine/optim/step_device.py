@@ -62,8 +62,8 @@ def measure_rates(device: torch.device, meet: Meet = lambda error=None: None) ->
             have come to theirs, or raises on all of them.
     """
     try:
-        values = [torch.zeros(_SAMPLE_NUMEL, dtype=torch.float32) for _ in range(4)]
-        host = torch.zeros(_SAMPLE_NUMEL, dtype=torch.float32, pin_memory=device.type == "cuda")
+        values = [torch.zeros(_SAMPLE_NUMEL, dtype=torch.float32, device="cpu") for _ in range(4)]
+        host = torch.zeros(_SAMPLE_NUMEL, dtype=torch.float32, pin_memory=device.type == "cuda", device="cpu")
         there = torch.zeros(_SAMPLE_NUMEL, dtype=torch.float32, device=device)
     except RuntimeError as error:  # no memory is left
         meet(error)

@@ -222,7 +222,7 @@ class Reducer:
         own = self._flags()
         self._last.pop(kind, None)  # an error leaves nothing that other ranks may not have
         facts = b"".join(number.to_bytes(_NUM_BYTES) for number in self.facts.digest())
-        message = torch.tensor(list(own + facts), dtype=torch.uint8)
+        message = torch.tensor(list(own + facts), dtype=torch.uint8, device="cpu")
         answer = bytes(self._communicator.agree_on_flags(message, "agreement on used parameters").tolist())
         agreed, facts = answer[: len(own)], answer[len(own) :]
         self.facts.compare((int.from_bytes(facts[:_NUM_BYTES]), int.from_bytes(facts[_NUM_BYTES:])))

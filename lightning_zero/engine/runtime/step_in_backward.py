@@ -64,7 +64,7 @@ class SteppingReducer(Reducer):
 
     def _announce(self, unit: Unit) -> None:
         """Tell the other ranks whether all gradients of a unit have arrived here. Collective: all ranks, in order."""
-        flag = torch.tensor([unit.is_complete], dtype=torch.uint8)
+        flag = torch.tensor([unit.is_complete], dtype=torch.uint8, device="cpu")
         what = f"agreement on the gradients of unit `{unit.name}`"
         self._promises[unit] = flag, self._communicator.agree_later(flag, what, dist.ReduceOp.MIN)
 

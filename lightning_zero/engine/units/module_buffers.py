@@ -56,7 +56,7 @@ class ModuleBuffers:
         self._layout: tuple[object, ...] = ()
         self._facts: dict[str, str] = {}
         self._nbytes = 0
-        self._header = torch.empty(0)
+        self._header = torch.empty(0, device="cpu")
         if communicator.world_size > 1:
             self._accept(self._collect())
 
@@ -111,7 +111,7 @@ class ModuleBuffers:
         self._header = self._header_of(self._facts)
 
     def _header_of(self, facts: Mapping[str, str]) -> Tensor:
-        return torch.tensor([digest_of(facts)]).view(torch.uint8).to(self._device)
+        return torch.tensor([digest_of(facts)], device="cpu").view(torch.uint8).to(self._device)
 
     def _send(self, buffers: Mapping[str, Tensor], is_changed: bool) -> Tensor:
         """Return rank 0's message, in which there are no values if its layout has changed."""

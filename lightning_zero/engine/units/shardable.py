@@ -152,8 +152,8 @@ def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _addresses(tensor: torch.Tensor) -> torch.Tensor:
-    places = torch.zeros(tuple(tensor.shape), dtype=torch.int64)
+    places = torch.zeros(tuple(tensor.shape), dtype=torch.int64, device="cpu")
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        steps = torch.arange(size) * (stride * tensor.element_size())
+        steps = torch.arange(size, device="cpu") * (stride * tensor.element_size())
         places += steps.view([-1 if axis == dim else 1 for axis in range(tensor.ndim)])
     return places.flatten() + tensor.data_ptr()

@@ -14,10 +14,13 @@ from lightning_zero.storage.host import StagingSlot
 class _Noted(Landing):
     def __init__(self) -> None:
         super().__init__()
-        self.was_waited_for = False
+        self.was_waited_for = self.was_finished = False
 
     def wait(self) -> None:
         self.was_waited_for = True
+
+    def finish(self) -> None:
+        self.was_finished = True
 
 
 class _NotedCopies(Copies):
@@ -28,6 +31,23 @@ class _NotedCopies(Copies):
     def up(self, *args: Any) -> Landing:
         self.started.append(_Noted())
         return self.started[-1]
+
+
+def test_a_slot_that_another_buffer_has_filled_is_filled_when_its_copies_have_ended() -> None:
+    """A second group of the first buffer wrote over values of the second buffer, which were still to be copied."""
+    copies, slot = _NotedCopies(), StagingSlot(torch.empty(16, dtype=torch.uint8))
+    first, second = (Rounding(torch.empty(8, dtype=torch.bfloat16), copies, slot) for _ in range(2))
+    for rounding, lo in ((first, 0), (second, 0), (first, 4), (second, 4)):
+        sent = list(copies.started)
+        for call in rounding.around(lambda: None, lo, lo + 4)[:2]:
+            call()
+        assert all(landing.was_finished for landing in sent)
+        rounding._send(lo, lo + 4)
+    first.around(lambda: None, 6, 8)[0]()
+    assert copies.started[-1].was_finished
+    copies.started[-1].was_finished = False
+    first.around(lambda: None, 6, 8)[0]()
+    assert not copies.started[-1].was_finished  # its own
 
 
 def test_a_step_that_fills_the_slot_again_takes_no_copy_from_who_waits_for_it() -> None:
