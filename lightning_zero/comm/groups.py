@@ -22,7 +22,8 @@ from __future__ import annotations
 import atexit
 import gc
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -203,11 +204,23 @@ def borrow(user: Any, ranks: Sequence[int], backend: str, timeout_s: float) -> G
         def group(kind: str, use: str) -> Any:
             if is_part and kind == "gloo":
                 return _named_group(f"lightning_zero/{name}/{number}/{use}", ranks, timeout)
-            return dist.new_group(ranks, timeout, kind, use_local_synchronization=is_part)
+            with _unsplit() if is_part else nullcontext():
+                return dist.new_group(ranks, timeout, kind, use_local_synchronization=is_part)
 
         return GroupSet(partial(group, backend), partial(group, on_host), is_local=backend == "gloo")
 
     return lend(user, name, ranks, make)
+
+
+@contextmanager
+def _unsplit() -> Iterator[None]:
+    """Make groups of their own: a split of the default group's communicator waits for all its ranks (NCCL)."""
+    default: Any = dist.group.WORLD
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
 
 
 def _named_group(name: str, ranks: Sequence[int], timeout: timedelta) -> Any:

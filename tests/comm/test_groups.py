@@ -131,3 +131,28 @@ def test_broken_groups_of_a_part_of_the_ranks_are_destroyed() -> None:
     """They stayed until the process ended, because PyTorch would have given a later group their names."""
     for counts in run(_broken_parts, 4):
         assert set(counts) == {counts[0]}
+
+
+def _bound(rank: int, world: int) -> Any:
+    default: Any = dist.group.WORLD
+    default.bound_device_id = torch.device("cuda", rank)
+    seen, make = [], dist.new_group
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        seen.append(default.bound_device_id)
+        return make([rank], backend="gloo", use_local_synchronization=True)
+
+    dist.new_group = noted
+    try:
+        if rank < 2:
+            borrow(_User(), [0, 1], "nccl", 60.0)
+    finally:
+        dist.new_group = make
+    bound, default.bound_device_id = default.bound_device_id, None
+    return seen[:2], bound
+
+
+def test_groups_of_some_ranks_are_no_splits_of_all_which_wait_for_the_others() -> None:
+    *of_some, other = run(_bound, 3)
+    assert of_some == [([None, None], torch.device("cuda", rank)) for rank in range(2)]
+    assert other == ([], torch.device("cuda", 2))
