@@ -33,6 +33,7 @@ __all__ = [
     "finish_device",
     "finish_stream",
     "first_call_of_thread",
+    "keep_for_stream",
     "lock_pages",
     "memory_of",
     "unlock_pages",
@@ -218,6 +219,15 @@ def finish_device(device: torch.device | None) -> None:
     """Wait until a device, by default the current one, has done all work of all streams, if CUDA is in use."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(device if device is not None and device.type == "cuda" else None)
+
+
+def keep_for_stream(tensor: torch.Tensor) -> None:
+    """Let nobody have the memory of a tensor that is freed next before the current stream is done with it.
+
+    It may be another stream than the one that the memory was taken for: a program can compute on its own.
+    """
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def lock_pages(address: int, nbytes: int) -> int:

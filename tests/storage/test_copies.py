@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_zero.storage.copies import Copies
+from lightning_zero.storage.copies import Copies, keep_for_stream
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 NUMEL = 2**22  # long enough not to be done by chance
@@ -40,3 +40,24 @@ def test_a_lane_and_a_step_run_behind_what_was_asked_before(device: str) -> None
         with copies.stepping(copies.mark()):
             other.mul_(2)
         assert bool((other == 2 * (number + 1)).all())
+
+
+@pytest.mark.gpu
+def test_memory_that_another_stream_still_reads_is_not_taken_again() -> None:
+    found, other = [], torch.cuda.Stream()
+    for keeps in (False, True):
+        values = torch.empty(NUMEL, device="cuda")
+        with torch.cuda.stream(other):
+            torch.cuda._sleep(100_000_000)  # cycles
+            values.sum()
+            if keeps:
+                keep_for_stream(values)
+            place = values.data_ptr()
+            values.untyped_storage().resize_(0)
+        found.append(torch.empty(NUMEL, device="cuda").data_ptr() == place)
+        torch.cuda.synchronize()
+    assert found == [True, False]
+
+
+def test_memory_of_the_host_is_nobodys_stream() -> None:
+    keep_for_stream(torch.zeros(1))

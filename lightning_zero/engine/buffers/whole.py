@@ -9,6 +9,7 @@ import torch
 from lightning_zero.engine.buffers.parameter import placeholder
 from lightning_zero.engine.buffers.spec import BufferSpec
 from lightning_zero.layout import FlatLayout
+from lightning_zero.storage.copies import keep_for_stream
 from lightning_zero.storage.store import Kind
 
 __all__ = ["WholeBuffer", "flat_views"]
@@ -68,6 +69,7 @@ class WholeBuffer:
 
     def free(self) -> None:
         """Give the memory back."""
+        keep_for_stream(self.flat)
         self.flat.untyped_storage().resize_(0)
         self._spec.store.release(self._account, self.flat.nbytes)
 
