@@ -50,7 +50,7 @@ from lightning_zero.parallel.pipeline.schedule.microbatches import (
 )
 from lightning_zero.parallel.pipeline.schedule.plan import most_microbatches
 from lightning_zero.parallel.pipeline.schedule.reduce_policy import device_bytes, reduces_once
-from lightning_zero.parallel.pipeline.schedule.streams import RandomState, RandomStreams
+from lightning_zero.parallel.pipeline.schedule.streams import RandomState, RandomStreams, torch_states
 from lightning_zero.parallel.pipeline.stages.backward_attributes import BackwardAttributes
 from lightning_zero.parallel.pipeline.stages.generators import Draws
 from lightning_zero.parallel.pipeline.stages.own_changes import own_modules
@@ -131,6 +131,21 @@ class PipelinedSteps:
     @property
     def _steps(self) -> StepControl:
         return self._engine.internals.steps
+
+    @contextmanager
+    def around_hooks(self) -> Iterator[None]:
+        """Warn once of random numbers that hooks draw between the backward and the optimizer's step."""
+        before = torch_states(self._device)
+        yield
+        if not all(map(torch.equal, before, torch_states(self._device))):
+            self._warnings.once(
+                "draws between backward and step",
+                "Code between the backward and the optimizer's step draws random numbers (`on_before_optimizer_step`,"
+                " `configure_gradient_clipping`). Every pipeline stage draws the same ones, each for its own"
+                " parameters: noise of gradients would be the same on all stages. Draw noise from a new generator for"
+                " each parameter (`p.grad.normal_(generator=...)`), seeded by its place and the step; a number that"
+                " is drawn once for all parameters is right.",
+            )
 
     def _reduces_once(self, pipeline: Pipeline) -> bool:
         units = self._engine.internals.fits.units

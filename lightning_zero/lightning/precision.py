@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal, cast
@@ -183,6 +183,7 @@ class ZeroStep(Precision):
         self.engine: ZeroEngine | None = None
         self.scaler: LossScaler | None = None
         self.grad_norm: Tensor | None = None  # norm that the last clipping has computed
+        self.around_hooks: Callable[[], AbstractContextManager[None]] = nullcontext
         self._in_step: Optimizer | None = None  # whose step runs its hooks; its gradients are unscaled
 
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
@@ -248,7 +249,8 @@ class ZeroStep(Precision):
         unscaled = self._unscale(optimizer)
         self._in_step = optimizer
         try:
-            self._after_closure(model, optimizer)
+            with self.around_hooks():
+                self._after_closure(model, optimizer)
         finally:
             self._in_step = None
         return unscaled

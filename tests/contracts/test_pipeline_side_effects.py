@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from functools import partial
 from typing import Any
 
@@ -449,3 +450,21 @@ def test_no_stage_holds_blocks_of_another_by_their_second_names() -> None:
     for name, stages in holders.items():
         if "blocks" in name:
             assert len(stages) == 1, name
+
+
+class DrawsNoise(Program):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for param in self.parameters():
+            if param.grad is not None:
+                param.grad.add_(1e-3 * torch.randn(param.shape))
+
+
+def _warned(rank: int, world: int) -> int:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _fit(rank, world, DrawsNoise, _pipeline(), {}, True)
+    return sum("between the backward and the optimizer's step draws" in str(one.message) for one in caught)
+
+
+def test_noise_that_does_not_name_its_gradient_is_warned_of() -> None:
+    assert sum(run(_warned, 2)) == 1

@@ -21,7 +21,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["RandomState", "RandomStreams", "seed_generators"]
+__all__ = ["RandomState", "RandomStreams", "seed_generators", "torch_states"]
+
+
+def torch_states(device: torch.device) -> list[torch.Tensor]:
+    """Return the states of PyTorch's generators of the host and of a device."""
+    of_device = [torch.get_device_module(device).get_rng_state(device)] if device.type != "cpu" else []
+    return [torch.get_rng_state(), *of_device]
 
 
 class RandomState:
