@@ -78,7 +78,7 @@ def define(
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
     LIBRARY.impl(name, reference, "CPU")
-    LIBRARY.impl(name, _launch_or_compute(launcher, reference), "CUDA")
+    LIBRARY.impl(name, _checked(launcher, reference), "CUDA")
     torch.library.register_fake(f"lightning_zero::{name}", fake, lib=LIBRARY)
     if backward is not None:
         torch.library.register_autograd(f"lightning_zero::{name}", backward, setup_context=setup_context, lib=LIBRARY)
@@ -88,7 +88,7 @@ def define(
     return op
 
 
-def _launch_or_compute(launcher: _Function, reference: _Function) -> _Function:
+def _checked(launcher: _Function, reference: _Function) -> _Function:
     """Return a function that launches, or computes as on a CPU where kernels do not run: Note [Without Triton]."""
 
     def run(first: Tensor, *args: Any) -> Any:

@@ -49,6 +49,7 @@ __all__ = [
 
 _ALL_DONE = b"all done"
 KEPT_THREADS = 32  # at most between two calls; a fresh process has one
+KEPT_S = 2.0  # a rank that is done keeps its connections at most; it may be the error that others wait for
 GRACE_S = 3.0  # how long the other ranks may still answer after the first error
 
 
@@ -233,17 +234,20 @@ def _serve(connection: Connection, rank: int, world: int, folder: str) -> None:
             continue
         store = FileStore(os.path.join(folder, f"store{number}"), world)
         value = _call(fn, args, rank, world, store, timeout_s)
-        if not isinstance(value, _Failure):
+        failure = value if isinstance(value, _Failure) else None
+        if failure is None:
             connection.send_bytes(_answer(value))
-            try:
-                connection.recv_bytes()  # that all ranks are done: others may still make the connections of a group
-            except EOFError:
-                return
-            value = None
+            del value
+            connection.poll(KEPT_S)  # until all ranks are done: others may still make the connections of a group
         destroy_all()  # groups of engines that the call left open: each wakes a hundred times a second
         dist.destroy_process_group()
-        connection.send_bytes(_answer(value))
-        gc.collect()  # engines that the call left open
+        gc.collect()  # engines that the call left open, and groups that nobody could destroy
+        if failure is None:
+            try:
+                connection.recv_bytes()
+            except EOFError:
+                return
+        connection.send_bytes(_answer(failure))
 
 
 def _call(fn: Callable[..., Any], args: Sequence[Any], rank: int, world: int, store: Store, timeout_s: float) -> Any:

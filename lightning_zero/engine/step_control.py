@@ -76,6 +76,7 @@ class StepControl:
 
     def num_writes(self) -> dict[str, int]:
         """Return how often the program has written each parameter, by name, as far as writes show. No collective."""
+        self._state.require_module()
         return {name: number for buffer in self._state.buffers for name, number in buffer.num_writes().items()}
 
     # -- Backwards -------------------------------------------------------------------------------------------------
