@@ -19,8 +19,8 @@ Note [Headroom]
     fp16 has no room for ``softmax / number of tokens``. There the gradients carry a power of two, at most the number of
     tokens that are counted, until backward, which divides by it: the loss scale of mixed precision comes too late for
     them. So they are at most those of the sum over tokens, which carry nothing. An element of the mean gradient of the
-    weight is at most the largest of ``x``, which one frequent label reaches, so the power of two is at most 2^15 over
-    that: otherwise the gradient would be inf at every loss scale.
+    weight is at most the largest of ``x``, which one frequent label reaches. Where that times the power of two exceeds
+    2^15, ``x`` is divided by another one for the weight's products: they would be inf at every loss scale.
 
 Note [Length of chunks]
     Each chunk moves the sum of the weight's gradient through memory, ``12 V H`` bytes where it is kept in fp32 and its
@@ -291,12 +291,20 @@ class _Chunks:
 def _headroom(x: Tensor, target: Tensor, ignore_index: int, is_mean: bool) -> Tensor | float:
     if x.dtype != torch.float16 or not is_mean:
         return 1.0
-    most = (target != ignore_index).sum().float().clamp(1.0, 2.0**14)
-    if x.numel():
-        fitting = 2.0**15 / torch.linalg.vector_norm(x, math.inf, dtype=torch.float32)
-        most = torch.where(fitting < most, fitting, most).clamp(min=1.0)  # not by one that is NaN
-    mantissa, _ = torch.frexp(most)  # from 0.5
-    return most / (2.0 * mantissa)
+    return _power_of_2((target != ignore_index).sum().float().clamp(1.0, 2.0**14))
+
+
+def _x_for_weight(x: Tensor, headroom: Tensor | float) -> Tensor | float:
+    """Return the factor of ``x`` with which the products for the weight fit: a power of 2 up to 1."""
+    if not isinstance(headroom, Tensor) or not x.numel():
+        return 1.0
+    fitting = 2.0**15 / (torch.linalg.vector_norm(x, math.inf, dtype=torch.float32) * headroom)
+    return _power_of_2(torch.where(fitting < 1.0, fitting, 1.0))  # not one that is NaN
+
+
+def _power_of_2(value: Tensor) -> Tensor:
+    mantissa, _ = torch.frexp(value)  # from 0.5
+    return value / (2.0 * mantissa)
 
 
 def _chunked(
@@ -310,7 +318,10 @@ def _chunked(
     chunk_tokens: int,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the loss and the gradients that are needed (of x, weight, bias), times the headroom."""
+    """Return the loss and the gradients that are needed (of x, weight, bias), times the headroom.
+
+    That of the weight is times ``_x_for_weight`` too.
+    """
     _check(x, weight, target, bias)
     _check_labels(target, len(weight) * (rows.size if isinstance(rows, CutRows) else 1), terms.ignore_index)
     _, grad_x, grad_weight, grad_bias = _empty_results(x, weight, bias, needs)
@@ -321,7 +332,8 @@ def _chunked(
     total_bias = grad_bias.new_zeros(grad_bias.shape, dtype=torch.float64)
     losses = x.new_empty(len(x), dtype=torch.float32)
     share = (target != terms.ignore_index).sum().float().reciprocal() if is_mean else losses.new_ones(())
-    factor = share * _headroom(x, target, terms.ignore_index, is_mean)
+    headroom = _headroom(x, target, terms.ignore_index, is_mean)
+    factor, x_factor = share * headroom, _x_for_weight(x, headroom)
     # Rows start at multiples of 16 bytes, so that loads are wide at any size of the vocabulary.
     width = cdiv(len(weight), 8) * 8
     scratch = x.new_empty(min(chunks.tokens, len(x)), width)
@@ -337,7 +349,7 @@ def _chunked(
         if needs[0]:
             torch.mm(logits, weight, out=grad_x[part])
         if needs[1]:
-            _add_product(total_weight, logits, x_chunk)
+            _add_product(total_weight, logits, x_chunk * x_factor if isinstance(x_factor, Tensor) else x_chunk)
         if needs[2]:
             total_bias += logits.sum(0, dtype=torch.float32)
     if chunks.is_wide:
@@ -395,13 +407,18 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor 
 
         grad_x, grad_weight, grad_bias = differentiable_gradients(again, (x, weight, bias), grad)
         return grad_x, grad_weight, None, grad_bias, *rest
-    factor = grad / _headroom(x, target, ctx.settings[0], ctx.settings[4])
-    grad_x, grad_weight, grad_bias = _scaled(grads, factor, ctx.settings[-1])
+    headroom = _headroom(x, target, ctx.settings[0], ctx.settings[4])
+    grad_x, grad_weight, grad_bias = _scaled(grads, grad / headroom, _x_for_weight(x, headroom), ctx.settings[-1])
     return grad_x, grad_weight, None, grad_bias, *rest
 
 
-def _scaled(grads: Sequence[Tensor], factor: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
-    return [_times(grad, factor) if is_needed else None for grad, is_needed in zip(grads, needs, strict=True)]
+def _scaled(
+    grads: Sequence[Tensor], factor: Tensor, x_factor: Tensor | float, needs: Sequence[bool]
+) -> list[Tensor | None]:
+    factors = factor, factor / x_factor, factor
+    return [
+        _times(grad, one) if is_needed else None for grad, one, is_needed in zip(grads, factors, needs, strict=True)
+    ]
 
 
 def _times(grad: Tensor, factor: Tensor) -> Tensor:
@@ -467,6 +484,7 @@ class _CutLinearCrossEntropy(torch.autograd.Function):
             dist.all_reduce(grads[0], group=group)
         ctx.save_for_backward(target, *grads)
         ctx.headroom = _headroom(x, target, settings[0], settings[4])
+        ctx.x_factor = _x_for_weight(x, ctx.headroom)
         ctx.needs = needs
         return loss
 
@@ -478,7 +496,7 @@ class _CutLinearCrossEntropy(torch.autograd.Function):
                 " or use a whole `weight` without a group."
             )
         _, *parts = ctx.saved_tensors
-        grad_x, grad_weight, grad_bias = _scaled(parts, grads[0] / ctx.headroom, ctx.needs)
+        grad_x, grad_weight, grad_bias = _scaled(parts, grads[0] / ctx.headroom, ctx.x_factor, ctx.needs)
         return grad_x, grad_weight, None, grad_bias, *(None,) * 8
 
 

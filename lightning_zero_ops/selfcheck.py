@@ -35,7 +35,11 @@ def kernels_agree(device: torch.device) -> bool:
     index = torch.cuda.current_device() if device.index is None else device.index
     if index not in _ANSWERS:
         _ANSWERS[index] = True  # to the ops of the check, which ask as well
-        _ANSWERS[index] = _agree(torch.device("cuda", index))
+        try:
+            _ANSWERS[index] = _agree(torch.device("cuda", index))
+        except BaseException:  # the program is interrupted
+            del _ANSWERS[index]
+            raise
     return _ANSWERS[index]
 
 

@@ -82,7 +82,7 @@ def _progress_of(progress: Mapping[str, Any]) -> dict[str, Any]:
     counts = {"total": count, "current": dict.fromkeys(count, 0)}
     begun = dict.fromkeys(("total", "current"), dict.fromkeys(("ready", "started", "completed"), 0))
     fit_loop = {
-        "epoch_loop.state_dict": {"_batches_that_stepped": max(steps - 1, 0)},
+        "epoch_loop.state_dict": {"_batches_that_stepped": steps},
         "epoch_loop.automatic_optimization.optim_progress": {"optimizer": {"step": counts, "zero_grad": begun}},
         "epoch_loop.manual_optimization.optim_step_progress": counts,
     }

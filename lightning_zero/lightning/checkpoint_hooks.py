@@ -86,6 +86,7 @@ class CheckpointHooks(ParallelStrategy):
     _random_states: tuple[list[dict[str, Any]], int] | None  # by rank, and of how many copies, for the start
     _stored: dict[int, dict[str, Hashable]]  # by identity of a file's dictionary: of its model, before hooks change it
     _restore: Callable[[], None] | None = None  # reads the checkpoint of this run; None: it is read
+    _is_nested: bool = False  # a finder restores what it has saved
     _has_barrier_to_skip: bool = False  # behind a checkpoint that is not written
     _is_alone: bool  # see `ProcessHooks`
     _have_met: bool = False  # all ranks, for the checkpoint whose content was made last
@@ -208,10 +209,20 @@ class CheckpointHooks(ParallelStrategy):
         """
         connector = trainer._checkpoint_connector
         vars(connector)["_restore_modules_and_callbacks"] = partial(self._note_restore, connector)
-        vars(connector)["restore"] = partial(_restore_inside, connector)
+        vars(connector)["restore"] = partial(self._restore_inside, connector)
 
     def _note_restore(self, connector: Any, *args: Any) -> None:
         self._restore = partial(type(connector)._restore_modules_and_callbacks, connector, *args)
+
+    def _restore_inside(self, connector: Any, *args: Any, **kwargs: Any) -> None:
+        """Restore the checkpoint of a finder, and keep that of the run, which is not all read yet."""
+        checkpoint, path = connector._loaded_checkpoint, connector._ckpt_path
+        self._is_nested = True
+        try:
+            type(connector).restore(connector, *args, **kwargs)
+        finally:
+            self._is_nested = False
+        connector._loaded_checkpoint, connector._ckpt_path = checkpoint, path
 
     def _restore_checkpoint(self) -> None:
         """Read the checkpoint of this run, if there is one. Collective: all ranks."""
@@ -356,8 +367,7 @@ class CheckpointHooks(ParallelStrategy):
         states = checkpoint.get(RANDOM_STATES)
         self._random_states = None if states is None else (states, checkpoint.get(COPIES, len(states)))
         self.engine.internals.checkpoints.use_step_devices(checkpoint.get(STEP_DEVICES, {}))
-        stored = self._stored.get(id(checkpoint)) or state.identities(checkpoint.get("state_dict", {}))
-        self._stored.clear()
+        stored = self._stored.pop(id(checkpoint), None) or state.identities(checkpoint.get("state_dict", {}))
         with ExitStack() as stack:
             for optimizer in self.optimizers:
                 stack.enter_context(self.engine.internals.checkpoints.whole_groups(optimizer))
@@ -459,13 +469,6 @@ class CheckpointHooks(ParallelStrategy):
             warnings.warn(f"The last checkpoint is not complete: {error}", stacklevel=2)
         finally:
             self._saver = None
-
-
-def _restore_inside(connector: Any, *args: Any, **kwargs: Any) -> None:
-    """Restore the checkpoint of a learning rate finder, and keep that of the run, which is not all read yet."""
-    checkpoint, path = connector._loaded_checkpoint, connector._ckpt_path
-    type(connector).restore(connector, *args, **kwargs)
-    connector._loaded_checkpoint, connector._ckpt_path = checkpoint, path
 
 
 def _savers_of(trainer: pl.Trainer | None) -> list[ModelCheckpoint]:

@@ -28,6 +28,7 @@ from lightning_zero.trees import tree_leaves
 __all__ = ["GroupLosses", "StepDigest", "as_float", "as_number"]
 
 _SAMPLED = 64  # elements of a tensor
+_MOST_SAMPLES = 32  # tensors of a batch
 _MODULUS = 2**31 - 1  # of a checksum of indices
 _OF_CPU, _OF_DEVICE = (1e-5, 1e-8), (1e-2, 1e-5)  # differences that are taken for rounding: relative, absolute
 
@@ -75,16 +76,26 @@ class GroupLosses:
             found = (flat * places % _MODULUS).sum() % _MODULUS
             self._indices = found if self._indices is None else (self._indices * 31 + found) % _MODULUS
 
-    def add_sample(self, tree: Any) -> None:
-        """Add some elements of the tensors in a batch or a result."""
-        for leaf in tree_leaves(tree):
-            if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.numel() and not leaf.is_meta:
-                flat = leaf.detach().flatten()
-                some = flat[:: max(len(flat) // _SAMPLED, 1)].to(self._device)
-                if some.is_floating_point():
-                    self.add(some.double())
-                elif not some.is_complex():
-                    self.add_indices(some)
+    def add_sample(self, batch: Any, result: Any) -> None:
+        """Add some elements of the device's tensors in a batch; in a result where the batch has none.
+
+        Integers of a result may be indices of the largest of numbers that differ by their rounding.
+        """
+        if self._loss is None:  # all ranks have a digest of the step
+            self._loss = torch.zeros(2, dtype=torch.float64, device=self._device)
+        found = self._on_device(batch) or [leaf for leaf in self._on_device(result) if leaf.is_floating_point()]
+        for leaf in found[:_MOST_SAMPLES]:
+            places = torch.arange(0, leaf.numel(), max(leaf.numel() // _SAMPLED, 1), device=leaf.device)
+            some = leaf[torch.unravel_index(places, leaf.shape)] if leaf.ndim else leaf
+            if some.is_floating_point():
+                self.add(some.double())
+            elif not some.is_complex():
+                self.add_indices(some)
+
+    def _on_device(self, tree: Any) -> list[Tensor]:
+        leaves = [leaf.detach() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+        kind = self._device.type
+        return [leaf for leaf in leaves if leaf.layout == torch.strided and leaf.numel() and leaf.device.type == kind]
 
     def end_step(self) -> None:
         """Start copying the digest of a step, if there is one, to the host."""

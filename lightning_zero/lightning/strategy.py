@@ -363,7 +363,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         if is_fitting:
             note_loader_states(trainer.fit_loop)
             self.setup_optimizers(trainer)
-            self._restore_thawed_groups()
+            self._restore_thawed_groups(is_resumed=bool(trainer._checkpoint_connector._loaded_checkpoint))
             self._show_values_to_finetuning(trainer)
         self.setup_precision_plugin()
         self.model_to_device()
@@ -533,14 +533,18 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of all optimizers, with the groups of finetuning callbacks. Collective: all ranks."""
-        remake_loaders(self._sharded_module.trainer.fit_loop)
-        self._restore_thawed_groups()  # a learning rate finder restores what it has saved
+        if not self._is_nested:
+            remake_loaders(self._sharded_module.trainer.fit_loop)
+        self._restore_thawed_groups(is_resumed=True)  # a learning rate finder restores what it has saved
         super().load_optimizer_state_dict(checkpoint)
 
-    def _restore_thawed_groups(self) -> None:
+    def _restore_thawed_groups(self, *, is_resumed: bool) -> None:
         """Make the groups that finetuning callbacks had added when the checkpoint was saved, and train them again.
 
         Lightning makes them in ``on_fit_start``, behind the engine's back, and leaves them frozen.
+
+        Args:
+            is_resumed: This fit has read the checkpoint; else an evaluation has, before it.
         """
         trainer: Any = self._sharded_module.trainer
         callbacks = [one for one in trainer.callbacks if isinstance(one, BaseFinetuning) and one._restarting]
@@ -549,7 +553,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             BaseFinetuning.on_fit_start(callback, trainer, self._sharded_module)
         for optimizer, count in zip(self.optimizers, counts, strict=True):
             for group in optimizer.param_groups[count:]:
-                for param in group["params"]:
+                for param in group["params"] if is_resumed else ():
                     param.requires_grad_(True)
         if callbacks:
             self.engine.attach(*self.optimizers)

@@ -302,7 +302,7 @@ class TensorTraining:
 
     def note_evaluation(self, arguments: Any, result: Any) -> None:
         """Take the arguments and the result of a step of an evaluation, for the comparison."""
-        self._losses.add_sample((arguments, result))
+        self._losses.add_sample(arguments, result)
 
     def end_steps(self) -> None:
         """Compare the last steps of a fit or an evaluation. Collective: the tensor group.

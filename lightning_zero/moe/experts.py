@@ -203,13 +203,23 @@ def _structure(module: nn.Module) -> dict[str, Any]:
     """Return classes, options, numbers of hooks, frozen parameters and ties, by the name of a module or parameter."""
     found: dict[str, Any] = {}
     for name, one in module.named_modules():
-        hooks = len(one._forward_hooks) + len(one._forward_pre_hooks) + len(one._backward_hooks)
-        found[f"`{name or 'the module'}`"] = f"{type(one).__name__}({one.extra_repr()}) with {hooks} hooks"
+        hooks = sum(len(value) for key, value in vars(one).items() if key.endswith("_hooks") and value)
+        kind = f"{type(one).__module__}.{type(one).__qualname__}"
+        mode = "training" if one.training else "evaluation"
+        found[f"`{name or 'the module'}`"] = f"{kind}({one.extra_repr()}) in {mode} with {hooks} hooks"
+        options = {key: value for key, value in vars(one).items() if not key.startswith("_") and _is_option(value)}
+        found |= {f"`{name}{'.' * bool(name)}{key}`": repr(value) for key, value in options.items()}
     known: dict[int, str] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         tied = known.setdefault(id(param), name)
         found[f"`{name}`"] = ("trained" if param.requires_grad else "frozen") + (f", `{tied}`" if tied != name else "")
     return found
+
+
+def _is_option(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_option, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

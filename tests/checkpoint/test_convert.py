@@ -115,6 +115,7 @@ def _warmup(optimizer: Any) -> WarmupLR:
 def _resume_scheduled(rank: int, world: int, path: str, schedule: Any) -> tuple[int, Any]:
     fitted = trainer(rank, world, 1, max_steps=5, max_epochs=9)
     fitted.fit(seeded(lambda: Scheduled(schedule)), loader(rank, world), ckpt_path=path)
+    assert fitted.fit_loop.epoch_loop._batches_that_stepped == fitted.global_step  # of which loggers are told
     return fitted.global_step, fitted.lr_scheduler_configs[0].scheduler.state_dict()
 
 

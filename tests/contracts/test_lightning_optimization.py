@@ -456,3 +456,25 @@ def _restarted(rank: int, world: int) -> None:
 
 def test_states_are_read_and_dropped_through_lightnings_wrapper() -> None:
     run(_restarted, WORLD)
+
+
+def finetune_behind_an_evaluation(rank: int, world: int, folder: str) -> None:
+    def fit(strategy: Any, path: str | None) -> dict[str, Tensor]:
+        callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, lambda_func=lambda _: 1.5, verbose=False)
+        fitted = trainer(rank, world, strategy, callbacks=callback, max_epochs=2 if path is None else 1)
+        module = seeded(Backboned)
+        if path is not None:
+            fitted.validate(module, loader(rank, world), ckpt_path=path, verbose=False)
+        fitted.fit(module, loader(rank, world))
+        if path is None:
+            fitted.save_checkpoint(f"{folder}/thawed.ckpt")
+        return weights(fitted)
+
+    fit(1, None)
+    found, start = fit(1, f"{folder}/thawed.ckpt"), torch.load(f"{folder}/thawed.ckpt", weights_only=False)
+    frozen = "blocks.0.linear.weight"
+    assert torch.equal(found[frozen], start["state_dict"][frozen])
+
+
+def test_a_backbone_stays_frozen_in_a_fit_behind_an_evaluation_of_a_thawed_one(tmp_path: Path) -> None:
+    run(finetune_behind_an_evaluation, WORLD, str(tmp_path))

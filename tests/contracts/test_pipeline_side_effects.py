@@ -161,6 +161,8 @@ class Writes(Program):
         elif self.how == "block":
             with torch.no_grad():
                 next(self.net.blocks[-1].parameters()).mul_(0.9)
+        elif self.how == "read":
+            loss = loss + 1e-2 * next(self.net.blocks[-1].parameters()).pow(2).mean()
         elif self.how == "on errors" and hidden.isnan().any():
             self.net.head.reset_parameters()
         return loss
@@ -186,8 +188,14 @@ def test_writes_that_would_count_more_than_once_are_refused(how: str, name: str)
 def test_writes_are_refused_where_parameters_come_and_go(how: str, zero: int, precision: str) -> None:
     """A parameter that has its values for a use only was passed over."""
     options = {**_pipeline(), "stage": zero}
-    with pytest.raises(PipelineError, match="The step writes into `"):
+    name = "net.blocks.3.*" if how == "block" else "scale"
+    with pytest.raises(PipelineError, match=f"The step writes into `{name}` in place"):
         run(_fit, 2, partial(Writes, how), options, {"precision": precision}, True)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_reads_of_parameters_that_come_and_go_are_no_writes(zero: int) -> None:
+    _trains(partial(Writes, "read"), {**_pipeline(), "stage": zero})
 
 
 def test_writes_in_a_branch_that_runs_on_zeros_only_are_refused() -> None:

@@ -87,7 +87,7 @@ def test_a_device_is_not_waited_for_in_the_step_that_it_computes() -> None:
 def _digest(*trees: object) -> StepDigest:
     losses = GroupLosses(torch.device("cpu"))
     for tree in trees:
-        losses.add_sample(tree)
+        losses.add_sample(tree, None)
     (digest,) = [*losses.rest(), StepDigest()][:1]
     return digest
 
@@ -101,3 +101,11 @@ def test_batches_and_results_have_a_sample() -> None:
     assert digest.loss != _digest(values + 1, ids).loss
     assert digest.indices != _digest(values, ids + 1).indices
     assert _digest(values.bfloat16().view(20, 50).t()[::3]).magnitude > 0
+
+
+def test_results_have_a_sample_where_batches_have_none_and_integers_of_results_none() -> None:
+    losses = GroupLosses(torch.device("cpu"))
+    losses.add_sample("dataloader_iter", {"scores": torch.ones(3), "best": torch.arange(3)})
+    losses.end_step()
+    losses.add_sample(torch.ones(2), {"scores": torch.full((3,), 7.0)})
+    assert [(one.loss, one.indices) for one in losses.rest()] == [(3.0, 0), (2.0, 0)]

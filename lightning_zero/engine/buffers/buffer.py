@@ -402,7 +402,7 @@ class FlatBuffer:
     def num_writes(self) -> dict[str, int]:
         """Return how often each parameter was written from outside, by name, as far as writes show."""
         pending = [0] * len(self.params)
-        if not self.is_stale:
+        if self.is_whole and not self.is_stale:
             with torch._C.DisableTorchFunctionSubclass():
                 found = enumerate(zip(self.params, self._versions, self._addresses(), strict=True))
                 for index, (param, version, address) in found:

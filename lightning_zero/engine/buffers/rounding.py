@@ -33,13 +33,14 @@ class Rounding:
         self._target = target
         self._copies = copies
         self._slot = slot
+        self._token = object()  # stands for this one in the slot
         self._landings: list[Landing] = []  # of this step; the slot forgets them when the next one wants to fill it
 
     def around(self, call: Callable[[], None], lo: int, hi: int) -> list[Callable[[], None]]:
         """Return the calls that make the step of ``[lo, hi)`` and send its parameters, in order."""
         if self._slot is None:
             return [call]
-        return [partial(self._slot.take, self), call, partial(self._send, lo, hi)]
+        return [partial(self._slot.take, self._token), call, partial(self._send, lo, hi)]
 
     def _send(self, lo: int, hi: int) -> None:
         assert self._slot is not None

@@ -99,17 +99,14 @@ class _Before(NamedTuple):
     def is_there(self, values: Tensor) -> bool:
         """Say whether the tensor lies where it was, with values to compare with."""
         is_same = (type(self.tensor), self.tensor.data_ptr()) == (self.of_class, self.place)
-        return is_same and self._is_like(values)
+        return is_same and _has_values(self.tensor) and self.tensor.shape == values.shape
 
     def restore(self, values: Tensor) -> bool:
         """Give the tensor its values back, if it can have them."""
-        is_like = self._is_like(values)
-        if is_like:
+        is_there = self.is_there(values)  # not in memory of the program, to which `.data` was pointed
+        if is_there:
             self.tensor.copy_(values)
-        return is_like
-
-    def _is_like(self, values: Tensor) -> bool:
-        return _has_values(self.tensor) and self.tensor.shape == values.shape
+        return is_there
 
 
 def _changed(found: Sequence[tuple[_Before, Tensor]]) -> Iterator[str]:
