@@ -36,6 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_zero.comm.direct import backend_for
 from lightning_zero.comm.groups import GroupSet, borrow
 from lightning_zero.comm.peers import is_pretended, told_error
 from lightning_zero.comm.traffic import Traffic
@@ -246,21 +247,13 @@ class Communicator:
         self.rank = self._own_ranks.index(dist.get_rank())
         if self.world_size == 1:
             return
-        transport = self._transport()
+        transport = backend_for(self._process_group, self.device)
         self._backend = self._config.backend or transport
         kind = transport if transport == "fake" else self._backend
         self._groups = borrow(self, self._own_ranks, kind, self.timeout_s)
         self._loan = self._groups.loan
         if lets_device_wait(self.device, self._backend):
             self.waits = Waits(self.device, [self._groups.gather, self._groups.reduce])
-
-    def _transport(self) -> str:
-        """Return the backend of the process group for this device."""
-        name: str = dist.get_backend(self._process_group)
-        if name in ("gloo", "nccl", "fake"):
-            return name
-        group: Any = self._process_group or dist.group.WORLD  # `cpu:gloo,cuda:nccl`, or none was named
-        return str(group._get_backend(self.device).name())
 
     @property
     def _gather_group(self) -> Any:

@@ -13,12 +13,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "is_direct", "reduce_scatter"]
+__all__ = ["all_gather", "all_reduce", "all_to_all", "backend_for", "is_direct", "reduce_scatter"]
+
+
+def backend_for(group: Any, device: torch.device) -> str:
+    """Return the backend of a process group, None for the default one, that serves a device."""
+    name: str = dist.get_backend(group)
+    if ":" not in name and name != "undefined":
+        return name
+    whole: Any = group or dist.group.WORLD  # `cpu:gloo,cuda:nccl`, or none was named
+    return str(whole._get_backend(device).name())
 
 
 def is_direct(tensor: Tensor, group: Any) -> bool:
     """Say whether the functions of this module take ``tensor``: on the host, over gloo, and not being compiled."""
-    return tensor.device.type == "cpu" and dist.get_backend(group) == "gloo" and not torch.compiler.is_compiling()
+    if tensor.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return backend_for(group, tensor.device) == "gloo"
 
 
 def all_reduce(tensor: Tensor, group: Any, *, maximum: bool = False) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.comm.communicator import as_bytes
+from lightning_zero.comm.direct import backend_for
 from lightning_zero.comm.mesh import Mesh
 from lightning_zero.comm.waits import Call, Waits, lets_device_wait
 
@@ -63,7 +64,7 @@ class P2P:
         self.wait_s = 0.0
         self._mesh = mesh
         self._group = mesh.message_group
-        backend = dist.get_backend(self._group)
+        backend = backend_for(self._group, device)
         self._is_gloo = backend == "gloo"
         self.lets_device_wait = lets_device_wait(device, backend)
         self._waits = Waits(device, [self._group] if self.lets_device_wait else [])

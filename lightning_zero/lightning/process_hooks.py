@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_zero.comm.direct import backend_for
 from lightning_zero.comm.expert_groups import ExpertGroups
 from lightning_zero.comm.mesh import Mesh
 from lightning_zero.comm.peers import Peers, PeersError, is_pretended, told_error
@@ -197,7 +198,7 @@ class ProcessHooks(ParallelStrategy):
         if not _is_initialized() or self._is_alone:
             return
         with self._around_collective(), _failure_named("barrier" if name is None else f"barrier `{name}`"):
-            if dist.get_backend() == "nccl":
+            if backend_for(None, self.root_device) == "nccl":
                 dist.barrier(device_ids=[self.root_device.index])
             else:
                 dist.barrier()

@@ -52,7 +52,7 @@ class StagingSlot:
         return self._memory[: numel * dtype.itemsize].view(dtype)
 
     def take(self, owner: object) -> None:
-        """Return when ``owner`` may fill it: it waits for copies of what another one has filled in."""
+        """Return when ``owner`` may fill it: it waits for copies of values of another one."""
         if self._owner is not owner:
             self.wait()
             self._owner = owner

@@ -189,7 +189,9 @@ def _differing(kind: str) -> list[nn.Module]:
     [
         ("frozen", "`0.weight` is trained in the first one, and frozen in the one at"),
         ("activation", r"`1(.inplace)?` is"),
-        ("option", "approximate='tanh'"), ("attribute", "`scale` is 1.0 in the first one, and 0.5 in"), ("hook", "and .* with 1 hooks in"), ("tie", "and trained, `0.weight` in"),
+        ("option", "approximate='tanh'"),
+        ("attribute", "`scale` is 1.0 in the first one, and 0.5 in"),
+        ("hook", "and .* with 1 hooks in"), ("tie", "and trained, `0.weight` in"),
         ("shared", "share the parameter `2.bias`"),
     ],
 )  # fmt: skip
