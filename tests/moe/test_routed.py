@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_zero.moe.division import divide_experts
 from lightning_zero.moe.exchange import ExpertRanks
-from lightning_zero.moe.routed import RoutedExperts
+from lightning_zero.moe.routed import RoutedExperts, _tried
 from tests.worlds import run, seed
 
 H, E, K = 6, 4, 2
@@ -172,6 +172,22 @@ def _without_some(rank: int, world: int) -> None:
 
 def test_choices_of_nothing_are_left_out_as_the_module_does() -> None:
     run(_without_some, 2)
+
+
+class Unwritten(Plain):
+    """Reads rows of no expert that nobody has written, as products over groups leave them."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        result = super().forward(hidden_states, top_k_index, top_k_weights)
+        is_of_none = (top_k_index >= self.num_experts).any()
+        return result + 0.0 * torch.empty_like(result) if is_of_none else result
+
+
+def test_memory_that_nobody_has_written_does_not_decide_how_choices_of_nothing_are_taken() -> None:
+    was = torch.are_deterministic_algorithms_enabled()
+    assert _tried(Plain()) == (True, True)
+    assert _tried(Unwritten()) == (True, False)
+    assert torch.are_deterministic_algorithms_enabled() == was
 
 
 def _not_left_out(rank: int, world: int) -> None:
