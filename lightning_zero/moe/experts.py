@@ -185,7 +185,7 @@ def _check_structure(modules: Sequence[nn.Module]) -> None:
     owners: dict[nn.Parameter, nn.Module] = {}
     for index, one in enumerate(modules):
         found = _structure(one)
-        for part in first.keys() | found.keys():
+        for part in [*first, *found]:
             if first.get(part) != found.get(part):
                 raise ValueError(
                     f"`expert` has modules that differ: {part} is {first.get(part)} in the first one, and"
