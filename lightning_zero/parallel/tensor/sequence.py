@@ -8,7 +8,7 @@ parameters outside of the cut layers see a part of the sequence, and have partia
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,9 +40,20 @@ def _sequence_dim(tensor: Tensor) -> int:
 
 @dataclass
 class DividedSequence:
-    """Whether a forward is between the first and the last block of a list, so that the sequence is divided."""
+    """Whether a forward is between the first and the last block of a list, so that the sequence is divided.
 
+    Attributes:
+        blocks: The blocks of the list.
+        is_divided: The answer; not kept where a block is compiled.
+    """
+
+    blocks: Sequence[nn.Module] = ()
     is_divided: bool = False
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether all blocks can tell that they run."""
+        return all(one._compiled_call_impl is None for one in self.blocks)
 
 
 @dataclass(frozen=True)
@@ -123,6 +134,8 @@ class SequenceBlockForward(Divided):
         if not self.ranks.runs_all_blocks or torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
             return self._run_block(*args, **kwargs)  # a backward computes some blocks again, in any order
         sequence = self._ends.sequence
+        if not sequence.is_kept:
+            return self._run_block(*args, **kwargs)
         if sequence.is_divided == self._ends.is_first:
             self._refuse_order()
         sequence.is_divided = False  # if an error leaves the block

@@ -147,7 +147,7 @@ def _cut_sequences(modules: Mapping[str, nn.Module], resolution: Resolution, ran
         if name in resolution.streams:
             lists.setdefault(name.rpartition(".")[0], []).append(name)
     for blocks in lists.values():
-        sequence = DividedSequence()
+        sequence = DividedSequence([modules[name] for name in blocks])
         for name in blocks:
             ends = SequenceEnds(is_first=name == blocks[0], is_last=name == blocks[-1], sequence=sequence)
             SequenceBlockForward(modules[name], ranks, region=region, words=resolution.sequence[name], ends=ends)
