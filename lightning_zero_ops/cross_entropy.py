@@ -294,7 +294,7 @@ def _headroom(x: Tensor, target: Tensor, ignore_index: int, is_mean: bool) -> Te
     return _power_of_2((target != ignore_index).sum().float().clamp(1.0, 2.0**14))
 
 
-def _x_for_weight(x: Tensor, headroom: Tensor | float) -> Tensor | float:
+def _factor_of_x(x: Tensor, headroom: Tensor | float) -> Tensor | float:
     """Return the factor of ``x`` with which the products for the weight fit: a power of 2 up to 1."""
     if not isinstance(headroom, Tensor) or not x.numel():
         return 1.0
@@ -320,7 +320,7 @@ def _chunked(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the loss and the gradients that are needed (of x, weight, bias), times the headroom.
 
-    That of the weight is times ``_x_for_weight`` too.
+    That of the weight is times ``_factor_of_x`` too.
     """
     _check(x, weight, target, bias)
     _check_labels(target, len(weight) * (rows.size if isinstance(rows, CutRows) else 1), terms.ignore_index)
@@ -333,7 +333,7 @@ def _chunked(
     losses = x.new_empty(len(x), dtype=torch.float32)
     share = (target != terms.ignore_index).sum().float().reciprocal() if is_mean else losses.new_ones(())
     headroom = _headroom(x, target, terms.ignore_index, is_mean)
-    factor, x_factor = share * headroom, _x_for_weight(x, headroom)
+    factor, x_factor = share * headroom, _factor_of_x(x, headroom)
     # Rows start at multiples of 16 bytes, so that loads are wide at any size of the vocabulary.
     width = cdiv(len(weight), 8) * 8
     scratch = x.new_empty(min(chunks.tokens, len(x)), width)
@@ -408,7 +408,7 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor 
         grad_x, grad_weight, grad_bias = differentiable_gradients(again, (x, weight, bias), grad)
         return grad_x, grad_weight, None, grad_bias, *rest
     headroom = _headroom(x, target, ctx.settings[0], ctx.settings[4])
-    grad_x, grad_weight, grad_bias = _scaled(grads, grad / headroom, _x_for_weight(x, headroom), ctx.settings[-1])
+    grad_x, grad_weight, grad_bias = _scaled(grads, grad / headroom, _factor_of_x(x, headroom), ctx.settings[-1])
     return grad_x, grad_weight, None, grad_bias, *rest
 
 
@@ -484,7 +484,7 @@ class _CutLinearCrossEntropy(torch.autograd.Function):
             dist.all_reduce(grads[0], group=group)
         ctx.save_for_backward(target, *grads)
         ctx.headroom = _headroom(x, target, settings[0], settings[4])
-        ctx.x_factor = _x_for_weight(x, ctx.headroom)
+        ctx.x_factor = _factor_of_x(x, ctx.headroom)
         ctx.needs = needs
         return loss
 

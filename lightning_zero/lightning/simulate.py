@@ -260,7 +260,7 @@ class _Counter(DryRun):  # type: ignore[no-untyped-call]
             self.clock.move((window.stop - window.start) * itemsize, on_host=self._is_apart)
 
     def enter_phase(self, name: str) -> None:
-        """Call the calls that follow by a name."""
+        """Name the calls that follow."""
         self._phase = name
 
     def _begin_module(self, module: nn.Module, args: Any) -> None:

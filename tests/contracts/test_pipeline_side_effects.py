@@ -204,6 +204,32 @@ def test_writes_in_a_branch_that_runs_on_zeros_only_are_refused() -> None:
         run(_fit, 2, partial(Writes, "on zeros"), _pipeline(), {}, True)
 
 
+class WritesInParts(Program):
+    """A step in three parts, of which the last one writes a parameter."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def pipeline_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net.embedding(batch[0])
+
+    def pipeline_loss(self, output: Any, batch: Any, batch_idx: int) -> Any:
+        if self.how == "data":
+            self.scale.data.mul_(0.9)
+        else:
+            with torch.no_grad():
+                self.scale.clamp_(max=0.5)
+        return F.cross_entropy((self.scale * self.net.head(self.net.norm(output))).flatten(0, 1), batch[1].flatten())
+
+
+@pytest.mark.parametrize("how", ["data", "clamp"])
+def test_writes_in_the_loss_of_a_step_in_parts_are_refused(how: str) -> None:
+    with pytest.raises(PipelineError, match="The step writes into `scale`"):
+        run(_fit, 2, partial(WritesInParts, how), _pipeline(), {}, True)
+
+
 def test_a_branch_that_a_step_may_take_writes_nothing_before() -> None:
     _trains(partial(Writes, "on errors"), _pipeline())
 

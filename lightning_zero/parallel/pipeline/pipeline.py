@@ -431,7 +431,7 @@ class PipelineRunner(Generic[Step]):
 
         def run() -> None:
             self._streams.begin()
-            kept = unwritten(self._stage.held(self._route.modules_in_survey), compares_values=False)
+            kept = unwritten(self._stage.held(self._route.modules_in_survey), compares_values=self._is_new)
             with self._engine.scope("survey"), torch.no_grad(), kept:
                 for index in range(len(self._messages)):
                     self._streams.enter(self.split.num_chunks - 1, index)
