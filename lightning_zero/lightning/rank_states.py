@@ -113,7 +113,7 @@ def _digest_of(tensor: torch.Tensor) -> Any:
     """Return dtype, shape and digest of a plain tensor; other tensors as they are."""
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
         return tensor
-    values = tensor.reshape(-1).contiguous().view(torch.uint8)
+    values = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
     return tensor.dtype, tuple(tensor.shape), sha256(values.numpy().data).digest()
 
 

@@ -273,3 +273,5 @@ def test_equal_states_are_told_by_their_digests() -> None:
     assert differing_paths([same, same, otherwise]) == [other, LOADERS]
     assert differing_paths([same, lowered]) == [path, LOADERS]
     assert differing_paths([same, {path: same[path]}]) == [other, LOADERS]
+    turned = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    assert digests_of({path: turned}) == digests_of({path: turned.resolve_conj()})
