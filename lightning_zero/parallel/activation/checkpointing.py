@@ -27,12 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.blocks import modules_of_classes, repeated_blocks
 from lightning_zero.config import ActivationCheckpointing
 from lightning_zero.parallel.activation.forecast import Forecast
 from lightning_zero.parallel.activation.input_versions import with_first_inputs
+from lightning_zero.parallel.activation.kept_products import is_product, keep_products
 from lightning_zero.parallel.activation.partition import Gathering, PartitionedInputs, ReplicatedInputs
 from lightning_zero.parallel.module_state import RunAgain, is_empty_cache, version_of
 from lightning_zero.parallel.writable import writable
@@ -64,7 +65,7 @@ def checkpoint_activations(
     if options is None:
         return []
     chosen = [found for _, found in _chosen(module, options)]
-    forecast = Forecast(options.budget_bytes, _is_product) if options.policy == "auto" else None
+    forecast = Forecast(options.budget_bytes, is_product) if options.policy == "auto" else None
     lane = _Lane(forecast)
     partition = PartitionedInputs(tensor_ranks) if options.policy == "partition" and tensor_ranks is not None else None
     for child in chosen:
@@ -154,7 +155,7 @@ class _Forward:
             preserve_rng_state=self._options.preserve_rng_state,
         )
         if policy == "selective":
-            call = partial(call, context_fn=_keep_products)
+            call = partial(call, context_fn=keep_products)
         elif policy == "offload":
             run, args, kwargs = self._lane.send(run, args, kwargs, self._inputs)
         prepare = partial(self._prepared, policy=policy) if is_traced else None
@@ -235,42 +236,6 @@ def _tell_of_caches() -> None:
         " `past_key_values` that a checkpointed forward returns.",
         stacklevel=2,
     )
-
-
-# -- Selective ---------------------------------------------------------------------------------------------------------
-
-_PRODUCTS = frozenset(
-    getattr(torch.ops.aten, name).default
-    for name in (
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "linear",
-        "convolution",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable",
-        "_scaled_mm",
-        "_grouped_mm",
-        "_scaled_grouped_mm",
-    )
-    if hasattr(torch.ops.aten, name)
-)
-
-
-def _keep_products() -> Any:
-    return create_selective_checkpoint_contexts(_policy_of)  # type: ignore[no-untyped-call]
-
-
-def _policy_of(context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if _is_product(function) else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _is_product(function: Any) -> bool:
-    return function in _PRODUCTS
 
 
 # -- Offload -----------------------------------------------------------------------------------------------------------
