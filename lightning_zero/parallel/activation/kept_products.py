@@ -56,7 +56,7 @@ def _policy_of(context: Any, function: Any, *args: Any, **kwargs: Any) -> Checkp
     return CheckpointPolicy.MUST_SAVE if is_product(function) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _CopiedBeforeWrites(TorchDispatchMode):
+class _CopiedBeforeWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Enters a mode of PyTorch that keeps results, and copies those that are written: see the note above.
 
     Args:
@@ -64,16 +64,16 @@ class _CopiedBeforeWrites(TorchDispatchMode):
     """
 
     def __init__(self, keeping: Any) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._keeping = keeping
         self._memories: set[int] = set()  # of results; each is alive in the storage
 
     def __enter__(self) -> Any:
         self._keeping.__enter__()
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._keeping.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
