@@ -1,6 +1,7 @@
 """The groups of expert parallelism: neighbouring ranks have different experts of every layer, and different batches.
 
-Rank ``shard * size + rank``: an expert group exchanges tokens in every layer, so its ranks are the nearest ones.
+Rank ``(stage * shards + shard) * size + rank``: an expert group exchanges tokens in every layer, so its ranks are the
+nearest ones.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ class ExpertGroups:
     Args:
         size: Ranks over which the experts of a layer are divided.
         timeout_s: Seconds after which a collective of these groups fails.
+        stages: Pipeline stages, each of which has experts of its own.
 
     Attributes:
         rank: This rank in its expert group.
-        num_groups: Number of expert groups, each of which has all experts.
+        num_groups: Number of expert groups of a stage, each of which has all experts of its layers.
         expert_group: The neighbours that have all experts together.
         shard_group: The ranks with the same experts.
 
@@ -35,18 +37,20 @@ class ExpertGroups:
         ValueError: The ranks cannot be divided by ``size``.
     """
 
-    def __init__(self, size: int, timeout_s: float) -> None:
+    def __init__(self, size: int, timeout_s: float, stages: int = 1) -> None:
         world_size = dist.get_world_size()
-        if world_size % size:
+        copies = world_size // stages
+        if copies % size:
+            of_stage = "" if stages == 1 else " of a pipeline stage"
             raise ValueError(
-                f"`expert_parallel={size}` does not divide the {world_size} ranks. Use a multiple of {size} devices, or"
-                " a number that divides them."
+                f"`expert_parallel={size}` does not divide the {copies} ranks{of_stage}. Use a multiple of"
+                f" {stages * size} devices, or a number that divides them."
             )
         self.size = size
         self.rank = dist.get_rank() % size
-        self.num_groups = world_size // size
-        make = partial(NeighbourGroups, size, world_size, timedelta(seconds=timeout_s))
-        self._groups = lend(self, f"neighbours/1/{size}/{timeout_s}", range(world_size), make)
+        self.num_groups = copies // size
+        make = partial(NeighbourGroups, size, copies, timedelta(seconds=timeout_s))
+        self._groups = lend(self, f"neighbours/{stages}/{size}/{timeout_s}", range(world_size), make)
         self.expert_group = self._groups.neighbours
         self.shard_group = self._groups.across
 

@@ -53,6 +53,20 @@ class StepControl:
         finally:
             self._state.sharded.hooks.forwards.are_ignored = False
 
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Run scopes and backwards of a part of the module: each part has an order of collectives. No collective.
+
+        Args:
+            name: The same on all ranks.
+        """
+        passes = self._state.sharded.hooks.passes
+        before, passes.part = passes.part, f" of {name}"
+        try:
+            yield
+        finally:
+            passes.part = before
+
     def around_collective(self) -> AbstractContextManager[None]:
         """Return a context in which every rank makes a collective of its own, also inside a scope at stage 3.
 

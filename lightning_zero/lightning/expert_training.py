@@ -42,13 +42,11 @@ class ExpertTraining:
 
     Args:
         groups: The process groups.
-        world_size: Number of ranks, all of which have different data.
         device: Of this rank.
     """
 
-    def __init__(self, groups: ExpertGroups, world_size: int, device: torch.device) -> None:
+    def __init__(self, groups: ExpertGroups, device: torch.device) -> None:
         self.groups = groups
-        self._world_size = world_size
         self._device = device
 
     def cut(self, module: pl.LightningModule) -> Grid:
@@ -78,7 +76,7 @@ class ExpertTraining:
             )
         done.ranks.group = self.groups.expert_group
         show_parts(module.parameters())  # to the engine, until `show_wholes`
-        return grid_of_experts(done.parts, self.groups.shard_group, self._world_size)
+        return grid_of_experts(done.parts, self.groups.shard_group, self.groups.num_groups * self.groups.size)
 
     def bind(self, module: nn.Module, engine: ZeroEngine) -> None:
         """Let the layers of a module meet before each exchange where its engine makes collectives."""

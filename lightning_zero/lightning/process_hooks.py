@@ -158,8 +158,9 @@ class ProcessHooks(ParallelStrategy):
                 self._mesh.data_group = groups.data_group
         if self.expert_parallel is not None and self._experts is None:
             self._meet_peers("Making the groups of expert parallelism")
-            expert_groups = ExpertGroups(self.expert_parallel, self.communication.timeout_s)
-            self._experts = ExpertTraining(expert_groups, self.world_size, self.root_device)
+            stages = 1 if self.pipeline is None else self.pipeline.stages
+            expert_groups = ExpertGroups(self.expert_parallel, self.communication.timeout_s, stages)
+            self._experts = ExpertTraining(expert_groups, self.root_device)
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks of the error, or add the first of their errors to it. No collective."""

@@ -234,16 +234,12 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         """Refuse groups of ranks that do not work together.
 
         Raises:
-            ValueError: There are experts beside other groups, or scopes of a node.
+            ValueError: There are experts beside tensor ranks.
         """
-        if self.expert_parallel is None:
-            return
-        others = {"pipeline": self.pipeline, "tensor_parallel": self.tensor_parallel}
-        found = [f"`{name}`" for name, option in others.items() if option is not None]
-        found += [f"`stage={self.sharding}`"] if self.sharding.has_nodes else []
-        if found:
+        if self.expert_parallel is not None and self.tensor_parallel is not None:
             raise ValueError(
-                f"`expert_parallel={self.expert_parallel}` does not work with {found[0]} yet. Leave one of the two out."
+                f"`expert_parallel={self.expert_parallel}` does not work with `tensor_parallel` yet. Leave one of the"
+                " two out."
             )
 
     @classmethod

@@ -20,6 +20,21 @@ def test_neighbouring_ranks_are_an_expert_group(size: int) -> None:
         assert found == (rank % size, 4 // size, list(range(first, first + size)), list(range(rank % size, 4, size)))
 
 
+def _staged(rank: int, world: int) -> tuple[int, int, list[int], list[int]]:
+    groups = ExpertGroups(2, 60.0, 2)
+    ranks = [dist.get_process_group_ranks(group) for group in (groups.expert_group, groups.shard_group)]
+    return groups.rank, groups.num_groups, *ranks
+
+
+def test_every_pipeline_stage_has_groups_of_its_own() -> None:
+    assert run(_staged, 4) == [
+        (0, 1, [0, 1], [0]),
+        (1, 1, [0, 1], [1]),
+        (0, 1, [2, 3], [2]),
+        (1, 1, [2, 3], [3]),
+    ]
+
+
 def _wrong_size(rank: int, world: int) -> str:
     with pytest.raises(ValueError, match="divide") as caught:
         ExpertGroups(3, 60.0)

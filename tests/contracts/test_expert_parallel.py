@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 from transformers import (
     GptOssConfig,
     GptOssForCausalLM,
@@ -26,7 +26,7 @@ from transformers import (
 from lightning_zero import ZeroEngine
 from lightning_zero.checkpoint import directory, state
 from lightning_zero.comm.expert_groups import ExpertGroups
-from lightning_zero.config import ActivationCheckpointing, Communication
+from lightning_zero.config import ActivationCheckpointing, Communication, Pipeline
 from lightning_zero.errors import CollectiveError
 from lightning_zero.grid import Grid
 from lightning_zero.lightning.strategy import ZeroStrategy
@@ -34,6 +34,7 @@ from lightning_zero.moe import MoE
 from lightning_zero.moe.division import divide_experts, grid_of_experts
 from lightning_zero.moe.exchange import ExpertRanks
 from lightning_zero.parallel.activation.checkpointing import checkpoint_activations
+from lightning_zero.sharding import Sharding
 from tests.lightning_programs import assert_equal, trainer, weights
 from tests.sampling import sample
 from tests.worlds import run, seed, slow_collectives
@@ -48,7 +49,7 @@ class Case:
     """A program: ranks over which experts are divided, and how it trains."""
 
     size: int
-    stage: int = 2
+    stage: int | Sharding = 2
     parts: int = 1  # micro-batches of a step
     clips: bool = False
     optimizer: str = "SGD"
@@ -60,11 +61,13 @@ class Case:
     steps: int = 3
     doubles: bool = False  # in fp64
     wrong: str = ""
+    world: int = WORLD
 
     def __str__(self) -> str:
         more = [self.optimizer, self.tokens, *(str(one) for one in self.options), self.wrong]
         flags = [name for name in ("clips", "loops", "recomputes") if getattr(self, name)]
-        return "-".join([f"ep{self.size}", f"stage{self.stage}", f"micro{self.parts}", *flags, *filter(None, more)])
+        stage = self.stage if isinstance(self.stage, int) else "-".join(str(one) for one in astuple(self.stage))
+        return "-".join([f"ep{self.size}", f"stage{stage}", f"micro{self.parts}", *flags, *filter(None, more)])
 
 
 class Block(nn.Module):
@@ -143,8 +146,8 @@ def reference(case: Case) -> Outcome:
     model = build(case)
     optimizer, norms = optimizer_of(case, model), []
     for step in range(case.steps):
-        for rank, part in itertools.product(range(WORLD), range(case.parts)):
-            (loss_of(model, case, rank, step, part) / WORLD).backward()  # type: ignore[no-untyped-call]
+        for rank, part in itertools.product(range(case.world), range(case.parts)):
+            (loss_of(model, case, rank, step, part) / case.world).backward()  # type: ignore[no-untyped-call]
         grads = [param.grad for param in model.parameters() if param.grad is not None]
         norm = nn.utils.get_total_norm(grads).float()  # the engine's are fp32, also of gradients in fp64
         nn.utils.clip_grads_with_norm_(model.parameters(), CLIP if case.clips else 1e9, norm)
@@ -206,7 +209,7 @@ def difference(found: Outcome, expected: Outcome) -> float:
 
 def check(case: Case) -> None:
     expected = reference(case)
-    for found in run(train, WORLD, case):
+    for found in run(train, case.world, case):
         assert difference(found, expected) < BOUND, case
 
 
@@ -247,6 +250,24 @@ PROGRAMS = [
 
 @pytest.mark.parametrize("case", sample(PROGRAMS, PROGRAMS[0], PROGRAMS[3]), ids=str)
 def test_other_programs_train_as_on_one_rank(case: Case) -> None:
+    check(case)
+
+
+NODES = [Sharding(params=2, grads=2), Sharding(params=2, grads="world"), Sharding(params="none", grads=2)]
+OFFLOADED = (("offload", {"optimizer": "cpu", "params": "cpu"}),)
+SCOPES = [
+    *(Case(size, nodes, parts, True, "AdamW") for size in (2, 4) for nodes in NODES for parts in (1, 2)),
+    # Of an expert a node has two ranks of four, or of two.
+    *(Case(2, Sharding(params=4, grads=4), parts, True, "AdamW", world=8) for parts in (1, 2)),
+    Case(2, Sharding(params=4, grads=4), 2, recomputes=True, options=OFFLOADED, optimizer="AdamW", world=8),
+    Case(4, Sharding(params=4, grads="world"), 2, True, world=8),
+    Case(2, NODES[0], 2, optimizer="AdamW", options=(("offload", "cpu"),)),
+    Case(2, NODES[1], 1, optimizer="AdamW", options=(("step", "backward"),)),
+]
+
+
+@pytest.mark.parametrize("case", sample(SCOPES, SCOPES[1], SCOPES[10]), ids=str)
+def test_scopes_of_a_node_train_as_on_one_rank(case: Case) -> None:
     check(case)
 
 
@@ -434,17 +455,20 @@ class Program(LightningModule):
         return optimizer_of(self.case, self)
 
 
-def _loader(rank: int, world: int, size: int = 32) -> DataLoader[Any]:
+def _loader(rank: int, world: int, size: int = 32, batch: int = 2) -> DataLoader[Any]:
     ids = torch.randint(0, VOCAB, (size, 3), generator=torch.Generator().manual_seed(5))
     dataset = TensorDataset(ids)
-    return DataLoader(dataset, batch_size=2, sampler=DistributedSampler(dataset, world, rank, shuffle=False))
+    return DataLoader(dataset, batch_size=batch, sampler=DistributedSampler(dataset, world, rank, shuffle=False))
 
 
 def _fit(rank: int, world: int, size: int, stage: int, path: str, options: dict[str, Any]) -> Any:
-    case = Case(size, stage, optimizer="AdamW")
+    case = Case(size, stage, optimizer="AdamW", loops=options.get("loops", False))
     strategy = ZeroStrategy(stage=stage, expert_parallel=size, **options.get("strategy", {}))  # type: ignore[arg-type]
     fitted = trainer(rank, world, strategy, **options.get("trainer", {}))
-    fitted.fit(Program(case), _loader(rank, world), _loader(rank, world, 16), ckpt_path=options.get("resume"))
+    copies = world // (1 if strategy.pipeline is None else strategy.pipeline.stages)
+    data, batch = (rank % copies, copies), options.get("batch", 2)
+    module = options.get("module", Program)(case)
+    fitted.fit(module, _loader(*data, batch=batch), _loader(*data, 16), ckpt_path=options.get("resume"))
     metrics = {name: float(value) for name, value in fitted.callback_metrics.items()}
     if path:
         fitted.save_checkpoint(path)
@@ -479,6 +503,116 @@ def test_a_fit_resumes_at_another_expert_parallelism(tmp_path: Path) -> None:
         assert_equal(values, expected, BOUND)
 
 
+# -- In pipeline stages ------------------------------------------------------------------------------------------------
+
+
+class Family(Program):
+    """Trains Mixtral, whose losses of the router go around its blocks."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.model = _family("mixtral", output_router_logits=True)
+
+    def _loss(self, batch: Any) -> Tensor:
+        loss: Tensor = self.model(input_ids=batch[0], labels=batch[0], use_cache=False).loss
+        return loss
+
+
+class Deep(Program):
+    """Four mixtures."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        seed(4)
+        self.model.blocks.extend([Block(case), Block(case)])
+
+
+TWO = {"stages": 2, "microbatches": 2}
+# Micro-batches of one sample each; without a pipeline they are those of an accumulation.
+ACCUMULATED = {"batch": 1, "trainer": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}}
+STAGED: dict[str, dict[str, Any]] = {
+    "1f1b": {"strategy": {"pipeline": TWO}},
+    "zb_h1": {"strategy": {"pipeline": {**TWO, "schedule": "zb_h1"}}},
+    "checkpointing": {"strategy": {"pipeline": TWO, "activation_checkpointing": True}},
+    "offload": {"strategy": {"pipeline": TWO, "offload": "cpu"}},
+    "mixtral": {"strategy": {"pipeline": TWO}, "module": Family},
+    "mixtral-selective": {
+        "strategy": {"pipeline": TWO, "activation_checkpointing": {"policy": "selective"}},
+        "module": Family,
+    },
+}
+
+
+@pytest.mark.parametrize("stage", sample([0, 1, 2, 3], 2))
+@pytest.mark.parametrize("name", sample(STAGED, "1f1b", "mixtral"))
+def test_pipeline_stages_with_divided_experts_train_as_data_parallel_ranks(name: str, stage: int) -> None:
+    options = STAGED[name]
+    plain = {**ACCUMULATED, "module": options.get("module", Program)}
+    metrics, expected = run(_fit, 2, 1, stage, "", plain)[0]
+    for found, values in run(_fit, WORLD, 2, stage, "", {"trainer": {"gradient_clip_val": 0.1}, **options}):
+        assert found == pytest.approx(metrics, abs=BOUND)
+        assert_equal(values, expected, BOUND, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_interleaved_chunks_with_divided_experts_train_as_data_parallel_ranks(stage: int) -> None:
+    pipeline = {"stages": 2, "microbatches": 2, "schedule": "interleaved_1f1b", "chunks": 2}
+    metrics, expected = run(_fit, 2, 1, stage, "", {**ACCUMULATED, "module": Deep})[0]
+    options = {"strategy": {"pipeline": pipeline}, "trainer": {"gradient_clip_val": 0.1}, "module": Deep}
+    for found, values in run(_fit, WORLD, 2, stage, "", options):
+        assert found == pytest.approx(metrics, abs=BOUND)
+        assert_equal(values, expected, BOUND)
+
+
+class _Lengths(Dataset[Tensor]):
+    """Sequences whose lengths differ between ranks, and from batch to batch."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * index + self._rank)
+        return torch.randint(0, VOCAB, (2 + (index // 4 + 3 * self._rank) % 5,), generator=generator)
+
+
+def _fit_lengths(rank: int, world: int, size: int, stage: int) -> Any:
+    strategy = ZeroStrategy(stage=stage, expert_parallel=size, pipeline=Pipeline(stages=2, microbatches=2))  # type: ignore[arg-type]
+    fitted = trainer(rank, world, strategy)
+    loader = DataLoader(_Lengths(rank % 2), batch_size=4, collate_fn=lambda rows: [torch.stack(rows)])
+    fitted.fit(Program(Case(size, stage)), loader, loader)
+    return {name: float(value) for name, value in fitted.callback_metrics.items()}, weights(fitted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_copies_of_a_pipeline_may_have_batches_of_other_lengths(stage: int) -> None:
+    """A copy describes a kind of batch while the other one knows its own already."""
+    metrics, expected = run(_fit_lengths, WORLD, 1, stage)[0]
+    for found, values in run(_fit_lengths, WORLD, 2, stage):
+        assert found == pytest.approx(metrics, abs=BOUND)
+        assert_equal(values, expected, BOUND)
+
+
+@pytest.mark.slow
+def test_a_pipeline_with_divided_experts_resumes_without_and_the_reverse(tmp_path: Path) -> None:
+    whole = {"max_epochs": 2, "accumulate_grad_batches": 2}
+    expected = run(_fit, 2, 1, 2, "", {"batch": 1, "trainer": whole})[0][1]
+    staged = {"strategy": {"pipeline": TWO}, "trainer": {"max_epochs": 1}}
+    run(_fit, WORLD, 2, 3, str(tmp_path / "staged"), staged)
+    options = {"batch": 1, "trainer": whole, "resume": str(tmp_path / "staged")}
+    for _, values in run(_fit, 2, 2, 1, "", options):
+        assert_equal(values, expected, BOUND)
+    first = {"batch": 1, "trainer": {**whole, "max_epochs": 1}}
+    run(_fit, 2, 2, 2, str(tmp_path / "plain"), first)
+    options = {"strategy": {"pipeline": TWO}, "trainer": {"max_epochs": 2}, "resume": str(tmp_path / "plain")}
+    for _, values in run(_fit, WORLD, 2, 3, "", options):
+        assert_equal(values, expected, BOUND)
+
+
 # -- Refused -----------------------------------------------------------------------------------------------------------
 
 
@@ -487,8 +621,6 @@ def test_a_fit_resumes_at_another_expert_parallelism(tmp_path: Path) -> None:
     [
         ({"expert_parallel": 0}, "`expert_parallel=0` must be a number of ranks, 1 or more"),
         ({"expert_parallel": 2, "tensor_parallel": 2}, "`expert_parallel=2` does not work with `tensor_parallel` yet"),
-        ({"expert_parallel": 2, "pipeline": 2}, "`expert_parallel=2` does not work with `pipeline` yet"),
-        ({"expert_parallel": 2, "stage": {"params": "node", "grads": "node"}}, "does not work with `stage=Sharding"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], message: str) -> None:
@@ -519,7 +651,9 @@ def _fit_of_two(rank: int, world: int, size: int, kind: str) -> Any:
     val = _loader(rank, world, 16 + 16 * rank) if kind == "uneven" else None
     if val is not None:
         val = DataLoader(val.dataset, batch_size=2)
-    fitted = trainer(rank, world, ZeroStrategy(stage=1, expert_parallel=size), limit_train_batches=1, max_epochs=1)
+    pipeline = 2 if kind == "pipeline" else None
+    strategy = ZeroStrategy(stage=1, expert_parallel=size, pipeline=pipeline)
+    fitted = trainer(rank, world, strategy, limit_train_batches=1, max_epochs=1)
     fitted.fit(module, _loader(rank, world), val)
 
 
@@ -528,6 +662,7 @@ def _fit_of_two(rank: int, world: int, size: int, kind: str) -> Any:
     [
         ("", 3, "`expert_parallel=3` does not divide the 2 ranks. Use a multiple of 3 devices"),
         ("", 4, "`expert_parallel=4` does not divide the 2 ranks"),
+        ("pipeline", 2, "`expert_parallel=2` does not divide the 1 ranks of a pipeline stage. Use a multiple of 4"),
         ("no experts", 2, "`expert_parallel=2` finds no experts in `Program` that can be divided"),
         ("buffers", 2, "whose experts have the module buffer `1.running_mean`"),
         ("tied", 2, "`model.blocks.1.moe.experts.0.weight`, which belongs to experts and to another module"),
@@ -562,13 +697,13 @@ FAMILIES = {
 }
 
 
-def _family(name: str) -> nn.Module:
+def _family(name: str, **options: Any) -> nn.Module:
     make, config, more = FAMILIES[name]
     seed(3)
     sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 4, "vocab_size": VOCAB}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": 2}
     tokens = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
-    return make(config(**sizes, **heads, **tokens, **more, attn_implementation="eager"))  # type: ignore[no-any-return]
+    return make(config(**sizes, **heads, **tokens, **more, **options, attn_implementation="eager"))  # type: ignore[no-any-return]
 
 
 def _loss_of_family(model: nn.Module, rank: int, step: int) -> Tensor:

@@ -102,7 +102,7 @@ class Hooks:
     ) -> None:
         self._units = list(units)
         dtypes = ComputeDtypes(self._units)
-        passes = Passes(self._units, order, dtypes)
+        self.passes = passes = Passes(self._units, order, dtypes)
         self.backward = Backward(
             self._units,
             passes,

@@ -23,12 +23,16 @@ class Passes:
         units: All units.
         order: Runs the collectives of a pass.
         dtypes: In which parameters are gathered.
+
+    Attributes:
+        part: Name of the part of the module that runs, if its parts run one after the other, with units of their own.
     """
 
     def __init__(self, units: Sequence[Unit], order: PassOrder, dtypes: ComputeDtypes) -> None:
         self._units = units
         self._order = order
         self._dtypes = dtypes
+        self.part = ""
         self.depth = 0  # of scopes, one in another
         self._scope = ""  # the outermost, or the last one
         self._ordinal = 0  # of the pass in its step
@@ -62,7 +66,7 @@ class Passes:
         if direction != "backward" and (is_suspended or not (self._order.gathers or self._order.meets or is_stale)):
             return
         in_original = self._dtypes.in_original if direction == "forward" else self._dtypes.graphs_in_original
-        kind = (self._scope, self._ordinal, direction, is_stale, in_original)
+        kind = (self._scope + self.part, self._ordinal, direction, is_stale, in_original)
         self._order.begin(
             kind,
             gathers=self._order.gathers or is_stale,
@@ -73,4 +77,4 @@ class Passes:
 
     def begin_reductions(self) -> None:
         """Begin the pass at the end of ``backward(inputs=...)`` below stage 3, which has reductions only."""
-        self._order.begin((self._scope, self._ordinal, "backward of inputs"), gathers=False)
+        self._order.begin((self._scope + self.part, self._ordinal, "backward of inputs"), gathers=False)

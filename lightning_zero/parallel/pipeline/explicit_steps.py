@@ -104,7 +104,8 @@ class ExplicitSteps:
                 self._streams.leave_common()
                 self._streams.enter_own()
                 kept = unwritten(self._stage.held(self._stage.module.modules()))
-                with self._stage.engine.scope("arguments"), kept, step.context(), step.apart():
+                part = self._stage.engine.part(f"chunk {chunk}")
+                with part, self._stage.engine.scope("arguments"), kept, step.context(), step.apart():
                     state = self._through(chunk, self._start(step, index, chunk, boundaries))
                     found = self._boundary(chunk, state)
             boundaries[chunk + 1] = self._mesh.broadcast(found, stage, "the description of a step")

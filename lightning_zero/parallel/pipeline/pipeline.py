@@ -55,6 +55,10 @@ class Stepper(Protocol):
         """Run code that may use any parameter of this stage."""
         ...
 
+    def part(self, name: str) -> AbstractContextManager[None]:
+        """Run scopes and backwards of a part of this stage, which has an order of collectives of its own."""
+        ...
+
     def microbatch(self, microbatch: Microbatch) -> AbstractContextManager[None]:
         """Run a micro-batch; the last one reduces."""
         ...
@@ -505,8 +509,9 @@ class PipelineRunner(Generic[Step]):
             self._streams.enter(chunk, index)
             state, draws = self._state_of(chunk), self._stage.draws.watched(chunk, index)
             around, scope = self.around.watched(chunk, index), self._engine.scope(name)
+            part = self._engine.part(f"chunk {chunk}")
             kept = self._keeping(action) if is_training else nullcontext()
-            with state, draws, around, scope, self._splitting(is_training), kept:
+            with state, draws, around, part, scope, self._splitting(is_training), kept:
                 finished, result = self._route.run(
                     step, index, chunk=chunk, expected=expected, receive=receive, send=send
                 )
@@ -589,6 +594,7 @@ class PipelineRunner(Generic[Step]):
             self._route.showing(chunk, index, is_last=is_last),
             self._stage.attributes.backward(chunk, index, is_last=is_last),
             self._stage.logging.backward(chunk, index),
+            self._engine.part(f"chunk {chunk}"),
             self._engine.microbatch(microbatch),
             self._engine.backward_scope(),
         ):

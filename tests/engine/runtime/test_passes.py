@@ -45,6 +45,15 @@ def test_passes_of_a_step_are_counted_and_a_new_scope_begins_again() -> None:
     assert order.begun[-1] == (("step:eval", 0, "backward of inputs"), False)
 
 
+def test_parts_of_a_module_have_passes_of_their_own() -> None:
+    passes, order, _ = _passes(shards=True)
+    passes.part = " of chunk 2"
+    passes.enter_scope("training_step")
+    passes.begin("forward")
+    passes.begin_reductions()
+    assert [kind[0] for kind, _ in order.begun] == 2 * ["training_step:train of chunk 2"]
+
+
 def test_a_forward_without_gathers_is_no_pass_below_stage_3() -> None:
     passes, order, unit = _passes(shards=False)
     passes.begin("forward")
