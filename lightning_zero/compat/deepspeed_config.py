@@ -134,7 +134,7 @@ class DeepSpeedPlan:
         options: Arguments of ``ZeroStrategy``.
         precision: Values of ``Trainer(precision=...)``.
         clipping: ``Trainer(gradient_clip_val=...)``; None: the Trainer's.
-        clipping_is_default: Whether the number is DeepSpeed's default, not the file's.
+        clipping_is_default: Whether the file does not say it.
         batch: The batch sizes.
         optimizer: The optimizer of modules that make none.
         schedule: The schedule of modules that make none.
@@ -206,7 +206,8 @@ def plan_of(
 
     Args:
         config: DeepSpeed's configuration, or the path of its JSON file.
-        deepspeed_version: The version whose defaults hold for keys that are not there; None: the newest.
+        deepspeed_version: The version whose defaults hold for keys that are not there; None: the newest, except for
+            clipping and timeout, which Lightning's ``DeepSpeedStrategy`` does not leave to DeepSpeed.
         strict: Refuse keys that are not known, and those that do not exist here and would change the training.
         explicit: Options of the strategy that are given as arguments, and win.
 
@@ -214,7 +215,7 @@ def plan_of(
         ValueError: A key is unknown or missing here, or its value is not allowed; named with its path.
     """
     name, content = read_config(config)
-    reader = _Reader(content, version=_version(deepspeed_version or NEWEST), strict=strict, explicit=explicit)
+    reader = _Reader(content, version=deepspeed_version, strict=strict, explicit=explicit)
     return replace(reader.plan(), name=name, version=deepspeed_version or NEWEST)
 
 
@@ -239,9 +240,10 @@ class _Reader:
     """Reads one configuration; each method reads a section, and fills ``_rows`` for its keys."""
 
     def __init__(
-        self, config: Mapping[str, Any], *, version: tuple[int, ...], strict: bool, explicit: Collection[str]
+        self, config: Mapping[str, Any], *, version: str | None, strict: bool, explicit: Collection[str]
     ) -> None:
-        self._version = version
+        self._version = _version(version or NEWEST)
+        self._is_lightning = version is None  # whose strategy says some keys itself
         self._strict = strict
         self._explicit = explicit
         self._rows: dict[str, Row] = {}  # by path as it is in the file
@@ -310,6 +312,11 @@ class _Reader:
 
     def _say_default(self, name: str, value: Any, becomes: str, option: str | None = None) -> None:
         self._rows[f"({name})"] = Row(f"({name})", value, "default", becomes, option)
+
+    def _say_lightning(self, name: str, value: Any, becomes: str, option: str | None = None) -> None:
+        """Say that a key that is not there is handled as Lightning does, and not by DeepSpeed's default."""
+        theirs = f"DeepSpeed's own default needs `deepspeed_version={NEWEST!r}`"
+        self._say_default(name, value, f"{becomes}, as with Lightning's `DeepSpeedStrategy`; {theirs}", option)
 
     def _flag(self, name: str, default: bool = False) -> bool | None:
         """Return a switch; None is ``"auto"``."""
@@ -555,6 +562,9 @@ class _Reader:
 
     def _timeout(self) -> None:
         minutes = 10 if self._version >= (0, 19, 6) else 30
+        if self._is_lightning:
+            self._say_lightning("timeout", f"{minutes} min", "half an hour", "timeout")
+            return
         self._options["timeout"] = 60.0 * minutes
         self._say_default("timeout", f"{minutes} min", f"`timeout={60.0 * minutes}`", "timeout")
 
@@ -676,6 +686,9 @@ class _Reader:
         name = "gradient_clipping"
         if not self._said(name):
             value = 1.0 if self._version >= (0, 19, 3) else 0.0
+            if self._is_lightning:
+                self._say_lightning(name, value, "as `Trainer(gradient_clip_val=...)` says")
+                return None, True
             self._say_default(name, value, f"`Trainer(gradient_clip_val={value})`")
             return value, True
         norm = self._number(name)

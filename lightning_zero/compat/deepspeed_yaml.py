@@ -30,7 +30,8 @@ def convert_config(
 
     Args:
         source: DeepSpeed's JSON file.
-        deepspeed_version: Version of DeepSpeed whose defaults hold for keys that are not there; by default the newest.
+        deepspeed_version: Version of DeepSpeed whose defaults hold for keys that are not there; by default the newest,
+            and clipping and timeout as in Lightning's strategy for DeepSpeed.
         strict: Refuse keys that are not known, or would change the training and do not exist here.
         ranks: Number of processes that have a copy of the model, for an accumulation that follows from batch sizes.
     """

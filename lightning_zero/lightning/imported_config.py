@@ -150,6 +150,8 @@ class ImportedConfig:
 
     def _settle_clipping(self, trainer: pl.Trainer, *, is_automatic: bool) -> None:
         wanted, given = self.plan.clipping, trainer.gradient_clip_val
+        if wanted is None and self.plan.clipping_is_default:
+            return  # the row says that it is the Trainer's
         key = "(gradient_clipping)" if self.plan.clipping_is_default else "gradient_clipping"
         if wanted is None or (given is not None and self.plan.clipping_is_default):
             self._settled[key] = f"the Trainer's `gradient_clip_val={given}`"

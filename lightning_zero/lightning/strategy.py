@@ -258,7 +258,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
 
         Args:
             config: The configuration, or the path of its JSON file.
-            deepspeed_version: Version of DeepSpeed whose defaults hold for keys that are not there; None: the newest.
+            deepspeed_version: Version of DeepSpeed whose defaults hold for keys that are not there; None: the newest,
+                and clipping and timeout as in Lightning's ``DeepSpeedStrategy``, which says them itself.
             strict: Refuse keys that are not known, or that would change the training and do not exist here.
             **explicit: Options of the strategy, which win.
 

@@ -251,7 +251,6 @@ def test_explicit_arguments_win() -> None:
 @pytest.mark.parametrize(
     ("version", "clipping", "pins", "timeout", "highest"),
     [
-        (None, 1.0, True, 600.0, None),
         ("0.19.6", 1.0, True, 600.0, None),
         ("0.19.5", 1.0, True, 1800.0, None),
         ("0.19.3+abc", 1.0, False, 1800.0, None),
@@ -278,6 +277,16 @@ def test_defaults_are_those_of_the_version(
     assert plan.schedule.args.get("warmup_max_lr") == highest
     checks = [row for row in plan.rows if row.key == "(bf16.check_grad_overflow)"]
     assert len(checks) == (clipping == 1.0)
+
+
+def test_without_a_version_clipping_and_timeout_are_those_of_lightnings_strategy() -> None:
+    plan = plan_of(zero(stage=1))
+    assert (plan.clipping, plan.clipping_is_default) == (None, True)
+    assert "timeout" not in plan.options
+    theirs = "as with Lightning's `DeepSpeedStrategy`; DeepSpeed's own default needs `deepspeed_version='0.19.6'`"
+    clipping, timeout = row(plan, "(gradient_clipping)"), row(plan, "(timeout)")
+    assert (clipping.value, clipping.becomes) == (1.0, f"as `Trainer(gradient_clip_val=...)` says, {theirs}")
+    assert (timeout.value, timeout.becomes) == ("10 min", f"half an hour, {theirs}")
 
 
 @pytest.mark.parametrize("version", ["newest", "1", 0.19])

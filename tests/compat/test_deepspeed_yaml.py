@@ -61,7 +61,6 @@ def test_the_yaml_says_what_the_configuration_says() -> None:
                 "init_args": {
                     "stage": 2,
                     "offload": {"optimizer": "cpu", "params": None, "pin_memory": True},
-                    "timeout": 600.0,
                 },
             },
         },
@@ -108,6 +107,15 @@ def test_values_that_are_open_are_said() -> None:
     assert "# `optimizer.type='Muon'` does not exist here yet. Make it in `configure_optimizers`.\n" in text
     text = yaml_of(plan_of({"scheduler": {"type": "StepLR", "params": {"step_size": 2}}}))
     assert "`LightningCLI` would step `torch.optim.lr_scheduler.StepLR` once an epoch" in text
+
+
+def test_clipping_is_written_only_for_a_configuration_or_a_version_that_clips() -> None:
+    text = yaml_of(plan_of({}))
+    assert "gradient_clip_val" not in yaml.safe_load(text)["trainer"]
+    assert "#   (gradient_clipping) " in text
+    told = yaml.safe_load(yaml_of(plan_of({}, deepspeed_version="0.19.6")))["trainer"]
+    assert told["gradient_clip_val"] == 1.0
+    assert told["strategy"]["init_args"]["timeout"] == 600.0
 
 
 def test_fp16_has_its_loss_scale() -> None:
