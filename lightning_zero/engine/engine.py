@@ -144,8 +144,8 @@ class ZeroEngine:
                 values of the others are given up.
             grid: The ranks as a grid with several axes: over which of them each parameter is cut, and which part of it
                 this rank has.
-            node: The ranks of this node, for the scope ``"node"``; by default those that ``LOCAL_WORLD_SIZE`` and
-                ``LOCAL_RANK`` say, which ``torchrun`` sets.
+            node: The ranks of this node, for the scope ``"node"`` and ``Offload(fraction="auto")``; by default those
+                that ``LOCAL_WORLD_SIZE`` and ``LOCAL_RANK`` say, which ``torchrun`` sets.
 
         Raises:
             ValueError: A name in ``units`` matches nothing; parameters on several devices and no ``device``; one that

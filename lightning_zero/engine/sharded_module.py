@@ -192,6 +192,7 @@ class ShardedModule:
             sharding=sharding,
             params_ranks=sharding.params.ranks(self.communicator.world_size, self._groups.node_size),
             itemsize=itemsize,
+            node=node,
             copies=self.store.copies,
         )
         self.offloaded_states = OffloadedStates(self.store, self.placement.host)

@@ -13,7 +13,7 @@ from lightning_zero.engine.buffers.disk_home import DiskHome
 from lightning_zero.engine.buffers.home import HomeMaker, HostHome
 from lightning_zero.engine.units.capacity import Memory, memories_of_units
 from lightning_zero.engine.units.partition import Territory
-from lightning_zero.sharding import ShardedOver
+from lightning_zero.sharding import NodeRanks, ShardedOver
 from lightning_zero.storage.copies import Copies, first_call_of_thread
 from lightning_zero.storage.disk import DiskStore
 from lightning_zero.storage.downloads import Downloads
@@ -36,6 +36,7 @@ class Placement:
         sharding: The scopes in which tensors are kept sharded.
         params_ranks: The number of ranks over which parameters are sharded.
         itemsize: Bytes of a parameter as it computes, for ``fraction="auto"``.
+        node: The ranks of this node, which share its host memory; None: see ``memories_of_units``.
         copies: The streams of the device.
 
     Raises:
@@ -51,6 +52,7 @@ class Placement:
         sharding: ShardedOver,
         params_ranks: int,
         itemsize: int,
+        node: NodeRanks | None,
         copies: Copies,
     ) -> None:
         self._offload = offload
@@ -69,6 +71,7 @@ class Placement:
                 communicator=communicator,
                 params_ranks=params_ranks,
                 itemsize=itemsize,
+                node=node,
             )
         elif offload is not None:
             self._memories = _by_fraction(offload, [_numel(one.params) for one in territories])
