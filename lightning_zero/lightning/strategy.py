@@ -434,8 +434,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self._forecast = forecast_of(module)
 
     def _offload_without_optimizer(self) -> Offload | None:
-        """Return the offload options of a model that is only evaluated: at stage 3 its parameters, unit by unit."""
-        if self.offload is None or self.stage < 3:
+        """Return the offload options of a model that is only evaluated: parameters of all ranks go unit by unit."""
+        if self.offload is None or self.sharding.params != "world":
             return self.offload
         return replace(self.offload, params=self.offload.params or self.offload.optimizer)
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import tempfile
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from lightning_zero.config import Offload
 from lightning_zero.lightning.strategy import ZeroStrategy
+from lightning_zero.sharding import Sharding
 from tests import worlds
-from tests.lightning_programs import Block, Net, assert_equal, loader, seeded, trainer, weights
+from tests.lightning_programs import Block, Net, assert_equal, loader, nodes, seeded, trainer, weights
 
 WIDTH, DEPTH = 16, 6
 
@@ -77,3 +79,23 @@ def _train_after(rank: int, world: int) -> None:
 def test_a_fit_after_a_validation_has_its_parameters_on_the_device() -> None:
     for world in (1, 2):
         worlds.run(_train_after, world)
+
+
+def _evaluate_nodes(rank: int, world: int, node: int, offload: Any) -> list[Any]:
+    found = []
+    for option in (None, offload):
+        strategy = ZeroStrategy(stage=Sharding(params="node", grads="node"), offload=option)
+        run = trainer(rank, world, strategy, **nodes(rank, world, node))
+        module = seeded(Net)
+        found.append(run.validate(module, loader(rank, world), verbose=False))
+        run.fit(module, loader(rank, world))
+    return found
+
+
+@pytest.mark.parametrize(("node", "target"), [(1, "cpu"), (2, "nvme")], ids=["nodes-of-one", "disks"])
+def test_a_model_of_nodes_is_evaluated_with_the_offload_that_a_fit_accepts(node: int, target: str) -> None:
+    """It was refused because of `Offload(params=...)`, which nobody had given."""
+    path = tempfile.gettempdir() if target == "nvme" else None
+    offload = Offload(optimizer=target, path=path, direct=path is None)
+    for plain, offloaded in worlds.run(_evaluate_nodes, 2, node, offload):
+        assert plain == offloaded
