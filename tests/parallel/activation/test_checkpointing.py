@@ -458,6 +458,8 @@ def test_modules_are_chosen_by_class_or_found() -> None:
     assert all("forward" not in vars(module) for module in model.modules())
     with pytest.raises(ValueError, match="`activation_checkpointing` names `Blok`.*Did you mean|`Block`"):
         choose(modules=["Blok"])
+    with pytest.raises(ValueError, match=r"^`activation_checkpointing=\[\]` names no class. Name some"):
+        choose(modules=[])
     with pytest.raises(ValueError, match="`Linear` has no repeated blocks to checkpoint. Name classes"):
         checkpoint_activations(nn.Linear(2, 2), ActivationCheckpointing())
 
