@@ -142,7 +142,7 @@ class ZeroMonitor(Callback):
     ) -> None:
         """Compute the norm of the gradients that the next row shows. Collective: all ranks."""
         strategy = trainer.strategy
-        is_next = trainer.global_step + 1 - self._logged_step >= self._interval(trainer)
+        is_next = self._is_due(trainer, trainer.global_step + 1 - self._logged_step)
         if self.grad_norm and is_next and isinstance(strategy, ZeroStrategy):
             self._norms = {"grad_norm": float(strategy.grad_norm())}
             if self.grad_norm == "units":
@@ -158,7 +158,7 @@ class ZeroMonitor(Callback):
             self._flops.end_batch(trainer, batch)
         self._meter.count(tokens=self.tokens(batch), samples=samples_in(batch))
         steps = trainer.global_step - self._logged_step
-        if steps < self._interval(trainer):
+        if not self._is_due(trainer, steps):
             return
         row = {**self._meter.row(steps), **self._norm_and_scale(trainer)}
         if isinstance(trainer.strategy, ZeroStrategy):
@@ -217,8 +217,9 @@ class ZeroMonitor(Callback):
         return {**row, **norms}
 
     @staticmethod
-    def _interval(trainer: pl.Trainer) -> int:
-        return max(int(trainer.log_every_n_steps), 1)  # type: ignore[attr-defined]
+    def _is_due(trainer: pl.Trainer, steps: int) -> bool:
+        """Say whether a row is due after so many steps; never with ``log_every_n_steps=0``, as in Lightning."""
+        return 0 < int(trainer.log_every_n_steps) <= steps  # type: ignore[attr-defined]
 
 
 class ExportSafetensors(Callback):

@@ -64,6 +64,19 @@ def test_monitor_writes_a_row_per_interval(stage: int, tmp_path: Path) -> None:
     assert written[1]["traffic/reduce_scatter_MiB"] == written[2]["traffic/reduce_scatter_MiB"]
 
 
+def unlogged(rank: int, world: int, folder: str) -> None:
+    fitted = trainer(
+        rank, world, 1, max_epochs=1, callbacks=ZeroMonitor(grad_norm=True), logger=CSVLogger(folder),
+        log_every_n_steps=0,
+    )  # fmt: skip
+    fitted.fit(Net(), loader(rank, world))
+
+
+def test_a_trainer_that_never_logs_has_no_rows(tmp_path: Path) -> None:
+    run(unlogged, 1, str(tmp_path))
+    assert not list(tmp_path.rglob("metrics.csv"))
+
+
 def watched(rank: int, world: int, folder: str, forecast: str) -> list[str]:
     monitor = ZeroMonitor(grad_norm="units", forecast=forecast, flops=True, peak_tflops=0.5)
     fitted = trainer(
