@@ -62,7 +62,7 @@ def consolidate(
     """
     target = local_path(out)
     if os.path.lexists(target) and not overwrite:
-        raise FileExistsError(f"`{out}` exists. Remove it, choose another name, or use `--overwrite`.")
+        raise FileExistsError(f"`{out}` exists. Remove it, choose another name, or use `--overwrite=true`.")
     content = _read(checkpoint, weights_only)
     _refuse_source(Path(checkpoint), target)
     check_replaceable(target, EXPORTED)

@@ -146,7 +146,7 @@ def test_what_fits_nothing_is_refused(options: dict[str, Any], message: str, che
 def test_what_is_there_is_kept_unless_it_is_to_be_replaced(format: Any, checkpoint: Saved, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.write_text("mine")
-    with pytest.raises(FileExistsError, match="out` exists. Remove it, choose another name, or use `--overwrite`"):
+    with pytest.raises(FileExistsError, match="out` exists. Remove it, .*, or use `--overwrite=true`.$"):
         consolidate(str(checkpoint[0]), str(out), format=format)
     assert out.read_text() == "mine"
     consolidate(str(checkpoint[0]), str(out), format=format, overwrite=True)
