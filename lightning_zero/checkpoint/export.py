@@ -29,7 +29,17 @@ from lightning_zero.checkpoint.safetensors import SafetensorsPlan, parse_size
 from lightning_zero.engine.engine import ZeroEngine, engine_of
 from lightning_zero.errors import nearest
 
-__all__ = ["DTYPES", "EXPORTED", "DtypeName", "Include", "choose", "dtype_named", "export_safetensors", "plan_files"]
+__all__ = [
+    "DTYPES",
+    "EXPORTED",
+    "DtypeName",
+    "Include",
+    "choose",
+    "dtype_named",
+    "export_average",
+    "export_safetensors",
+    "plan_files",
+]
 
 DtypeName = Literal["fp64", "fp32", "bf16", "fp16"]
 Include = Literal["trained"] | Sequence[str] | Callable[[str], bool]
@@ -75,6 +85,43 @@ def export_safetensors(
         ValueError: An option is not known, no weight is included, or a value does not fit into ``dtype``.
         CheckpointError: Writing failed on another rank.
     """
+    export_average(
+        module,
+        None,
+        path=path,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        include=include,
+        prefix=prefix,
+        overwrite=overwrite,
+    )
+
+
+def export_average(
+    module: nn.Module | ZeroEngine,
+    average: nn.Module | None,
+    *,
+    path: str | os.PathLike[str],
+    dtype: DtypeName | None,
+    max_shard_size: str | int,
+    include: Include | None,
+    prefix: str,
+    overwrite: bool,
+) -> None:
+    """Write the average of a module's weights, or the weights where there is none. See ``export_safetensors``.
+
+    Collective: all ranks.
+
+    Args:
+        module: The module.
+        average: As in ``state.model_state``.
+        path: The other arguments are those of ``export_safetensors``.
+        dtype: See there.
+        max_shard_size: See there.
+        include: See there.
+        prefix: See there.
+        overwrite: See there.
+    """
     engine = module if isinstance(module, ZeroEngine) else engine_of(module)
     ranks = Ranks(engine)
     target = local_path(ranks.from_first(os.fspath(path)))
@@ -90,7 +137,7 @@ def export_safetensors(
                 raise FileExistsError(f"`{target}` exists. Remove it, choose another name, or pass `overwrite=True`.")
             if ranks.rank == 0:
                 check_replaceable(target, EXPORTED)
-            weights = _weights(engine, module, include, prefix)
+            weights = _weights(engine, module, average, include=include, prefix=prefix)
             plan = plan_files(
                 weights, dtype_named(dtype), max_shard_size, file_name=temporary.name if is_file else None
             )
@@ -113,12 +160,17 @@ def export_safetensors(
 
 
 def _weights(
-    engine: ZeroEngine | None, module: nn.Module | ZeroEngine, include: Include | None, prefix: str
+    engine: ZeroEngine | None,
+    module: nn.Module | ZeroEngine,
+    average: nn.Module | None,
+    *,
+    include: Include | None,
+    prefix: str,
 ) -> dict[str, Any]:
     if isinstance(module, ZeroEngine):
         assert module.module is not None
         module = module.module
-    values = module.state_dict() if engine is None else state.model_state(engine, module)
+    values = module.state_dict() if engine is None else state.model_state(engine, module, average)
     if isinstance(include, str):
         if include != "trained":
             raise ValueError(f"`include={include!r}` is not known. Use 'trained', a list of patterns, or a function.")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -32,7 +32,10 @@ from lightning_zero.engine.access.records import ParameterRecord
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.lightning.checkpoint_hooks import CheckpointHooks
 
-__all__ = ["begin_averages", "bind_averages", "forget_averages"]
+__all__ = ["begin_averages", "bind_averages", "forget_averages", "saved_average"]
+
+
+_SAVED = "averaging_state"  # Lightning's key of checkpoints whose `state_dict` is the average
 
 
 class _SegmentView:
@@ -171,7 +174,7 @@ class _WeightAveraging(_OnSegments, WeightAveraging):
             return
         checkpoint["current_model_state"] = checkpoint["state_dict"]
         checkpoint["state_dict"] = state.model_state(_engine_of(pl_module), pl_module, average.module)
-        checkpoint["averaging_state"] = {
+        checkpoint[_SAVED] = {
             name: value for name, value in average.state_dict().items() if not name.startswith("module.")
         }
 
@@ -183,7 +186,7 @@ class _WeightAveraging(_OnSegments, WeightAveraging):
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
             return
         current = checkpoint.get("current_model_state")
-        was_averaged = current is not None and "averaging_state" in checkpoint
+        was_averaged = current is not None and _SAVED in checkpoint
         if not was_averaged:
             rank_zero_warn(
                 "The checkpoint was not created with WeightAveraging. Both the current and the average model start from"
@@ -193,7 +196,7 @@ class _WeightAveraging(_OnSegments, WeightAveraging):
             for mine, loaded in zip(_tensors(average.module), _tensors(_view(pl_module)), strict=True):
                 mine.copy_(loaded)
             if was_averaged:
-                average.n_averaged.copy_(checkpoint["averaging_state"]["n_averaged"])
+                average.n_averaged.copy_(checkpoint[_SAVED]["n_averaged"])
         if was_averaged:
             trainer.strategy.load_model_state_dict(
                 {**checkpoint, "state_dict": current}, strict=pl_module.strict_loading
@@ -277,6 +280,14 @@ def forget_averages(trainer: pl.Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, _OnSegments):
             callback.forget(trainer.lightning_module)
+
+
+def saved_average(module: Any, checkpoint: Mapping[str, Any]) -> nn.Module | None:
+    """Return the average that a checkpoint has in the place of the module's weights; None if it has these."""
+    if _SAVED not in checkpoint:
+        return None
+    averages = [one._average_model for one in module.trainer.callbacks if isinstance(one, _WeightAveraging)]
+    return next((average.module for average in averages if average is not None), None)
 
 
 def _tensors(module: Any) -> Iterator[Tensor]:

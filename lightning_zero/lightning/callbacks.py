@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,10 +15,11 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.export import EXPORTED, DtypeName, Include, dtype_named, export_safetensors
+from lightning_zero.checkpoint.export import EXPORTED, DtypeName, Include, dtype_named, export_average
 from lightning_zero.checkpoint.paths import remove_path
 from lightning_zero.checkpoint.safetensors import parse_size
 from lightning_zero.forecast.compare import FORECAST_PEAK, forecast_peak
+from lightning_zero.lightning.averaging import saved_average
 from lightning_zero.lightning.flops import ReachedFlops, peak_flops
 from lightning_zero.lightning.monitor import Meter, Phases, samples_in, tokens_in
 from lightning_zero.lightning.precision import ZeroStep
@@ -227,7 +228,8 @@ class ExportSafetensors(Callback):
 
     The folder has the name of the checkpoint: beside ``epoch=3.ckpt`` it is ``epoch=3-safetensors``. It is removed with
     the checkpoint, so ``ModelCheckpoint`` decides which ones are made and kept. Files that others put into it stay.
-    Every rank writes its own bytes.
+    Every rank writes its own bytes. Beside ``WeightAveraging`` and ``EMAWeightAveraging`` the average is written, as in
+    the checkpoint's ``state_dict``.
 
     Args:
         dtype: In which floating-point weights are written; by default that of the values that are stepped.
@@ -263,11 +265,12 @@ class ExportSafetensors(Callback):
         if self not in strategy.followers:
             strategy.followers.append(self)
 
-    def checkpoint_saved(self, module: nn.Module, filepath: _PATH) -> None:
-        """Export the weights. Collective: all ranks."""
-        export_safetensors(
+    def checkpoint_saved(self, module: nn.Module, filepath: _PATH, checkpoint: Mapping[str, Any]) -> None:
+        """Export the weights, or their average where the checkpoint has that. Collective: all ranks."""
+        export_average(
             module,
-            _folder_of(filepath),
+            saved_average(module, checkpoint),
+            path=_folder_of(filepath),
             dtype=self.dtype,
             max_shard_size=self.max_shard_size,
             include=self.include,

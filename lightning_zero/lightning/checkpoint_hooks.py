@@ -56,7 +56,7 @@ class _NotSaved(dict[str, Any]):
 class CheckpointFollower(Protocol):
     """Does something beside every checkpoint that ``ZeroStrategy`` saves."""
 
-    def checkpoint_saved(self, module: nn.Module, filepath: _PATH) -> None:
+    def checkpoint_saved(self, module: nn.Module, filepath: _PATH, checkpoint: Mapping[str, Any]) -> None:
         """Follow a save, which in the background may still be running. Collective: all ranks."""
         ...
 
@@ -156,7 +156,7 @@ class CheckpointHooks(ParallelStrategy):
         else:
             directory.save(self._engine, checkpoint, filepath, full=is_full)
         for follower in self.followers:
-            follower.checkpoint_saved(self._sharded_module, filepath)
+            follower.checkpoint_saved(self._sharded_module, filepath, checkpoint)
 
     def _states_of_ranks(self, engine: ZeroEngine, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Return the states kept per rank: of loaders, callbacks, metrics, random numbers. Collective: all ranks."""

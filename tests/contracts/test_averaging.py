@@ -14,9 +14,11 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_avg_fn, get_ema_multi_avg_fn
 
+from lightning_zero.lightning.callbacks import ExportSafetensors
 from lightning_zero.lightning.strategy import ZeroStrategy
 from tests import worlds
 from tests.lightning_programs import STAGES, WORLD, Net, assert_equal, assert_moved, loader, seeded, trainer, weights
@@ -162,6 +164,25 @@ def test_averages_resume_on_other_worlds(name: str, tmp_path: Path) -> None:
     expected = worlds.run(_read, 2, name, path, 3)[0]
     for world, stage in ((3, 3), (1, 1), (3, 0)):
         assert_equal(worlds.run(_read, world, name, path, stage)[0], expected, 1e-6, world)
+
+
+def _exported(rank: int, world: int, stage: int, folder: str, name: str) -> None:
+    saves = ModelCheckpoint(folder, filename="saved", save_weights_only=name == "weights-only")
+    callbacks = [EMAWeightAveraging(decay=0.5), saves, ExportSafetensors()]
+    strategy = ZeroStrategy(stage=stage, state_dict_type="full")
+    fitted = trainer(rank, world, strategy, callbacks=callbacks, max_epochs=1, enable_checkpointing=True)
+    fitted.fit(seeded(Normed), loader(rank, world, size=24), loader(rank, world, size=8))
+
+
+@pytest.mark.parametrize(("stage", "name"), [(1, "average"), (3, "average"), (1, "weights-only")])
+def test_an_export_beside_a_checkpoint_has_its_weights(stage: int, name: str, tmp_path: Path) -> None:
+    """It had the weights that were trained last, and the checkpoint their average."""
+    worlds.run(_exported, WORLD, stage, str(tmp_path), name)
+    expected = torch.load(tmp_path / "saved.ckpt")["state_dict"]
+    exported = load_file(tmp_path / "saved-safetensors" / "model.safetensors")
+    assert exported.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(exported[key], value), key
 
 
 def _traffic(rank: int, world: int, stage: int) -> tuple[dict[str, int], dict[str, int]]:
