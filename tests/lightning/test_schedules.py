@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
-from torch.optim.lr_scheduler import ConstantLR, SequentialLR, StepLR
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, SequentialLR, StepLR
 from torch.utils.data import DataLoader
 
 from lightning_zero import OneCycle, WarmupCosineLR, WarmupDecayLR, ZeroStrategy
@@ -108,6 +108,19 @@ def test_auto_in_a_sequence_of_schedules_is_filled(tmp_path: Path) -> None:
 
     rates(make, tmp_path)
     assert made[1].total_num_steps == STEPS
+
+
+@pytest.mark.parametrize(
+    "outer", [lambda o, s: SequentialLR(o, s, milestones=[1]), lambda o, s: ChainedScheduler(s, o)]
+)
+def test_a_schedule_in_one_that_is_stepped_once_an_epoch_is_refused(outer: Any, tmp_path: Path) -> None:
+    """It was filled with the number of steps, and stepped once an epoch."""
+
+    def make(optimizer: Any) -> Any:
+        return outer(optimizer, [ConstantLR(optimizer, 1.0), WarmupDecayLR(optimizer, "auto", warmup_num_steps=2)])
+
+    with pytest.raises(ValueError, match=r'^`WarmupDecayLR` counts .* Return `{"scheduler": ..., "interval": "step"}`'):
+        rates(make, tmp_path)
 
 
 def test_a_training_without_an_end_is_an_error(tmp_path: Path) -> None:
