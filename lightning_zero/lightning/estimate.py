@@ -52,6 +52,17 @@ _PRECISIONS: dict[str, Callable[[], ZeroStep]] = {
     "bf16-mixed": partial(ZeroMixedPrecision, "bf16-mixed", "cpu"),
     "bf16-true": partial(ZeroHalfPrecision, "bf16-true"),
 }
+_SHARED = (
+    "units",
+    "masters",
+    "lowered",
+    "moments",
+    "step",
+    "state_dict_type",
+    "async_save",
+    "weights_only",
+    "process_group_backend",
+)
 _PERSISTENT = ("parameters", "gradients", "optimizer")
 
 Optimizers = Callable[[Iterator[nn.Parameter]], Optimizer]
@@ -91,7 +102,8 @@ def estimate_memory(
         ranks_per_node: Ranks of a node, for ``Sharding(grads="node")``.
         accumulate_grad_batches: As in the Trainer.
         clips: Whether gradients are clipped by their norm.
-        side_by_side: Forecast stages 0 to 3, with and without offloading and checkpointing, too.
+        side_by_side: Forecast stages 0 to 3, with and without offloading and checkpointing, too; stage 0 is left out
+            where ``step="backward"`` excludes it.
 
     Raises:
         ValueError: An option, or the module, is one whose memory is not forecast; the error names it.
@@ -124,7 +136,7 @@ def estimate_memory(
                 known=known,
                 microbatches=accumulate_grad_batches,
             )
-            for setting in _settings(strategy, model, side_by_side=side_by_side)
+            for setting in _settings(strategy, model, world_size=world_size, side_by_side=side_by_side)
         ]
     return MemoryForecast(world_size=world_size, precision=name, settings=rows, base=_base(strategy))
 
@@ -231,15 +243,16 @@ def _own(strategy: ZeroStrategy) -> Setting:
     )
 
 
-def _settings(strategy: ZeroStrategy, model: _Model, *, side_by_side: bool) -> list[Setting]:
+def _settings(strategy: ZeroStrategy, model: _Model, *, world_size: int, side_by_side: bool) -> list[Setting]:
     """Return the strategy's own setting, and those beside it."""
     own, checkpointing = _own(strategy), strategy.activation_checkpointing
     if not side_by_side:
         return [own]
     checkpointed = checkpointing or (ActivationCheckpointing() if model.has_blocks() else None)
+    stages = (1, 2, 3) if strategy.step == "backward" and world_size > 1 else (0, 1, 2, 3)
     beside = [
         Setting(sharding=Sharding.of(stage), offload=offload, activation_checkpointing=policy)
-        for stage in (0, 1, 2, 3)
+        for stage in stages
         for offload in (None, Offload(optimizer="cpu"))
         for policy in ([None] if checkpointed is None else [None, checkpointed])
     ]
@@ -248,11 +261,15 @@ def _settings(strategy: ZeroStrategy, model: _Model, *, side_by_side: bool) -> l
 
 def _base(strategy: ZeroStrategy) -> dict[str, Any]:
     """Return the options that all settings share, as in YAML, without the defaults."""
-    default = ZeroStrategy()
-    found = {name: getattr(strategy, name) for name in ("units", "masters", "lowered", "moments", "step")}
-    found = {name: value for name, value in found.items() if value != getattr(default, name)}
-    if strategy.communication != default.communication:
-        found["communication"] = strategy.communication
+    default = ZeroStrategy(strategy.sharding)
+    found = {name: getattr(strategy, name) for name in _SHARED if getattr(strategy, name) != getattr(default, name)}
+    if strategy._start_method != default._start_method:
+        found["start_method"] = strategy._start_method
+    communication = replace(strategy.communication, timeout_s=default.communication.timeout_s)
+    if communication != default.communication:
+        found["communication"] = communication
+    if strategy.communication.timeout_s != default.communication.timeout_s:
+        found["timeout"] = strategy.communication.timeout_s
     return {name: plain(value) for name, value in found.items()}
 
 

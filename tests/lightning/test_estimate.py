@@ -6,6 +6,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import pytest
 import torch
+import yaml
 from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -70,6 +71,27 @@ def test_an_own_setting_that_is_no_row_is_another_one() -> None:
     found = estimate_memory(Program(), ZeroStrategy(stage=3, offload=Offload(params="cpu")), world_size=2, batch=BATCH)
     assert len(found.settings) == 17
     assert found.own.host["parameters"] > 0
+
+
+def test_settings_of_a_step_in_the_backward_leave_out_stage_0() -> None:
+    strategy = ZeroStrategy(stage=3, step="backward")
+    found = estimate_memory(Program(), strategy, world_size=2, batch=BATCH)
+    assert {one.setting.sharding.stage for one in found.settings} == {1, 2, 3}
+    assert found.own.setting.sharding.stage == 3
+    alone = estimate_memory(Program(), strategy, world_size=1, batch=BATCH)
+    assert {one.setting.sharding.stage for one in alone.settings} == {0, 1, 2, 3}
+
+
+def test_the_yaml_of_a_setting_has_the_other_options_of_the_strategy() -> None:
+    options: dict[str, Any] = {
+        "timeout": 60.0, "state_dict_type": "full", "async_save": True, "weights_only": False,
+        "process_group_backend": "gloo", "start_method": "spawn", "communication": {"prefetch": 2},
+    }  # fmt: skip
+    found = estimate_memory(Program(), ZeroStrategy(stage=3, **options), world_size=2, batch=BATCH, side_by_side=False)
+    args = yaml.safe_load(found.yaml(found.own))["trainer"]["strategy"]["init_args"]
+    assert args == {"stage": 3, **options}
+    again = ZeroStrategy(**args)
+    assert (again.timeout.total_seconds(), again.communication.prefetch) == (60.0, 2)
 
 
 def test_modules_on_the_meta_device_and_functions_give_the_same() -> None:
