@@ -42,6 +42,9 @@ def main() -> None:
     parser.add_argument("--no-csv", action="store_true", help="print only")
     options = parser.parse_args()
     promises = [replace(promise, pairs=options.pairs) for promise in PROMISES if options.only in promise.name]
+    if not promises:
+        names = ", ".join(promise.name for promise in PROMISES)
+        parser.error(f"`--only {options.only}` is in the name of no row. The rows are: {names}.")
     if options.quick:
         promises = list(dict.fromkeys(replace(p, model="tiny", tokens=64, pairs=3, bound=None) for p in promises))
     print(heading(), flush=True)

@@ -84,6 +84,7 @@ def _worker(rank: int, name: str, stage: int, repeats: int, folder: str) -> None
         values = {id(v): v for v in [*taken["state_dict"].values(), *slots] if isinstance(v, Segment)}
         return [value.to_save().local for value in values.values()]
 
+    _check(side, saver, snapshot, folder)
     parts = segments()
     runs: dict[str, Callable[[], None]] = {
         "copy": lambda: _ignore(staging.copy(parts)),
@@ -103,7 +104,7 @@ def _worker(rank: int, name: str, stage: int, repeats: int, folder: str) -> None
             dist.all_reduce(taken, op=dist.ReduceOp.MAX)
             if number:
                 seconds[key].append(taken.item())
-    _check(side, saver, snapshot, folder)
+    saver.close()
     if rank == 0:
         torch.save(seconds, Path(folder) / "seconds.pt")
     dist.barrier()
@@ -113,7 +114,7 @@ def _worker(rank: int, name: str, stage: int, repeats: int, folder: str) -> None
 def _check(side: ZeroSide, saver: AsyncSaver, snapshot: Callable[[], dict[str, Any]], folder: str) -> None:
     directory.save(side.engine, snapshot(), f"{folder}/waiting", full=False)
     saver.save(snapshot(), f"{folder}/async", full=False)
-    saver.close()
+    saver.wait()
     one, other = (directory.load(side.engine, f"{folder}/{kind}")["state_dict"] for kind in ("waiting", "async"))
     if not all(torch.equal(one[key] + 0, other[key] + 0) for key in one):
         raise RuntimeError("The checkpoint that was written in the background is another one.")
