@@ -38,5 +38,7 @@ def balance_experts(module: nn.Module, *, rate: float = 1e-3, group: dist.Proces
 
 
 def _load(router: Router) -> Tensor:
+    """Return the load that this rank has counted: zeros in a pipeline stage that does not run the layer."""
     assert router.expert_bias is not None
-    return torch.zeros_like(router.expert_bias, dtype=torch.int64) if router.load is None else router.load
+    load: Tensor | None = vars(router)["load"]  # pipelines refuse `router.load`, of which other stages have the value
+    return torch.zeros_like(router.expert_bias, dtype=torch.int64) if load is None else load

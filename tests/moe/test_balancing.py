@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_zero import LayerSpec, Pipeline, ZeroStrategy
 from lightning_zero.moe import MoE, balance_experts
 from tests import worlds
+from tests.lightning_programs import Net, loader, seeded, trainer
 
 H, E = 6, 4
 
@@ -70,3 +74,49 @@ def test_biases_of_other_dtypes_move_too(kind: torch.dtype) -> None:
     moe(torch.randn(50, H).to(kind))
     balance_experts(moe, rate=0.25)
     assert _bias(moe).any()
+
+
+# -- In a pipeline -----------------------------------------------------------------------------------------------------
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(H)
+        self.moe = MoE(H, nn.Linear(H, H), E, k=2, bias_balancing=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.moe(self.norm(x))[0]
+        return out
+
+
+class Balanced(Net):
+    """Keeps the biases behind each step."""
+
+    def __init__(self, is_specified: bool) -> None:
+        super().__init__(H)
+        self.blocks = nn.ModuleList([LayerSpec(Mixture) if is_specified else Mixture() for _ in range(2)])
+        self.biases: list[Tensor] = []
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.02)  # AdamW makes steps of rounding errors, and choices differ
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        balance_experts(self, rate=0.01)
+        self.biases.append(torch.cat([_bias(block.moe).clone() for block in self.blocks]))  # type: ignore[arg-type]
+
+
+def _biases(rank: int, world: int, pipeline: Pipeline | None, is_specified: bool) -> Tensor:
+    module = seeded(lambda: Balanced(is_specified))
+    trainer(rank, world, ZeroStrategy(stage=1, pipeline=pipeline), max_epochs=2).fit(module, loader(0, 1, size=16))
+    return torch.stack(module.biases)
+
+
+@pytest.mark.parametrize("is_specified", [False, True], ids=["blocks", "specified"])
+def test_stages_balance_their_experts_as_a_whole_model(is_specified: bool) -> None:
+    """A stage read the load of experts that another one had run, and was refused."""
+    (expected,) = worlds.run(_biases, 1, None, is_specified)
+    assert expected[-1].abs().max() > 0.01
+    for found in worlds.run(_biases, 2, Pipeline(stages=2, microbatches=2, schedule="1f1b"), is_specified):
+        assert torch.equal(found, expected)
