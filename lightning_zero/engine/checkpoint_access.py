@@ -81,6 +81,7 @@ class CheckpointAccess:
         self._state.require_module()
         self._state.attached.close()
         for buffer in self._state.buffers:
+            buffer.values.forget_failure()
             buffer.refresh_master()
             buffer.values.widen()
 

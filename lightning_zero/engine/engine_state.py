@@ -251,14 +251,17 @@ class EngineState:
         stale = [unit for unit in self.units if unit.state is UnitState.STALE]
         with self.sharded.hooks.scopes.boundary() if stale else nullcontext():
             for unit in stale:
-                unit.unshard()
+                if unit.needs_gather:  # it may have been gathered at the end of a pass that an error has interrupted
+                    unit.unshard()
             for unit in stale:
                 unit.wait()
         for buffer in self.buffers:
             buffer.values.flush()
 
     def flush_here(self) -> None:
-        """Make the steps that were deferred, as far as no other rank is needed."""
+        """Make the steps that were deferred, as far as no other rank is needed: training ends."""
+        for buffer in self.buffers:
+            buffer.values.forget_failure()
         if not any(unit.buffers and unit.buffers[0].own_range.is_shard for unit in self.units):
             self.flush()
         for buffer in self.buffers:

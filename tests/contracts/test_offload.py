@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import threading
 import time
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -305,6 +307,89 @@ def _failing(rank: int, world: int) -> None:
 
 def test_an_error_in_a_deferred_step_names_the_unit() -> None:
     worlds.run(_failing, 2)
+
+
+def _after_an_error(rank: int, world: int, options: dict[str, Any], error: type[BaseException]) -> None:
+    run, calls = Update._run, 0
+
+    def fail(update: Update) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise error
+        run(update)
+
+    engine, module, optimizer = _started(3, **options)
+    _step(engine, module, optimizer, 0)
+    checkpoints = engine.internals.checkpoints
+    saved = [record.master().clone() for record in checkpoints.records()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Update, "_run", fail)
+        _step(engine, module, optimizer, 1)
+        for number in range(3):
+            kind = RuntimeError if number or issubclass(error, Exception) else error
+            with pytest.raises(kind):
+                engine.flush()
+            assert checkpoints.progress["optimizer 0"] == "inside a step"
+    for look in (lambda: _step(engine, module, optimizer, 2), lambda: _values(engine, module),
+                 lambda: list(optimizer.state.values()), lambda: optimizer.state_dict(),
+                 lambda: [record.master() for record in checkpoints.records()],
+                 lambda: [record.state(optimizer) for record in checkpoints.records()]):  # fmt: skip
+        with pytest.raises(RuntimeError, match=f"failed: {error.__name__}.* go on from the last checkpoint"):
+            look()
+    checkpoints.prepare_load()
+    for record, values in zip(checkpoints.records(), saved, strict=True):
+        record.master().copy_(values)
+    checkpoints.publish()
+    assert "optimizer 0" not in checkpoints.progress
+    for record, values in zip(checkpoints.records(), saved, strict=True):
+        assert torch.equal(record.master(), values)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [({"step": "deferred"}, MemoryError), ({"step": "deferred"}, KeyboardInterrupt), ({"offload": "cpu"}, MemoryError)],
+    ids=["deferred", "interrupted", "offloaded"],
+)
+def test_a_deferred_step_that_failed_is_not_forgotten(options: dict[str, Any], error: type[BaseException]) -> None:
+    worlds.run(_after_an_error, 1, options, error)
+
+
+def _after_an_interrupted_wait(rank: int, world: int) -> bool:
+    run, result = Update._run, Future.result
+    may_run = threading.Event()
+
+    def late(update: Update) -> None:
+        may_run.wait(10.0)
+        run(update)
+
+    def interrupt(future: Future[Any], timeout: float | None = None) -> Any:
+        raise KeyboardInterrupt
+
+    values = []
+    for is_interrupted in (False, True):
+        engine, module, optimizer = _started(3, offload="cpu")
+        with pytest.MonkeyPatch.context() as patch:
+            if is_interrupted:
+                patch.setattr(Update, "_run", late)
+            _step(engine, module, optimizer, 0)
+            if is_interrupted:
+                patch.setattr(Future, "result", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    engine.flush()
+                with pytest.raises(KeyboardInterrupt):
+                    list(optimizer.state.values())
+                patch.setattr(Future, "result", result)
+                threading.Timer(0.1, may_run.set).start()
+            states = [dict(record.state(optimizer)) for record in engine.internals.checkpoints.records()]
+        values.append([*_values(engine, module).values(), *(state["exp_avg"].clone() for state in states)])
+        engine.close()
+    return all(torch.equal(mine, theirs) for mine, theirs in zip(*values, strict=True))
+
+
+def test_an_interrupted_wait_for_a_deferred_step_is_made_up_for() -> None:
+    assert worlds.run(_after_an_interrupted_wait, 1) == [True]
 
 
 def _with_two_optimizers(rank: int, world: int, stage: int) -> list[bool]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_zero.checkpoint import directory
 from lightning_zero.checkpoint.ranks import CheckpointError
 from lightning_zero.engine.buffers.buffer import FlatBuffer
+from lightning_zero.engine.buffers.update import Update
 from lightning_zero.errors import CollectiveError
 from tests import worlds
 from tests.lightning_programs import Net, ZeroStrategy, loader, seeded, trainer
@@ -164,3 +165,30 @@ def test_an_error_inside_a_step_leaves_no_checkpoint_of_half_a_step(tmp_path: Pa
     said = worlds.run(_fail_in_a_step, 2, str(tmp_path))
     assert not os.listdir(tmp_path)
     assert all(any("a step of an optimizer was interrupted" in text for text in texts) for texts in said)
+
+
+def _fail_in_a_deferred_step(rank: int, world: int, folder: str) -> list[str]:
+    run, calls = Update._run, 0
+
+    def fails(update: Update) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise MemoryError
+        run(update)
+
+    callbacks = [OnExceptionCheckpoint(folder)]
+    strategy = ZeroStrategy(stage=2, step="deferred")
+    fitted = trainer(rank, world, strategy, max_epochs=1, enable_checkpointing=True, callbacks=callbacks)
+    with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("always")
+        patch.setattr(Update, "_run", fails)
+        with pytest.raises(RuntimeError, match="The deferred step of unit `.*` failed: MemoryError"):
+            fitted.fit(seeded(Net), loader(rank, world))
+    return [str(warning.message) for warning in caught]
+
+
+def test_an_error_in_a_deferred_step_leaves_no_checkpoint_of_half_a_step(tmp_path: Path) -> None:
+    said = worlds.run(_fail_in_a_deferred_step, 2, str(tmp_path))
+    assert not os.listdir(tmp_path)
+    assert all(any("a step of an optimizer was interrupted" in text for text in texts) for texts in said), said

@@ -265,18 +265,36 @@ class SteppedValues:
         """Whether a step was asked for that is not made yet."""
         return self._update is not None
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the step that was asked for has failed, and some values are those from before it."""
+        return self._update is not None and self._update.has_failed
+
+    def forget_failure(self) -> None:
+        """Give up a step that has failed: all values are going to be loaded, or training ends."""
+        if self.has_failed:
+            self._update = None
+        if self._update is None:  # a step that is not deferred may have failed too
+            self._rounding = None
+            self._rounded.clear()
+
     def flush(self) -> bool:
         """Make the step that was asked for, if one was; say whether one was.
 
-        No collective: other ranks' parts of whole parameters stay as they are.
+        No collective: other ranks' parts of whole parameters stay as they are. After an error the step is due still:
+        the next call waits again, or says again that it has failed.
         """
         if self._update is None:
             return False
         update, self._update = self._update, None
-        update.finish()
-        self.home.give_back_lent()
-        with torch.inference_mode(False), torch.no_grad():
-            self.round()
+        try:
+            update.finish()
+            self.home.give_back_lent()
+            with torch.inference_mode(False), torch.no_grad():
+                self.round()
+        except BaseException:
+            self._update = update
+            raise
         return True
 
     # -- Rounding --------------------------------------------------------------------------------------------------
@@ -289,9 +307,9 @@ class SteppedValues:
 
     def round(self) -> None:
         """Cast the master into the compute shard unless the step already did."""
-        rounding, self._rounding = self._rounding, None
-        if rounding is not None:
-            rounding.land()
+        if self._rounding is not None:
+            self._rounding.land()
+            self._rounding = None
         if self.master is not None and not self._is_rounded():
             if self._spec.sharding.params is ShardingScope.WORLD:
                 self.put_params(self.master)

@@ -40,21 +40,39 @@ class Update:
         self._during = during
         self._announcing = announcing
         self._future: Future[None] | None = None if thread is None else thread.submit(self._run)
+        self.has_failed = False  # as ``finish`` has said
 
     def finish(self) -> None:
-        """Return when the step is made. Called once.
+        """Return when the step is made; after an interrupted wait call it again.
 
         Raises:
-            RuntimeError: It failed.
+            RuntimeError: It failed. Every further call says so again.
         """
+        if self._future is None:
+            self._future = Future()
+            self._run_here(self._future)
         try:
-            if self._future is None:
-                self._run()
-            else:
-                with self._announcing():
-                    self._future.result()
-        except Exception as error:
-            raise RuntimeError(f"The deferred step of unit `{self._name}` failed: {error}") from error
+            with self._announcing():
+                self._future.result()
+        except BaseException as error:
+            if not self._future.done() or self._future.exception() is not error:
+                raise  # the wait was interrupted
+            self.has_failed = True
+            raise RuntimeError(
+                f"The deferred step of unit `{self._name}` failed: {str(error) or type(error).__name__}. Some values"
+                " are those from before the step, others those from after it: go on from the last checkpoint."
+            ) from error
+
+    def _run_here(self, future: Future[None]) -> None:
+        try:
+            self._run()
+        except BaseException as error:
+            future.set_exception(error)
+            if not isinstance(error, Exception):
+                self.has_failed = True
+                raise
+        else:
+            future.set_result(None)
 
     def _run(self) -> None:
         with torch.inference_mode(False), torch.no_grad(), self._during(), label("step", self._name):

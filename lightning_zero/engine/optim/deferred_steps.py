@@ -83,4 +83,5 @@ class DeferredSteps:
     def finish(self) -> None:
         """Make the steps that are due: somebody looks at the states. No collective."""
         while self.buffers:
-            self.buffers.pop(0).values.flush()
+            self.buffers[0].values.flush()
+            del self.buffers[0]

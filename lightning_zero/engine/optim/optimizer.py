@@ -181,7 +181,7 @@ class ShardedOptimizer:
     @property
     def is_halfway(self) -> bool:
         """Whether some values are those before a step and others those behind it, also after an error in a step."""
-        return self._is_halfway
+        return self._is_halfway or any(buffer.values.has_failed for buffer in self.buffers)
 
     def shares_with(self, other: ShardedOptimizer) -> bool:
         """Say whether another optimizer has one of its parameters."""
