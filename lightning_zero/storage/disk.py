@@ -271,7 +271,7 @@ class DiskStore(Accounts):
             if entry.holds:
                 return None
             if not entry.is_changed:
-                self._drop(entry)
+                self._drop_unless_written(entry)
                 return None
             entry.is_changed = False
             entry.writing = transfer = self.disks.write(entry.record, entry.pages.content, behind)
@@ -289,12 +289,14 @@ class DiskStore(Accounts):
         with self._lock:
             if entry.writing is transfer and transfer.has_succeeded:
                 entry.writing = None  # else the next use raises its error
-            if not entry.holds and not entry.is_changed and entry.writing is not transfer:
-                self._drop(entry)
+            if not entry.holds and not entry.is_changed:
+                self._drop_unless_written(entry)
 
-    def _drop(self, entry: _DiskRecord) -> None:
-        entry.has_values = False
-        entry.pages.drop()
+    def _drop_unless_written(self, entry: _DiskRecord) -> None:
+        """Give the memory back, unless a write reads it, which gives it back, or has failed."""
+        if entry.writing is None:
+            entry.has_values = False
+            entry.pages.drop()
 
     # -- Uses outside of visits ------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 
 from lightning_zero.storage.disk import DiskStore, Visit
 from lightning_zero.storage.disk_tensor import DiskTensor
-from lightning_zero.storage.nvme import NvmeStore, StorageError
+from lightning_zero.storage.nvme import NvmeStore, Record, StorageError
 from lightning_zero.storage.residence import is_in_memory, ordinary
 
 NUMEL = 3 << 20  # three of them are more than what may stay awake
@@ -121,6 +122,49 @@ def test_a_visit_begins_by_itself_when_there_is_room(store: DiskStore) -> None:
     visits[1].end()
     store.await_room(visits[3])  # nobody else asks for it
     assert [visit.has_begun for visit in visits] == [True, True, True, True, False]
+
+
+@pytest.fixture
+def held(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Hold the bytes of every write back until it is set; they are summed before."""
+    transfer, may_write = store.disks._transfer, threading.Event()
+
+    def late(record: Record, file: int, offset: int, block: torch.Tensor, *, writes: bool) -> None:
+        assert not writes or may_write.wait(20.0)
+        transfer(record, file, offset, block, writes=writes)
+
+    monkeypatch.setattr(store.disks, "_transfer", late)
+    return may_write
+
+
+def test_a_write_that_has_ended_gives_no_memory_back_which_the_next_one_reads(
+    store: DiskStore, held: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held.set()
+    face, ended = store.create("optimizer", NUMEL, torch.float32, "state"), []
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_written", lambda *args: ended.append(args))
+        store.put(face, torch.ones(NUMEL))
+        store.drain()
+    held.clear()
+    store.put(face, torch.full((NUMEL,), 2.0))
+    store._written(*ended[0])  # its thread comes late
+    held.set()
+    store.drain()
+    assert bool((face == 2.0).all())
+
+
+def test_a_visit_that_ends_before_it_was_ready_gives_no_memory_back_which_a_write_reads(
+    store: DiskStore, held: threading.Event
+) -> None:
+    face = store.keep("optimizer", torch.ones(NUMEL), "state")
+    visit = Visit(store, changed=[face])
+    visit.begin()
+    visit.end(changes=False)
+    held.set()
+    store.drain()
+    assert bool((face == 1.0).all())
+    assert store.awake_bytes == NUMEL * 4
 
 
 def test_a_visit_that_only_reads_writes_nothing_and_one_that_overwrites_reads_nothing(store: DiskStore) -> None:
