@@ -51,6 +51,7 @@ class _DiskRecord:
         self.face = register(self.plain, self)
         # - Values in memory
         self.holds = 0  # who uses the memory
+        self.uses = 0  # of them, those outside of visits, which may be inside of each other
         self.has_values = False  # in memory; the read may still be running
         self.is_blank = True  # nothing was written yet: zeros
         self.is_changed = False  # since it was read or written
@@ -309,22 +310,29 @@ class DiskStore(Accounts):
                 self.begin_hold(entry, reads=True)
                 self._idle[id(entry)] = entry
             for entry in entries:
-                with self.announcing():
-                    self.await_hold(entry)
-                self._idle.move_to_end(id(entry))
-            for entry in entries:
-                if entry.after_read():
-                    self.note_changes([entry])
-            yield
-            self._rest({id(entry) for entry in entries})
+                entry.uses += 1
+            try:
+                for entry in entries:
+                    with self.announcing():
+                        self.await_hold(entry)
+                    self._idle.move_to_end(id(entry))
+                for entry in entries:
+                    if entry.after_read():
+                        self.note_changes([entry])
+                yield
+                self._rest()
+            finally:
+                for entry in entries:
+                    entry.uses -= 1
 
-    def _rest(self, used: set[int]) -> None:
+    def _rest(self) -> None:
         """Drop the values of tensors that have been idle for longest, above the bytes that may stay."""
         limit = max(self._largest_visit, _IDLE_BYTES)
-        while sum(entry.held_bytes for entry in self._idle.values()) > limit:
-            key = next(iter(self._idle))
-            if key in used:
+        for key, entry in list(self._idle.items()):
+            if sum(one.held_bytes for one in self._idle.values()) <= limit:
                 return
+            if entry.uses:
+                continue
             transfer = self.end_hold(self._idle.pop(key), changes=False)
             if transfer is not None:
                 self._await(transfer)

@@ -208,6 +208,13 @@ def test_a_use_is_announced_before_and_after_the_read(store: DiskStore) -> None:
     assert calls[:2] == ["before", "after"]
 
 
+def test_a_use_inside_of_another_one_leaves_its_values_in_memory(store: DiskStore) -> None:
+    outer, inner = (store.keep("optimizer", torch.ones(NUMEL), "state") for _ in range(2))
+    store.watch(outer, lambda: None, lambda: bool(inner.sum() == 0.0))
+    assert outer.sum().item() == NUMEL
+    assert store.awake_bytes == NUMEL * 4  # the other one went to sleep behind it
+
+
 def test_a_damaged_record_is_an_error_each_time(store: DiskStore) -> None:
     face = store.keep("optimizer", torch.ones(NUMEL), "masters of unit `a`")
     store.drain()
