@@ -10,8 +10,8 @@ Call protocol of ``DiskStore`` (each rank has its own; no collectives):
 
 Note [Room]
     Visits and writes hold at most three times the largest visit in memory: one that is read, one that is used,
-    one that is written. Tensors that are read by a use outside of visits stay up to the size of one visit; the oldest
-    goes first.
+    one that is written. A fetch waits for no room, because the thread that would wait is the one that ends the fetches
+    before. Tensors that are read by a use outside of visits stay up to the size of one visit; the oldest goes first.
 """
 
 from __future__ import annotations
@@ -149,15 +149,14 @@ class DiskStore(Accounts):
             if out.is_cpu and not entry.has_values and not entry.is_blank:
                 transfer = self.disks.read(entry.record, out)
                 return lambda: self._await(transfer)
-        visit = Visit(self, read=[face])
-        visit.begin()
+        self.begin_hold(entry, reads=True)
 
         def finish() -> None:
             with self.announcing():
-                visit.ready()
+                self.await_hold(entry)
             with torch.inference_mode(False), torch.no_grad():
                 out.copy_(entry.plain)
-            visit.end()
+            self.end_hold(entry, changes=False)
 
         return finish
 

@@ -192,6 +192,23 @@ def test_fetch_copies_without_waking(store: DiskStore) -> None:
     assert store.awake_bytes == 0
 
 
+def test_fetches_wait_for_no_room(store: DiskStore) -> None:
+    faces = [store.keep("parameters", torch.full((1000,), float(number)), "shard") for number in range(8)]
+    for face in faces:
+        face.sum()  # stays in memory, from which it is copied
+    outs = [torch.empty(1000) for _ in faces]
+
+    def fetch() -> None:
+        for finish in [store.fetch(face, out) for face, out in zip(faces, outs, strict=True)]:
+            finish()
+
+    thread = threading.Thread(target=fetch, daemon=True)
+    thread.start()
+    thread.join(10.0)
+    assert not thread.is_alive()
+    assert all(bool((out == number).all()) for number, out in enumerate(outs))
+
+
 def test_a_use_is_announced_before_and_after_the_read(store: DiskStore) -> None:
     face = store.keep("optimizer", torch.ones(8), "state")
     calls: list[str] = []
