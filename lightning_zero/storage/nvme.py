@@ -35,6 +35,7 @@ import torch
 __all__ = ["NvmeStore", "Record", "StorageError", "Transfer"]
 
 ALIGNMENT = 4096
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class StorageError(OSError):
@@ -136,8 +137,10 @@ class NvmeStore:
         self._free: dict[int, list[Record]] = {}  # by padded size, given back
         self._pool = ThreadPoolExecutor(threads, "lightning_zero-disk", initializer=first_call)
         self._scratch = threading.local()
+        self._direct_lock = threading.Lock()  # of the files' flags
+        self._refused: Path | None = None  # took the flag and refused a transfer, which is not said yet
         # An engine that is dropped closes nothing; transfers in flight hold the store.
-        self._drop = weakref.finalize(self, _drop, self._pool, list(self._files))
+        self._drop = weakref.finalize(self, _drop, self._pool, list(self._files), os.getpid())
         self._drop.atexit = False
         self.read_bytes = 0
         self.written_bytes = 0
@@ -148,7 +151,7 @@ class NvmeStore:
             name = path / f"lightning_zero-{os.getpid()}-{secrets.token_hex(4)}"
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
             try:
-                file = os.open(name, flags | (getattr(os, "O_DIRECT", 0) if self.is_direct else 0), 0o600)
+                file = os.open(name, flags | (_O_DIRECT if self.is_direct else 0), 0o600)
             except OSError as error:
                 if error.errno != errno.EINVAL or not self.is_direct:
                     raise
@@ -242,6 +245,7 @@ class NvmeStore:
             source: The tensor.
             behind: The copy that brings the values; calls begin in their order, so it runs or is done by then.
         """
+        self._say_refused()
         data = self._bytes_of(record, source)
         sums = [0] * len(record.blocks)
         record.sums = sums
@@ -256,6 +260,7 @@ class NvmeStore:
         """Start filling a contiguous host tensor of the record's bytes."""
         if record.sums is None:
             raise RuntimeError(f"`{record.name}` is read before it was written.")
+        self._say_refused()
         data = self._bytes_of(record, target)
         futures = [self._pool.submit(self._read_block, record, number, data) for number in range(len(record.blocks))]
         self.read_bytes += record.nbytes
@@ -303,10 +308,11 @@ class NvmeStore:
         done = 0
         call = os.pwritev if writes else os.preadv
         while done < len(buffer):
+            began_direct = _is_direct(self._files[file])
             try:
                 count = call(self._files[file], [buffer[done:]], offset + done)
             except OSError as error:
-                if error.errno == errno.EINVAL and self.is_direct:
+                if error.errno == errno.EINVAL and began_direct:
                     self._leave_direct(file)
                     continue
                 raise self._failure(record, file, writes, error.strerror or str(error)) from error
@@ -318,10 +324,18 @@ class NvmeStore:
         """Go on with ordinary reads and writes: the file system took the flag and refuses the transfers."""
         import fcntl
 
-        self._go_through_cache(self.paths[file])
-        for other in self._files:
-            flags = fcntl.fcntl(other, fcntl.F_GETFL)
-            fcntl.fcntl(other, fcntl.F_SETFL, flags & ~getattr(os, "O_DIRECT", 0))
+        with self._direct_lock:
+            if not _is_direct(self._files[file]):
+                return  # another thread was first
+            for other in self._files:
+                fcntl.fcntl(other, fcntl.F_SETFL, fcntl.fcntl(other, fcntl.F_GETFL) & ~_O_DIRECT)
+            self.is_direct, self._refused = False, self.paths[file]
+
+    def _say_refused(self) -> None:
+        """Warn of a file system that has refused direct transfers; in the main thread, whose filters are the user's."""
+        if self._refused is not None and threading.current_thread() is threading.main_thread():
+            path, self._refused = self._refused, None
+            self._go_through_cache(path)
 
     def _failure(self, record: Record, file: int, writes: bool, reason: str) -> StorageError:
         verb = "written to" if writes else "read from"
@@ -338,13 +352,22 @@ class NvmeStore:
         self._pool.shutdown()
         self._drop()
         self._files, self._ends, self._free = [], [], {}
+        self._say_refused()
 
 
-def _drop(pool: ThreadPoolExecutor, files: Sequence[int]) -> None:
-    """Give threads and unnamed files back."""
+def _drop(pool: ThreadPoolExecutor, files: Sequence[int], pid: int) -> None:
+    """Give threads and unnamed files back, with their room, also where a forked process has the files open."""
     pool.shutdown(wait=False)
     for file in files:
+        if os.getpid() == pid:  # in a forked process the files are the parent's
+            os.ftruncate(file, 0)
         os.close(file)
+
+
+def _is_direct(file: int) -> bool:
+    import fcntl
+
+    return bool(fcntl.fcntl(file, fcntl.F_GETFL) & _O_DIRECT)
 
 
 def _padded(nbytes: int) -> int:

@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,20 @@ def test_a_kill_leaves_nothing(tmp_path: Path) -> None:
 # -- Trouble -----------------------------------------------------------------------------------------------------------
 
 
+def test_room_is_free_after_close_where_a_forked_process_has_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for pid, is_free in ((os.getpid(), True), (os.getpid() + 1, False)):
+        store = _store(tmp_path)
+        store.reserve("record", 3 * BLOCK)
+        inherited = os.dup(store._files[0])
+        with monkeypatch.context() as patch:
+            patch.setattr(nvme.os, "getpid", lambda pid=pid: pid)  # the forked process itself gives nothing back
+            store.close()
+        assert os.fstat(inherited).st_size == (0 if is_free else 3 * BLOCK)
+        os.close(inherited)
+
+
 def test_a_changed_byte_is_an_error(tmp_path: Path) -> None:
     store = _store(tmp_path)
     record = store.reserve("states of unit `a`", 3 * BLOCK)
@@ -161,13 +176,17 @@ def test_a_path_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
         _store(tmp_path / "file")
 
 
-@pytest.mark.parametrize("where", ["open", "transfer"])
+@pytest.mark.parametrize(("where", "threads"), [("open", 1), ("transfer", 1), ("transfer", 4)])
 def test_a_file_system_without_direct_access_is_said_once(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    together = threading.Barrier(threads)
+
     def refusing(call: Any, is_asked: Any) -> Any:
         def called(*args: Any) -> Any:
             if is_asked(*args):
+                if where == "transfer":
+                    together.wait(10.0)
                 raise OSError(errno.EINVAL, "refused")
             return call(*args)
 
@@ -180,19 +199,15 @@ def test_a_file_system_without_direct_access_is_said_once(
 
         is_direct = lambda file, *_: fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT  # noqa: E731
         monkeypatch.setattr(nvme.os, "pwritev", refusing(os.pwritev, is_direct))
-    source = _random(2 * BLOCK)
-
-    def write() -> tuple[NvmeStore, nvme.Record]:
-        store = _store(tmp_path, threads=1)
-        record = store.reserve("record", 2 * BLOCK)
-        store.write(record, source).wait()
-        return store, record
-
-    with pytest.warns(UserWarning, match="has no direct access") as warned:
-        store, record = write()
-    assert len(warned) == 1
+    source = _random(threads * BLOCK)
     target = torch.empty_like(source)
-    store.read(record, target).wait()
+    with pytest.warns(UserWarning, match="has no direct access") as warned:
+        store = _store(tmp_path, threads=threads)
+        record = store.reserve("record", threads * BLOCK)
+        store.write(record, source).wait()
+        store.read(record, target).wait()
+    assert len(warned) == 1
+    assert not store.is_direct
     assert torch.equal(target, source)
     store.close()
 
