@@ -2,7 +2,8 @@
 
 Call protocol of ``NvmeStore`` (each rank has its own; no collectives):
 
-1. ``reserve`` takes room on the disks for a record of a fixed size; a full disk is an error here, not later.
+1. ``reserve`` takes room on the disks for a record of a fixed size; a full disk is an error here, not later, unless the
+   file system cannot reserve room.
 2. ``empty`` makes a buffer for a record, aligned as direct access needs it.
 3. ``write`` and ``read`` return a ``Transfer`` at once; the tensor belongs to it until ``wait`` has returned.
 4. ``close`` waits and gives the room back. So does the end of the process, however it comes: the files have no names.
@@ -36,6 +37,8 @@ __all__ = ["NvmeStore", "Record", "StorageError", "Transfer"]
 
 ALIGNMENT = 4096
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_RESERVES_NONE = (errno.EOPNOTSUPP, errno.EINVAL)  # glibc writes single bytes instead, which O_DIRECT refuses
 
 
 class StorageError(OSError):
@@ -184,7 +187,7 @@ class NvmeStore:
         )
 
     def reserve(self, name: str, nbytes: int) -> Record:
-        """Take room for a tensor of ``nbytes``.
+        """Take room for a tensor of ``nbytes``; on a file system that reserves none it is taken by the first write.
 
         Raises:
             StorageError: There is not enough on a disk.
@@ -213,6 +216,12 @@ class NvmeStore:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.posix_fallocate(self._files[file], first, total)
             except OSError as error:
+                if error.errno in _RESERVES_NONE:
+                    continue
+                if error.errno not in _NO_ROOM:
+                    raise StorageError(
+                        f"{total} bytes for `{name}` cannot be reserved in `{self.paths[file]}`: {error.strerror}."
+                    ) from error
                 raise StorageError(
                     f"There is no room for `{name}` in `{self.paths[file]}`: {total} bytes are needed and {free} are"
                     f" free ({error.strerror}). Give `Offload(path=...)` a larger disk or several, or offload less"

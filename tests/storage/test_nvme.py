@@ -170,6 +170,27 @@ def test_a_full_disk_is_an_error_before_the_first_byte(tmp_path: Path, monkeypat
     store.close()
 
 
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL, errno.EIO], ids=errno.errorcode.get)
+def test_a_file_system_that_reserves_no_room_is_used(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(nvme.os, "posix_fallocate", refuse)
+    store = _store(tmp_path)
+    if number == errno.EIO:
+        with pytest.raises(StorageError, match="bytes for `record` cannot be reserved in `.*`: Input/output error"):
+            store.reserve("record", 2 * BLOCK)
+    else:
+        record, source = store.reserve("record", 2 * BLOCK), _random(2 * BLOCK)
+        store.write(record, source).wait()
+        target = torch.empty_like(source)
+        store.read(record, target).wait()
+        assert torch.equal(target, source)
+    store.close()
+
+
 def test_a_path_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="`Offload.path='.*file'.` cannot be used: .* local disk"):
