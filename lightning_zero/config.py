@@ -167,9 +167,9 @@ class Offload:
 
     @property
     def paths(self) -> list[Path]:
-        """The directories of ``path``."""
+        """The directories of ``path``; ``~`` is the user's home."""
         paths = [self.path] if isinstance(self.path, (str, Path)) else self.path or []
-        return [Path(path) for path in paths]
+        return [Path(path).expanduser() for path in paths]
 
     @classmethod
     def of(cls, value: Any) -> Offload | None:

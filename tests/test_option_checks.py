@@ -160,6 +160,7 @@ def test_what_was_right_is_taken(tmp_path: Path) -> None:
     assert Communication(timeout_s=60).timeout_s == 60
     assert Offload(optimizer="nvme", path=tmp_path).paths == [tmp_path]
     assert Offload(optimizer="nvme", path=[str(tmp_path), tmp_path]).paths == [tmp_path] * 2
+    assert Offload(optimizer="nvme", path="~/states").paths == [Path.home() / "states"]
     assert Offload.of("cpu") == Offload.of({"optimizer": "cpu"}) == Offload()
     assert Pipeline(partition=[1]).partition == [1]
     assert ZeroEngine(device="cpu").stage == 3

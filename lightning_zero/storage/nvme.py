@@ -20,6 +20,7 @@ import ctypes
 import errno
 import itertools
 import os
+import re
 import secrets
 import shutil
 import threading
@@ -36,6 +37,7 @@ import torch
 __all__ = ["NvmeStore", "Record", "StorageError", "Transfer"]
 
 ALIGNMENT = 4096
+_MEMORY_SYSTEMS = ("tmpfs", "ramfs")
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _RESERVES_NONE = (errno.EOPNOTSUPP, errno.EINVAL)  # glibc writes single bytes instead, which O_DIRECT refuses
@@ -167,6 +169,13 @@ class NvmeStore:
                 f"`Offload(path={str(path)!r})` cannot be used: {error.strerror or error}. It must be a directory on"
                 " a local disk that can be written."
             ) from error
+        kind = _file_system(path)
+        if kind in _MEMORY_SYSTEMS:
+            warnings.warn(
+                f"`Offload(path={str(path)!r})` is in a file system of type {kind}, whose files are in host memory:"
+                " offloading there frees none of it. Use a directory on a disk, or 'cpu' in place of 'nvme'.",
+                stacklevel=2,
+            )
         return file
 
     def _go_through_cache(self, path: Path) -> None:
@@ -377,6 +386,20 @@ def _is_direct(file: int) -> bool:
     import fcntl
 
     return bool(fcntl.fcntl(file, fcntl.F_GETFL) & _O_DIRECT)
+
+
+def _file_system(path: Path) -> str | None:
+    """Return the type of the file system of a path; None if the system does not say."""
+    try:
+        mounts = [line.split(" ") for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return None
+    place, found, longest = path.resolve(), None, -1
+    for _, mount, kind, *_ in mounts:
+        point = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), mount))
+        if len(point.parts) >= longest and place.is_relative_to(point):  # a later mount hides an earlier one
+            found, longest = kind, len(point.parts)
+    return found
 
 
 def _padded(nbytes: int) -> int:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,22 @@ def test_a_path_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
         _store(tmp_path / "file")
 
 
+def test_a_path_in_host_memory_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_text = Path.read_text
+    folder = tmp_path / "in memory"
+    escaped = str(folder).replace(" ", "\\040")
+    lines = f"/dev/vda / ext4 rw 0 0\nnone {escaped} tmpfs rw 0 0\n/dev/vdb {escaped}/disk xfs rw 0 0\n"
+    monkeypatch.setattr(
+        Path, "read_text", lambda path, *args: lines if path == Path("/proc/self/mounts") else read_text(path, *args)
+    )
+    with pytest.warns(UserWarning, match="in memory/states'.` is in a file system of type tmpfs, .* 'cpu' in place"):
+        _store(folder / "states").close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for path in (tmp_path, folder / "disk", tmp_path / "in memory 2"):
+            _store(path).close()
+
+
 @pytest.mark.parametrize(("where", "threads"), [("open", 1), ("transfer", 1), ("transfer", 4)])
 def test_a_file_system_without_direct_access_is_said_once(
     where: str, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -222,12 +239,13 @@ def test_a_file_system_without_direct_access_is_said_once(
         monkeypatch.setattr(nvme.os, "pwritev", refusing(os.pwritev, is_direct))
     source = _random(threads * BLOCK)
     target = torch.empty_like(source)
-    with pytest.warns(UserWarning, match="has no direct access") as warned:
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
         store = _store(tmp_path, threads=threads)
         record = store.reserve("record", threads * BLOCK)
         store.write(record, source).wait()
         store.read(record, target).wait()
-    assert len(warned) == 1
+    assert ["has no direct access" in str(one.message) for one in warned] == [True]
     assert not store.is_direct
     assert torch.equal(target, source)
     store.close()
