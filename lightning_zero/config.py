@@ -189,8 +189,8 @@ class Offload:
         """Refuse fields that a stage, or a pipeline, does not support.
 
         Raises:
-            ValueError: Parameters are to be offloaded that are whole on every rank, or to disks where they are sharded
-                over nodes, or something to disks in a pipeline.
+            ValueError: Parameters are to be offloaded that are whole on every rank, or something to disks in a
+                pipeline.
         """
         stage = sharding.stage
         if in_pipeline and self.uses_disks:
@@ -202,11 +202,6 @@ class Offload:
             raise ValueError(
                 f"`Offload(params={self.params!r})` needs `stage=3`, because parameters are whole on every rank below"
                 f" it (got `stage={stage}`). Use stage 3, or `offload='cpu'` for the optimizer alone."
-            )
-        if self.params == "nvme" and sharding.params not in ("none", 1, "world"):
-            raise ValueError(
-                f"`Offload(params='nvme')` does not work with `{sharding}` yet: the parameters of a node are kept in"
-                " memory. Use `Offload(params='cpu', optimizer='nvme')`, or `params='world'` in `Sharding`."
             )
 
 

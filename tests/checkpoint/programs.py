@@ -54,11 +54,11 @@ class Model(nn.Module):
 
 
 def make(
-    stage: int, seed: int, precision: MixedPrecision | None = None, units: Any = None
+    stage: int, seed: int, precision: MixedPrecision | None = None, units: Any = None, **options: Any
 ) -> tuple[ZeroEngine, Model, Optimizer]:
     worlds.seed(seed)
     model = Model()
-    engine = ZeroEngine(stage, precision=precision, units=units)
+    engine = ZeroEngine(stage, precision=precision, units=units, **options)
     engine.shard(model)
     trained = [param for param in model.parameters() if param.requires_grad]
     groups = [

@@ -198,6 +198,8 @@ def _with_options(rank: int, world: int, path: str) -> list[str]:
         for options in (
             {"offload": Offload(optimizer="cpu", params="cpu")},
             {"offload": Offload(optimizer="nvme", path=path)},
+            {"offload": Offload(optimizer="nvme", params="nvme", path=path)},
+            {"offload": Offload(optimizer="cpu", params="nvme", path=path), "step": "now"},
             {"step": "deferred", "communication": Communication(prefetch=0)},
         ):
             found.append(_check(rank, world, row, program=_program(adamw, 2), **options))
@@ -276,9 +278,10 @@ def test_lost_sums_wrong_divisors_and_stale_copies_are_found() -> None:
 # -- Copies of a node --------------------------------------------------------------------------------------------------
 
 
-def _copies(rank: int, world: int, path: str) -> None:
+def _copies(rank: int, world: int, path: str, offload: Offload | None) -> None:
     for row in (HYBRID, SECONDARY):
-        engine, model, optimizer = programs.make(_sharding(row, NODE), 0, units=("Block",))  # type: ignore[arg-type]
+        sharding = _sharding(row, NODE)
+        engine, model, optimizer = programs.make(sharding, 0, units=("Block",), offload=offload)  # type: ignore[arg-type]
         programs.step(engine, model, optimizer, 0)
         _assert_whole(engine, model, "a step")
         directory.save(engine, programs.snapshot(engine, model, optimizer), path + row[1], full=False)
@@ -308,8 +311,10 @@ def _assert_whole(engine: ZeroEngine, model: nn.Module, behind: str) -> None:
             assert torch.equal(param, expected[name]), f"`{name}` is stale behind {behind}"
 
 
-def test_copies_of_a_node_are_never_stale(tmp_path: Path) -> None:
-    worlds.run(_copies, 4, str(tmp_path / "checkpoint"), timeout_s=PATIENCE_S)
+@pytest.mark.parametrize("place", ["device", "nvme"])
+def test_copies_of_a_node_are_never_stale(place: str, tmp_path: Path) -> None:
+    offload = Offload(optimizer="nvme", params="nvme", path=tmp_path) if place == "nvme" else None
+    worlds.run(_copies, 4, str(tmp_path / "checkpoint"), offload, timeout_s=PATIENCE_S)
 
 
 # -- Checkpoints -------------------------------------------------------------------------------------------------------
@@ -505,8 +510,6 @@ def _refused(rank: int, world: int) -> None:
         shard(HYBRID, 3)
     with pytest.raises(ValueError, match="3 ranks per node do not divide the 2 data ranks"):
         shard(HYBRID, 3, Grid({}, 2))
-    with pytest.raises(ValueError, match=r"`Offload\(params='nvme'\)` does not work with `Sharding"):
-        shard(HYBRID, 2, offload=Offload(params="nvme", path="/nowhere"))
 
     engine, module = shard(HYBRID, 2)
     optimizer = engine.attach(_sgd(module))

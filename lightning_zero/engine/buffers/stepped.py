@@ -123,7 +123,8 @@ class SteppedValues:
             return self.shard.gather_into(full, spec.group.nodes.inner, what)
         self._is_node_stale = False
         node = full[spec.node_range]
-        over_nodes = spec.group.nodes.outer.all_gather(node, self.raw_computed, what)
+        own = self.raw_computed if is_in_memory(self.raw_computed) else self.raw_computed.clone()
+        over_nodes = spec.group.nodes.outer.all_gather(node, own, what)
 
         def keep() -> None:
             over_nodes.wait()
