@@ -80,9 +80,10 @@ class CheckpointAccess:
         """Let ``master()`` of frozen parameters hold any values of their own dtype until ``publish``. No collective."""
         self._state.require_module()
         self._state.attached.close()
+        self._state.give_up_failed_steps()
         for buffer in self._state.buffers:
-            buffer.values.forget_failure()
             buffer.refresh_master()
+            buffer.values.forget_rounding()  # of a step that has failed
             buffer.values.widen()
 
     def complete_masters(self) -> None:

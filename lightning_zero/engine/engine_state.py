@@ -260,12 +260,17 @@ class EngineState:
 
     def flush_here(self) -> None:
         """Make the steps that were deferred, as far as no other rank is needed: training ends."""
-        for buffer in self.buffers:
-            buffer.values.forget_failure()
+        self.give_up_failed_steps()
         if not any(unit.buffers and unit.buffers[0].own_range.is_shard for unit in self.units):
             self.flush()
         for buffer in self.buffers:
             buffer.values.flush()
+
+    def give_up_failed_steps(self) -> None:
+        """Forget deferred steps of which one has failed, and has said so: training ends, or other values are loaded."""
+        if any(buffer.values.has_failed for buffer in self.buffers):
+            for buffer in self.buffers:
+                buffer.values.give_up()
 
     def recover(self) -> None:
         """End an interrupted backward, before gradients are read or assigned. No collective."""

@@ -22,6 +22,7 @@ from lightning_zero.engine.buffers.parameter import PendingParameter, ReducedPar
 from lightning_zero.engine.buffers.update import Update
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.optim import step_rules
+from lightning_zero.engine.optim.flat_step import FlatStep
 from lightning_zero.lightning.strategy import ZeroStrategy
 from tests import worlds
 from tests.lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
@@ -354,6 +355,41 @@ def _after_an_error(rank: int, world: int, options: dict[str, Any], error: type[
 )
 def test_a_deferred_step_that_failed_is_not_forgotten(options: dict[str, Any], error: type[BaseException]) -> None:
     worlds.run(_after_an_error, 1, options, error)
+
+
+def _loaded_after_an_error(rank: int, world: int, options: dict[str, Any]) -> None:
+    take_calls = FlatStep.take_calls
+
+    def fail() -> None:
+        raise MemoryError
+
+    engine, module, optimizer = _started(3, precision=PRECISIONS["bf16-mixed"], **options)
+    checkpoints = engine.internals.checkpoints
+    with engine.scope("training_step"):
+        loss = _loss(True, module, rank, 0)
+    with engine.backward_scope():
+        loss.backward()
+
+    def step() -> None:
+        optimizer.step()
+        engine.flush()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FlatStep, "take_calls", lambda step, buffer: [fail, *take_calls(step, buffer)])
+        with pytest.raises((MemoryError, RuntimeError)):
+            step()
+    checkpoints.prepare_load()
+    for record in checkpoints.records():
+        record.master().fill_(0.5)
+    checkpoints.publish()
+    for buffer in engine._state.buffers:
+        assert bool((buffer.values.computed == buffer.values.stepped.to(buffer.values.computed.dtype)).all())
+    engine.close()
+
+
+@pytest.mark.parametrize("options", [{"step": "now"}, {"step": "deferred"}, {"offload": "cpu"}], ids=str)
+def test_values_that_are_loaded_after_an_error_in_a_step_are_rounded(options: dict[str, Any]) -> None:
+    worlds.run(_loaded_after_an_error, 1, options)
 
 
 def _after_an_interrupted_wait(rank: int, world: int) -> bool:

@@ -271,12 +271,12 @@ class SteppedValues:
         """Whether the step that was asked for has failed, and some values are those from before it."""
         return self._update is not None and self._update.has_failed
 
-    def forget_failure(self) -> None:
-        """Give up a step that has failed: all values are going to be loaded, or training ends."""
-        if self.has_failed:
-            self._update = None
-        if self._update is None:  # a step that is not deferred may have failed too
-            self._rounding = None
+    def give_up(self) -> None:
+        """Make the step that is due, or forget it if it fails: that of another buffer has, and its error was raised."""
+        try:
+            self.flush()
+        except Exception:
+            self._update = self._rounding = None
             self._rounded.clear()
 
     def flush(self) -> bool:
