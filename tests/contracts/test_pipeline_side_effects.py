@@ -135,10 +135,10 @@ class Tempered(nn.Linear):
 class Writes(Program):
     """Writes a tensor in its step."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, size: int | None = None) -> None:
         super().__init__()
         self.how = how
-        self.net.head = Tempered(self.net.embedding.embedding_dim, self.net.head.out_features)
+        self.net.head = Tempered(self.net.embedding.embedding_dim, size or self.net.head.out_features)
         self.scale = nn.Parameter(torch.ones(()))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -173,13 +173,19 @@ class Writes(Program):
 
 
 @pytest.mark.parametrize(
-    ("how", "name"),
-    [("buffer", "net.head.temperature"), ("data", "scale"), ("clamp", "scale"), ("pointed", "scale")],
+    ("how", "name", "precision"),
+    [
+        ("buffer", "net.head.temperature", "32-true"),
+        ("data", "scale", "32-true"),
+        ("data", "scale", "bf16-true"),
+        ("clamp", "scale", "32-true"),
+        ("pointed", "scale", "32-true"),
+    ],
 )
-def test_writes_that_would_count_more_than_once_are_refused(how: str, name: str) -> None:
+def test_writes_that_would_count_more_than_once_are_refused(how: str, name: str, precision: str) -> None:
     """A buffer of the head was written in every run that does not count, a parameter on the last stage alone."""
     with pytest.raises(PipelineError, match=re.escape(f"The step writes into `{name}")):
-        run(_fit, 2, partial(Writes, how), _pipeline(), {}, True)
+        run(_fit, 2, partial(Writes, how), _pipeline(), {"precision": precision}, True)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -230,8 +236,10 @@ def test_writes_in_the_loss_of_a_step_in_parts_are_refused(how: str) -> None:
         run(_fit, 2, partial(WritesInParts, how), _pipeline(), {}, True)
 
 
-def test_a_branch_that_a_step_may_take_writes_nothing_before() -> None:
-    _trains(partial(Writes, "on errors"), _pipeline())
+@pytest.mark.parametrize("size", [None, 512], ids=["small", "large"])
+def test_a_branch_that_a_step_may_take_writes_nothing_before(size: int | None) -> None:
+    """A head with more than a few elements was refused."""
+    _trains(partial(Writes, "on errors", size), _pipeline())
 
 
 @pytest.mark.parametrize("how", ["assigned", "hook"])

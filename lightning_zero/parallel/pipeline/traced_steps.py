@@ -348,7 +348,7 @@ class TracedSteps:
             self._enter(chunk)
             scope, kept = self._stage.engine.scope("arguments"), contents_put_back(self._placed)
             held = self._stage.held(self._around, self._interception.num_lost_writes)
-            with scope, kept, unwritten(held, may_write=may_write):
+            with scope, kept, unwritten(held, may_write=held.names if may_write else ()):
                 return look()
 
         return self._stage.apart(run, self._around)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -32,35 +32,42 @@ class Held(NamedTuple):
     num_writes: Callable[[], Mapping[str, int]]
     num_lost: Callable[[Tensor], int]
 
+    @property
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+        return {name for tensors in (self.params, self.buffers) for name, _ in tensors}
+
 
 @contextmanager
-def unwritten(held: Held, *, may_write: bool = False, compares_values: bool = True) -> Iterator[None]:
-    """Refuse code that writes into tensors; small ones get their values back.
+def unwritten(held: Held, *, may_write: Collection[str] = (), compares_values: bool = True) -> Iterator[set[str]]:
+    """Refuse code that writes into tensors, and yield a set that gets the names of those that it was allowed to write.
 
     Values that arrive meanwhile are no writes: of a unit that is gathered, of a step that was deferred.
 
     Args:
         held: The tensors.
-        may_write: Small tensors get their values back, and only writes into others are refused: the code need not run.
-        compares_values: Whether values of small tensors are compared too.
+        may_write: Names of tensors that get their values back, if they have values now; others are refused.
+        compares_values: Whether values of other small tensors are compared too.
 
     Raises:
         PipelineError: One was written.
     """
+    undone: set[str] = set()
     below = torch._C.DisableTorchFunctionSubclass  # released parameters, which have no values
     writes = dict(held.num_writes())
     with torch.no_grad(), below():
         before = [_Before.of_param(name, one) for name, one in held.params if _has_values(one)]
         before += [_Before.of_buffer(name, one, held.num_lost) for name, one in held.buffers if _has_values(one)]
-        copies = [(one, one.tensor.detach().clone()) for one in before if compares_values and one.shows_all()]
-    yield
+        copies = [(one, one.tensor.detach().clone()) for one in before if one.name in may_write or (compares_values and one.is_small())]
+    yield undone
     now = held.num_writes()
     written = {name for name, number in now.items() if number != writes.get(name, 0)}
     with torch.no_grad(), below():
         written |= {one.name for one in before if one.is_moved(held.num_lost)}
         written |= set(_changed([(one, copy) for one, copy in copies if one.is_there(copy)]))
         restored = {one.name for one, copy in copies if one.name in written and one.restore(copy)}
-    refused = sorted(written - restored if may_write else written)
+    undone |= restored.intersection(may_write)
+    refused = sorted(written - undone)
     if refused:
         raise PipelineError(
             f"The step writes into `{refused[0]}` in place. Pipeline stages run a step several times, and what follows"
@@ -77,24 +84,26 @@ class _Before(NamedTuple):
     tensor: Tensor
     of_class: type[Tensor]
     place: int  # of its memory
-    version: int | None = None  # of a module buffer, without writes of fakes
+    version: int
+    num_writes: int | None = None  # into a module buffer, without those of fakes
 
     @classmethod
     def of_param(cls, name: str, param: Tensor) -> _Before:
-        return cls(name, param, type(param), param.data_ptr())
+        return cls(name, param, type(param), param.data_ptr(), param._version)
 
     @classmethod
     def of_buffer(cls, name: str, buffer: Tensor, num_lost: Callable[[Tensor], int]) -> _Before:
-        return cls(name, buffer, type(buffer), buffer.data_ptr(), buffer._version - num_lost(buffer))
+        version = buffer._version
+        return cls(name, buffer, type(buffer), buffer.data_ptr(), version, version - num_lost(buffer))
 
-    def shows_all(self) -> bool:
-        """Say whether a copy is small, and has all the bits that a parameter has."""
-        has_all = self.version is not None or (self.of_class is nn.Parameter and self.tensor.dtype.itemsize > 2)
-        return has_all and self.tensor.numel() <= _MOST_NUMEL
+    def is_small(self) -> bool:
+        """Say whether a copy is small, and shows writes."""
+        shows_writes = self.num_writes is not None or self.of_class is nn.Parameter
+        return shows_writes and self.tensor.numel() <= _MOST_NUMEL
 
     def is_moved(self, num_lost: Callable[[Tensor], int]) -> bool:
         """Say whether a module buffer was written, also with the same values, which may be others in a later batch."""
-        return self.version is not None and self.tensor._version - num_lost(self.tensor) != self.version
+        return self.num_writes is not None and self.tensor._version - num_lost(self.tensor) != self.num_writes
 
     def is_there(self, values: Tensor) -> bool:
         """Say whether the tensor lies where it was, with values to compare with."""
@@ -102,10 +111,11 @@ class _Before(NamedTuple):
         return is_same and _has_values(self.tensor) and self.tensor.shape == values.shape
 
     def restore(self, values: Tensor) -> bool:
-        """Give the tensor its values back, if it can have them."""
+        """Give the tensor its values back, if it can have them, as if nobody had written it: a master has more bits."""
         is_there = self.is_there(values)  # not in memory of the program, to which `.data` was pointed
         if is_there:
             self.tensor.copy_(values)
+            torch._C._autograd._unsafe_set_version_counter((self.tensor,), (self.version,))
         return is_there
 
 

@@ -33,9 +33,12 @@ def _data(tensor: Tensor) -> None:
     tensor.data.mul_(0.5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("size", "write"), [(SMALL, _clamp), (SMALL, _data), (LARGE, _clamp)])
-def test_writes_are_refused_and_small_tensors_get_their_values_back(size: int, write: Callable[[Tensor], None]) -> None:
-    param = nn.Parameter(torch.ones(size))
+def test_writes_are_refused_and_small_tensors_get_their_values_back(
+    size: int, write: Callable[[Tensor], None], dtype: torch.dtype
+) -> None:
+    param = nn.Parameter(torch.ones(size, dtype=dtype))
     with pytest.raises(PipelineError, match="The step writes into `scale` in place"), unwritten(_held(scale=param)):
         write(param)
     assert bool(param.eq(1).all()) == (size == SMALL)
@@ -65,13 +68,19 @@ def test_fakes_that_are_written_into_buffers_move_versions_only() -> None:
         torch.autograd.graph.increment_version(buffer)
 
 
-def test_code_that_need_not_run_may_write_small_tensors_and_has_no_effect() -> None:
-    param, large = nn.Parameter(torch.ones(SMALL)), nn.Parameter(torch.ones(LARGE))
-    with unwritten(_held(scale=param), may_write=True):
-        _clamp(param)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("write", [_clamp, _data])
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_code_that_may_write_has_no_effect(size: int, write: Callable[[Tensor], None], dtype: torch.dtype) -> None:
+    """The engine would take values of 16 bits over into masters that have more of them."""
+    param, other = nn.Parameter(torch.ones(size, dtype=dtype)), nn.Parameter(torch.ones(LARGE))
+    version = param._version
+    with unwritten(_held(scale=param, other=other), may_write={"scale"}) as undone:
+        write(param)
     assert param.eq(1).all()
-    with pytest.raises(PipelineError, match="`large`"), unwritten(_held(large=large), may_write=True):
-        _clamp(large)
+    assert (param._version, undone) == (version, {"scale"})
+    with pytest.raises(PipelineError, match="`other`"), unwritten(_held(other=other), may_write={"scale"}):
+        _clamp(other)
 
 
 class _Arrived(nn.Parameter):
