@@ -145,6 +145,8 @@ class Writes(Program):
         hidden = self.net.norm(self.net.body(self.net.embedding(batch[0])))
         if self.how == "buffer":
             self.net.head.temperature.mul_(0.9)
+        elif self.how == "averaged":
+            self.net.head.temperature.data.lerp_(hidden.detach().abs().mean(), 0.1)
         elif self.how == "assigned":
             self.net.head.temperature = self.net.head.temperature * 0.9
         elif self.how == "on zeros" and hidden.abs().mean() < 1e-4:
@@ -240,6 +242,11 @@ def test_writes_in_the_loss_of_a_step_in_parts_are_refused(how: str) -> None:
 def test_a_branch_that_a_step_may_take_writes_nothing_before(size: int | None) -> None:
     """A head with more than a few elements was refused."""
     _trains(partial(Writes, "on errors", size), _pipeline())
+
+
+def test_averages_of_hidden_states_in_buffers_train_as_without_a_pipeline() -> None:
+    """`.data` has a version of its own: writes of fakes into it were taken for writes into the buffer."""
+    _trains(partial(Writes, "averaged"), _pipeline(microbatches=1, schedule="gpipe"))
 
 
 @pytest.mark.parametrize("how", ["assigned", "hook"])

@@ -134,12 +134,12 @@ class PipelineStage:
             result: T = self.streams.apart(run)
         return result
 
-    def held(self, put_back: Iterable[nn.Module], num_lost: Callable[[torch.Tensor], int] = lambda _: 0) -> Held:
+    def held(self, put_back: Iterable[nn.Module], lost: list[torch.Tensor] | None = None) -> Held:
         """Return the tensors that ``apart`` does not put back.
 
         Args:
             put_back: The modules whose state it puts back.
-            num_lost: See ``Held``.
+            lost: See ``Held``.
         """
         without = set(map(id, put_back))
         buffers = [
@@ -149,7 +149,7 @@ class PipelineStage:
             for key, buffer in child._buffers.items()
             if buffer is not None
         ]
-        return Held(list(self.module.named_parameters()), buffers, self.engine.num_writes, num_lost)
+        return Held(list(self.module.named_parameters()), buffers, self.engine.num_writes, [] if lost is None else lost)
 
     def any_copy(self, flag: bool, what: str) -> bool:
         """Say whether a flag is set on some rank of this stage. Collective: all of them."""

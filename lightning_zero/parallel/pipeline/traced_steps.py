@@ -347,7 +347,7 @@ class TracedSteps:
         def run() -> T:
             self._enter(chunk)
             scope, kept = self._stage.engine.scope("arguments"), contents_put_back(self._placed)
-            held = self._stage.held(self._around, self._interception.num_lost_writes)
+            held = self._stage.held(self._around, self._interception.lost_writes)
             with scope, kept, unwritten(held, may_write=held.names if may_write else ()):
                 return look()
 

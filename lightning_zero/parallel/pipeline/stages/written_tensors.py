@@ -24,13 +24,13 @@ class Held(NamedTuple):
         params: By name.
         buffers: Module buffers, by name.
         num_writes: Returns how often each parameter was written by the program.
-        num_lost: Returns how often a fake was written into a buffer, which moves its version and nothing else.
+        lost: Gets a tensor for each fake that is written into it, which moves its version and nothing else.
     """
 
     params: Iterable[tuple[str, Tensor]]
     buffers: Iterable[tuple[str, Tensor]]
     num_writes: Callable[[], Mapping[str, int]]
-    num_lost: Callable[[Tensor], int]
+    lost: list[Tensor]
 
     @property
     def names(self) -> set[str]:
@@ -53,20 +53,23 @@ def unwritten(held: Held, *, may_write: Collection[str] = (), compares_values: b
         PipelineError: One was written.
     """
     undone: set[str] = set()
+    held.lost.clear()
     below = torch._C.DisableTorchFunctionSubclass  # released parameters, which have no values
     writes = dict(held.num_writes())
     with torch.no_grad(), below():
         before = [_Before.of_param(name, one) for name, one in held.params if _has_values(one)]
-        before += [_Before.of_buffer(name, one, held.num_lost) for name, one in held.buffers if _has_values(one)]
-        copies = [(one, one.tensor.detach().clone()) for one in before if one.name in may_write or (compares_values and one.is_small())]
+        before += [_Before.of_buffer(name, one) for name, one in held.buffers if _has_values(one)]
+        copied = [one for one in before if one.name in may_write or (compares_values and one.is_small())]
+        copies = [(one, one.tensor.detach().clone()) for one in copied]
     yield undone
     now = held.num_writes()
     written = {name for name, number in now.items() if number != writes.get(name, 0)}
     with torch.no_grad(), below():
-        written |= {one.name for one in before if one.is_moved(held.num_lost)}
+        written |= {one.name for one in before if one.is_moved(held.lost)}
         written |= set(_changed([(one, copy) for one, copy in copies if one.is_there(copy)]))
         restored = {one.name for one, copy in copies if one.name in written and one.restore(copy)}
     undone |= restored.intersection(may_write)
+    held.lost.clear()
     refused = sorted(written - undone)
     if refused:
         raise PipelineError(
@@ -85,25 +88,26 @@ class _Before(NamedTuple):
     of_class: type[Tensor]
     place: int  # of its memory
     version: int
-    num_writes: int | None = None  # into a module buffer, without those of fakes
+    is_buffer: bool = False
 
     @classmethod
     def of_param(cls, name: str, param: Tensor) -> _Before:
         return cls(name, param, type(param), param.data_ptr(), param._version)
 
     @classmethod
-    def of_buffer(cls, name: str, buffer: Tensor, num_lost: Callable[[Tensor], int]) -> _Before:
-        version = buffer._version
-        return cls(name, buffer, type(buffer), buffer.data_ptr(), version, version - num_lost(buffer))
+    def of_buffer(cls, name: str, buffer: Tensor) -> _Before:
+        return cls(name, buffer, type(buffer), buffer.data_ptr(), buffer._version, is_buffer=True)
 
     def is_small(self) -> bool:
         """Say whether a copy is small, and shows writes."""
-        shows_writes = self.num_writes is not None or self.of_class is nn.Parameter
+        shows_writes = self.is_buffer or self.of_class is nn.Parameter
         return shows_writes and self.tensor.numel() <= _MOST_NUMEL
 
-    def is_moved(self, num_lost: Callable[[Tensor], int]) -> bool:
+    def is_moved(self, lost: Sequence[Tensor]) -> bool:
         """Say whether a module buffer was written, also with the same values, which may be others in a later batch."""
-        return self.num_writes is not None and self.tensor._version - num_lost(self.tensor) != self.num_writes
+        if not self.is_buffer or self.tensor._version == self.version:
+            return False
+        return self.tensor._version - sum(_share_version(self.tensor, one) for one in lost) != self.version
 
     def is_there(self, values: Tensor) -> bool:
         """Say whether the tensor lies where it was, with values to compare with."""
@@ -129,6 +133,17 @@ def _changed(found: Sequence[tuple[_Before, Tensor]]) -> Iterator[str]:
 
 def _differs(tensor: Tensor, other: Tensor) -> Tensor:
     return ((tensor != other) & ~((tensor != tensor) & (other != other))).any()
+
+
+def _share_version(tensor: Tensor, other: Tensor) -> bool:
+    """Say whether a write into one tensor moves the version of the other: ``.data`` has one of its own."""
+    if other.is_inference() or tensor.untyped_storage()._cdata != other.untyped_storage()._cdata:
+        return False
+    before, version = tensor._version, other._version
+    torch.autograd.graph.increment_version(other)
+    is_moved = tensor._version != before
+    torch._C._autograd._unsafe_set_version_counter((other,), (version,))
+    return is_moved
 
 
 def _has_values(tensor: Tensor) -> bool:

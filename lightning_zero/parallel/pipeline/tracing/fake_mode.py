@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -43,7 +42,7 @@ class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
     has_guessed = False  # a result, since this was set
     guess: bool | None = None  # in a run on fakes, the value of flags that it reads; None: values are not read
     guesses_all = False  # and not only those that the chunk computes
-    num_lost: Counter[int]  # fakes that were written into tensors with values, by storage
+    lost: list[Tensor]  # tensors with values, once for each fake that was written into them
     num_reads = 0  # values that were guessed, since this was set
     refusal: Exception | None = None  # the last error of an operation between modules, whoever has caught it
     is_dispatching = False  # an operation is running
@@ -52,7 +51,7 @@ class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.num_lost = Counter()
+        self.lost = []
 
     def own_references(self) -> set[int]:
         """Return the ``id`` of each weak reference to a fake that PyTorch keeps."""
@@ -104,7 +103,7 @@ class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
             )
         if lost and self.origins is not None:
             self.origins.need((args, kwargs))
-            self.num_lost.update(leaf.untyped_storage()._cdata for leaf in lost)
+            self.lost += lost
             return lost[0]
         if not (self._is_imagining or self._is_drawn) and torch.Tag.nondeterministic_seeded in getattr(
             func, "tags", ()

@@ -305,6 +305,7 @@ class ModuleInterception:
                 return operations.found
             finally:
                 operations.end()
+                self.lost_writes.clear()
         return None
 
     def read_in_survey(self, step: Callable[[], Any], chunk: int) -> set[Source]:
@@ -315,9 +316,10 @@ class ModuleInterception:
             self._run(step, trace)
         return found
 
-    def num_lost_writes(self, tensor: Tensor) -> int:
-        """Return how often fakes were written into the memory of a tensor with values, which does nothing."""
-        return self._fakes.mode.num_lost[tensor.untyped_storage()._cdata]
+    @property
+    def lost_writes(self) -> list[Tensor]:
+        """The tensors with values into which fakes were written, which does nothing."""
+        return self._fakes.mode.lost
 
     def showing_again(self) -> Callable[[], AbstractContextManager[None]] | None:
         """Return a function that makes a context with the attributes that the last run has shown, for its backward."""
