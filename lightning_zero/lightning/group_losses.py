@@ -76,26 +76,28 @@ class GroupLosses:
             found = (flat * places % _MODULUS).sum() % _MODULUS
             self._indices = found if self._indices is None else (self._indices * 31 + found) % _MODULUS
 
-    def add_sample(self, batch: Any, result: Any) -> None:
-        """Add some elements of the device's tensors in a batch; in a result where the batch has none.
-
-        Integers of a result may be indices of the largest of numbers that differ by their rounding.
-        """
+    def add_batch(self, batch: Any) -> None:
+        """Add some elements of the device's tensors in a batch, before a step writes into it."""
         if self._loss is None:  # all ranks have a digest of the step
             self._loss = torch.zeros(2, dtype=torch.float64, device=self._device)
-        found = self._on_device(batch) or [leaf for leaf in self._on_device(result) if leaf.is_floating_point()]
-        for leaf in found[:_MOST_SAMPLES]:
-            places = torch.arange(0, leaf.numel(), max(leaf.numel() // _SAMPLED, 1), device=leaf.device)
-            some = leaf[torch.unravel_index(places, leaf.shape)] if leaf.ndim else leaf
+        for some in self._samples(batch):
             if some.is_floating_point():
-                self.add(some.double())
+                self.add(some.double())  # nothing has computed with it
             elif not some.is_complex():
                 self.add_indices(some)
 
-    def _on_device(self, tree: Any) -> list[Tensor]:
+    def add_result(self, result: Any) -> None:
+        """Add some numbers of a result; integers may be indices of the largest of those that differ by rounding."""
+        for some in self._samples(result):
+            self.add(some)
+
+    def _samples(self, tree: Any) -> Iterator[Tensor]:
         leaves = [leaf.detach() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
         kind = self._device.type
-        return [leaf for leaf in leaves if leaf.layout == torch.strided and leaf.numel() and leaf.device.type == kind]
+        found = [leaf for leaf in leaves if leaf.layout == torch.strided and leaf.numel() and leaf.device.type == kind]
+        for leaf in found[:_MOST_SAMPLES]:
+            places = torch.arange(0, leaf.numel(), max(leaf.numel() // _SAMPLED, 1), device=leaf.device)
+            yield leaf[torch.unravel_index(places, leaf.shape)] if leaf.ndim else leaf
 
     def end_step(self) -> None:
         """Start copying the digest of a step, if there is one, to the host."""

@@ -716,9 +716,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``LightningModule.predict_step`` with the parameters it needs."""
         if self._steps is not None:
-            self._begin_evaluated_step()
-            output = self._steps.predict_step(args, context=self.precision_plugin.predict_step_context)
-            return self._noted(output, args)
+            self._begin_evaluated_step(args)
+            return self._noted(self._steps.predict_step(args, context=self.precision_plugin.predict_step_context))
         return self._evaluate_batch("predict_step", super().predict_step, *args, **kwargs)
 
     def pipeline_timings(self, steps: int) -> dict[str, float]:
@@ -729,9 +728,9 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         return {} if self._steps is None else self._steps.timings(steps)
 
     def _evaluate(self, steps: PipelinedSteps, name: str, args: tuple[Any, ...], context: Any) -> STEP_OUTPUT:
-        self._begin_evaluated_step()
+        self._begin_evaluated_step(args)
         output: STEP_OUTPUT = steps.evaluation_step(name, args, context=context)
-        return self._noted(output, args)
+        return self._noted(output)
 
     def _loss_of_nothing(self) -> Tensor:
         """Return a loss without parameters, so that this rank still joins the reductions of the others."""
@@ -769,22 +768,23 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             self._evaluation = kind(self.engine, self._sharded_module.trainer, step)
             self._evaluation.begin()
 
-    def _begin_evaluated_step(self) -> None:
+    def _begin_evaluated_step(self, arguments: Any) -> None:
         if self._evaluation is not None:
             self._evaluation.announce()
         if self._tensor is not None:
             self._tensor.begin_step(self._sharded_module)
+            self._tensor.note_batch(arguments)
 
-    def _noted(self, output: T, arguments: Any) -> T:
+    def _noted(self, output: T) -> T:
         if self._tensor is not None:
-            self._tensor.note_evaluation(arguments, output)
+            self._tensor.note_result(output)
         return output
 
     def _evaluate_batch(self, name: str, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        self._begin_evaluated_step()
+        self._begin_evaluated_step((args, kwargs))
         with self.engine.scope(name):
             try:
-                return self._noted(step(*args, **kwargs), (args, kwargs))
+                return self._noted(step(*args, **kwargs))
             except StopIteration as error:  # of `dataloader_iter`: the others may have a batch, and need this step
                 end = error
         raise end

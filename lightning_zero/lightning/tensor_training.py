@@ -300,9 +300,13 @@ class TensorTraining:
         """Take a loss of this step whose backward begins, for the comparison."""
         self._losses.add(loss)
 
-    def note_evaluation(self, arguments: Any, result: Any) -> None:
-        """Take the arguments and the result of a step of an evaluation, for the comparison."""
-        self._losses.add_sample(arguments, result)
+    def note_batch(self, arguments: Any) -> None:
+        """Take the arguments of a step of an evaluation, for the comparison."""
+        self._losses.add_batch(arguments)
+
+    def note_result(self, result: Any) -> None:
+        """Take the result of a step of an evaluation, for the comparison."""
+        self._losses.add_result(result)
 
     def end_steps(self) -> None:
         """Compare the last steps of a fit or an evaluation. Collective: the tensor group.

@@ -295,6 +295,39 @@ def test_other_batches_in_an_evaluation_are_refused() -> None:
         assert "**trainer.strategy.distributed_sampler_kwargs" in other
 
 
+class Writing(Program):
+    """Puts its predictions into the batch, which differ by rank as those of a GPU may, and may draw noise."""
+
+    def __init__(self, is_noisy: bool) -> None:
+        super().__init__("hand-separate")
+        self.is_noisy = is_noisy
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self._loss(batch)
+        batch["predictions"] = torch.tensor([self.global_rank])
+        generator = torch.Generator().manual_seed(1000 + self.global_rank)
+        return loss * torch.rand((), generator=generator) if self.is_noisy else loss
+
+
+def validate_writing(rank: int, world: int) -> list[str]:
+    outcomes = []
+    for is_noisy in (False, True):
+        validated = trainer(rank, world, ZeroStrategy(stage=1, tensor_parallel=2), limit_val_batches=2)
+        try:
+            validated.validate(Writing(is_noisy), loaders("hand-separate", 1, 0)["val_dataloaders"], verbose=False)
+            outcomes.append("")
+        except ValueError as error:
+            outcomes.append(str(error))
+    return outcomes
+
+
+def test_results_of_an_evaluation_are_compared_and_writes_into_its_batches_are_not() -> None:
+    """Results were compared only where batches have no tensors."""
+    for same, other in run(validate_writing, 2):
+        assert not same
+        assert "in an earlier step they had different losses or results (" in other
+
+
 # -- Regions that are left -------------------------------------------------------------------------------------------
 
 

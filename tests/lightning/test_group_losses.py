@@ -87,7 +87,7 @@ def test_a_device_is_not_waited_for_in_the_step_that_it_computes() -> None:
 def _digest(*trees: object) -> StepDigest:
     losses = GroupLosses(torch.device("cpu"))
     for tree in trees:
-        losses.add_sample(tree, None)
+        losses.add_batch(tree)
     (digest,) = [*losses.rest(), StepDigest()][:1]
     return digest
 
@@ -103,9 +103,18 @@ def test_batches_and_results_have_a_sample() -> None:
     assert _digest(values.bfloat16().view(20, 50).t()[::3]).magnitude > 0
 
 
-def test_results_have_a_sample_where_batches_have_none_and_integers_of_results_none() -> None:
+def test_results_have_a_sample_beside_that_of_the_batch_and_integers_of_results_none() -> None:
     losses = GroupLosses(torch.device("cpu"))
-    losses.add_sample("dataloader_iter", {"scores": torch.ones(3), "best": torch.arange(3)})
-    losses.end_step()
-    losses.add_sample(torch.ones(2), {"scores": torch.full((3,), 7.0)})
-    assert [(one.loss, one.indices) for one in losses.rest()] == [(3.0, 0), (2.0, 0)]
+    for batch in ("dataloader_iter", torch.ones(2)):
+        losses.add_batch(batch)
+        losses.add_result({"scores": torch.full((3,), 7.0), "best": torch.arange(3)})
+        losses.end_step()
+    assert [(one.loss, one.indices) for one in losses.rest()] == [(21.0, 0), (23.0, 0)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_of_results_in_16_bits_is_no_difference_and_that_of_batches_is(dtype: torch.dtype) -> None:
+    losses = GroupLosses(torch.device("cpu"))
+    losses.add_batch(torch.ones(2, dtype=torch.bfloat16))
+    losses.add_result(torch.ones(2, dtype=dtype))
+    assert losses.are_alike([4.0, 4.02], 4.0) == (dtype is torch.bfloat16)
