@@ -134,17 +134,18 @@ class PipelinedSteps:
 
     @contextmanager
     def around_hooks(self) -> Iterator[None]:
-        """Warn once of random numbers that hooks draw between the backward and the optimizer's step."""
+        """Warn once, on each rank that draws, of random numbers between the backward and the optimizer's step."""
         before = torch_states(self._device)
         yield
         if not all(map(torch.equal, before, torch_states(self._device))):
             self._warnings.once(
                 "draws between backward and step",
-                "Code between the backward and the optimizer's step draws random numbers (`on_before_optimizer_step`,"
-                " `configure_gradient_clipping`). Every pipeline stage draws the same ones, each for its own"
-                " parameters: noise of gradients would be the same on all stages. Draw noise from a new generator for"
-                " each parameter (`p.grad.normal_(generator=...)`), seeded by its place and the step; a number that"
-                " is drawn once for all parameters is right.",
+                "Code between the backward and the optimizer's step draws random numbers (`on_after_backward`,"
+                " `on_before_optimizer_step`, `configure_gradient_clipping`). Every pipeline stage draws the same ones,"
+                " each for its own parameters: noise of gradients would be the same on all stages. Draw noise from a"
+                " new generator for each parameter (`p.grad.normal_(generator=...)`), seeded by its place and the step;"
+                " a number that is drawn once for all parameters is right.",
+                warn=warnings.warn,
             )
 
     def _reduces_once(self, pipeline: Pipeline) -> bool:
@@ -566,17 +567,18 @@ class PipelinedSteps:
 
 
 class _Warnings:
-    """Messages that are given once, from rank 0."""
+    """Messages that are given once."""
 
     def __init__(self) -> None:
         self._given: set[str] = set()
         self._last: Any = None  # kind of micro-batches that was described
         self._num_alike = 0  # kinds that differ from the one before in Python numbers alone
 
-    def once(self, what: str, message: str) -> None:
+    def once(self, what: str, message: str, *, warn: Callable[[str], None] = rank_zero_warn) -> None:
+        """Give a message, from rank 0 if its cause is the same on all ranks."""
         if what not in self._given:
             self._given.add(what)
-            rank_zero_warn(message)
+            warn(message)
 
     def note_new(self, kind: Any) -> None:
         """Warn of batches that differ in Python numbers, because each of them is described."""

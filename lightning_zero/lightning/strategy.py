@@ -681,7 +681,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         self.engine.internals.steps.end_gradients()
-        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        with self._steps.around_hooks():
+            closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
 

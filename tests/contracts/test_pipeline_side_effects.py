@@ -502,18 +502,38 @@ def test_no_stage_holds_blocks_of_another_by_their_second_names() -> None:
 
 
 class DrawsNoise(Program):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    """Draws noise in a hook; on the last stage alone, if the others are frozen."""
+
+    def __init__(self, hook: str, is_frozen: bool) -> None:
+        super().__init__()
+        self.hook = hook
+        if is_frozen:
+            self.requires_grad_(False)
+            self.net.head.requires_grad_(True)
+
+    def _draw(self) -> None:
         for param in self.parameters():
             if param.grad is not None:
                 param.grad.add_(1e-3 * torch.randn(param.shape))
 
+    def on_after_backward(self) -> None:
+        if self.hook == "on_after_backward":
+            self._draw()
 
-def _warned(rank: int, world: int) -> int:
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.hook == "on_before_optimizer_step":
+            self._draw()
+
+
+def _warned(rank: int, world: int, hook: str, is_frozen: bool) -> int:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _fit(rank, world, DrawsNoise, _pipeline(), {}, True)
+        _fit(rank, world, partial(DrawsNoise, hook, is_frozen), _pipeline(), {}, True)
     return sum("between the backward and the optimizer's step draws" in str(one.message) for one in caught)
 
 
-def test_noise_that_does_not_name_its_gradient_is_warned_of() -> None:
-    assert sum(run(_warned, 2)) == 1
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["all", "last"])
+@pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step"])
+def test_noise_that_does_not_name_its_gradient_is_warned_of(hook: str, is_frozen: bool) -> None:
+    """Nobody was told of the former hook, nor of a stage that draws alone."""
+    assert run(_warned, 2, hook, is_frozen) == [0 if is_frozen else 1, 1]
