@@ -27,12 +27,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_zero.moe.alike import are_alike
 from lightning_zero.moe.exchange import ExpertRanks, compute_on_ranks
 from lightning_zero_ops import grouped_linear
 
 __all__ = ["Experts", "StackedLinear", "StackedParameters"]
 
 _NUM_TRIED = 3  # tokens
+_OF_MODULES = frozenset(vars(nn.Module()))  # attributes of every module
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}  # of rounding; 16 bits: 0.05
 
 
@@ -179,17 +181,27 @@ def _check_structure(modules: Sequence[nn.Module]) -> None:
     """Refuse modules of which the first does not stand for all.
 
     Raises:
-        ValueError: Classes, options, frozen parameters, ties or numbers of hooks differ, or modules share a parameter.
+        ValueError: Classes, attributes, frozen parameters, ties or numbers of hooks differ, or modules share a
+            parameter.
     """
-    first = _structure(modules[0])
+    first, first_attributes = _structure(modules[0]), _attributes(modules[0])
     owners: dict[nn.Parameter, nn.Module] = {}
     for index, one in enumerate(modules):
-        found = _structure(one)
+        found, attributes = _structure(one), _attributes(one)
         for part in [*first, *found]:
             if first.get(part) != found.get(part):
                 raise ValueError(
                     f"`expert` has modules that differ: {part} is {first.get(part)} in the first one, and"
                     f" {found.get(part)} in the one at {index}. Give all experts one structure; only values may differ."
+                )
+        for name in [*first_attributes, *attributes]:
+            mine, other = first_attributes.get(name), attributes.get(name)
+            if not are_alike(mine, other):
+                raise ValueError(
+                    f"`expert` has modules that differ: `{name}` is {mine!r:.80} in the first one, and"
+                    f" {other!r:.80} in the one at {index}. All experts run as the first one, with tensors of"
+                    " their own. Delete an attribute that `forward` does not need (the number or the name of an"
+                    " expert), or make it a tensor: `self.register_buffer(name, torch.tensor(value))`."
                 )
         for name, param in one.named_parameters():
             if owners.setdefault(param, one) is not one:
@@ -200,15 +212,13 @@ def _check_structure(modules: Sequence[nn.Module]) -> None:
 
 
 def _structure(module: nn.Module) -> dict[str, Any]:
-    """Return classes, options, numbers of hooks, frozen parameters and ties, by the name of a module or parameter."""
+    """Return classes, numbers of hooks, frozen parameters and ties, by the name of a module or parameter."""
     found: dict[str, Any] = {}
     for name, one in module.named_modules():
-        hooks = sum(len(value) for key, value in vars(one).items() if key.endswith("_hooks") and value)
+        hooks = sum(len(vars(one)[key]) for key in _OF_MODULES if key.endswith("_hooks"))
         kind = f"{type(one).__module__}.{type(one).__qualname__}"
         mode = "training" if one.training else "evaluation"
         found[f"`{name or 'the module'}`"] = f"{kind}({one.extra_repr()}) in {mode} with {hooks} hooks"
-        options = {key: value for key, value in vars(one).items() if not key.startswith("_") and _is_option(value)}
-        found |= {f"`{name}{'.' * bool(name)}{key}`": repr(value) for key, value in options.items()}
     known: dict[int, str] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         tied = known.setdefault(id(param), name)
@@ -216,10 +226,14 @@ def _structure(module: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _is_option(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return all(map(_is_option, value))
-    return value is None or isinstance(value, bool | int | float | str)
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module and its submodules that are no tensors or modules of their own, by name."""
+    return {
+        f"{name}{'.' * bool(name)}{key}": value
+        for name, one in module.named_modules()
+        for key, value in vars(one).items()
+        if key not in _OF_MODULES
+    }
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_zero.moe import MoE
@@ -175,6 +176,12 @@ def _differing(kind: str) -> list[nn.Module]:
     elif kind == "attribute":
         for number, module in enumerate(modules):
             vars(module)["scale"] = 1.0 if number < E - 1 else 0.5
+    elif kind == "function":
+        for number, module in enumerate(modules):
+            vars(module)["_act"] = F.gelu if number < E - 1 else torch.tanh
+    elif kind == "number":
+        for number, module in enumerate(modules):
+            vars(module)["expert_idx"] = number
     elif kind == "hook":
         last[1].register_forward_hook(lambda module, inputs, output: 2 * output)
     elif kind == "tie":
@@ -191,6 +198,8 @@ def _differing(kind: str) -> list[nn.Module]:
         ("activation", r"`1` is .*GELU\(.*\) in training with 0 hooks in the first one, and .*ReLU"),
         ("option", "approximate='tanh'"),
         ("attribute", "`scale` is 1.0 in the first one, and 0.5 in"),
+        ("function", "`_act` is <built-in function gelu> in the first one, and <built-in .* tanh"),
+        ("number", r"`expert_idx` is 0 in the first one, and 1 in .*`self.register_buffer\(name"),
         ("hook", "and .* with 1 hooks in"), ("tie", "and trained, `0.weight` in"),
         ("shared", "share the parameter `2.bias`"),
     ],
@@ -199,6 +208,26 @@ def test_modules_that_differ_in_more_than_values_are_refused(kind: str, message:
     """The first one stood for all: frozen parameters were trained, and activations were its own."""
     with pytest.raises(ValueError, match=message):
         Experts(_differing(kind), H)
+
+
+class Numbered(nn.Module):
+    """Has a function of its own, a number, and an attribute with the name of hooks."""
+
+    def __init__(self, number: int, size: int = H) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+        self.num_hooks = 3
+        self.act = lambda x: torch.tanh(x) * size
+        self.register_buffer("number", torch.tensor(number))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.linear(x)) + self.number
+
+
+def test_experts_of_one_code_may_have_numbers_in_buffers() -> None:
+    modules = [Numbered(number) for number in range(E)]
+    experts, rows = Experts(modules, H), torch.randn(9, H)
+    torch.testing.assert_close(experts(rows, ENDS), torch.cat([modules[0](rows[:4]), modules[2](rows[4:])]))
 
 
 def test_the_given_module_is_left_alone() -> None:
