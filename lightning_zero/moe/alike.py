@@ -1,4 +1,4 @@
-"""Attributes of two modules that are copies of one, or were made by the same code: do forwards find the same in them?"""
+"""Attributes of two modules, compared: forwards find the same in copies, and in those that the same code has made."""
 
 from __future__ import annotations
 

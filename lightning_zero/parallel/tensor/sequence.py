@@ -8,7 +8,7 @@ parameters outside of the cut layers see a part of the sequence, and have partia
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +44,7 @@ class DividedSequence:
 
     Attributes:
         blocks: The blocks of the list.
-        is_divided: The answer; not kept where a block is compiled.
+        is_divided: The answer; not kept where a block was compiled after it was cut.
     """
 
     blocks: Sequence[nn.Module] = ()
@@ -53,7 +53,7 @@ class DividedSequence:
     @property
     def is_kept(self) -> bool:
         """Whether all blocks can tell that they run."""
-        return all(one._compiled_call_impl is None for one in self.blocks)
+        return all(_is_told(one) for one in self.blocks)
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,27 @@ class SequenceEnds:
     is_first: bool
     is_last: bool
     sequence: DividedSequence = field(default_factory=DividedSequence)  # that of the list
+
+
+class _CompiledCall:
+    """The compiled call of a block, which tells that it runs: its forward cannot, because it is traced once.
+
+    Args:
+        call: Made by ``compile``.
+        forward: Of the block.
+    """
+
+    def __init__(self, call: Callable[..., Any], forward: SequenceBlockForward) -> None:
+        self._call = call
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block."""
+        return self._forward.run_in_order(self._call, args, kwargs)
+
+
+def _is_told(block: nn.Module) -> bool:
+    return block._compiled_call_impl is None or isinstance(block._compiled_call_impl, _CompiledCall)
 
 
 class SequenceRowForward(RowForward):
@@ -124,22 +145,30 @@ class SequenceBlockForward(Divided):
         super().__init__(module, ranks, region)
         self._keys = [key for key, word in words.items() if word == "scatter"]
         self._ends = ends
+        if module._compiled_call_impl is not None:
+            module._compiled_call_impl = _CompiledCall(module._compiled_call_impl, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block.
+        """Run the block; see ``run_in_order``."""
+        if torch.compiler.is_compiling() or self.module._compiled_call_impl is not None:
+            return self._run_block(*args, **kwargs)
+        return self.run_in_order(self._run_block, args, kwargs)
+
+    def run_in_order(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the block by its forward, or by its compiled call.
 
         Raises:
             PartialParameterError: The first or the last block of the list did not run.
         """
         if not self.ranks.runs_all_blocks or torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
-            return self._run_block(*args, **kwargs)  # a backward computes some blocks again, in any order
+            return run(*args, **kwargs)  # a backward computes some blocks again, in any order
         sequence = self._ends.sequence
         if not sequence.is_kept:
-            return self._run_block(*args, **kwargs)
+            return run(*args, **kwargs)
         if sequence.is_divided == self._ends.is_first:
             self._refuse_order()
         sequence.is_divided = False  # if an error leaves the block
-        result = self._run_block(*args, **kwargs)
+        result = run(*args, **kwargs)
         sequence.is_divided = not self._ends.is_last
         return result
 
