@@ -53,27 +53,29 @@ class Flagged(Program):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        start = None if kind == "mask" else False
-        self.net.blocks = nn.ModuleList(Gates(self.net.embedding.embedding_dim, start) for _ in range(4))
+        self.start = None if kind == "mask" else 1.0 if kind in ("number", "literal") else False
+        self.net.blocks = nn.ModuleList(Gates(self.net.embedding.embedding_dim, self.start) for _ in range(4))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        before = [1.0 for _ in self.net.blocks] if self.kind == "literal" else [one.flag for one in self.net.blocks]
         if self.kind == "always" or batch_idx % 2 == 0:
             for block in self.net.blocks:
-                block.flag = torch.full((1, 6, 1), 0.25) if self.kind == "mask" else True
+                number = 0.2 if self.kind in ("number", "literal") else True
+                block.flag = torch.full((1, 6, 1), 0.25) if self.kind == "mask" else number
         hidden = self.net.embedding(batch[0])
         for block in self.net.blocks:
             hidden = block(hidden)
         loss = F.cross_entropy(self.net.head(hidden).flatten(0, 1), batch[1].flatten())
-        for block in self.net.blocks:
-            block.flag = None if self.kind == "mask" else False
+        for block, flag in zip(self.net.blocks, before, strict=True):
+            block.flag = None if self.kind == "mask" else flag
         return loss
 
     def on_train_batch_end(self, *args: Any) -> None:
         own = self.net.blocks[-1 if self.global_rank else 0]
-        assert own.flag is None or own.flag is False
+        assert own.flag == self.start
 
 
-@pytest.mark.parametrize("kind", sample(["flag", "mask", "always"], "flag"))
+@pytest.mark.parametrize("kind", sample(["flag", "mask", "always", "number", "literal"], "flag", "number", "literal"))
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_flags_that_are_put_back_behind_the_blocks_are_put_back_on_all_stages(kind: str, microbatches: int) -> None:
     """The stages before the last one kept them set."""

@@ -92,12 +92,13 @@ class KeptAttributes:
         return Mark.MISSING if child is None else child._buffers.get(key[1], vars(child).get(key[1], Mark.MISSING))
 
     def has_changed(self, key: Key) -> bool:
-        """Say whether a value is another one than before the batch, or has changed in place."""
+        """Say whether a value is another one than before the batch, or has changed in place; numbers by their value."""
         value = self.value_of(key)
         before = self.before.get(key)
         if before is None:
             return value is not Mark.MISSING
-        return before[0] is not value or before[1] != mark(value)
+        is_other = before[0] is not value and not isinstance(value, NUMBERS)
+        return is_other or before[1] != mark(value)
 
     def changed(self) -> set[Key]:
         """Return the keys of all values that have changed."""
