@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -71,12 +72,26 @@ class Criterion(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1) * self.temperature, labels.flatten(), ignore_index=0)
 
 
-class OwnCriterion(Program):
-    """Has a loss with a parameter, a mean over labels whose number differs between micro-batches."""
+class CriterionWithBuffers(Criterion):
+    """Follows the hidden states in its buffers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.criterion = Criterion()
+        self.register_buffer("smallest", torch.full((), torch.inf))
+        self.register_buffer("number", torch.zeros((), dtype=torch.long))
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        self.get_buffer("number").add_(1)
+        self.get_buffer("smallest").clamp_(max=logits.detach().abs().max())
+        return super().forward(logits, labels)
+
+
+class OwnCriterion(Program):
+    """Has a loss with a parameter, a mean over labels whose number differs between micro-batches."""
+
+    def __init__(self, make: type[Criterion] = Criterion) -> None:
+        super().__init__()
+        self.criterion = make()
 
     def loss(self, hidden: Tensor, ids: Tensor) -> Tensor:
         return self.criterion(self.head(hidden), ids * (ids > 6))
@@ -103,6 +118,20 @@ REFUSED = (
 def test_refusals_say_what_to_do(case: tuple[Any, str]) -> None:
     with pytest.raises(BaseException, match=case[1]):
         run(_fit, 2, case[0], PLAIN)
+
+
+def _fit_with_buffers(rank: int, world: int) -> Any:
+    module = seeded(partial(OwnCriterion, CriterionWithBuffers))
+    pipeline = Pipeline(stages=2, microbatches=2, schedule="1f1b")
+    fitted = trainer(rank, world, ZeroStrategy(stage=1, pipeline=pipeline), max_epochs=2)
+    fitted.fit(module, DataLoader(batches(), batch_size=None))
+    number, smallest = (module.criterion.get_buffer(name).item() for name in ("number", "smallest"))
+    return number / fitted.global_step, 0 < smallest < torch.inf
+
+
+def test_buffers_of_a_loss_in_a_module_with_parameters_do_not_see_a_survey() -> None:
+    """It was refused, and zeros went into running statistics before."""
+    assert run(_fit_with_buffers, 2)[1] == (2, True)
 
 
 def test_the_elements_of_a_loss_in_a_module_with_parameters_are_counted() -> None:

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from lightning_zero.errors import PipelineError, noting_pipeline_errors
-from lightning_zero.parallel.module_state import fields_of, put_back, version_of, without_caches
+from lightning_zero.parallel.module_state import ModuleState, fields_of, put_back, version_of, without_caches
 from lightning_zero.parallel.pipeline.schedule.streams import RandomState
 from lightning_zero.parallel.pipeline.stages.attributes import Written, attribute_spaces
 from lightning_zero.parallel.pipeline.stages.sources import BEFORE, FOR_HOOKS, WHOLE, Origins, Source, is_fake
@@ -754,7 +754,13 @@ class ModuleInterception:
             output = self._fakes.zeros(module, args, kwargs)
         if place.block is None and isinstance(output, Tensor) and output.ndim == 0:
             # A criterion with parameters: its loss is seen by the function mode of the survey.
-            with suppress(RuntimeError, TypeError, ValueError), put_back(module.modules()), self._unnoticed():
+            state = ModuleState(module.modules())  # it takes zeros for hidden states
+            with (
+                suppress(RuntimeError, TypeError, ValueError),
+                put_back(module.modules()),
+                state.shown(),
+                self._unnoticed(),
+            ):
                 module.forward(*args, **kwargs)
         return output
 
