@@ -316,6 +316,7 @@ class CheckpointHooks(ParallelStrategy):
         else:
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         directory.check_is_trainers(checkpoint, checkpoint_path)
+        self._stored.pop(id(checkpoint), None)  # of a dictionary that is gone
         if PARAMETER_NAMES in checkpoint:
             self._stored[id(checkpoint)] = state.identities(checkpoint["state_dict"])
         self._take_own_states(checkpoint)

@@ -818,6 +818,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         """
         assert self.cluster_environment is not None
         assert self.accelerator is not None
+        self._stored.clear()
         try:
             self._finish_saving()
         finally:

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 
+from lightning_zero.checkpoint import directory
 from lightning_zero.lightning.strategy import ZeroStrategy
 from tests.lightning_programs import WORLD, Net, assert_equal, loader, seeded, trainer, weights
 from tests.sampling import sample
@@ -90,6 +91,39 @@ def checkpoint_plugins(rank: int, world: int, folder: str) -> None:
 
 def test_checkpoint_plugins_write_single_files_and_are_refused_for_directories(tmp_path: Path) -> None:
     run(checkpoint_plugins, WORLD, str(tmp_path))
+
+
+class Other(ZeroStrategy):
+    """Its files are dictionaries at the place of those that it has read before, with no names of parameters."""
+
+    read: dict[str, Any] | None = None
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        found = super().load_checkpoint(*args, **kwargs)
+        self.num_known, self.read = len(self._stored), found
+        return found
+
+
+def read_twice(rank: int, world: int, folder: str) -> None:
+    path = str(Path(folder) / "saved.ckpt")
+    strategy = Other(stage=1)
+    validated = trainer(rank, world, strategy, max_epochs=1)
+    validated.fit(seeded(Net), loader(rank, world))
+    validated.save_checkpoint(path)
+    validated.validate(seeded(Net), loader(rank, world), ckpt_path=path, verbose=False)
+    assert (strategy.num_known, strategy._stored) == (1, {})
+    assert strategy.read is not None
+    strategy._stored[id(strategy.read)] = {}
+    known, others = strategy.read, {"state_dict": {}, "pytorch-lightning_version": "2.5", "optimizer_states": []}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(directory, "load", lambda *args, **kwargs: known.clear() or known.update(others) or known)
+        assert strategy.load_checkpoint(path) is known
+    assert not strategy._stored
+
+
+def test_names_of_a_checkpoint_are_not_taken_for_those_of_another(tmp_path: Path) -> None:
+    """An evaluation left them, and a later dictionary at the same place in memory had them."""
+    run(read_twice, 1, str(tmp_path))
 
 
 class Grouped(Net):
