@@ -51,8 +51,9 @@ def _parts(value: Any) -> Mapping[Any, Any] | None:
     if isinstance(value, FunctionType):
         cells = [_content(cell) for cell in value.__closure__ or ()]
         return {"code": value.__code__, "defaults": (value.__defaults__, value.__kwdefaults__), "cells": cells}
-    has_no_rule = type(value).__eq__ is object.__eq__ and hasattr(value, "__dict__")
-    return vars(value) if has_no_rule and not isinstance(value, type) else None
+    rule: Any = type(value).__eq__
+    has_none = rule is object.__eq__ and hasattr(value, "__dict__")
+    return vars(value) if has_none and not isinstance(value, type) else None
 
 
 def _content(cell: Any) -> Any:

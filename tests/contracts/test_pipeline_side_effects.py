@@ -241,6 +241,44 @@ def test_writes_in_the_loss_of_a_step_in_parts_are_refused(how: str) -> None:
 
 
 @pytest.mark.parametrize("size", [None, 512], ids=["small", "large"])
+class Normalized(nn.Linear):
+    """Writes its weight in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.div_(self.weight.norm(dim=1, keepdim=True))
+        return super().forward(x)
+
+
+class WritesInModules(Program):
+    """Has an embedding, a layer and a head that write their own weights."""
+
+    def __init__(self, is_tied: bool = False) -> None:
+        super().__init__()
+        size, width = self.net.embedding.num_embeddings, self.net.embedding.embedding_dim
+        self.net.embedding = nn.Embedding(size, width, max_norm=1.0)
+        self.net.head = Normalized(width, size)
+        if is_tied:
+            self.net.head.weight = self.net.embedding.weight
+
+    def pipeline_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net.embedding(batch[0])
+
+    def pipeline_loss(self, output: Any, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.net.head(self.net.norm(output)).flatten(0, 1), batch[1].flatten())
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_modules_that_write_their_own_weights_train_in_steps_in_parts(zero: int) -> None:
+    """Runs that do not count were refused for it."""
+    _trains(WritesInModules, {**_pipeline(microbatches=2, schedule="1f1b"), "stage": zero})
+
+
+def test_modules_that_write_weights_of_several_stages_are_refused() -> None:
+    with pytest.raises(PipelineError, match="The step writes into `net.embedding.weight`"):
+        run(_fit, 2, partial(WritesInModules, True), _pipeline(), {}, True)
+
+
 def test_a_branch_that_a_step_may_take_writes_nothing_before(size: int | None) -> None:
     """A head with more than a few elements was refused."""
     _trains(partial(Writes, "on errors", size), _pipeline())

@@ -20,7 +20,7 @@ from lightning_zero.parallel.pipeline.pipeline import MOST_KINDS, PipelineStage
 from lightning_zero.parallel.pipeline.schedule.microbatches import copy_of
 from lightning_zero.parallel.pipeline.stages.attributes import Written
 from lightning_zero.parallel.pipeline.stages.sources import Source
-from lightning_zero.parallel.pipeline.stages.written_tensors import unwritten
+from lightning_zero.parallel.pipeline.stages.written_tensors import undone_in, unwritten
 from lightning_zero.parallel.pipeline.tracing.traces import Message
 from lightning_zero.parallel.writable import writable
 
@@ -104,12 +104,18 @@ class ExplicitSteps:
                 self._streams.leave_common()
                 self._streams.enter_own()
                 kept = unwritten(self._stage.held(self._stage.module.modules()))
-                part = self._stage.engine.part(f"chunk {chunk}")
-                with part, self._stage.engine.scope("arguments"), kept, step.context(), step.apart():
+                part, undone = self._stage.engine.part(f"chunk {chunk}"), self._undone()
+                with part, self._stage.engine.scope("arguments"), kept, undone, step.context(), step.apart():
                     state = self._through(chunk, self._start(step, index, chunk, boundaries))
                     found = self._boundary(chunk, state)
             boundaries[chunk + 1] = self._mesh.broadcast(found, stage, "the description of a step")
         return boundaries
+
+    def _undone(self) -> AbstractContextManager[None]:
+        """Undo writes of modules into parameters that no other stage has: all other code of a step writes once more."""
+        module, mine = self._stage.module, (self._mesh.stage,)
+        params = {id(param) for name, param in module.named_parameters() if self._split.holders.get(name) == mine}
+        return undone_in(module.modules(), params)
 
     def _start(self, step: ExplicitStep, index: int, chunk: int, boundaries: dict[int, _Boundary]) -> Any:
         if chunk == 0:
@@ -196,6 +202,6 @@ class ExplicitSteps:
         """Finish a micro-batch on zeros."""
         self._streams.leave_common()
         self._streams.enter_own()
-        with step.context(), step.apart():
+        with self._undone(), step.context(), step.apart():
             zeros = self._boundaries[index][self._split.num_chunks].zeros(self._stage.device)
             step.finish(zeros, copy_of(step.pieces[index]), index)

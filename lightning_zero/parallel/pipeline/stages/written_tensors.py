@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_zero.errors import PipelineError
 from lightning_zero.parallel.pipeline.stages.sources import is_fake
 
-__all__ = ["Held", "unwritten"]
+__all__ = ["Held", "undone_in", "unwritten"]
 
 _MOST_NUMEL = 2**12  # of a tensor whose values are compared, which shows writes into `.data` too
 
@@ -78,6 +78,36 @@ def unwritten(held: Held, *, may_write: Collection[str] = (), compares_values: b
             " other stages. Write in a hook after the step that runs on all stages (`on_train_batch_end`), or, if it is"
             " a module buffer, assign a new tensor in the step."
         )
+
+
+@contextmanager
+def undone_in(modules: Iterable[nn.Module], params: Collection[int]) -> Iterator[None]:
+    """Undo the writes of modules into their own parameters when their forwards end, which run once more later.
+
+    Args:
+        modules: The modules, with their submodules.
+        params: By ``id``: those that may be written.
+    """
+    found: list[list[tuple[_Before, Tensor]]] = []  # of the calls that run
+
+    def keep(module: nn.Module, *_: Any) -> None:
+        own = [(name, one) for name, one in module._parameters.items() if one is not None and id(one) in params]
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            before = [_Before.of_param(name, one) for name, one in own if _has_values(one)]
+            found.append([(one, one.tensor.detach().clone()) for one in before])
+
+    def undo(*_: Any) -> None:
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for one, values in found.pop() if found else ():
+                one.restore(values)
+
+    with ExitStack() as stack:
+        for module in modules:
+            if any(id(param) in params for param in module._parameters.values()):
+                stack.callback(module.register_forward_pre_hook(keep).remove)
+                # Before the hooks that release the parameters.
+                stack.callback(module.register_forward_hook(undo, prepend=True, always_call=True).remove)
+        yield
 
 
 class _Before(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.errors import PipelineError
-from lightning_zero.parallel.pipeline.stages.written_tensors import Held, unwritten
+from lightning_zero.parallel.pipeline.stages.written_tensors import Held, undone_in, unwritten
 
 SMALL, LARGE = 16, 2**13
 
@@ -84,6 +84,39 @@ def test_code_that_may_write_has_no_effect(size: int, write: Callable[[Tensor], 
     assert (param._version, undone) == (version, {"scale"})
     with pytest.raises(PipelineError, match="`other`"), unwritten(_held(other=other), may_write={"scale"}):
         _clamp(other)
+
+
+class _Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.other = nn.Parameter(torch.ones(LARGE)), nn.Parameter(torch.ones(SMALL))
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, *, fails: bool = False) -> Tensor:
+        _clamp(self.scale)
+        _clamp(self.other)
+        _data(self.other)
+        if fails:
+            raise ValueError("of the program")
+        result: Tensor = self.inner(x)
+        return result
+
+
+def test_modules_may_write_their_own_parameters_in_their_forwards() -> None:
+    module = _Writes()
+    held = _held(scale=module.scale)
+    before = module.scale._version
+    with unwritten(held), undone_in(module.modules(), {id(module.scale)}):
+        with pytest.raises(ValueError, match="of the program"):
+            module(torch.ones(2), fails=True)
+        assert module.scale.eq(1).all()
+    assert (module.scale._version, bool(module.other.eq(0.25).all())) == (before, True)
+    with (
+        pytest.raises(PipelineError, match="`scale`"),
+        unwritten(held),
+        undone_in(module.modules(), {id(module.scale)}),
+    ):
+        _clamp(module.scale)
 
 
 class _Arrived(nn.Parameter):
