@@ -240,7 +240,6 @@ def test_writes_in_the_loss_of_a_step_in_parts_are_refused(how: str) -> None:
         run(_fit, 2, partial(WritesInParts, how), _pipeline(), {}, True)
 
 
-@pytest.mark.parametrize("size", [None, 512], ids=["small", "large"])
 class Normalized(nn.Linear):
     """Writes its weight in its forward."""
 
@@ -279,6 +278,7 @@ def test_modules_that_write_weights_of_several_stages_are_refused() -> None:
         run(_fit, 2, partial(WritesInModules, True), _pipeline(), {}, True)
 
 
+@pytest.mark.parametrize("size", [None, 1024], ids=["small", "large"])
 def test_a_branch_that_a_step_may_take_writes_nothing_before(size: int | None) -> None:
     """A head with more than a few elements was refused."""
     _trains(partial(Writes, "on errors", size), _pipeline())

@@ -59,8 +59,8 @@ def unwritten(held: Held, *, may_write: Collection[str] = (), compares_values: b
     with torch.no_grad(), below():
         before = [_Before.of_param(name, one) for name, one in held.params if _has_values(one)]
         before += [_Before.of_buffer(name, one) for name, one in held.buffers if _has_values(one)]
-        copied = [one for one in before if one.name in may_write or (compares_values and one.is_small())]
-        copies = [(one, one.tensor.detach().clone()) for one in copied]
+        copied = [one for one in before if one.name in may_write or (compares_values and one.is_small)]
+        copies = [(one, one.tensor.detach().clone()) for one in copied if one.shows_writes]
     yield undone
     now = held.num_writes()
     written = {name for name, number in now.items() if number != writes.get(name, 0)}
@@ -128,10 +128,15 @@ class _Before(NamedTuple):
     def of_buffer(cls, name: str, buffer: Tensor) -> _Before:
         return cls(name, buffer, type(buffer), buffer.data_ptr(), buffer._version, is_buffer=True)
 
+    @property
     def is_small(self) -> bool:
-        """Say whether a copy is small, and shows writes."""
-        shows_writes = self.is_buffer or self.of_class is nn.Parameter
-        return shows_writes and self.tensor.numel() <= _MOST_NUMEL
+        """Whether a copy is small."""
+        return self.tensor.numel() <= _MOST_NUMEL
+
+    @property
+    def shows_writes(self) -> bool:
+        """Whether other values are writes."""
+        return self.is_buffer or self.of_class is nn.Parameter
 
     def is_moved(self, lost: Sequence[Tensor]) -> bool:
         """Say whether a module buffer was written, also with the same values, which may be others in a later batch."""
