@@ -10,7 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["RIGHT", "WRONG", "Lamb", "Lookahead", "Momentum", "ScheduleFree", "SometimesFactored", "Unfinished"]
+__all__ = [
+    "RIGHT",
+    "WRONG",
+    "Clipped",
+    "Lamb",
+    "Lookahead",
+    "Momentum",
+    "ScheduleFree",
+    "Several",
+    "SometimesFactored",
+    "Unfinished",
+]
 
 
 class Momentum(Optimizer):
@@ -265,6 +276,63 @@ class SamWithClosure(Sam):
         return Momentum.step(self) if closure is None else super().step(closure)
 
 
+class Clipped(torch.optim.AdamW):
+    """Reaches its parameters past its groups."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        self.flat = list(params)
+        super().__init__(self.flat, **options)
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_(self.flat, 1.0)
+        return super().step(closure)
+
+
+class AdamP(Momentum):
+    """Projects directions that are nearly orthogonal to a matrix."""
+
+    def direction(self, group: dict[str, Any], param: Tensor, average: Tensor) -> Tensor:
+        flat, grad = param.reshape(len(param) if param.ndim else 1, -1), param.grad
+        if param.ndim < 2 or nn.functional.cosine_similarity(flat, grad.view_as(flat)).abs().max() > 1e-9:
+            return average
+        return average - param * (param * average).sum()
+
+
+class Guarded(Momentum):
+    """Skips parameters by their gradients; ``check`` is true of all that a trial brings."""
+
+    def __init__(self, params: Any, check: Callable[[Tensor], Any], **options: Any) -> None:
+        super().__init__(params, **options)
+        self.check = check
+
+    def direction(self, group: dict[str, Any], param: Tensor, average: Tensor) -> Tensor:
+        return average if self.check(param.grad) else torch.zeros_like(param)
+
+
+class Several(Optimizer):
+    """Wraps several optimizers, whose groups it has."""
+
+    def __init__(self, *bases: Optimizer) -> None:
+        self.bases = list(bases)
+        super().__init__([group for base in bases for group in base.param_groups], {})
+        self.param_groups = [group for base in bases for group in base.param_groups]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for base in self.bases:
+            base.step()
+
+
+class StackedMaximum(Momentum):
+    """Adamax as it was written once: the maximum of two stacked tensors."""
+
+    def direction(self, group: dict[str, Any], param: Tensor, average: Tensor) -> Tensor:
+        state = self.state[param]
+        largest = state.setdefault("largest", torch.zeros_like(param))
+        both = torch.cat([largest.mul_(0.999).unsqueeze(0), param.grad.abs().add_(1e-8).unsqueeze_(0)], 0)
+        torch.max(both, 0, keepdim=False, out=(largest, largest.new_empty(0).long()))
+        return average / largest
+
+
 class Frozen(Momentum):
     """Nothing moves, whatever the learning rate is."""
 
@@ -285,6 +353,8 @@ RIGHT: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "SometimesFactored-off": lambda params: SometimesFactored(params, factored=False),
     "maximize": lambda params: type("Own", (torch.optim.AdamW,), {})(params, maximize=True),
     "foreach": lambda params: type("Own", (torch.optim.AdamW,), {})(params, foreach=True),
+    "Several": lambda params: Several(torch.optim.AdamW(params[::2]), torch.optim.AdamW(params[1::2])),
+    "StackedMaximum": StackedMaximum,
 }
 WRONG: dict[str, tuple[Callable[[list[nn.Parameter]], Optimizer], str]] = {
     "Whitened": (Whitened, "other numbers"),
@@ -305,5 +375,11 @@ WRONG: dict[str, tuple[Callable[[list[nn.Parameter]], Optimizer], str]] = {
         lambda params: type("Own", (torch.optim.AdamW,), {})(params, differentiable=True),
         "its step raised RuntimeError: a leaf",
     ),
+    "Several-Lamb": (lambda params: Several(Momentum(params[:1]), Lamb(params[1:])), "other numbers"),
+    "Clipped": (Clipped, "other numbers"),
+    "AdamP": (AdamP, "raised RuntimeError|computes `norm`"),
+    "Guarded-finite": (lambda params: Guarded(params, lambda grad: grad.isfinite().all()), "its step computes `all`"),
+    "Guarded-any": (lambda params: Guarded(params, lambda grad: grad.any()), "its step computes `any`"),
+    "Guarded-item": (lambda params: Guarded(params, lambda grad: grad.reshape(-1)[-1:].sum() < 1e9), "`sum`"),
     "Frozen": (Frozen, "8 steps moved nothing with the options {.*'momentum': 0.9"),
 }

@@ -4,25 +4,32 @@ Note [The trial]
     An optimizer of an unknown class is tried. A copy steps whole sample parameters; three more copies step the pieces
     that three ranks would have of them: the pieces of every sample before and after a cut, and none. The copies have
     all distinct groups at once, so that sums over parameters are seen, and a fixed learning rate, so that a warm-up
-    hides nothing. Samples have the shapes of the parameters, cut down to ``_MOST_NUMEL`` elements. Where ranks have
-    whole parameters, but not the same ones (stage 0 in a pipeline), two copies step every second sample.
+    hides nothing. Samples have the shapes of the parameters, cut down to ``_MOST_NUMEL`` elements, and stand for all
+    parameters of their kind, also in attributes of the optimizer. An operation that needs whole values is an obstacle
+    even if its result makes no difference (``whole_operations.py``), and so is a use of the module's own parameters.
+    Where ranks have whole parameters, but not the same ones (stage 0 in a pipeline), two copies step every second
+    sample.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
+from lightning_zero.engine.buffers.parameter import WatchedParameter, name_of, owner_of, swap_class, unwatch, watch
 from lightning_zero.engine.optim.methods import may_use_closure
+from lightning_zero.engine.optim.whole_operations import WholeOperations
 
 __all__ = ["ElementwiseTrial", "Obstacle", "Stepped"]
 
@@ -64,15 +71,22 @@ class ElementwiseTrial:
         optimizer: The optimizer; nothing of it is changed.
         stepped: Returns the shape, dtype and device in which a parameter is stepped.
         cuts_parameters: Ranks have pieces of parameters; else some of them, whole.
+        module_params: Parameters that no copy of the optimizer may reach.
     """
 
     def __init__(
-        self, optimizer: Optimizer, stepped: Callable[[Tensor], Stepped], *, cuts_parameters: bool = True
+        self,
+        optimizer: Optimizer,
+        stepped: Callable[[Tensor], Stepped],
+        *,
+        cuts_parameters: bool = True,
+        module_params: Iterable[nn.Parameter] = (),
     ) -> None:
         self._optimizer = optimizer
         self._class = type(optimizer)
         self._stepped = stepped
         self._cuts_parameters = cuts_parameters
+        self._watch = _Watch(module_params)
         self._own_options: set[str] = set()  # options that the optimizer itself changes
         self._tried: set[Any] = set()  # kinds of the groups that were tried together
         self._before: list[dict[str, Any]] = []  # kinds of the options in front of a step
@@ -88,9 +102,9 @@ class ElementwiseTrial:
         is_idle = not groups  # a pipeline stage without parameters of the optimizer
         if is_idle:  # it is due when the others are: it learns which options the steps change
             groups = [_SampleGroup(group, [_stand_in()]) for group in self._optimizer.param_groups]
-        with _undisturbed(sample.device for group in groups for sample in group.samples):
+        with _undisturbed(sample.device for group in groups for sample in group.samples), self._watch.watching():
             obstacle = self._try(groups) if groups else None
-        obstacle = None if is_idle else obstacle
+        obstacle = None if is_idle else self._watch.obstacle() or obstacle
         if obstacle is None:
             self._tried.add(self._kinds())
         return obstacle
@@ -122,11 +136,13 @@ class ElementwiseTrial:
                 stepped = self._stepped(param)
                 if stepped.dtype.is_floating_point:
                     kind = (cut_down(stepped.shape), stepped.dtype, stepped.device, _tags(param))
-                    samples.setdefault(kind, _Sample(param, _name_of(group, position), *kind[:3]))
+                    sample = samples.setdefault(kind, _Sample(param, _name_of(group, position), *kind[:3]))
+                    sample.stands_for.append(param)
         found = [_SampleGroup(group, _extremes(samples.values())) for group, samples in chosen.values() if samples]
         if not self._cuts_parameters:  # one of each kind for either rank
+            turns = itertools.cycle((0, 1))
             for one in found:
-                one.samples = [copied for sample in one.samples for copied in (sample, replace(sample))]
+                one.samples = [half for sample in one.samples for half in sample.halves(turns)]
         return found
 
     # -- Steps ---------------------------------------------------------------------------------------------------------
@@ -146,7 +162,7 @@ class ElementwiseTrial:
             self._own_options |= attempt.changed_options
             unmoved = _moves_nothing(groups, whole[0])
             idle, has_moved = idle or unmoved, has_moved or unmoved is None
-            obstacle = None if unmoved else self._compare(groups, attempt, whole)
+            obstacle = None if unmoved else self._compare(groups, attempt, whole) or self._judge(attempt)
             if obstacle is not None or not may_use_closure(self._optimizer):
                 return obstacle or unmoved
         if has_moved or idle is not None:
@@ -159,7 +175,9 @@ class ElementwiseTrial:
     ) -> tuple[_Attempt, list[list[Tensor]]] | None:
         """Step whole samples from fresh states, or else from states like its own; add errors to ``errors``."""
         for has_state in (False, True) if self._optimizer.state else (False,):
-            attempt = _Attempt(self._optimizer, self._class, groups, has_state=has_state, has_closure=has_closure)
+            attempt = _Attempt(
+                self._optimizer, self._class, groups, has_state=has_state, has_closure=has_closure, watch=self._watch
+            )
             try:
                 return attempt, attempt.run(lambda tensor: tensor)
             except Exception as raised:  # an unknown optimizer may raise anything
@@ -194,6 +212,23 @@ class ElementwiseTrial:
             )
         return None
 
+    def _judge(self, attempt: _Attempt) -> Obstacle | None:
+        """Refuse operations on whole values, if ranks have pieces of them."""
+        if not self._cuts_parameters:
+            return None
+        operations = WholeOperations()
+        with torch.compiler.set_stance("force_eager"):  # compiled functions show no operations
+            try:
+                attempt.run(lambda tensor: tensor, operations=operations)
+            except Exception:  # the step was right before, but cannot be looked at
+                return None
+        if operations.found is None:
+            return None
+        return Obstacle(
+            f"is not element-wise: its step computes `{operations.found}` of a parameter, of a gradient or of values"
+            " made of them, and ranks have pieces of these"
+        )
+
     def _compare_halves(
         self, groups: Sequence[_SampleGroup], attempt: _Attempt, whole: Sequence[Sequence[Tensor]]
     ) -> Obstacle | None:
@@ -224,6 +259,14 @@ class _Sample:
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    stands_for: list[nn.Parameter] = field(default_factory=list)  # also ``param``
+
+    def halves(self, turns: Iterator[int]) -> tuple[_Sample, _Sample]:
+        """Return two samples of the kind; they stand for parameters in turns."""
+        pair = replace(self, stands_for=[]), replace(self, stands_for=[])
+        for param, turn in zip(self.stands_for, turns, strict=False):
+            pair[turn].stands_for.append(param)
+        return pair
 
     def fill(self, generator: torch.Generator) -> None:
         """Draw values and gradients. Rows differ in size, so that no part of a gradient has the whole's statistics."""
@@ -264,6 +307,7 @@ class _Attempt:
         groups: The samples.
         has_state: Start from states like those that it has, which its constructor may have made.
         has_closure: Give its step a closure.
+        watch: Told when its steps run.
     """
 
     def __init__(
@@ -274,16 +318,26 @@ class _Attempt:
         *,
         has_state: bool,
         has_closure: bool,
+        watch: _Watch,
     ) -> None:
         self._optimizer = optimizer
         self._class = of_class
         self._groups = groups
         self._has_state = has_state
         self._has_closure = has_closure
+        self._watch = watch
         self.changed_options: set[str] = set()  # by the steps
 
-    def run(self, cut: _Cut, chosen: Sequence[_Sample] | None = None) -> list[list[Tensor]]:
-        """Step the samples, or chosen ones, cut by ``cut``; return them after it, and for evaluation if they differ."""
+    def run(
+        self, cut: _Cut, chosen: Sequence[_Sample] | None = None, *, operations: WholeOperations | None = None
+    ) -> list[list[Tensor]]:
+        """Step the samples, or chosen ones, cut by ``cut``; return them after it, and for evaluation if they differ.
+
+        Args:
+            cut: Returns a rank's piece of a tensor.
+            chosen: Samples, by default all.
+            operations: Looks at the operations.
+        """
         samples = [sample for group in self._groups for sample in group.samples] if chosen is None else chosen
         _seed({sample.device for sample in samples})
         params = {id(sample): _tagged(nn.Parameter(cut(sample.start).clone()), sample.param) for sample in samples}
@@ -293,27 +347,41 @@ class _Attempt:
         ]
         before = [_kinds_of_options(group) for group in groups]
         probe = self._probe(groups, [(sample, params[id(sample)]) for sample in samples])
-        train, evaluate = (getattr(probe, name, None) for name in ("train", "eval"))
-        if callable(train):
-            train()
+        follow = (lambda tensors: None) if operations is None else operations.follow
+        follow(params.values())
+
+        def values() -> list[Tensor]:
+            return [params[id(sample)].detach().clone() for sample in samples]
+
+        def closure_of(number: int) -> Callable[[], Tensor]:
+            def closure() -> Tensor:
+                for sample in samples:
+                    params[id(sample)].grad = grad = cut(sample.grads[number % len(sample.grads)]).clone()
+                    follow([grad])
+                return torch.ones((), device=samples[0].device)
+
+            return closure
+
+        with self._watch.stepping(), operations or nullcontext():
+            found = [self._step(probe, closure_of, values)]
+            self.changed_options |= _changed_options(before, groups)
+            if _has_modes(probe):
+                probe.eval()
+                found.append(values())
+        return found
+
+    def _step(
+        self, probe: Any, closure_of: Callable[[int], Callable[[], Tensor]], values: Callable[[], list[Tensor]]
+    ) -> list[Tensor]:
+        if callable(getattr(probe, "train", None)):
+            probe.train()
         step: Any = self._class.step
         step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step  # without hooks
         for number in range(_NUM_STEPS):
-
-            def closure(number: int = number) -> Tensor:
-                for sample in samples:
-                    params[id(sample)].grad = cut(sample.grads[number % len(_SCALES)]).clone()
-                return torch.ones((), device=samples[0].device)
-
-            loss = closure()
+            closure = closure_of(number)
+            closure()
             step(probe, closure) if self._has_closure else step(probe)
-            del loss
-        values = [[params[id(sample)].detach().clone() for sample in samples]]
-        self.changed_options |= _changed_options(before, groups)
-        if callable(train) and callable(evaluate):
-            evaluate()
-            values.append([params[id(sample)].detach().clone() for sample in samples])
-        return values
+        return values()
 
     def _probe(self, groups: list[dict[str, Any]], params: Sequence[tuple[_Sample, nn.Parameter]]) -> Any:
         """Return a copy of the optimizer that has ``groups``, and states of its own."""
@@ -323,7 +391,10 @@ class _Attempt:
             for sample, param in params:
                 state[param] = _state_like(optimizer.state, sample.param, param, is_number=not sample.shape)
         memo: dict[int, Any] = {id(optimizer.param_groups): groups, id(optimizer.state): state}
-        memo.update({id(sample.param): param for sample, param in params})
+        stand_ins = {id(sample): param for sample, param in params}
+        for sample in (sample for group in self._groups for sample in group.samples):
+            stand_in = stand_ins[id(sample)] if id(sample) in stand_ins else nn.Parameter(sample.start.clone())
+            memo.update({id(param): stand_in for param in sample.stands_for})
         for mine, theirs in zip(self._groups, groups, strict=True):
             memo.update({id(mine.group): theirs, id(mine.group["params"]): theirs["params"]})
         return _copy_of_optimizer(optimizer, self._class, memo)
@@ -347,15 +418,82 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return _copy_of_optimizer(value, type(value), memo)
     if isinstance(value, torch.Generator):
         return value.clone_state()
+    if _is_of_module(value):
+        return value
+    if type(value) in (list, tuple):
+        memo[id(value)] = made = type(value)(_copied(one, memo) for one in value)
+        return made
+    if type(value) is dict:
+        memo[id(value)] = made = {_copied(key, memo): _copied(one, memo) for key, one in value.items()}
+        return made
     try:
         return copy.deepcopy(value, memo)
-    except Exception:  # locks, files, parameters that are not there
+    except Exception:  # locks, files, other parameters than the samples stand for
         return value
+
+
+def _is_of_module(value: Any) -> bool:
+    """Say whether a value is a module with parameters of an engine, or a method of one: the watch is there for them."""
+    module = getattr(value, "__self__", value)
+    return isinstance(module, nn.Module) and any(owner_of(param) is not None for param in module.parameters())
+
+
+def _has_modes(optimizer: Any) -> bool:
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
+class _Watch:
+    """Finds uses of the module's own parameters in the steps of copies."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        self._params = list(params)
+        self._is_stepping = False
+        self._used: str | None = None
+
+    def obstacle(self) -> Obstacle | None:
+        """Return the obstacle that was found, if there is one."""
+        if self._used is None:
+            return None
+        return Obstacle(
+            f"uses {self._used} past its `param_groups` (in a list, a module or a function that it keeps), where a rank"
+            " has a piece of it"
+        )
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Refuse uses of the parameters' values and gradients inside."""
+        self._used = None
+        classes = [(param, type(param)) for param in self._params]
+        for param, _ in classes:
+            swap_class(param, WatchedParameter)
+            watch(param, partial(self._refuse, param))
+        try:
+            yield
+        finally:
+            for param, cls in classes:
+                unwatch(param)
+                param.__class__ = cls
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Take note of uses inside; others are attempts to copy parameters."""
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+
+    def _refuse(self, param: nn.Parameter, uses_values: bool) -> None:
+        if uses_values:
+            if self._is_stepping:
+                self._used = f"`{name_of(param)}`"
+            raise RuntimeError(f"`{name_of(param)}` is used by a copy of the optimizer.")
 
 
 def _stand_in() -> _Sample:
     """Return a sample for parameters that other ranks have."""
-    return _Sample(nn.Parameter(torch.zeros(0, device="cpu")), "weight", (4, 4), torch.float32, torch.device("cpu"))
+    param = nn.Parameter(torch.zeros(0, device="cpu"))
+    return _Sample(param, "weight", (4, 4), torch.float32, torch.device("cpu"), [param])
 
 
 def _tagged(param: nn.Parameter, like: nn.Parameter) -> nn.Parameter:
@@ -446,7 +584,10 @@ def cut_down(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _extremes(samples: Iterable[_Sample]) -> list[_Sample]:
-    """Return the largest, the smallest and the one with the longest short side, for every number of dimensions."""
+    """Return the largest, the smallest and the one with the longest short side, for every number of dimensions.
+
+    The largest stands for the others.
+    """
     by_kind: dict[Any, list[_Sample]] = {}
     for sample in samples:
         kind = (len(sample.shape), 0 in sample.shape, sample.dtype, sample.device, _tags(sample.param))
@@ -457,6 +598,8 @@ def _extremes(samples: Iterable[_Sample]) -> list[_Sample]:
         shortest = [min(sample.shape, default=0) for sample in alike]
         for index in (numels.index(max(numels)), numels.index(min(numels)), shortest.index(max(shortest))):
             chosen.setdefault(id(alike[index]), alike[index])
+        largest = alike[numels.index(max(numels))]
+        largest.stands_for += [param for one in alike if id(one) not in chosen for param in one.stands_for]
     return list(chosen.values())
 
 

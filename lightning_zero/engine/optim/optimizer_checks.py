@@ -51,7 +51,12 @@ class OptimizerChecks:
         left_out = ["`tensor_parallel` or `expert_parallel`"] * has_parts + ["`pipeline`"] * gradients.is_of_stage
         self._remedy = "stage 0" + (f" without {' and '.join(left_out)}" if left_out else "")
         is_tried = is_sharded or gradients.is_of_stage
-        self._trial = ElementwiseTrial(optimizer, self._stepped, cuts_parameters=is_sharded) if is_tried else None
+        module_params = [buffer.params[index] for buffer, index in places.values()]
+        self._trial = (
+            ElementwiseTrial(optimizer, self._stepped, cuts_parameters=is_sharded, module_params=module_params)
+            if is_tried
+            else None
+        )
 
     def refuse_unless_elementwise(self) -> None:
         """Try an optimizer of an unknown class, if its groups are of new kinds. Collective then: all ranks."""

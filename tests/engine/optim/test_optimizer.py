@@ -18,7 +18,7 @@ from lightning_zero.engine.buffers.sharded_gradient import ShardedGradient
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.grid import Grid, ParamAxes
 from tests import worlds
-from tests.engine.optimizers import Lamb, Momentum, SometimesFactored, Unfinished
+from tests.engine.optimizers import Clipped, Lamb, Momentum, Several, SometimesFactored, Unfinished
 from tests.references import TinyGPT, token_loss
 
 STAGES = (0, 1, 2, 3)
@@ -306,6 +306,41 @@ def _order_of_windows(rank: int, world: int, stage: int) -> None:
 @stages
 def test_optimizers_may_share_parameters(stage: int) -> None:
     worlds.run(_order_of_windows, 2, stage)
+
+
+class ClipsOutside(torch.optim.AdamW):
+    """Clips gradients of parameters that it reaches past its groups."""
+
+    def __init__(self, params: Any, reach: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.reach = reach
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_(self.reach.parameters() if isinstance(self.reach, nn.Module) else self.reach(), 1.0)
+        return super().step(closure)
+
+
+def _reaching_outside(rank: int, world: int, stage: int) -> None:
+    engine = ZeroEngine(stage=stage)
+    module = engine.shard(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4)))
+    for reach in (module, module.parameters, lambda: module.parameters()):
+        for params in (module.parameters(), module[1].parameters()):
+            with pytest.raises(ValueError, match=r"`ClipsOutside` uses `0.weight` past its `param_groups`"):
+                engine.attach(ClipsOutside(params, reach))
+    with pytest.raises(ValueError, match="`Clipped` is not element-wise"):
+        engine.attach(Clipped(module.parameters()))
+    params = list(module.parameters())
+    optimizer = engine.attach(Several(torch.optim.Adam(params[:2]), torch.optim.Adam(params[2:])))
+    before = [engine.full_param(param).clone() for param in params]
+    module(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    assert not any(torch.equal(engine.full_param(param), old) for param, old in zip(params, before, strict=True))
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_optimizers_that_reach_parameters_past_their_groups_are_refused(stage: int) -> None:
+    worlds.run(_reaching_outside, 2, stage)
 
 
 def _refusal_on_a_grid(rank: int, world: int) -> None:
