@@ -17,6 +17,8 @@ __all__ = [
     "Lamb",
     "Lookahead",
     "Momentum",
+    "Prodigy",
+    "ProdigyOpt",
     "ScheduleFree",
     "Several",
     "SometimesFactored",
@@ -244,6 +246,39 @@ class Prodigy(Momentum):
         return average / self.size
 
 
+class ProdigyOpt(Optimizer):
+    """Prodigy (arXiv:2306.06101) as in `prodigyopt`: a rate over all parameters, which grows from 1e-6."""
+
+    def __init__(self, params: Any, lr: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr, "d": 1e-6, "d0": 1e-6, "d_max": 1e-6, "d_numerator": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        first, (beta1, beta2, beta3) = self.param_groups[0], (0.9, 0.999, 0.999**0.5)
+        d, d0, rate = first["d"], first["d0"], first["d"] * first["lr"]
+        numerator, denominator = first["d_numerator"] * beta3, 0.0
+        params = [one for group in self.param_groups for one in group["params"] if one.grad is not None]
+        for param in params:
+            state = self.state[param]
+            if not state:
+                state.update({key: torch.zeros_like(param) for key in ("s", "exp_avg", "exp_avg_sq")})
+                state["p0"] = param.detach().clone()
+            moved = (state["p0"] - param).reshape(-1)
+            numerator += (d / d0) * rate * torch.dot(param.grad.reshape(-1), moved).item()
+            state["exp_avg"].mul_(beta1).add_(param.grad, alpha=d * (1 - beta1))
+            state["exp_avg_sq"].mul_(beta2).addcmul_(param.grad, param.grad, value=d * d * (1 - beta2))
+            denominator += state["s"].mul_(beta3).add_(param.grad, alpha=(d / d0) * rate).abs().sum().item()
+        d_hat = numerator / denominator if denominator else d
+        for group in self.param_groups:
+            group["d_max"] = max(group["d_max"], d_hat)
+            group.update(d_numerator=numerator, d=group["d_max"])
+        for param in params:
+            state = self.state[param]
+            param.addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(group["d"] * 1e-8), value=-rate)
+        return loss
+
+
 class Langevin(Momentum):
     def direction(self, group: dict[str, Any], param: Tensor, average: Tensor) -> Tensor:
         return average + 0.01 * torch.randn_like(param)
@@ -367,6 +402,7 @@ WRONG: dict[str, tuple[Callable[[list[nn.Parameter]], Optimizer], str]] = {
     "ConvCentralized": (ConvCentralized, r"other numbers .* of shape \(3, 2, 3, 3\)"),
     "Blockwise": (Blockwise, "other numbers"),
     "Prodigy": (Prodigy, "other numbers"),
+    "ProdigyOpt": (ProdigyOpt, "computes `dot`"),
     "Langevin": (Langevin, "other numbers"),
     "Sam": (Sam, "other numbers"),
     "SamWithClosure": (SamWithClosure, "other numbers"),

@@ -115,15 +115,25 @@ class ElementwiseTrial:
             self._before = [_kinds_of_options(group) for group in self._optimizer.param_groups]
 
     def end_step(self) -> None:
-        """Learn which options the step has changed: the trial of a rank without parameters does not show it."""
-        changed = _changed_options(self._before, self._optimizer.param_groups) if self._before else set()
+        """Learn which options the step has changed: the trial of a rank without parameters does not show it.
+
+        Not switches (bool, str), which select other code: with their new values the optimizer is tried.
+        """
+        groups = self._optimizer.param_groups
+        changed = _changed_options(self._before, groups) if self._before else set()
+        changed = {key for key in changed if not any(isinstance(group.get(key), bool | str) for group in groups)}
         if not changed <= self._own_options:
             self._own_options |= changed
-            self._tried.add(self._kinds())
+            self._tried.add(self._kinds(self._before))
 
-    def _kinds(self) -> Any:
-        left_out = {*_LATER_OPTIONS, *self._own_options}
-        return tuple((_kind_of_group(group, left_out), len(group["params"])) for group in self._optimizer.param_groups)
+    def _kinds(self, kinds: Sequence[Mapping[str, Any]] = ()) -> Any:
+        """Return the kinds of the groups with their present options, or with options of the given kinds."""
+        groups = self._optimizer.param_groups
+        of_groups = kinds or [_kinds_of_options(group) for group in groups]
+        return tuple(
+            (_without(of_group, self._own_options), len(group["params"]))
+            for of_group, group in zip(of_groups, groups, strict=False)
+        )
 
     # -- Samples -------------------------------------------------------------------------------------------------------
 
@@ -131,10 +141,10 @@ class ElementwiseTrial:
         """Return one group of each kind, with samples of all kinds of its parameters."""
         chosen: dict[Any, tuple[dict[str, Any], dict[Any, _Sample]]] = {}
         for group in self._optimizer.param_groups:
-            _, samples = chosen.setdefault(_kind_of_group(group, set(_LATER_OPTIONS)), (group, {}))
+            _, samples = chosen.setdefault(_without(_kinds_of_options(group), ()), (group, {}))
             for position, param in enumerate(group["params"]):
                 stepped = self._stepped(param)
-                if stepped.dtype.is_floating_point:
+                if stepped.dtype.is_floating_point or stepped.dtype.is_complex:
                     kind = (cut_down(stepped.shape), stepped.dtype, stepped.device, _tags(param))
                     sample = samples.setdefault(kind, _Sample(param, _name_of(group, position), *kind[:3]))
                     sample.stands_for.append(param)
@@ -162,7 +172,7 @@ class ElementwiseTrial:
             self._own_options |= attempt.changed_options
             unmoved = _moves_nothing(groups, whole[0])
             idle, has_moved = idle or unmoved, has_moved or unmoved is None
-            obstacle = None if unmoved else self._compare(groups, attempt, whole) or self._judge(attempt)
+            obstacle = None if unmoved else self._compare(groups, attempt, whole)
             if obstacle is not None or not may_use_closure(self._optimizer):
                 return obstacle or unmoved
         if has_moved or idle is not None:
@@ -188,7 +198,7 @@ class ElementwiseTrial:
         self, groups: Sequence[_SampleGroup], attempt: _Attempt, whole: Sequence[Sequence[Tensor]]
     ) -> Obstacle | None:
         if not self._cuts_parameters:
-            return self._compare_halves(groups, attempt, whole)
+            return self._compare_halves(groups, attempt, whole) or self._compare_steadily(groups, attempt)
         try:
             ranks = [attempt.run(cut) for cut in (_in_front, _behind)]
         except Exception as error:
@@ -210,12 +220,10 @@ class ElementwiseTrial:
             return Obstacle(
                 f"has no step for a rank without elements of a parameter: it raised {_describe(error)}", error
             )
-        return None
+        return self._judge(attempt)
 
     def _judge(self, attempt: _Attempt) -> Obstacle | None:
-        """Refuse operations on whole values, if ranks have pieces of them."""
-        if not self._cuts_parameters:
-            return None
+        """Refuse operations on whole values, of which ranks have pieces."""
         operations = WholeOperations()
         with torch.compiler.set_stance("force_eager"):  # compiled functions show no operations
             try:
@@ -249,6 +257,22 @@ class ElementwiseTrial:
                         )
         return None
 
+    def _compare_steadily(self, groups: Sequence[_SampleGroup], attempt: _Attempt) -> Obstacle | None:
+        """Compare again with gradients and a learning rate by which estimates over all parameters grow (Prodigy)."""
+        steady = [
+            _SampleGroup(group.group, [replace(sample) for sample in group.samples], is_steady=True) for group in groups
+        ]
+        generator = torch.Generator().manual_seed(0)
+        for sample in (sample for group in steady for sample in group.samples):
+            sample.fill_steadily(generator)
+        again = attempt.with_groups(steady)
+        try:
+            whole = again.run(lambda tensor: tensor)
+        except Exception:  # it may refuse this rate
+            return None
+        is_finite = all(bool(value.isfinite().all()) for values in whole for value in values)
+        return self._compare_halves(steady, again, whole) if is_finite else None
+
 
 @dataclass
 class _Sample:
@@ -270,11 +294,19 @@ class _Sample:
 
     def fill(self, generator: torch.Generator) -> None:
         """Draw values and gradients. Rows differ in size, so that no part of a gradient has the whole's statistics."""
-        draw = torch.randn(self.shape, generator=generator, device="cpu")
+        dtype = torch.complex64 if self.dtype.is_complex else torch.float32
+        draw = torch.randn(self.shape, generator=generator, dtype=dtype, device="cpu")
         self.start = draw.to(self.device, self.dtype)
         rows = torch.randn((*self.shape[:1], *[1] * (len(self.shape) - 1)), generator=generator, device="cpu").exp()
-        grads = [torch.randn(self.shape, generator=generator, device="cpu") * rows * scale for scale in _SCALES]
-        self.grads = [grad.to(self.device, self.dtype) for grad in grads]
+        grads = [torch.randn(self.shape, generator=generator, dtype=dtype, device="cpu") * rows for _ in _SCALES]
+        self.grads = [(grad * scale).to(self.device, self.dtype) for grad, scale in zip(grads, _SCALES, strict=True)]
+
+    def fill_steadily(self, generator: torch.Generator) -> None:
+        """Draw gradients that keep their direction; they grow in some samples and shrink in others."""
+        self.fill(generator)
+        self.start.zero_()
+        growth = float(torch.randn((), generator=generator, device="cpu"))
+        self.grads = [self.grads[0] * (number + 1) ** growth for number in range(_NUM_STEPS)]
 
 
 @dataclass
@@ -283,15 +315,17 @@ class _SampleGroup:
 
     group: dict[str, Any]
     samples: list[_Sample]
+    is_steady: bool = False  # its learning rate is that of the optimizer, or 1
 
     def options(self, chosen: Container[int] | None = None) -> dict[str, Any]:
         """Return the options with a fixed learning rate, and with the names of the samples, or of those ``chosen``."""
         options = {key: _copied(value, {}) for key, value in self.group.items() if key not in ("params", "param_names")}
+        own = float(self.group.get("initial_lr", self.group.get("lr", 1.0))) if self.is_steady else _LR
         for key in ("lr", "initial_lr"):
             if isinstance(options.get(key), int | float):
-                options[key] = _LR
+                options[key] = own or 1.0
             elif isinstance(options.get(key), Tensor):
-                options[key] = torch.full_like(options[key], _LR, device=self.samples[0].device)
+                options[key] = torch.full_like(options[key], own or 1.0, device=self.samples[0].device)
         if "param_names" in self.group:
             samples = [sample for sample in self.samples if chosen is None or id(sample) in chosen]
             options["param_names"] = [sample.name for sample in samples]
@@ -327,6 +361,17 @@ class _Attempt:
         self._has_closure = has_closure
         self._watch = watch
         self.changed_options: set[str] = set()  # by the steps
+
+    def with_groups(self, groups: Sequence[_SampleGroup]) -> _Attempt:
+        """Return the same way with other samples."""
+        return _Attempt(
+            self._optimizer,
+            self._class,
+            groups,
+            has_state=self._has_state,
+            has_closure=self._has_closure,
+            watch=self._watch,
+        )
 
     def run(
         self, cut: _Cut, chosen: Sequence[_Sample] | None = None, *, operations: WholeOperations | None = None
@@ -613,14 +658,14 @@ def _name_of(group: Mapping[str, Any], position: int) -> str | None:
     return None if names is None else names[position]
 
 
-def _kind_of_group(group: Mapping[str, Any], left_out: set[str]) -> Any:
+def _kinds_of_options(group: Mapping[str, Any]) -> dict[str, Any]:
     lr = group.get("lr")
     kind_of_lr = "number" if isinstance(lr, int | float) else _kind(lr)
-    return (kind_of_lr, *((key, _kind(value)) for key, value in sorted(group.items()) if key not in left_out))
+    return {"lr": kind_of_lr, **{key: _kind(value) for key, value in group.items() if key not in _LATER_OPTIONS}}
 
 
-def _kinds_of_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _kind(value) for key, value in group.items() if key not in _LATER_OPTIONS}
+def _without(kinds: Mapping[str, Any], left_out: Container[str]) -> Any:
+    return tuple((key, kind) for key, kind in sorted(kinds.items()) if key not in left_out)
 
 
 def _changed_options(before: Iterable[Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]) -> set[str]:

@@ -18,7 +18,7 @@ from lightning_zero.engine.optim import elementwise
 from lightning_zero.engine.optim.elementwise import ElementwiseTrial, Obstacle, Stepped, cut_down
 from tests.engine.optimizers import RIGHT as OTHERS_RIGHT
 from tests.engine.optimizers import WRONG as OTHERS_WRONG
-from tests.engine.optimizers import Lamb, Momentum, SometimesFactored
+from tests.engine.optimizers import Clipped, Lamb, Momentum, Prodigy, ProdigyOpt, SometimesFactored
 
 SHAPES = ((300, 200), (5, 4), (3, 2, 3, 3), (7,), (), (0, 3))
 
@@ -87,6 +87,24 @@ def _raise(message: str) -> None:
     raise ValueError(message)
 
 
+@pytest.mark.parametrize("make", [Prodigy, ProdigyOpt, Clipped])
+def test_optimizers_that_need_all_parameters_are_recognised_on_whole_ones(make: Any) -> None:
+    found = ElementwiseTrial(make(parameters()), stepped, cuts_parameters=False).find_obstacle()
+    assert found is not None
+    assert "needs the parameters of all pipeline stages" in found.reason
+
+
+@pytest.mark.parametrize("name", ["Momentum", "Lion", "Adan", "Lookahead", "ScheduleFree", "AdamW", "Several", "Rprop"])
+def test_elementwise_optimizers_are_recognised_on_whole_parameters(name: str) -> None:
+    assert ElementwiseTrial(RIGHT[name](parameters()), stepped, cuts_parameters=False).find_obstacle() is None
+
+
+@pytest.mark.parametrize("make", [Momentum, Lamb, torch.optim.Adam])
+def test_complex_parameters_are_tried(make: Any) -> None:
+    params = [nn.Parameter(torch.ones(5, 4, dtype=torch.complex64))]
+    assert (tried(make(params)) is None) == (make is not Lamb)
+
+
 def test_every_group_is_tried() -> None:
     first, second = parameters((4, 3), (4, 3))
     groups = [{"params": [first], "factored": False}, {"params": [second], "least": 2}]
@@ -106,6 +124,32 @@ def test_a_trial_is_due_when_an_option_changes_its_kind() -> None:
     assert trial.is_due
     assert trial.find_obstacle() is None
     group["factored"] = True
+    assert trial.is_due
+    assert trial.find_obstacle() is not None
+
+
+def test_a_switch_that_a_step_sets_is_tried_with_what_it_switches() -> None:
+    class Late(SometimesFactored):
+        def step(self, closure: Any = None) -> Any:
+            group = self.param_groups[0]
+            group["calls"] += 1
+            group["factored"] = group["calls"] > 20
+            return super().step(closure)
+
+    params = parameters()
+    optimizer = Late(params, factored=False, calls=0)
+    trial = ElementwiseTrial(optimizer, stepped)
+    assert trial.find_obstacle() is None
+    for param in params:
+        param.grad = torch.ones_like(param)
+    for _ in range(20):
+        trial.begin_step()
+        optimizer.step()
+        trial.end_step()
+        assert not trial.is_due
+    trial.begin_step()
+    optimizer.step()
+    trial.end_step()
     assert trial.is_due
     assert trial.find_obstacle() is not None
 
