@@ -142,6 +142,8 @@ class StepControl:
         For steps whose backward comes before ``zero_grad`` is called.
         """
         self._state.require_module()
+        for sharded in self._state.attached:
+            sharded.begin_gradients()
         self._state.drop_gradients()
         self._state.attached.begin_gradients()
 

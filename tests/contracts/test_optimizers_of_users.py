@@ -39,6 +39,42 @@ class Perturbed(torch.optim.SGD):
                     param.add_(noise * param.grad.sign())
 
 
+class Accumulating(torch.optim.SGD):
+    """Steps and drops gradients in every second call."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        return super().step(closure) if self.calls % 2 == 0 else None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.calls % 2 == 0:
+            super().zero_grad(set_to_none)
+
+
+class GradientMomentum(torch.optim.SGD):
+    """Keeps a part of the gradient."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.mul_(0.5)
+
+
+class KeepsZeros(torch.optim.SGD):
+    """Decays parameters without a gradient of their own, because theirs is zero."""
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        super().zero_grad(set_to_none)
+
+
+def _of_turns(module: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Freeze one parameter behind the first step: it still has a gradient then."""
+    next(module.parameters()).requires_grad_(False)
+
+
 def _interleaved(module: nn.Module) -> list[nn.Parameter]:
     params = list(module.parameters())
     return params[1::2] + params[::2]
@@ -61,6 +97,9 @@ def _perturbed(module: nn.Module, optimizer: torch.optim.Optimizer, step: int) -
 CASES: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], Program | None]] = {
     "writes-behind-super": (lambda module: Decayed(module.parameters(), lr=0.01), None),
     "method": (lambda module: Perturbed(module.parameters(), lr=0.01), _perturbed),
+    "zero_grad-accumulates": (lambda module: Accumulating(module.parameters(), lr=0.01), None),
+    "zero_grad-momentum": (lambda module: GradientMomentum(module.parameters(), lr=0.01), None),
+    "zero_grad-zeros": (lambda module: KeepsZeros(module.parameters(), lr=0.01, weight_decay=1.0), _of_turns),
     "interleaved": (lambda module: torch.optim.AdamW(_interleaved(module), lr=0.01, fused=True), None),
     "state-pointed": (lambda module: torch.optim.AdamW(module.parameters(), lr=0.01, fused=True), _pointed),
 }
@@ -102,6 +141,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_step_that_writes_behind_that_of_its_base_class_counts(options: str) -> None:
     assert max(worlds.run(_trained, 2, "writes-behind-super", OPTIONS[options])) < 1e-6
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("case", ["zero_grad-accumulates", "zero_grad-momentum", "zero_grad-zeros"])
+def test_the_optimizers_own_zero_grad_is_called(case: str, options: str) -> None:
+    assert max(worlds.run(_trained, 2, case, OPTIONS[options])) < 1e-6
 
 
 @pytest.mark.parametrize("options", ["stage1", "stage3"])

@@ -320,6 +320,31 @@ def test_optimizers_that_step_parameters_one_by_one_train_at_stage_0(make: Any) 
     _trains(partial(Steps, make), {**_pipeline(), "stage": 0})
 
 
+class ForgetsByHand(torch.optim.SGD):
+    """Has a ``zero_grad`` of its own, which drops every gradient."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            group["lr"] *= 0.5
+        super().zero_grad(set_to_none)
+
+
+class Keeps(ForgetsByHand):
+    """Drops none."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        pass
+
+
+def test_zero_grad_of_the_optimizer_is_called_once_in_a_step() -> None:
+    _trains(partial(Steps, ForgetsByHand), {**_pipeline(), "stage": 0})
+    with pytest.raises(PipelineError, match=r"`Keeps.zero_grad\(\)` leaves the gradient of"):
+        run(_fit, 2, partial(Steps, Keeps), {**_pipeline(), "stage": 0}, {}, True)
+
+
 class Counts(torch.optim.Optimizer):
     """Counts its steps in its groups, and asks for the names of its parameters."""
 

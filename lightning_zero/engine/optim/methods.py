@@ -23,9 +23,14 @@ from torch.optim import Optimizer
 from lightning_zero.engine.buffers.parameter import WatchedParameter, has_class, swap_class, unwatch, watch
 from lightning_zero.engine.buffers.segment_parameter import SegmentParameter
 
-__all__ = ["MethodCalls", "RunningStep", "may_use_closure", "methods_on_segments", "needs_closure"]
+__all__ = ["MethodCalls", "RunningStep", "defines_zero_grad", "may_use_closure", "methods_on_segments", "needs_closure"]
 
 _OWN = frozenset({"step", "zero_grad", "add_param_group", "state_dict", "load_state_dict", "share_memory"})
+
+
+def defines_zero_grad(cls: type[Optimizer]) -> bool:
+    """Say whether a class has another ``zero_grad`` than PyTorch's."""
+    return cls.zero_grad is not Optimizer.zero_grad and not _is_pytorchs(cls.zero_grad)
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

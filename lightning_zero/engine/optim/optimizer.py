@@ -27,13 +27,14 @@ from lightning_zero.engine.buffers.labels import label
 from lightning_zero.engine.buffers.update import StepThread, Update
 from lightning_zero.engine.optim.deferred_steps import DeferredSteps
 from lightning_zero.engine.optim.flat_step import BufferSlot, FlatStep
-from lightning_zero.engine.optim.methods import MethodCalls, RunningStep, methods_on_segments
+from lightning_zero.engine.optim.methods import MethodCalls, RunningStep, defines_zero_grad, methods_on_segments
 from lightning_zero.engine.optim.moments import MomentFormat
 from lightning_zero.engine.optim.optimizer_checks import OptimizerChecks
 from lightning_zero.engine.optim.segment_states import SegmentStates
 from lightning_zero.engine.optim.step_window import StepWindow
 from lightning_zero.engine.optim.whole_gradients import Unscaled, WholeGradients, by_buffer
 from lightning_zero.engine.units.pipeline_peers import PipelinePeers
+from lightning_zero.errors import PipelineError
 from lightning_zero_ops.selfcheck import kernels_agree
 
 __all__ = ["ShardedOptimizer", "is_attached"]
@@ -457,6 +458,28 @@ class ShardedOptimizer:
             else:
                 buffer.window.zero(indices)
 
+    def call_zero_grad(self, zero_grad: Callable[[], None]) -> None:
+        """Call the ``zero_grad`` of a user's class, which reads and drops gradients of parameters as it likes."""
+        if not self._keeps_gradients():
+            zero_grad()
+
+    def begin_gradients(self) -> None:
+        """Call the optimizer's own ``zero_grad``, if it has one, in front of a pipelined step.
+
+        Raises:
+            PipelineError: It leaves gradients.
+        """
+        if not defines_zero_grad(self._original_class):
+            return
+        self.optimizer.zero_grad()
+        left = [buffer.layout.slots[index].name for buffer, index in self.places if index in buffer.gradients.has_grad]
+        if left:
+            raise PipelineError(
+                f"`{self._original_class.__name__}.zero_grad()` leaves the gradient of `{left[0]}`, and a pipeline"
+                " always starts a step without gradients. Let it set them to None, accumulate with"
+                " `Trainer(accumulate_grad_batches=...)`, or train without `pipeline`."
+            )
+
     # -- Gradients as a whole --------------------------------------------------------------------------------------
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
@@ -522,6 +545,9 @@ def _subclass(sharded: ShardedOptimizer) -> type[Optimizer]:
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         sharded.forget_gradients(set_to_none)
 
+    def own_zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        sharded.call_zero_grad(lambda: base.zero_grad(self, *args, **kwargs))
+
     def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
         sharded.close()
         base.add_param_group(self, param_group)
@@ -548,7 +574,7 @@ def _subclass(sharded: ShardedOptimizer) -> type[Optimizer]:
         return vars(self if "state" in vars(self) else sharded.optimizer)["state"]  # else in a `LightningOptimizer`
 
     methods: dict[str, Any] = {
-        "zero_grad": zero_grad,
+        "zero_grad": own_zero_grad if defines_zero_grad(base) else zero_grad,
         "add_param_group": add_param_group,
         "register_step_pre_hook": register_step_pre_hook,
         "__module__": base.__module__,
