@@ -39,6 +39,38 @@ class Perturbed(torch.optim.SGD):
                     param.add_(noise * param.grad.sign())
 
 
+class Numbered(torch.optim.SGD):
+    """Takes a factor of the step in front of the closure."""
+
+    def step(self, factor: Any = 1.0, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = closure() if closure is not None else None
+        with torch.no_grad():
+            for param in self.param_groups[0]["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=factor * 0.01)
+        return loss
+
+
+def _factors(rank: int, world: int) -> None:
+    engine = ZeroEngine(1)
+    module = engine.shard(torch.nn.Linear(2, 1, bias=False))
+    optimizer: Any = engine.attach(Numbered(module.parameters()))
+    before = engine.full_param(module.weight)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = module(torch.ones(1, 2)).sum()
+        loss.backward()
+        return loss
+
+    closure()
+    optimizer.step(0.5)
+    optimizer.step(0.5, closure)
+    optimizer.step(1.0, closure=closure)
+    torch.testing.assert_close(engine.full_param(module.weight), before - 0.02)
+    engine.close()
+
+
 class Accumulating(torch.optim.SGD):
     """Steps and drops gradients in every second call."""
 
@@ -141,6 +173,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_step_that_writes_behind_that_of_its_base_class_counts(options: str) -> None:
     assert max(worlds.run(_trained, 2, "writes-behind-super", OPTIONS[options])) < 1e-6
+
+
+def test_a_number_in_front_of_the_closure_is_no_closure() -> None:
+    worlds.run(_factors, 2)
 
 
 @pytest.mark.parametrize("options", OPTIONS)

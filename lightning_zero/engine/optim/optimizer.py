@@ -232,7 +232,8 @@ class ShardedOptimizer:
         self.checks.refuse_params_past_add()
         self._refuse_in_backward()
         self._begin_step()
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        place = next((place for place, one in enumerate(args) if place and callable(one)), None)
+        closure = kwargs.get("closure") if place is None else args[place]
         if closure is None:
             self._refuse_unfinished_gradients()
         self.states.hide()
@@ -264,8 +265,8 @@ class ShardedOptimizer:
             self._is_halfway, self._is_unevaluated = True, False
             return loss
 
-        if len(args) > 1:
-            return (args[0], evaluate, *args[2:]), kwargs
+        if place is not None:
+            return (*args[:place], evaluate, *args[place + 1 :]), kwargs
         return args, {**kwargs, "closure": evaluate}
 
     def _check_closure(self) -> None:
