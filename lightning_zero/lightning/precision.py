@@ -20,6 +20,7 @@ import torch
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -58,7 +59,7 @@ class LossScale:
             refilled when the factor doubles.
         consecutive_hysteresis: Refill the forgiven overflows at every step without overflow.
         min_scale: The factor is never lower; an overflow there ends the run.
-        static: Use this factor always. Steps that overflow are still skipped.
+        static: Use this factor always. Steps that overflow are skipped, and ``window`` of them in a row end the run.
     """
 
     init_scale: float = 65536.0
@@ -97,6 +98,7 @@ class LossScaler:
         self.steps = 0  # calls of `update`
         self.last_overflow = -1  # the step of the last overflow
         self.skipped = 0  # overflows so far
+        self._in_a_row = 0  # overflows since the last step without
 
     def get_scale(self) -> float:
         """Return the factor (as ``torch.amp.GradScaler`` does)."""
@@ -106,12 +108,18 @@ class LossScaler:
         """Account for one step.
 
         Raises:
-            RuntimeError: overflow at the lowest scale.
+            RuntimeError: Overflow at the lowest scale, or in every step of a window at a fixed one.
         """
         if overflow:
             self.skipped += 1
+        self._in_a_row = self._in_a_row + 1 if overflow else 0
         if self.config.static is None:
             self._after_overflow() if overflow else self._after_good_step()
+        elif self._in_a_row >= self.config.window:
+            raise RuntimeError(
+                f"Gradients overflowed in {self._in_a_row} steps in a row at the fixed loss scale {self.scale:g}, so"
+                " nothing was trained. Use a smaller `LossScale(static=...)`, `static=None`, or precision='bf16-mixed'."
+            )
         self.steps += 1
 
     def _after_overflow(self) -> None:
@@ -189,8 +197,19 @@ class ZeroStep(Precision):
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
         """Scale the loss and call ``on_before_backward``."""
         if self.scaler is not None:
+            self._refuse_scale_beyond(tensor.dtype)
             tensor = tensor * self.scaler.scale
         return Precision.pre_backward(self, tensor, module)
+
+    def _refuse_scale_beyond(self, dtype: torch.dtype) -> None:
+        """Refuse a fixed scale that is infinite as the gradient of a loss: every step would overflow."""
+        assert self.scaler is not None
+        is_beyond = dtype == torch.float16 and self.scaler.scale > torch.finfo(dtype).max
+        if self.scaler.config.static is not None and is_beyond:
+            raise ValueError(
+                f"`LossScale(static={self.scaler.scale:g})` is infinite in {dtype}, the dtype of the loss, so every"
+                " step would overflow. Use `LossScale(static=32768)` or less, or `static=None`."
+            )
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
@@ -333,7 +352,12 @@ class ZeroStep(Precision):
         assert self.scaler is not None
         before = self.scaler.scale
         self.scaler.update(overflow)
-        if overflow:
+        if overflow and self.scaler.config.static is not None and self.scaler.skipped == 1:
+            rank_zero_warn(
+                f"An optimizer step is skipped: gradients overflowed at the fixed loss scale {before:g}. If later steps"
+                " overflow too, use a smaller `LossScale(static=...)` or `static=None`."
+            )
+        elif overflow:
             log.info("Skipped an optimizer step: gradients overflowed at loss scale %g.", before)
 
 

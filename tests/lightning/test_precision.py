@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import (
@@ -179,6 +180,32 @@ def test_skipped_steps_are_counted() -> None:
     for step in "x.xx":
         scaler.update(step == OVERFLOW)
     assert scaler.skipped == 3
+
+
+def test_a_fixed_scale_with_which_every_step_overflows_ends_the_run() -> None:
+    scaler = LossScaler(LossScale(static=4.0, window=3))
+    for step in "xx.xx":
+        scaler.update(step == OVERFLOW)
+    with pytest.raises(RuntimeError, match="overflowed in 3 steps in a row at the fixed loss scale 4, so nothing was"):
+        scaler.update(True)
+
+
+@pytest.mark.parametrize("static", [65536.0, 32768.0])
+def test_a_fixed_scale_that_fp16_does_not_have_is_refused(static: float) -> None:
+    plugin = ZeroHalfPrecision("16-true")
+    plugin.scaler = LossScaler(LossScale(static=static))
+    module: Any = pl.LightningModule()
+    module._trainer = pl.Trainer(logger=False, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False)
+    module._trainer.strategy._lightning_module = module
+    weight = torch.ones((), dtype=torch.float16, requires_grad=True)
+    if static > 65504:
+        with pytest.raises(ValueError, match="static=65536.* is infinite in torch.float16, the dtype of the loss"):
+            plugin.pre_backward(weight * 1, module)
+    else:
+        plugin.pre_backward(weight * 1, module).backward()
+        assert weight.grad is not None
+        assert float(weight.grad) == static
+    assert plugin.pre_backward((weight * 1).float(), module).isfinite()
 
 
 @pytest.mark.parametrize(
