@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine.buffers.parameter import owner_of
@@ -14,7 +15,31 @@ from lightning_zero.engine.optim.flat_step import BufferSlot, FlatStep
 from lightning_zero.engine.optim.moments import MomentFormat
 from lightning_zero.engine.optim.whole_gradients import WholeGradients
 
-__all__ = ["OptimizerChecks"]
+__all__ = ["OptimizerChecks", "refuse_sparse_gradients"]
+
+_ALIKE_ON_DENSE = (torch.optim.SGD, torch.optim.Adagrad)  # they step a dense gradient as they step a sparse one
+
+
+def refuse_sparse_gradients(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """Refuse optimizers of embeddings with sparse gradients, unless these are stepped as the dense ones of the engine.
+
+    Raises:
+        ValueError: An optimizer is none of those.
+    """
+    sparse = {
+        id(child.weight): f"{name}.weight" if name else "weight"
+        for name, child in module.named_modules()
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse
+    }
+    for optimizer in optimizers:
+        params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+        names = [sparse[id(param)] for param in params if id(param) in sparse]
+        if names and type(optimizer) not in _ALIKE_ON_DENSE:
+            raise ValueError(
+                f"`{names[0]}` is of an embedding with `sparse=True`, and `{type(optimizer).__name__}` would get its"
+                " gradient as a dense tensor, with zeros for the rows that were not used. Use `sparse=False`, or"
+                " `torch.optim.SGD` or `Adagrad` for this parameter."
+            )
 
 
 class OptimizerChecks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -341,6 +342,34 @@ def _reaching_outside(rank: int, world: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_optimizers_that_reach_parameters_past_their_groups_are_refused(stage: int) -> None:
     worlds.run(_reaching_outside, 2, stage)
+
+
+def _sparse(rank: int, world: int, stage: int) -> None:
+    worlds.seed()
+    module = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4))
+    plain = copy.deepcopy(module)
+    engine = ZeroEngine(stage=stage)
+    engine.shard(module)
+    for make in (torch.optim.SparseAdam, torch.optim.AdamW, Momentum):
+        with pytest.raises(ValueError, match="`0.weight` is of an embedding with `sparse=True`.* Use `sparse=False`"):
+            engine.attach(make(module[0].parameters()))
+    makes = {0: torch.optim.Adagrad, 1: torch.optim.AdamW}
+    for index, make in makes.items():
+        mine, theirs = (make(model[index].parameters(), lr=0.1) for model in (module, plain))
+        engine.attach(mine)
+        for model, optimizer in ((module, mine), (plain, theirs)):
+            for _ in range(2):
+                model(torch.tensor([1, 3, 1])).square().sum().backward()
+                optimizer.step()
+                model.zero_grad()
+    for param, expected in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(engine.full_param(param), expected.detach())
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_sparse_gradients_are_for_optimizers_that_step_dense_ones_alike(stage: int) -> None:
+    worlds.run(_sparse, 2, stage)
 
 
 def _refusal_on_a_grid(rank: int, world: int) -> None:
