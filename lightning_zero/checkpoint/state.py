@@ -23,6 +23,7 @@ from lightning_zero.checkpoint.placeholders import StandIn, replaced, stand_ins
 from lightning_zero.checkpoint.planner import Segment
 from lightning_zero.checkpoint.ranks import Ranks
 from lightning_zero.checkpoint.stored import Lent, StoredTensor, fill
+from lightning_zero.engine.optim.segment_states import COUNTERS, is_counter
 from lightning_zero.errors import nearest
 
 if TYPE_CHECKING:
@@ -199,9 +200,6 @@ def _identity(value: Any) -> Hashable:
 
 GroupPosition = tuple[int, int, int]  # of a parameter: optimizer, group, index in the group
 
-# Names of PyTorch's states that count steps: they tell counters of 0-dim parameters from states by element.
-COUNTERS = ("step", "mu_product", "mu", "eta")
-
 
 def optimizer_state(engine: ZeroEngine, optimizer: Optimizer) -> dict[str, Any]:
     """Return ``{"state": {name: {slot: Segment or value}}, "param_groups": [{..., "params": [name, ...]}]}``.
@@ -231,7 +229,7 @@ def optimizer_state(engine: ZeroEngine, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _slot_segment(record: ParameterRecord, slot: str, value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or (value.ndim == 0 and slot in COUNTERS):
+    if not isinstance(value, torch.Tensor) or is_counter(slot, value):
         return value
     start, stop = record.own_range
     own_shape = (stop - start,) if record.is_sharded else record.shape_here

@@ -116,6 +116,7 @@ class ShardedOptimizer:
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_state_dict_post_hook(self.states.tag),
             optimizer.register_load_state_dict_pre_hook(self.states.refuse_others),
+            optimizer.register_load_state_dict_post_hook(self.states.restore_dtypes),
         ]
         if not moments.is_pytorchs:
             self._hooks.append(optimizer.register_state_dict_post_hook(self.states.widen))

@@ -18,11 +18,18 @@ from lightning_zero.engine.optim.flat_step import BufferSlot, FlatStep
 from lightning_zero.engine.optim.moments import MomentFormat
 from lightning_zero.storage.residence import is_in_memory
 
-__all__ = ["SEGMENTS", "SegmentStates"]
+__all__ = ["COUNTERS", "SEGMENTS", "SegmentStates", "is_counter"]
 
+# Names of PyTorch's states that count steps: they tell counters of 0-dim parameters from states by element.
+COUNTERS = ("step", "mu_product", "mu", "eta")
 SEGMENTS = "segments"  # entry of `state_dict` that says of which rank its states are
 
 _PYTORCH_STATES = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"})  # of fused kernels
+
+
+def is_counter(key: str, value: torch.Tensor) -> bool:
+    """Say whether a state counts steps, and is no state by element of a 0-dim parameter."""
+    return value.ndim == 0 and key in COUNTERS
 
 
 class SegmentStates:
@@ -48,6 +55,7 @@ class SegmentStates:
         self.are_kept = False
         self._are_shown = False  # some may have the class that programs see
         self._have_been_shown = False
+        self._given: dict[str, Any] | None = None  # to ``load_state_dict``, while it runs
         self._classes: dict[int, type[ShardedState] | None] = {}  # these classes, by ``id`` of the parameter
 
     def look_for_kept(self, buffers: Callable[[], Iterable[FlatBuffer]]) -> None:
@@ -103,7 +111,7 @@ class SegmentStates:
     # -- Segments --------------------------------------------------------------------------------------------------
 
     def cut(self, param: nn.Parameter, place: BufferSlot) -> None:
-        """Cut state that the optimizer made in its constructor to this rank's segment."""
+        """Cut states that the optimizer made in its constructor to this rank's segment, on the device of that."""
         buffer, index = place
         start, stop = buffer.own_range.elements(index)
         whole = torch.Size(buffer.layout.slots[index].shape)
@@ -113,8 +121,9 @@ class SegmentStates:
                 value = value.as_subclass(torch.Tensor)
             if isinstance(value, ShardedGradient):  # a segment: it was made of the step window's segments
                 state[key] = value.as_subclass(torch.Tensor)
-            elif torch.is_tensor(value) and key != "step" and value.shape == whole and buffer.own_range.is_shard:
-                state[key] = value.reshape(-1)[start:stop].to(buffer.values.stepped.dtype).clone()
+            elif torch.is_tensor(value) and key != "step" and value.shape == whole and not is_counter(key, value):
+                piece = value.reshape(-1)[start:stop].clone() if buffer.own_range.is_shard else value
+                state[key] = _beside(buffer.values.stepped, piece)
 
     def fit(self, places: Iterable[BufferSlot]) -> None:
         """Cut whole states that were assigned by hand; PyTorch's kernels do not look how long a state is.
@@ -155,6 +164,7 @@ class SegmentStates:
         Raises:
             ValueError: It was made on another rank, or with other options.
         """
+        self._given = state_dict
         self._are_shown = True  # the program may have copied states when it saw them
         found, own = state_dict.get(SEGMENTS), self._segments()
         if found is None or found == own:
@@ -166,6 +176,18 @@ class SegmentStates:
             " optimizer is for the same rank of the same run alone. Save with `trainer.save_checkpoint(path)`"
             " (`lightning_zero.checkpoint` without a Trainer), which every rank calls and any number of ranks can load."
         )
+
+    def restore_dtypes(self, optimizer: Optimizer) -> None:
+        """Give states that ``load_state_dict`` has cast to the parameters' dtype and device those of the segments."""
+        given, self._given = self._given, None
+        if given is None:
+            return
+        saved = [key for group in given["param_groups"] for key in group["params"]]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for key, param in zip(saved, params, strict=False):
+            place, state = self._places.get(id(param)), optimizer.state.get(param)
+            if place is not None and state:
+                _restore(state, given["state"].get(key, {}), place[0].values.stepped)
 
     def _segments(self) -> dict[str, int] | None:
         """Return this rank and a sum over the elements that it has; None if its states are whole."""
@@ -235,3 +257,31 @@ class SegmentStates:
             self._flat_step.give_back()
         else:
             successor._flat_step.take_over(self._flat_step)
+
+
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    return value.as_subclass(torch.Tensor) if isinstance(value, ShardedState) else value
+
+
+def _beside(stepped: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a state on the device of the stepped values, and in their dtype if both are floating point."""
+    return value.to(stepped.device, _dtype_beside(stepped, value))
+
+
+def _dtype_beside(stepped: torch.Tensor, value: torch.Tensor) -> torch.dtype:
+    return stepped.dtype if value.is_floating_point() and stepped.is_floating_point() else value.dtype
+
+
+def _restore(state: dict[str, Any], given: Any, stepped: torch.Tensor) -> None:
+    """Replace what was cast, and nothing else has changed, by the given values."""
+    for key, loaded in state.items():
+        before = given.get(key) if isinstance(given, dict) else None
+        if not (torch.is_tensor(loaded) and torch.is_tensor(before)) or key == "step":
+            continue
+        loaded, before = _plain(loaded), _plain(before)
+        is_number = is_counter(key, before)
+        wanted = before.dtype if is_number else _dtype_beside(stepped, before)
+        if loaded.dtype == wanted and (is_number or loaded.device == stepped.device):
+            continue
+        if loaded.shape == before.shape and torch.equal(loaded, before.to(loaded.device, loaded.dtype)):
+            state[key] = before.clone() if is_number else _beside(stepped, before)

@@ -344,6 +344,69 @@ def test_optimizers_that_reach_parameters_past_their_groups_are_refused(stage: i
     worlds.run(_reaching_outside, 2, stage)
 
 
+class Masked(Momentum):
+    """Makes states of several dtypes in its constructor."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["mask"] = torch.ones(param.shape, dtype=torch.bool)
+            self.state[param]["average"] = torch.zeros(param.shape)
+
+    def direction(self, group: dict[str, Any], param: Tensor, average: Tensor) -> Tensor:
+        return average.where(self.state[param]["mask"], 0)
+
+
+def _dtypes_of_states(rank: int, world: int, stage: int) -> None:
+    worlds.seed()
+    engine = ZeroEngine(stage=stage)
+    module = engine.shard(nn.Linear(5, 3).bfloat16())
+    masked = engine.attach(Masked(module.parameters()))
+    assert all(state["mask"].dtype == torch.bool for state in masked.state.values())
+    for make in (Momentum, torch.optim.Adam, torch.optim.NAdam, torch.optim.Adagrad):
+        optimizer = engine.attach(make(module.parameters()))
+        for number in range(2):
+            module(torch.full((2, 5), 0.3 + number, dtype=torch.bfloat16)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        for state, expected in zip(optimizer.state.values(), saved["state"].values(), strict=True):
+            for key, value in expected.items():
+                assert state[key].dtype == value.dtype == torch.float32
+                assert torch.equal(*(one.as_subclass(Tensor) for one in (state[key], value)))
+    engine.close()
+
+
+@stages
+def test_states_keep_their_dtype(stage: int) -> None:
+    worlds.run(_dtypes_of_states, 2, stage)
+
+
+def _attached_again(rank: int, world: int, stage: int) -> None:
+    module = nn.Linear(1, 1)
+    module.bias = nn.Parameter(torch.ones(()))
+    plain = copy.deepcopy(module)
+    engine = ZeroEngine(stage=stage)
+    engine.shard(module)
+    for make in (torch.optim.NAdam, torch.optim.ASGD):
+        pairs = [(model, make(model.parameters(), lr=0.1)) for model in (module, plain)]
+        for _ in range(2):
+            engine.attach(pairs[0][1])
+            for model, optimizer in pairs:
+                model(torch.ones(2, 1)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    for param, expected in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(engine.full_param(param), expected.detach())
+    engine.close()
+
+
+@stages
+def test_counters_of_parameters_without_dimensions_are_kept_when_attached_again(stage: int) -> None:
+    worlds.run(_attached_again, 2, stage)
+
+
 def _sparse(rank: int, world: int, stage: int) -> None:
     worlds.seed()
     module = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4))
