@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.errors import ShardedGradientError
 from tests import worlds
 from tests.references import TinyGPT, token_loss
 
@@ -112,6 +113,19 @@ def _interleaved(module: nn.Module) -> list[nn.Parameter]:
     return params[1::2] + params[::2]
 
 
+class Projected(torch.optim.SGD):
+    """Has methods that need whole parameters."""
+
+    def project(self) -> None:
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["before"] = param.data.clone()
+            param.data.div_(param.data.norm())
+
+    def center(self) -> None:
+        for param in self.param_groups[0]["params"]:
+            param.data.sub_(param.data.mean())
+
+
 Program = Callable[[nn.Module, torch.optim.Optimizer, int], None]
 
 
@@ -126,9 +140,16 @@ def _perturbed(module: nn.Module, optimizer: torch.optim.Optimizer, step: int) -
     optimizer.perturb()
 
 
+def _projected(module: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    assert isinstance(optimizer, Projected)
+    optimizer.project()
+    assert all(type(state["before"]) is torch.Tensor for state in vars(optimizer)["state"].values())
+
+
 CASES: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], Program | None]] = {
     "writes-behind-super": (lambda module: Decayed(module.parameters(), lr=0.01), None),
     "method": (lambda module: Perturbed(module.parameters(), lr=0.01), _perturbed),
+    "norm-in-method": (lambda module: Projected(module.parameters(), lr=0.01), _projected),
     "zero_grad-accumulates": (lambda module: Accumulating(module.parameters(), lr=0.01), None),
     "zero_grad-momentum": (lambda module: GradientMomentum(module.parameters(), lr=0.01), None),
     "zero_grad-zeros": (lambda module: KeepsZeros(module.parameters(), lr=0.01, weight_decay=1.0), _of_turns),
@@ -188,6 +209,23 @@ def test_the_optimizers_own_zero_grad_is_called(case: str, options: str) -> None
 @pytest.mark.parametrize("options", ["stage1", "stage3"])
 def test_shapes_in_a_method_are_those_of_the_segments_that_it_changes(options: str) -> None:
     assert max(worlds.run(_trained, 2, "method", OPTIONS[options])) < 1e-6
+
+
+@pytest.mark.parametrize("options", ["stage0", "stage1", "stage3"])
+def test_norms_in_a_method_are_those_of_the_whole(options: str) -> None:
+    assert max(worlds.run(_trained, 2, "norm-in-method", OPTIONS[options])) < 1e-6
+
+
+def _sums_in_method(rank: int, world: int) -> None:
+    engine = ZeroEngine(3)
+    optimizer: Any = engine.attach(Projected(engine.shard(nn.Linear(2, 3)).parameters(), lr=0.1))
+    with pytest.raises(ShardedGradientError, match="`mean` needs a whole parameter"):
+        optimizer.center()
+    engine.close()
+
+
+def test_sums_in_a_method_are_refused() -> None:
+    worlds.run(_sums_in_method, 2)
 
 
 def test_a_state_that_is_pointed_to_other_memory_counts() -> None:

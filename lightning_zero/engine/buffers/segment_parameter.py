@@ -54,11 +54,12 @@ class ShardedValues(ShardedGradient):
 class SegmentParameter(ReducedParameter):
     """A parameter in the step window that shows this rank's segment; operations on the whole parameter are refused.
 
-    In methods of the optimizer, which are written for segments as its step is, it returns plain tensors.
+    In methods of the optimizer, which are written for segments as its step is, shapes are those of the segments.
     """
 
     values_class: ClassVar[type[ShardedValues] | None] = None
     whole: ClassVar[Cut | None] = None
+    in_methods: ClassVar[type[SegmentParameter]]  # the class that answers with the segment's shape
 
     @classmethod
     def __torch_function__(
@@ -91,7 +92,7 @@ class SegmentParameter(ReducedParameter):
     def grad(self) -> torch.Tensor | None:
         """The gradient; in methods of the optimizer its shape is the segment's, as that of the parameter."""
         grad: torch.Tensor | None = super().grad
-        if self.values_class is None and isinstance(grad, ShardedGradient):
+        if self.whole is None and isinstance(grad, ShardedGradient):
             grad.__class__ = type(grad).in_methods
         return grad
 
@@ -115,7 +116,10 @@ class SegmentParameter(ReducedParameter):
 def segment_parameter_class(communicator: Communicator, cut: Cut) -> type[SegmentParameter]:
     """Return the class of one parameter in the step window."""
     values = type("ShardedValues", (ShardedValues,), {"communicator": communicator, "cut": cut, "whole": cut})
-    return type("SegmentParameter", (SegmentParameter,), {"values_class": values, "whole": cut})
+    made: type[SegmentParameter] = type("SegmentParameter", (SegmentParameter,), {"values_class": values, "whole": cut})
+    shown = type("ShardedValues", (values,), {"whole": None})
+    made.in_methods = type("SegmentParameter", (made,), {"values_class": shown, "whole": None})
+    return made
 
 
 def _cut_beside(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

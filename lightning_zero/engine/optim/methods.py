@@ -182,8 +182,8 @@ class MethodCalls:
             self._end_watch()
             self._are_used = True
             for param in self._segments.params:
-                if has_class(param, SegmentParameter):
-                    param.__class__ = SegmentParameter
+                if isinstance(param, SegmentParameter):
+                    param.__class__ = type(param).in_methods
 
 
 def methods_on_segments(base: type[Optimizer], calls: MethodCalls) -> dict[str, Callable[..., Any]]:

@@ -316,6 +316,7 @@ class ShardedOptimizer:
 
     def accept_values(self) -> None:
         """Make the segments in the window the parameters' values. Collective at stages 1 and 2: all ranks."""
+        self.states.make_plain()
         self._take_values()
         for buffer, index in self.places:
             buffer.mark_stepped(index)

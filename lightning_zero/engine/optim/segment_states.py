@@ -90,6 +90,13 @@ class SegmentStates:
                 if isinstance(value, ShardedState):
                     value.__class__ = torch.Tensor  # type: ignore[assignment]
 
+    def make_plain(self) -> None:
+        """Make states plain tensors that a method has made of segments."""
+        for state in vars(self._optimizer).get("state", {}).values():
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, ShardedGradient) and not isinstance(value, ShardedState):
+                    state[key] = value.as_subclass(torch.Tensor)
+
     def show_again(self) -> None:
         """Show them behind a step to a program that may keep some of before."""
         if self.are_kept or (self._have_been_shown and self._flat_step is None):
