@@ -280,7 +280,7 @@ def _dtype_beside(stepped: torch.Tensor, value: torch.Tensor) -> torch.dtype:
 
 
 def _restore(state: dict[str, Any], given: Any, stepped: torch.Tensor) -> None:
-    """Replace what was cast, and nothing else has changed, by the given values."""
+    """Replace values that were cast, and that nothing else has changed, by the given ones."""
     for key, loaded in state.items():
         before = given.get(key) if isinstance(given, dict) else None
         if not (torch.is_tensor(loaded) and torch.is_tensor(before)) or key == "step":
