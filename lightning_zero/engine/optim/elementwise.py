@@ -465,12 +465,16 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return value.clone_state()
     if _is_of_module(value):
         return value
-    if type(value) in (list, tuple):
-        memo[id(value)] = made = type(value)(_copied(one, memo) for one in value)
+    if type(value) is tuple:
+        return tuple(_copied(one, memo) for one in value)
+    if type(value) is list:
+        made: list[Any] = memo.setdefault(id(value), [])
+        made.extend(_copied(one, memo) for one in value)
         return made
     if type(value) is dict:
-        memo[id(value)] = made = {_copied(key, memo): _copied(one, memo) for key, one in value.items()}
-        return made
+        items: dict[Any, Any] = memo.setdefault(id(value), {})
+        items.update((_copied(key, memo), _copied(one, memo)) for key, one in value.items())
+        return items
     try:
         return copy.deepcopy(value, memo)
     except Exception:  # locks, files, other parameters than the samples stand for
