@@ -224,11 +224,6 @@ class EngineState:
         return None if self._made is None else self._made.parts
 
     @property
-    def holds_all_parameters(self) -> bool:
-        """Whether every parameter of the module is one that was sharded."""
-        return self._made is None or self._made.membership.stranger is None
-
-    @property
     def communicator(self) -> Communicator:
         """The communicator over the ranks that share the parameters.
 

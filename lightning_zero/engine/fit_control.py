@@ -31,11 +31,6 @@ class FitControl:
         """Neighbouring ranks that have the same batches: those of a tensor group."""
         return self._state.sharded.ranks_per_batch
 
-    @property
-    def holds_all_parameters(self) -> bool:
-        """Whether every parameter of the module is one that was sharded."""
-        return self._state.holds_all_parameters
-
     def reset_stats(self) -> None:
         """Start counting traffic and peaks anew."""
         self._state.sharded.statistics.reset()
@@ -69,6 +64,23 @@ class FitControl:
         self._state.sharded.whole.rest(together=False)
         if not any(unit.is_sharded_between_uses for unit in self._state.units):
             self._state.sharded.hooks.remove()
+
+    def make_equal(self) -> None:
+        """Give all ranks the whole parameters that the first one shows, before ``resume``. Collective: all ranks.
+
+        Tensors that ``.data`` was pointed to, also on another device, are copied back before. At stage 3 every rank has
+        its piece of one whole; values that an interrupted run has left stale stay as they are.
+        """
+        self._state.require_module()
+        self._state.attached.close()
+        buffers = [buffer for buffer in self._state.buffers if not buffer.sharding.params]
+        for buffer in buffers:
+            buffer.collect_writes()
+        is_stale = any(buffer.is_stale for buffer in buffers)
+        if self._state.communicator.any_is(is_stale, "agreement on parameters between two runs"):
+            return
+        for buffer in buffers:
+            buffer.take_from_first_rank()
 
     def resume(self) -> None:
         """Go on after ``pause`` or ``show_masters``, with the values written since; else do nothing. No collective."""

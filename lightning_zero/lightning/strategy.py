@@ -53,6 +53,7 @@ from lightning_zero.lightning.imported_config import ImportedConfig
 from lightning_zero.lightning.layer_costs import layer_costs
 from lightning_zero.lightning.loader_states import note_loader_states, remake_loaders
 from lightning_zero.lightning.pipelined_steps import PipelinedSteps
+from lightning_zero.lightning.places import Places, places_of
 from lightning_zero.lightning.precision import LossScale, LossScaler, ZeroPrecision, ZeroStep, adopt, engine_precision
 from lightning_zero.lightning.process_hooks import ProcessHooks
 from lightning_zero.lightning.sample_counts import count_samples_once
@@ -392,14 +393,14 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             self._cutting.begin(module)
         recipe = self._recipe()
         engine = next((engine for engine in _made_for if engine.module is module), None)
-        kept_for, kept_sync = (None, None) if engine is None else _made_for[engine]
+        kept_for, kept_sync, kept_places = (None, None, None) if engine is None else _made_for[engine]
         layer_sync = self._layer_sync if is_fitting else kept_sync  # as under DDPStrategy, for fits only
         # The mesh is part of it, so that its groups are lent for as long as the engine uses them.
         made_for = (
             self.precision_plugin.precision, recipe, self.activation_checkpointing, self._mesh, self._cutting,
             type(layer_sync),
         )  # fmt: skip
-        if engine is not None and (kept_for != made_for or not engine.internals.fits.holds_all_parameters):
+        if engine is not None and (kept_for != made_for or kept_places != places_of(module)):
             engine.unshard()
             engine = None
             if kept_sync is not None:
@@ -419,9 +420,11 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
                 engine.shard(module, grid=grid, node=self._node)
             else:
                 self._cut(module, engine, split, grid)
-            _made_for[engine] = made_for, layer_sync
+            _made_for[engine] = made_for, layer_sync, places_of(module)
             if self._cutting is not None:
                 self._cutting.show_wholes(module)
+        else:  # DDPStrategy starts every run from rank 0's values
+            engine.internals.fits.make_equal()
         if self._experts is not None:
             self._experts.bind(module, engine)
         if is_fitting and self.offload is not None and self.offload.params is None:
@@ -842,9 +845,11 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         return {**super().__getstate__(), **dict.fromkeys(made)}
 
 
-# Precision and options that the strategies' engines were made for, and what synchronises batch norms: a module may go
-# from one Trainer to the next.
-_made_for: weakref.WeakKeyDictionary[ZeroEngine, tuple[tuple[Any, ...], LayerSync | None]] = weakref.WeakKeyDictionary()
+# Precision and options that the strategies' engines were made for, what synchronises batch norms, and the places of
+# modules and parameters: a module may go from one Trainer to the next.
+_made_for: weakref.WeakKeyDictionary[ZeroEngine, tuple[tuple[Any, ...], LayerSync | None, Places]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class _Nothing(ClosureResult):

@@ -11,9 +11,10 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_zero.lightning.strategy import ZeroStrategy
 from tests.lightning_programs import (
     STAGES,
     WORLD,
@@ -73,6 +74,101 @@ def second_fit(rank: int, world: int) -> None:
 
 def test_second_fit_on_the_same_trainer_equals_ddp() -> None:
     run(second_fit, WORLD)
+
+
+def rank_zero_loads(rank: int, world: int) -> None:
+    def fit_again(strategy: Any, **options: Any) -> dict[str, Tensor]:
+        fitted = trainer(rank, world, strategy, max_epochs=1, **options)
+        module = seeded(Net)
+        fitted.fit(module, loader(rank, world))
+        start = {key: value.clone() for key, value in seeded(Net).state_dict().items()}
+        if rank == 0:
+            module.load_state_dict(start)
+        else:
+            module.first.weight.data = torch.zeros(6, 4)
+        fitted.test(module, loader(rank, world), verbose=False)
+        assert_equal(weights(fitted), start, what=strategy)
+        torch.manual_seed(rank)
+        module.last.reset_parameters()
+        fitted.fit_loop.max_epochs = 2
+        fitted.fit(module, loader(rank, world))
+        return weights(fitted)
+
+    expected = fit_again("ddp")
+    for stage in (0, 1, 2):
+        assert_equal(fit_again(stage), expected, what=f"stage {stage}")
+        alone = fit_again(stage, precision="bf16-mixed")
+        assert_equal(alone, expected, atol=0.02, what=f"stage {stage}, bf16-mixed")
+
+
+def test_every_run_starts_from_the_parameters_of_rank_0_as_under_ddp() -> None:
+    """A kept engine took each rank's own: a `load_state_dict` of rank 0 between two runs reached a part of them."""
+    run(rank_zero_loads, WORLD)
+
+
+class Grown(Net):
+    """A module that is changed between two runs: other names, and a module that has buffers only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm: nn.Module = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x))
+        for block in self.blocks:
+            x = block(x)
+        return (self.last if hasattr(self, "last") else self.head)(x)
+
+    def grow(self) -> None:
+        self.norm = nn.BatchNorm1d(6, affine=False)
+        self.head = self.last
+        del self.last
+
+
+def grown(rank: int, world: int) -> None:
+    def fit_grown(strategy: Any) -> tuple[dict[str, Tensor], list[str]]:
+        fitted = trainer(rank, world, strategy, max_epochs=1)
+        module = seeded(Grown)
+        fitted.fit(module, loader(rank, world))
+        module.grow()
+        fitted.fit_loop.max_epochs = 2
+        fitted.fit(module, loader(rank, world))
+        kept = fitted.strategy._engine if isinstance(fitted.strategy, ZeroStrategy) else None
+        fitted.fit_loop.max_epochs = 3
+        fitted.fit(module, loader(rank, world))
+        assert kept is None or fitted.strategy._engine is kept  # nothing has changed
+        saved = fitted.strategy.lightning_module_state_dict()
+        return weights(fitted), [key for key in saved if rank == 0]
+
+    expected, keys = fit_grown("ddp")
+    for stage in STAGES:
+        values, found = fit_grown(stage)
+        assert_equal(values, expected, atol=1e-6, what=f"stage {stage}")
+        assert found == keys
+
+
+def test_modules_that_change_between_two_runs_are_sharded_anew() -> None:
+    """The engine was kept, since its parameters were the same, and knew neither new names nor new buffers."""
+    run(grown, WORLD)
+
+
+def moved(rank: int, world: int) -> None:
+    def fit_twice(stage: int, *, is_moved: bool) -> dict[str, Tensor]:
+        fitted = trainer(rank, world, stage, max_epochs=1)
+        module = seeded(Net)
+        fitted.fit(module, loader(rank, world))
+        for param in module.parameters() if is_moved else ():  # as `module.cpu()` does
+            param.data = param.data.clone()
+        fitted.fit_loop.max_epochs = 2
+        fitted.fit(module, loader(rank, world))
+        return weights(fitted)
+
+    for stage in (0, 1, 2):
+        assert_equal(fit_twice(stage, is_moved=True), fit_twice(stage, is_moved=False), what=f"stage {stage}")
+
+
+def test_parameters_that_are_moved_between_two_runs_come_back() -> None:
+    run(moved, WORLD)
 
 
 def two_trainers(rank: int, world: int) -> None:

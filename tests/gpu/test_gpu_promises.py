@@ -358,3 +358,25 @@ def test_an_overflow_on_one_rank_halves_the_scale_and_skips_the_step_on_all(
     for scales, is_as_before in worlds.run(_overflow, world, device, stage, timeout_s=TIMEOUT_S):
         assert scales == [SCALE] * 20 + [SCALE / 2]
         assert is_as_before
+
+
+def _moved_away(rank: int, world: int, device: str, stage: int) -> list[bool]:
+    strategy = ZeroStrategy(stage)
+    module, weights = _fit(rank, world, device, strategy, limit_train_batches=3)
+    module.cpu()
+    strategy = ZeroStrategy(stage)
+    module, again = _fit(rank, world, device, strategy, module=module, limit_train_batches=3)
+    tensors = [*module.parameters(), *module.buffers()]
+    return [
+        all(one.device.type == device for one in tensors),
+        any(not torch.equal(weights[name], again[name]) for name in weights),
+    ]
+
+
+@devices
+@ranks
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_module_that_was_moved_to_the_cpu_trains_on(world: int, device: str, stage: int) -> None:
+    """The kept engine left parameters and buffers where they were, and the next forward failed."""
+    for answers in worlds.run(_moved_away, world, device, stage, timeout_s=TIMEOUT_S):
+        assert answers == [True, True]

@@ -522,6 +522,17 @@ class FlatBuffer:
             self.values.put_params(self.whole.flat[self._spec.params_range])
         self._written = True
 
+    def take_from_first_rank(self) -> None:
+        """Take the whole parameters that the first rank shows where others are shown here. Collective: all ranks."""
+        if self.communicator.world_size == 1:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            values = self.shown.clone()
+            self.communicator.broadcast(values, f"parameters of unit `{self.name}`")
+            if not torch.equal(values, self.shown):
+                self.shown.copy_(values)
+                self.accept_writes()
+
     def refresh_master(self, but_for: Set[int] = frozenset()) -> None:
         """Overwrite the master with the parameters' values wherever its rounded value differs from them.
 

@@ -46,12 +46,7 @@ class ModuleBuffers:
         self._modules = [(f"{name}." if name else "", child) for name, child in module.named_modules()]
         self.is_on = True  # else `broadcast` does nothing
         self._is_due = True
-        for _, child in self._modules:
-            for key, buffer in child._buffers.items():
-                if buffer is not None:
-                    # Modules of other parts of the model were not made real.
-                    is_meta = buffer.is_meta
-                    child._buffers[key] = torch.zeros_like(buffer, device=device) if is_meta else buffer.to(device)
+        self._move()
         # - Facts that the ranks have agreed on
         self._layout: tuple[object, ...] = ()
         self._facts: dict[str, str] = {}
@@ -59,6 +54,17 @@ class ModuleBuffers:
         self._header = torch.empty(0, device="cpu")
         if communicator.world_size > 1:
             self._accept(self._collect())
+
+    def _move(self) -> None:
+        """Move the buffers to the device."""
+        for _, child in self._modules:
+            for key, buffer in child._buffers.items():
+                if buffer is not None:
+                    # Modules of other parts of the model were not made real.
+                    is_meta = buffer.is_meta
+                    child._buffers[key] = (
+                        torch.zeros_like(buffer, device=self._device) if is_meta else buffer.to(self._device)
+                    )
 
     def broadcast(self, is_due_again: bool = True) -> None:
         """Give all ranks rank 0's module buffers, if that is due. Collective: all ranks.
@@ -86,7 +92,11 @@ class ModuleBuffers:
                 _overwrite(buffers, message[_HEADER_BYTES:])
 
     def make_equal(self) -> None:
-        """Give all ranks rank 0's module buffers now, and when the next step begins. Collective: all ranks."""
+        """Give all ranks rank 0's module buffers now, and when the next step begins. Collective: all ranks.
+
+        Those that the program has moved come back to the device.
+        """
+        self._move()
         self.is_on = self._is_due = True
         self.broadcast()
 

@@ -196,3 +196,12 @@ def test_a_buffer_that_is_a_view_of_a_parameter_is_refused_by_name() -> None:
     module.register_buffer("view", module.linear.weight.data[0])
     with pytest.raises(ValueError, match="share memory without being one object: `view` and `linear.weight`"):
         ZeroEngine(0).shard(module)
+
+
+def test_buffers_that_were_moved_come_back_for_the_next_run() -> None:
+    module = nn.BatchNorm1d(2)
+    engine = ZeroEngine(stage=1)
+    engine.shard(module)
+    module.running_mean = torch.empty(2, device="meta")  # as `module.cpu()` does
+    engine.internals.steps.broadcast_module_buffers("scopes")
+    assert module.running_mean.device.type == "cpu"
