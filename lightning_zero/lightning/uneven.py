@@ -7,7 +7,7 @@ Note [Who has no batch serves]
     every batch that it has one. A rank that has come to the end of a loader takes part in the steps of the others, with
     empty steps of its own, until nobody has a batch. Then they reduce the logged values. All ranks end all loaders, one
     after the other: a rank for which a loader is empty ends it like the others, though Lightning shows it nothing of
-    it. Loaders of one known length need none of this. Lightning skips an evaluation on a rank whose loaders are all of
+    it. Loaders of one known length need none of this: lists, and loaders of PyTorch with its own samplers. Lightning skips an evaluation on a rank whose loaders are all of
     length 0; here it is skipped if they are so on every rank.
 
     A step that fetches its batches itself (`dataloader_iter`) may find none, behind having told that it has one: then
@@ -31,7 +31,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.utils.data import IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_zero.comm.agreement import digest_of
 from lightning_zero.engine.engine import ZeroEngine
@@ -166,9 +166,20 @@ class ExpertEvaluation(EvenEvaluation):
 
 def _is_unknown(loop: Any) -> bool:
     """Say whether the number of batches of a loop that starts may be found at its end only."""
-    return any(map(math.isinf, loop.max_batches)) or any(
-        isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loop._combined_loader.flattened
-    )
+    return any(map(math.isinf, loop.max_batches)) or not all(map(_has_exact_length, loop._combined_loader.flattened))
+
+
+def _has_exact_length(loader: Any) -> bool:
+    """Say whether the length of a loader is its number of batches; that of the program's samplers may be an estimate."""
+    if type(loader) in (list, tuple):
+        return True
+    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
+        return False
+    batches = getattr(loader.batch_sampler, "_batch_sampler", loader.batch_sampler)  # Lightning's, in a prediction
+    if batches is not None and type(batches) is not BatchSampler:
+        return False
+    sampler = loader.sampler if batches is None else batches.sampler
+    return type(sampler).__module__.startswith(("torch.utils.data.", "lightning."))
 
 
 class UnevenEvaluation:

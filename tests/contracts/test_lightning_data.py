@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter, EarlyStopping, Thr
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 from torchmetrics import MeanMetric
 
 from lightning_zero.errors import CollectiveError
@@ -200,6 +200,38 @@ def uneven(rank: int, world: int) -> None:
 
 def test_ranks_with_different_numbers_of_batches_evaluate_as_under_ddp() -> None:
     run(uneven, WORLD)
+
+
+class Buckets(Sampler[list[int]]):
+    """Batches whose number is estimated."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([2 * place, 2 * place + 1] for place in range(self.number))
+
+    def __len__(self) -> int:
+        return 4
+
+
+def _estimated(rank: int, world: int) -> None:
+    def run(strategy: Any) -> list[Any]:
+        fitted = trainer(rank, world, strategy, max_epochs=1)
+        batches = DataLoader(data(), batch_sampler=Buckets((2, 4)[rank]))
+        fitted.fit(seeded(MeasuresTwice), loader(rank, world), batches)
+        logged = float(fitted.callback_metrics["val"])
+        return [logged, [batch.tolist() for batch in fitted.predict(fitted.lightning_module, batches)]]
+
+    expected = run("ddp")
+    assert len(expected[1]) == (2, 4)[rank]
+    for stage in (1, 3):
+        assert run(stage) == expected, stage
+
+
+def test_loaders_whose_length_is_an_estimate_evaluate_as_under_ddp() -> None:
+    """Lengths that were alike counted as the numbers of batches, and the rank with more waited for the other."""
+    run(_estimated, WORLD, timeout_s=30)
 
 
 class Counts(Net):
