@@ -192,6 +192,29 @@ class Peers:
             pause_s = min(2 * pause_s, 0.05)
         return bytes(store.get(key))
 
+    def await_all(self, place: str, timeout_s: float) -> list[int]:
+        """Return the ranks that have not come to a place of the program within a time. For places off the usual way.
+
+        Args:
+            place: Its name, which no other one of the run has.
+            timeout_s: Seconds to wait.
+
+        Raises:
+            PeersError: Another rank has told of an error.
+        """
+        if self._store is None:
+            return []
+        keys = [self.key(f"place/{place}/{rank}") for rank in range(self.world_size)]
+        self._store.set(keys[self.rank], "")
+        deadline, pause_s = time.monotonic() + timeout_s, 1e-4
+        while not self._store.check(keys) and time.monotonic() < deadline:
+            told = self.error_elsewhere()
+            if told is not None:
+                raise PeersError(f"The wait of rank {self.rank} was given up: {told}")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
+        return self._missing(keys)
+
     # -- Meetings --------------------------------------------------------------------------------------------------
 
     def meet(

@@ -48,6 +48,7 @@ from lightning_zero.grid import Grid
 from lightning_zero.lightning.averaging import begin_averages, bind_averages, forget_averages
 from lightning_zero.lightning.checkpoint_hooks import CheckpointFollower, CheckpointHooks, raw
 from lightning_zero.lightning.compatibility import refuse_options
+from lightning_zero.lightning.decisions import decide_together, require_all_without_batch
 from lightning_zero.lightning.expert_training import ExpertTraining, refuse_divided_module
 from lightning_zero.lightning.imported_config import ImportedConfig
 from lightning_zero.lightning.layer_costs import layer_costs
@@ -368,6 +369,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self._bind_signals(trainer)
         if self._steps is not None or self.world_size > 1:
             skip_together(self.engine, trainer)
+        if is_fitting and self.world_size > 1:
+            decide_together(self.engine.internals.world_communicator, trainer)
         self._begin_saving(trainer)
         self._announce()
         if self._tensor is not None:
@@ -633,7 +636,13 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             agree_on_last_step(self.engine, self._sharded_module.trainer)
 
     def batch_to_device(self, batch: Any, device: Optional[torch.device] = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch to a device. Collective with tensor parallelism: the ranks that have the same batch."""
+        """Move a batch to a device. Collective with tensor parallelism: the ranks that have the same batch.
+
+        Raises:
+            ValueError: It is None, in training, and other ranks have one.
+        """
+        if batch is None and self.world_size > 1 and self._sharded_module.trainer.training:
+            require_all_without_batch(self._sharded_module.trainer)
         if self._tensor is not None:
             self._tensor.compare_batch(batch)
         return super().batch_to_device(batch, device, dataloader_idx)

@@ -7,8 +7,8 @@ Note [Who has no batch serves]
     every batch that it has one. A rank that has come to the end of a loader takes part in the steps of the others, with
     empty steps of its own, until nobody has a batch. Then they reduce the logged values. All ranks end all loaders, one
     after the other: a rank for which a loader is empty ends it like the others, though Lightning shows it nothing of
-    it. Loaders of one known length need none of this: lists, and loaders of PyTorch with its own samplers. Lightning skips an evaluation on a rank whose loaders are all of
-    length 0; here it is skipped if they are so on every rank.
+    it. Loaders of one known length need none of this: lists, and loaders of PyTorch with its own samplers. Lightning
+    skips an evaluation on a rank whose loaders are all of length 0; here it is skipped if they are so on every rank.
 
     A step that fetches its batches itself (`dataloader_iter`) may find none, behind having told that it has one: then
     it is an empty step.
@@ -170,7 +170,7 @@ def _is_unknown(loop: Any) -> bool:
 
 
 def _has_exact_length(loader: Any) -> bool:
-    """Say whether the length of a loader is its number of batches; that of the program's samplers may be an estimate."""
+    """Say whether the length of a loader is its number of batches: own samplers may give an estimate."""
     if type(loader) in (list, tuple):
         return True
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
