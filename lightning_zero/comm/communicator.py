@@ -534,9 +534,8 @@ class Communicator:
                 is_told = True
                 warnings.warn(
                     f"rank {self.rank} of {self.world_size} has waited {_PATIENCE_S:.0f} s for the other ranks: the"
-                    f" {what} outside a step gathers fp32 values, because the parameter computes in 16 bits. Every rank"
-                    " must read it. Code for one rank belongs inside `with lightning_zero.gathered(module):`, which"
-                    " every rank enters.",
+                    f" {what} outside a step gathers values of all ranks. Every rank must read it. Code for one rank"
+                    " belongs inside `with lightning_zero.gathered(module):`, which every rank enters.",
                     RuntimeWarning,
                     stacklevel=2,
                 )

@@ -44,6 +44,10 @@ class UnitOwner:
             return True
         if self._unit.is_sharded_between_uses:
             return False
+        buffers = (buffer for unit in self._state.units for buffer in unit.buffers)
+        if any(buffer.is_stale and buffer.own_range.is_shard for buffer in buffers):
+            what = f"reading of parameter `{self.param_name(param)}`, whose step is due or not gathered yet,"
+            self._state.communicator.meet(0, what)
         self._state.flush()
         return True
 

@@ -314,11 +314,16 @@ def test_graphs_of_both_dtypes_run_in_one_backward_at_stage_3(autocast_first: bo
         assert (grad - expected[name]).abs().max() < 2**-6 * largest, name  # embeddings are rounded
 
 
-def _asymmetric(rank: int, world: int, how: str) -> str:
-    engine = ZeroEngine(1, precision=BF16, communication=Communication(timeout_s=6.0))
+def _asymmetric(rank: int, world: int, how: str, stepped: bool) -> str:
+    options: dict[str, Any] = {"offload": "cpu"} if stepped else {"precision": BF16}
+    engine = ZeroEngine(1, communication=Communication(timeout_s=6.0), **options)
     module: Any = engine.shard(TinyGPT())
     communicator._PATIENCE_S = 1.0
     try:
+        if stepped:
+            optimizer = engine.attach(torch.optim.AdamW(module.parameters()))
+            token_loss(module, 0, 0).backward()
+            optimizer.step()
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             if how == "alone" and rank == 1:
@@ -334,15 +339,19 @@ def _asymmetric(rank: int, world: int, how: str) -> str:
         communicator._PATIENCE_S = 10.0
 
 
-def test_a_rank_that_reads_alone_says_so_while_it_waits() -> None:
-    told, _ = worlds.run(_asymmetric, 2, "alone")
-    assert "the reading of a parameter of unit `head` failed" in told
+@pytest.mark.parametrize(
+    "stepped", [pytest.param(False, id="lowered"), pytest.param(True, id="step-due", marks=pytest.mark.slow)]
+)
+def test_a_rank_that_reads_alone_says_so_while_it_waits(stepped: bool) -> None:
+    told, _ = worlds.run(_asymmetric, 2, "alone", stepped)
+    read = "parameter `head.weight`, whose step is due" if stepped else "a parameter of unit `head` failed"
+    assert f"the reading of {read}" in told
     assert "rank 0 of 2 has waited 1 s for the other ranks" in told
     assert "lightning_zero.gathered(module)" in told
 
 
 def test_ranks_that_read_different_parameters_get_an_error() -> None:
-    for told in worlds.run(_asymmetric, 2, "different"):
+    for told in worlds.run(_asymmetric, 2, "different", False):
         assert "another rank reads something else" in told
 
 
