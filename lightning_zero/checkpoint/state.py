@@ -38,6 +38,7 @@ __all__ = [
     "load_optimizer_state",
     "model_state",
     "optimizer_state",
+    "whole_model_state",
 ]
 
 
@@ -64,6 +65,14 @@ def model_state(engine: ZeroEngine, module: nn.Module, average: nn.Module | None
     local = {} if average is None else dict(average.named_parameters())
     segments = {id(wanted[id(record.parameter)]): _saved_segment(record, local.get(record.name)) for record in records}
     return {key: segments.get(id(value), value) for key, value in values.items()}
+
+
+def whole_model_state(engine: ZeroEngine, module: nn.Module) -> dict[str, Any]:
+    """Return the module's ``state_dict`` with whole values in host memory, on every rank. Collective: all ranks."""
+    engine.internals.checkpoints.gather_module_buffers()
+    params = [record.parameter for record in engine.records()]
+    with replaced(module, {id(param): engine.full_param(param).cpu() for param in params}):
+        return module.state_dict()
 
 
 def load_model_state(engine: ZeroEngine, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:

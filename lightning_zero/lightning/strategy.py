@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_zero.checkpoint.asynchronous import AsyncSaver
+from lightning_zero.checkpoint.state import whole_model_state
 from lightning_zero.comm.mesh import Mesh
 from lightning_zero.comm.peers import Peers
 from lightning_zero.compat.deepspeed_config import plan_of
@@ -606,11 +607,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
 
     def _whole_state_dict(self) -> dict[str, Any]:
         """See ``ProcessHooks``."""
-        engine = self.engine
-        whole = {
-            alias: engine.full_param(record.parameter).cpu() for record in engine.records() for alias in record.aliases
-        }
-        return {key: whole.get(key, value) for key, value in self.lightning_module_state_dict().items()}
+        return whole_model_state(self.engine, self._sharded_module)
 
     # -- Steps -----------------------------------------------------------------------------------------------------
 

@@ -552,3 +552,32 @@ def _copied(rank: int, world: int) -> None:
 
 def test_segments_in_memory_are_taken_back_by_their_engine() -> None:
     worlds.run(_copied, 2)
+
+
+class _Renames(nn.Module):
+    """Saves its parameters under other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
+        self.tied = self.inner[0]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {key.replace("inner.", "net."): value for key, value in super().state_dict(*args, **kwargs).items()}
+
+
+def _whole_of_renamed(rank: int, world: int) -> None:
+    for stage in (1, 3):
+        worlds.seed()
+        module = _Renames()
+        expected = {key: value.clone() for key, value in module.state_dict().items()}
+        engine = ZeroEngine(stage)
+        values = state.whole_model_state(engine, engine.shard(module))
+        assert list(values) == list(expected)
+        for key, value in expected.items():
+            assert torch.equal(values[key], value), key
+
+
+def test_whole_values_have_the_names_that_the_module_gives_them() -> None:
+    """They were found by name, and a module that renames them lost the weights of a fit in processes of its own."""
+    worlds.run(_whole_of_renamed, 2)
