@@ -13,24 +13,31 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-__all__ = ["Peers", "PeersError", "Told", "is_pretended", "told_error"]
+from lightning_zero.errors import CollectiveError
+
+__all__ = ["Peers", "PeersError", "Told", "failure_named", "is_pretended", "told_error"]
 
 _LOOK_S = 0.25  # between two looks of the thread at the store
 _HEARING_S = 3.0  # how long a rank that fails waits until the others have read its error
 _PULSE_S = 5.0  # between two signs of life
 _NO_PULSE = b"over"  # of a rank whose run has ended
-_SILENCE_S = 60.0  # without a sign of life a rank counts as ended
+_SILENCE_S = 60.0  # without a sign of life a rank counts as ended, if its process is known to be gone
+_LONG_SILENCE_S = (
+    600.0  # if it may be at work: code that holds the interpreter's lock stops the thread that gives signs
+)
 _STUCK_S = 20.0  # after another rank's error: how long a rank may stay in a call
 _MOST_TEXT = 4000  # characters of an error
 
@@ -75,9 +82,12 @@ class Peers:
         self.first: Told | None = None  # the first error of the run, as far as this rank knows
         self._default_store = store
         self._store = None if store is None else PrefixStore("lightning_zero/peers", store)
-        self._run = 0
+        self._num_runs = 0
+        self._run = 0  # number of the current one, or of the last
         self._num_meetings = 0
-        self._watcher: _Watcher | None = None
+        self._owner: object = None  # of the current run
+        self._watcher: _Watcher | None = None  # of the current run
+        self._outer: list[_Outer] = []  # runs around the current one, the outermost first
         self._watched: list[ref[Watched]] = []
 
     @classmethod
@@ -93,29 +103,48 @@ class Peers:
 
     # -- A run -----------------------------------------------------------------------------------------------------
 
-    def begin_run(self, may_stay: Callable[[], bool] = lambda: False) -> None:
+    def begin_run(self, owner: object = None, may_stay: Callable[[], bool] = lambda: False) -> None:
         """Forget errors of earlier runs, and watch for new ones. Every rank calls it; no collective.
 
         Args:
+            owner: That ends the run. A run of another owner goes on when this one has ended.
             may_stay: Whether a rank in a call that cannot end has something else to finish.
         """
         if self._store is None:
             return
-        self.end_run()
-        self._run += 1
-        self._num_meetings = 0
+        self.end_run(owner)
+        if self._watcher is not None and self.has_told:  # an error has ended it without notice
+            self.end_run(self._owner)
+        if self._watcher is not None:
+            outer = _Outer(self._owner, self._run, self._num_meetings, self.first, self.has_told, self._watcher)
+            self._outer.append(outer)
+        self._num_runs += 1
+        self._run, self._owner, self._num_meetings = self._num_runs, owner, 0
         self.first, self.has_told = None, False
+        self._store.set(self.key(f"process/{self.rank}"), json.dumps(_this_process()))
         self._store.set(self.key(f"pulse/{self.rank}"), "0")
         self._watcher = _Watcher(self, may_stay)
         self._watcher.start()
 
-    def end_run(self) -> None:
-        """Stop watching."""
-        if self._watcher is not None and self._store is not None:
-            self._watcher.stop()
-            self._watcher = None
-            with contextlib.suppress(Exception):  # the store ends with rank 0
-                self._store.set(self.key(f"pulse/{self.rank}"), _NO_PULSE.decode())
+    def end_run(self, owner: object = None) -> None:
+        """Stop watching for a run, and for those that were begun inside of it."""
+        while self._watcher is not None and owner in (self._owner, *(outer.owner for outer in self._outer)):
+            is_last = self._owner == owner
+            self._end_current()
+            if is_last:
+                return
+
+    def _end_current(self) -> None:
+        assert self._watcher is not None
+        assert self._store is not None
+        self._watcher.stop()
+        with contextlib.suppress(Exception):  # the store ends with rank 0
+            self._store.set(self.key(f"pulse/{self.rank}"), _NO_PULSE.decode())
+        self._watcher, self._owner = None, None
+        if self._outer:
+            outer = self._outer.pop()
+            self._owner, self._run, self._num_meetings = outer.owner, outer.run, outer.num_meetings
+            self.first, self.has_told, self._watcher = outer.first, outer.has_told, outer.watcher
 
     def key(self, name: str) -> str:
         """Return the name of a value of this run."""
@@ -290,7 +319,7 @@ class Peers:
         assert self._store is not None
         store, end = self._store, f"{meeting}/end"
         keys = [f"{meeting}/{rank}" for rank in range(self.world_size)]
-        began, pause_s, silence, warned_at = time.monotonic(), 1e-3, _Silence(self), _SILENCE_S
+        began, pause_s, silence, warned_at = time.monotonic(), 1e-3, _Silence(self, timeout_s), _SILENCE_S
         while not store.check([end]):
             waited = time.monotonic() - began
             if self.rank == 0 and store.check(keys):
@@ -304,7 +333,7 @@ class Peers:
             if silent:
                 raise PeersError(
                     f"{what} was given up on rank {self.rank}: {_names(silent)} gave no sign of life for"
-                    f" {_SILENCE_S:g} s: the process was ended from outside (killed, out of memory), or hangs."
+                    f" {waited:.0f} s: the process was ended from outside (killed, out of memory), or hangs."
                 )
             if waited > warned_at:
                 warned_at *= 4
@@ -328,15 +357,29 @@ class Peers:
         return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
 
 
+@dataclass(frozen=True)
+class _Outer:
+    """The state of a run while another one goes on inside of it."""
+
+    owner: object
+    run: int
+    num_meetings: int
+    first: Told | None
+    has_told: bool
+    watcher: _Watcher
+
+
 class _Silence:
     """Tells which ranks give no sign of life, as seen from here.
 
     Args:
         peers: The ranks.
+        timeout_s: Of the wait for them.
     """
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: Peers, timeout_s: float) -> None:
         self._peers = peers
+        self._patience_s = max(_SILENCE_S, min(timeout_s, _LONG_SILENCE_S))
         self._last: dict[int, tuple[bytes, float]] = {}  # sign of life, and when it was first seen
         self._next_look = 0.0
 
@@ -352,8 +395,22 @@ class _Silence:
             sign = store.get(key) if store.check([key]) else b""
             if self._last.get(rank, (None, 0.0))[0] != sign:
                 self._last[rank] = (sign, now)
-        ended = (b"", _NO_PULSE)
-        return [rank for rank in missing if self._last[rank][0] not in ended and now - self._last[rank][1] > _SILENCE_S]
+        return [rank for rank in missing if self._is_silent(rank, now)]
+
+    def _is_silent(self, rank: int, now: float) -> bool:
+        sign, since = self._last[rank]
+        if sign in (b"", _NO_PULSE) or now - since <= _SILENCE_S:
+            return False
+        return now - since > self._patience_s or self._is_gone(rank)
+
+    def _is_gone(self, rank: int) -> bool:
+        """Say whether the process of a rank is known to have ended, which is seen on the same machine only."""
+        store, key = self._peers._store, self._peers.key(f"process/{rank}")
+        assert store is not None
+        if not store.check([key]):
+            return False
+        *place, pid = json.loads(store.get(key))
+        return place == _this_process()[:-1] and not _is_alive(pid)
 
 
 class _Watcher(threading.Thread):
@@ -367,6 +424,8 @@ class _Watcher(threading.Thread):
     def __init__(self, peers: Peers, may_stay: Callable[[], bool]) -> None:
         super().__init__(name="lightning_zero-peers", daemon=True)
         self._peers = peers
+        self._run = peers._run
+        self._pulse = peers.key(f"pulse/{peers.rank}")
         self._may_stay = may_stay
         self._is_over = threading.Event()
         # Calls of a store's client wait for one another, and the main thread's may wait long.
@@ -380,7 +439,9 @@ class _Watcher(threading.Thread):
             try:
                 if now >= pulse_at:
                     pulse_at, num_pulses = now + _PULSE_S, num_pulses + 1
-                    self._store.set(peers.key(f"pulse/{peers.rank}"), str(num_pulses))
+                    self._store.set(self._pulse, str(num_pulses))
+                if self._run != peers._run:  # another run goes on inside of this one
+                    continue
                 peers.look(self._store)
                 peers.look_at_watched(self._store)
             except Exception:
@@ -414,9 +475,46 @@ class _Watcher(threading.Thread):
 _PEERS: WeakKeyDictionary[Any, Peers] = WeakKeyDictionary()  # by default group
 
 
+def _this_process() -> list[Any]:
+    """Return the machine, the process numbers it counts, and this process's."""
+    with contextlib.suppress(OSError):
+        return [socket.gethostname(), os.readlink("/proc/self/ns/pid"), os.getpid()]
+    return [socket.gethostname(), "", os.getpid()]
+
+
+def _is_alive(pid: int) -> bool:
+    """Say whether a process of this machine runs; one that has ended may still have a number."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def is_pretended() -> bool:
     """Say whether this process is all there is of the default group: its calls send nothing."""
     return bool(dist.get_backend() == "fake")
+
+
+@contextlib.contextmanager
+def failure_named(what: str) -> Iterator[None]:
+    """Name a call that failed, and the first error of any rank.
+
+    Raises:
+        CollectiveError: The call failed.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, CollectiveError):
+            raise
+        raise CollectiveError(
+            f"rank {dist.get_rank()} of {dist.get_world_size()}: the {what} failed: {error}.{told_error()}"
+        ) from error
 
 
 def told_error() -> str:

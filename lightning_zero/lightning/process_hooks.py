@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
@@ -19,6 +20,7 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.utilities.exceptions import _TunerExitException
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -28,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_zero.comm.direct import backend_for
 from lightning_zero.comm.expert_groups import ExpertGroups
 from lightning_zero.comm.mesh import Mesh
-from lightning_zero.comm.peers import Peers, PeersError, is_pretended, told_error
+from lightning_zero.comm.peers import Facts, Peers, PeersError, failure_named, is_pretended
 from lightning_zero.comm.tensor_groups import TensorGroups
 from lightning_zero.config import Communication, Pipeline
 from lightning_zero.errors import CollectiveError
@@ -36,7 +38,7 @@ from lightning_zero.lightning.expert_training import ExpertTraining
 from lightning_zero.lightning.tensor_training import TensorTraining
 from lightning_zero.parallel.tensor.plan import TensorParallel
 
-__all__ = ["ProcessHooks"]
+__all__ = ["ProcessHooks", "tell_before_callbacks"]
 
 T = TypeVar("T")
 
@@ -64,6 +66,7 @@ class ProcessHooks(ParallelStrategy):
     _mesh: Mesh | None  # with a pipeline
     _tensor: TensorTraining | None  # with tensor parallelism
     _experts: ExpertTraining | None  # with expert parallelism
+    _has_groups: bool = False  # of parallelism, and no error since they were made
     _is_alone: bool = False  # while callbacks act on an error: not all ranks have come to save after it
 
     # -- This rank -------------------------------------------------------------------------------------------------
@@ -145,22 +148,32 @@ class ProcessHooks(ParallelStrategy):
             timeout=self.timeout,
             device_id=self.root_device if self.root_device.type != "cpu" else None,
         )
-        Peers.of_world().begin_run(may_stay=self._is_saving)
-        if self.pipeline is not None and self._mesh is None:
-            self._meet_peers("Making the groups of a pipeline")
-            self._mesh = Mesh(self.pipeline.stages, self.communication.timeout_s)
-        if self.tensor_parallel is not None and self._tensor is None:
-            self._meet_peers("Making the groups of tensor parallelism")
+        Peers.of_world().begin_run(self, may_stay=self._is_saving)
+        self._make_groups()
+
+    def _make_groups(self) -> None:
+        """Make the groups of parallelism that there are none of, or all anew after an error. Collective: all ranks."""
+        if self.pipeline is None and self.tensor_parallel is None and self.expert_parallel is None:
+            return
+        makes = {"makes": "" if self._has_groups else "yes"}
+        is_one = self._meet_peers("Making the groups of parallelism", makes, lambda facts: _any(facts, "makes"))
+        if not is_one:
+            return
+        self._mesh = self._tensor = self._experts = None
+        timeout_s = self.communication.timeout_s
+        if self.pipeline is not None:
+            self._mesh = Mesh(self.pipeline.stages, timeout_s)
+        if self.tensor_parallel is not None:
             stages = 1 if self.pipeline is None else self.pipeline.stages
-            groups = TensorGroups(self.tensor_parallel.size, self.communication.timeout_s, stages)
+            groups = TensorGroups(self.tensor_parallel.size, timeout_s, stages)
             self._tensor = TensorTraining(self.tensor_parallel, groups, self.root_device)
             if self._mesh is not None:
                 self._mesh.data_group = groups.data_group
-        if self.expert_parallel is not None and self._experts is None:
-            self._meet_peers("Making the groups of expert parallelism")
+        if self.expert_parallel is not None:
             stages = 1 if self.pipeline is None else self.pipeline.stages
-            expert_groups = ExpertGroups(self.expert_parallel, self.communication.timeout_s, stages)
+            expert_groups = ExpertGroups(self.expert_parallel, timeout_s, stages)
             self._experts = ExpertTraining(expert_groups, self.root_device)
+        self._has_groups = True
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks of the error, or add the first of their errors to it. No collective."""
@@ -175,16 +188,19 @@ class ProcessHooks(ParallelStrategy):
             self._mesh.distrust()  # another rank may be in a call that this one has left
         if self._cutting is not None:
             self._cutting.groups.distrust()
+        self._has_groups = False
         peers.wait_until_heard()
 
-    def _meet_peers(self, what: str) -> None:
-        """Return when all ranks are here. Collective: all ranks.
+    def _meet_peers(
+        self, what: str, facts: Facts | None = None, judge: Callable[[Mapping[int, Facts]], str] = lambda _: ""
+    ) -> str:
+        """Return rank 0's verdict on the facts of all ranks when all are here. Collective: all ranks.
 
         Raises:
             CollectiveError: One has failed, or did not come.
         """
         try:
-            Peers.of_world().meet(what, {}, lambda _: "", timeout_s=self.timeout.total_seconds())
+            return Peers.of_world().meet(what, facts or {}, judge, timeout_s=self.timeout.total_seconds())
         except PeersError as error:
             raise CollectiveError(str(error)) from error
 
@@ -198,7 +214,7 @@ class ProcessHooks(ParallelStrategy):
         """Wait for all ranks."""
         if not _is_initialized() or self._is_alone:
             return
-        with self._around_collective(), _failure_named("barrier" if name is None else f"barrier `{name}`"):
+        with self._around_collective(), failure_named("barrier" if name is None else f"barrier `{name}`"):
             if backend_for(None, self.root_device) == "nccl":
                 dist.barrier(device_ids=[self.root_device.index])
             else:
@@ -209,7 +225,7 @@ class ProcessHooks(ParallelStrategy):
         if not _is_initialized() or self._is_alone or is_pretended():
             return obj
         objects = [obj]
-        with self._around_collective(), _failure_named("broadcast of an object"):
+        with self._around_collective(), failure_named("broadcast of an object"):
             dist.broadcast_object_list(objects, src)
         return objects[0]
 
@@ -220,7 +236,7 @@ class ProcessHooks(ParallelStrategy):
         if isinstance(tensor, FakeTensor):  # a run of a pipelined step that computes nothing
             return tensor.clone()
         if isinstance(tensor, Tensor) and not self._is_alone:
-            with self._around_collective(group), _failure_named("reduction of a value"):
+            with self._around_collective(group), failure_named("reduction of a value"):
                 return _sync_ddp_if_available(tensor, self._data_group(group), reduce_op=reduce_op)
         return tensor
 
@@ -234,7 +250,7 @@ class ProcessHooks(ParallelStrategy):
         if isinstance(tensor, FakeTensor):
             group = self._data_group(None if group is self._everyone else group)
             return torch.stack([tensor if sync_grads else tensor.detach()] * dist.get_world_size(group))
-        with self._around_collective(group), _failure_named("gathering of a value"):
+        with self._around_collective(group), failure_named("gathering of a value"):
             is_of_all = group is not None and group is self._everyone  # `LightningModule.all_gather` names the world
             group = self._data_group(None if is_of_all else group)
             if sync_grads and group is not None:
@@ -319,17 +335,24 @@ class _Launcher(_MultiProcessingLauncher):
             del vars(module)["state_dict"]
 
 
-@contextmanager
-def _failure_named(what: str) -> Iterator[None]:
-    """Name the call of the program that failed, and the first error of any rank."""
+def _any(facts: Mapping[int, Facts], name: str) -> str:
+    """Return the fact of some rank that is not empty, or an empty string."""
+    return next((one[name] for one in facts.values() if one[name]), "")
+
+
+def tell_before_callbacks(trainer: Any) -> None:
+    """Let a Trainer tell the other ranks of an error before callbacks act on it, which may fail. No collective."""
+    vars(trainer)["_run_stage"] = partial(_run_stage, trainer)
+
+
+def _run_stage(trainer: Any) -> Any:
     try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, CollectiveError):
-            raise
-        raise CollectiveError(
-            f"rank {dist.get_rank()} of {dist.get_world_size()}: the {what} failed: {error}.{told_error()}"
-        ) from error
+        return type(trainer)._run_stage(trainer)
+    except _TunerExitException:
+        raise
+    except BaseException as error:
+        Peers.of_world().tell(error)
+        raise
 
 
 def _is_initialized() -> bool:

@@ -57,7 +57,7 @@ from lightning_zero.lightning.loader_states import note_loader_states, remake_lo
 from lightning_zero.lightning.pipelined_steps import PipelinedSteps
 from lightning_zero.lightning.places import Places, places_of
 from lightning_zero.lightning.precision import LossScale, LossScaler, ZeroPrecision, ZeroStep, adopt, engine_precision
-from lightning_zero.lightning.process_hooks import ProcessHooks
+from lightning_zero.lightning.process_hooks import ProcessHooks, tell_before_callbacks
 from lightning_zero.lightning.sample_counts import count_samples_once
 from lightning_zero.lightning.schedules import prepare_schedules
 from lightning_zero.lightning.signals import Signals
@@ -336,6 +336,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         super().setup_environment()
         if self._tensor is not None:
             self._sharded_module._device_mesh = self._tensor.device_mesh
+        tell_before_callbacks(self._sharded_module.trainer)
         bind_averages(self._sharded_module.trainer)
         self.restore_when_sharded(self._sharded_module.trainer)
         self.meet_before_dumps(self._sharded_module.trainer)
@@ -832,7 +833,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             self._finish_saving()
         finally:
             self._take_back_finetuning()
-            Peers.of_world().end_run()
+            Peers.of_world().end_run(self)
             if self._tensor is not None:
                 self._tensor.unbind_metrics()
             if self._cutting is not None:
@@ -848,7 +849,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
 
     def __getstate__(self) -> dict[str, Any]:
         made = ("_engine", "_saver", "_mesh", "_tensor", "_experts", "_steps", "_announced", "_forecast", "_evaluation")
-        return {**super().__getstate__(), **dict.fromkeys(made)}
+        return {**super().__getstate__(), **dict.fromkeys(made), "_has_groups": False}
 
 
 # Precision and options that the strategies' engines were made for, what synchronises batch norms, and the places of

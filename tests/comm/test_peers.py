@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
+import subprocess
 import time
 
 import pytest
@@ -57,15 +59,25 @@ def test_an_error_ends_the_meetings_of_its_run_alone() -> None:
     assert "the first error was on rank 0: ValueError: in run 0" in second[0]
 
 
-def _end_without_a_word(rank: int, world: int) -> str:
+def _end_without_a_word(rank: int, world: int, is_gone: bool) -> str:
     limits = {"_SILENCE_S": 1.5, "_PULSE_S": 0.2}
     before = {name: getattr(peers_module, name) for name in limits}
     vars(peers_module).update(limits)
     peers, said = Peers.of_world(), ""
     peers.begin_run()
     if rank == 1 and peers._watcher is not None:
-        peers._watcher.stop()  # as a process that was killed
-        time.sleep(6.0)
+        peers._watcher.stop()  # as a process that was killed, or one that holds the interpreter's lock
+        if not is_gone:
+            time.sleep(3.0)
+            peers.meet("A test", {}, lambda facts: "", timeout_s=30)
+        else:
+            ended = subprocess.Popen(["true"])
+            ended.wait()
+            process = [*peers_module._this_process()[:-1], ended.pid]
+            peers._store.set(peers.key(f"process/{rank}"), json.dumps(process))
+            time.sleep(4.0)
+    elif not is_gone:
+        peers.meet("A test", {}, lambda facts: "", timeout_s=30)
     else:
         with pytest.raises(PeersError) as caught:
             peers.meet("A test", {}, lambda facts: "", timeout_s=30)
@@ -76,7 +88,39 @@ def _end_without_a_word(rank: int, world: int) -> str:
 
 
 def test_a_rank_that_was_killed_is_named_long_before_the_timeout() -> None:
-    assert "rank 1 gave no sign of life" in worlds.run(_end_without_a_word, 2)[0]
+    assert "rank 1 gave no sign of life" in worlds.run(_end_without_a_word, 2, True)[0]
+
+
+def test_a_rank_whose_threads_stand_still_for_a_while_is_waited_for() -> None:
+    assert worlds.run(_end_without_a_word, 2, False) == ["", ""]
+
+
+def _run_inside(rank: int, world: int) -> str:
+    peers = Peers.of_world()
+    peers.begin_run("outer")
+    peers.meet("Before", {}, lambda facts: "", timeout_s=30)
+    peers.begin_run("inner")
+    peers.meet("Inside", {}, lambda facts: "", timeout_s=30)
+    peers.end_run("inner")
+    said = ""
+    if rank == 1:
+        peers.tell(ValueError("behind the inner run"))
+        peers.wait_until_heard()
+    else:
+        with pytest.raises(PeersError) as caught:
+            peers.meet("Behind", {}, lambda facts: "", timeout_s=30)
+        said = str(caught.value)
+    peers.end_run("outer")
+    assert peers._watcher is None
+    peers.begin_run("next")
+    peers.meet("Next", {}, lambda facts: "", timeout_s=30)
+    peers.end_run("next")
+    return said
+
+
+def test_a_run_goes_on_when_one_inside_of_it_has_ended() -> None:
+    """The inner run ended the watch of the outer one."""
+    assert "ValueError: behind the inner run" in worlds.run(_run_inside, 2)[0]
 
 
 def _wait_long(rank: int, world: int) -> str:
