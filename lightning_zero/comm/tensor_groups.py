@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_zero.comm.groups import Lent, lend
+from lightning_zero.comm.peers import failure_named
 
 __all__ = ["NeighbourGroups", "TensorGroups"]
 
@@ -74,13 +75,15 @@ class TensorGroups:
         """Return the numbers of all tensor ranks, each below 2**63 in size. Collective: the tensor group."""
         mine = torch.tensor(numbers, device="cpu")
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(everyone, mine, group=self._groups.host)
+        with failure_named("comparison of numbers in a tensor group"):
+            dist.all_gather(everyone, mine, group=self._groups.host)
         return [one.tolist() for one in everyone]
 
     def broadcast_object(self, value: Any) -> Any:
         """Return the object of the first tensor rank. Collective: the tensor group."""
         values = [value]
-        dist.broadcast_object_list(values, group=self._groups.host, group_src=0)
+        with failure_named("broadcast of an object in a tensor group"):
+            dist.broadcast_object_list(values, group=self._groups.host, group_src=0)
         return values[0]
 
     def distrust(self) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 
+from lightning_zero.comm.peers import failure_named
 from lightning_zero.config import Pipeline
 from lightning_zero.lightning.pipeline_logging import Logs, MetricStates
 from lightning_zero.parallel.module_state import ModuleState
@@ -46,7 +47,8 @@ def layer_costs(
             answer = [_costs(module, pipeline, device, context)]
         except Exception as error:  # told to all ranks, which would wait for ever
             answer = [error]
-    dist.broadcast_object_list(answer, src=0)
+    with failure_named("broadcast of the costs of layers"):
+        dist.broadcast_object_list(answer, src=0)
     if isinstance(answer[0], Exception):
         raise ValueError(
             f"`Pipeline(partition={pipeline.partition!r})` could not run a step on rank 0: {answer[0]}"

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_zero.comm.peers import failure_named, is_pretended
 from lightning_zero.comm.tensor_groups import TensorGroups
 from lightning_zero.engine.buffers.part_parameter import show_as_whole, show_parts
 from lightning_zero.engine.runtime.accumulation_hooks import has_hooks_of_program
@@ -167,24 +168,28 @@ class TensorTraining:
 
     def _agreed_plan(self, module: pl.LightningModule) -> tuple[TensorPlan, list[str], list[str]]:
         """Return the plan, its lines, and the names of the modules that it was verified for."""
-        answer: list[Any] = [None]
+        answer: Any = None  # the plan on rank 0; the words of an error
         cause: Exception | None = None
         before = RandomState(self._device)
         try:
             call = call_for_plan(module)  # all ranks read the batch, so data sets with states of their own stay equal
             if dist.get_rank() == 0:
-                answer = [self._plan(module, call)]
+                answer = self._plan(module, call)
         except Exception as error:  # told to all ranks, which would wait for ever
             words = (
                 "" if isinstance(error, ValueError) else f"{type(error).__name__} while planning `tensor_parallel`: "
             )
-            answer, cause = [f"{words}{error}"], error
+            answer, cause = f"{words}{error}", error
         finally:
             before.restore()
-        dist.broadcast_object_list(answer, src=0)
-        if isinstance(answer[0], str):
-            raise ValueError(answer[0]) from cause
-        plan, lines, pieces = answer[0]
+        answers: list[Any] = [answer] * dist.get_world_size()
+        if not is_pretended():
+            with failure_named("gathering of plans of tensor parallelism"):
+                dist.all_gather_object(answers, answer)
+        told = next((one for one in answers if isinstance(one, str)), None)
+        if told is not None:
+            raise ValueError(told) from cause
+        plan, lines, pieces = answers[0]
         return plan, lines, pieces
 
     def _plan(self, module: pl.LightningModule, call: Call) -> tuple[TensorPlan, list[str], list[str]]:
@@ -206,7 +211,8 @@ class TensorTraining:
             if param.is_meta:
                 continue  # waits for pretrained values; the engine refuses others
             values = param.detach().to(self._device).contiguous()
-            dist.broadcast(values, group=self.groups.tensor_group, group_src=0)
+            with failure_named(f"broadcast of `{name}` in a tensor group"):
+                dist.broadcast(values, group=self.groups.tensor_group, group_src=0)
             param.data.copy_(values)
 
     def ranks_of(self, module: nn.Module) -> ProcessGroupRanks:

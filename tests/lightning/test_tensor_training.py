@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torchmetrics import SumMetric
 
 from lightning_zero.comm.tensor_groups import TensorGroups
+from lightning_zero.lightning import tensor_training
 from lightning_zero.lightning.tensor_training import TensorTraining, _digest_of_batch
 from lightning_zero.parallel.tensor.plan import TensorParallel
 from tests.worlds import run
@@ -99,3 +100,26 @@ class Holder:
 def test_batches_of_any_type_are_told_apart(make: Any) -> None:
     assert _digest_of_batch(make(torch.arange(4.0))) == _digest_of_batch(make(torch.arange(4.0)))
     assert _digest_of_batch(make(torch.arange(4.0))) != _digest_of_batch(make(torch.arange(1.0, 5.0)))
+
+
+def _plan_without_a_batch(rank: int, world: int) -> str:
+    training: Any = TensorTraining(TensorParallel(size=2), TensorGroups(2, 60.0), torch.device("cpu"))
+    training._plan = lambda module, call: ("the plan", [], [])
+
+    def call_for_plan(module: Any) -> Any:
+        if rank == 1:
+            raise OSError("no file on rank 1")
+
+    before, tensor_training.call_for_plan = tensor_training.call_for_plan, call_for_plan
+    try:
+        with pytest.raises(ValueError, match="no file on rank 1") as caught:
+            training._agreed_plan(None)
+    finally:
+        tensor_training.call_for_plan = before
+    return str(caught.value)
+
+
+def test_an_error_of_another_rank_than_the_first_while_planning_is_told_on_all() -> None:
+    """The plan of rank 0 took its place."""
+    for told in run(_plan_without_a_batch, 2):
+        assert "OSError while planning `tensor_parallel`: no file on rank 1" in told
