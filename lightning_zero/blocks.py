@@ -24,12 +24,8 @@ def modules_of_classes(
         option: The option in which the user named them, for the error.
 
     Raises:
-        ValueError: No module is of one of the classes, or there are none.
+        ValueError: No module is of one of the classes.
     """
-    if not classes:
-        raise ValueError(
-            f"`{option}={classes!r}` names no class. Name some, as in `['Block']`, or leave the option out."
-        )
     if isinstance(classes, (str, type)):
         classes = [classes]
     known = {type(inner_module(child)).__name__ for child in module.modules() if child is not module}

@@ -23,6 +23,7 @@ from lightning_zero.engine.buffers.window import compare_assigned
 from lightning_zero.engine.engine_state import EngineState
 from lightning_zero.engine.internals import Internals
 from lightning_zero.engine.optim.whole_gradients import WholeGradients
+from lightning_zero.engine.runtime.call_stack import apart_from_program
 from lightning_zero.engine.sharded_module import EngineOptions
 from lightning_zero.engine.unit_owner import UnitOwner
 from lightning_zero.engine.units.deferred_init import deferred_values, forget_deferred
@@ -291,7 +292,8 @@ class ZeroEngine:
             RuntimeError: This rank has passed a collective of the model by.
         """
         self._state.require_module()
-        self._state.sharded.hooks.backward.meet()
+        with apart_from_program():
+            self._state.sharded.hooks.backward.meet()
 
     @contextmanager
     def backward_scope(self) -> Iterator[None]:

@@ -206,7 +206,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             self.offload.check(self.sharding, in_pipeline=self.pipeline is not None)
         self.step = step
         self.activation_checkpointing = ActivationCheckpointing.of(activation_checkpointing)
-        _check_partition(self.activation_checkpointing, self.tensor_parallel)
+        _check_partition(self.activation_checkpointing, TensorParallel.of(tensor_parallel))
         self.async_save = async_save
         self.weights_only = weights_only
         self._start_method = start_method

@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_zero.comm import direct
 from lightning_zero.comm.peers import told_error
@@ -76,8 +75,7 @@ class ExpertRanks:
         Raises:
             CollectiveError: A rank of the group did not come in time, or has failed.
         """
-        with _disable_current_modes():  # selective checkpointing would look for the operations of the engine
-            self.meet()
+        self.meet()
         rows = rows.detach().contiguous()
         with self._named(rows):
             if direct.is_direct(rows, self.group):

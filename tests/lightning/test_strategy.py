@@ -265,12 +265,6 @@ def test_wrong_options_in_yaml_are_named(
     assert message in capsys.readouterr().err + str(caught.value)
 
 
-@pytest.mark.parametrize("size", [None, 1])
-def test_activations_are_not_divided_over_one_tensor_rank(size: Any) -> None:
-    with pytest.raises(ValueError, match=r"divides the inputs of blocks over tensor ranks, and there are none"):
-        ZeroStrategy(tensor_parallel=size, activation_checkpointing={"policy": "partition"})
-
-
 # -- Callbacks and loggers that need whole models ----------------------------------------------------------------------
 
 

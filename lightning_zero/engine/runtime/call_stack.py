@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -15,9 +15,12 @@ from torch import nn
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import BackwardCFunction
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 __all__ = [
     "ModuleCall",
+    "apart_from_program",
     "enclosing_function",
     "frame_of_forward",
     "handled_error",
@@ -25,11 +28,11 @@ __all__ = [
     "in_function",
     "is_raising",
     "may_keep_handles",
-    "outside_of_transforms",
     "runs_whole_graph",
 ]
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
+_SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 _APPLY = getattr(torch.autograd.Function.apply, "__func__", None)  # since PyTorch 2.14 it is not written in Python
 _FORWARD_CODES = () if _APPLY is None else (_APPLY.__code__,)
 _BACKWARD_CODES = tuple(  # newer versions of PyTorch have the second
@@ -101,9 +104,24 @@ def may_keep_handles() -> bool:
     return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
 
 
-def outside_of_transforms() -> AbstractContextManager[Any]:
-    """Keep the engine's own operations out of a transform of ``torch.func`` that is running."""
-    return _NOTHING if peek_interpreter_stack() is None else temporarily_clear_interpreter_stack()
+def apart_from_program() -> AbstractContextManager[Any]:
+    """Keep the engine's own operations out of transforms and selective checkpointing, which follow the program's."""
+    is_transformed = peek_interpreter_stack() is not None
+    is_recorded = any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
+    return _apart(is_transformed, is_recorded) if is_transformed or is_recorded else _NOTHING
+
+
+@contextmanager
+def _apart(is_transformed: bool, is_recorded: bool) -> Iterator[None]:
+    with ExitStack() as stack:
+        if is_transformed:
+            stack.enter_context(temporarily_clear_interpreter_stack())
+        if is_recorded:
+            # A recomputation looks for the operations of the forward, and the engine makes others.
+            for mode in reversed(stack.enter_context(_disable_current_modes())):
+                if not isinstance(mode, _SELECTIVE):
+                    stack.enter_context(mode)
+        yield
 
 
 def _forwards(function: type[torch.autograd.Function]) -> set[CodeType]:

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_zero.engine.runtime.accumulation_hooks import on_accumulated
 from lightning_zero.engine.runtime.backward import Backward
 from lightning_zero.engine.runtime.backward_hooks import BackwardHooks
-from lightning_zero.engine.runtime.call_stack import outside_of_transforms
+from lightning_zero.engine.runtime.call_stack import apart_from_program
 from lightning_zero.engine.runtime.compute_dtypes import ComputeDtypes
 from lightning_zero.engine.runtime.forward_hooks import ForwardHooks
 from lightning_zero.engine.runtime.order import PassOrder
@@ -42,7 +42,7 @@ class _ModuleHook:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._call is None:
             return None
-        with outside_of_transforms():
+        with apart_from_program():
             return self._call(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> _ModuleHook:
@@ -58,7 +58,7 @@ class _SubmoduleHook(_ModuleHook):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or self._call is None:
             return None
-        with outside_of_transforms():
+        with apart_from_program():
             return self._call(*args)
 
 

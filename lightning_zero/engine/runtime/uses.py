@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lightning_zero.engine.runtime.backward import Backward
-from lightning_zero.engine.runtime.call_stack import handled_error, in_backward, outside_of_transforms
+from lightning_zero.engine.runtime.call_stack import apart_from_program, handled_error, in_backward
 from lightning_zero.engine.runtime.compute_dtypes import ComputeDtypes
 from lightning_zero.engine.runtime.order import PassOrder
 from lightning_zero.engine.runtime.passes import Passes
@@ -60,7 +60,7 @@ class UnitUses:
     def make_whole(self, unit: Unit) -> None:
         """Return with a unit whole. Collective, unless it is."""
         if unit.is_sharded_between_uses or not unit.is_whole:
-            with outside_of_transforms():
+            with apart_from_program():
                 if in_backward():
                     self._backward.arm()
                 self._order.request(unit)

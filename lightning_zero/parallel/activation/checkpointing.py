@@ -88,6 +88,11 @@ def _chosen(module: nn.Module, options: ActivationCheckpointing) -> Iterator[tup
                 " `activation_checkpointing=['Block']`."
             )
     else:
+        if not options.modules:
+            raise ValueError(
+                f"`activation_checkpointing={options.modules!r}` names no class. Name some, as in `['Block']`, or leave"
+                " the option out."
+            )
         found = list(modules_of_classes(module, options.modules, option="activation_checkpointing"))
     outermost = [
         (name, child)

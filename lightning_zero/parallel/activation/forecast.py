@@ -129,11 +129,18 @@ class Forecast:
 class _Made(TorchDispatchMode):
     """Follows the storages that operations make, other than those of their arguments."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, is_product: Callable[[Any], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.of_products = 0  # bytes
         self._is_product = is_product
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let functions that are compiled be compiled."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -12,8 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachingTorchDispatchMode,
+    create_selective_checkpoint_contexts,
+)
 
 from lightning_zero.trees import tree_flatten
 
@@ -49,39 +53,33 @@ def is_product(function: Any) -> bool:
 def keep_products() -> Any:
     """Return the contexts of a forward and of its recomputation, for ``torch.utils.checkpoint.checkpoint``."""
     keeping, replaying = create_selective_checkpoint_contexts(_policy_of)  # type: ignore[no-untyped-call]
-    return keeping if torch.compiler.is_compiling() else _CopiedBeforeWrites(keeping), replaying
+    is_compiling = torch.compiler.is_compiling()  # compiled code writes nothing in place
+    return keeping if is_compiling else _CopiedBeforeWrites(keeping.policy_fn, keeping.storage), replaying
 
 
 def _policy_of(context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if is_product(function) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _CopiedBeforeWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Enters a mode of PyTorch that keeps results, and copies those that are written: see the note above.
+class _CopiedBeforeWrites(_CachingTorchDispatchMode):  # type: ignore[no-untyped-call]
+    """PyTorch's mode that keeps results, which copies those that are written: see the note above.
 
     Args:
-        keeping: The mode; ``storage`` has its results, which it wraps with their versions.
+        policy: Says which results are kept.
+        storage: Gets them, wrapped with their versions.
     """
 
-    def __init__(self, keeping: Any) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._keeping = keeping
+    supports_higher_order_operators = True
+
+    def __init__(self, policy: Any, storage: Any) -> None:
+        super().__init__(policy, storage)
         self._memories: set[int] = set()  # of results; each is alive in the storage
-
-    def __enter__(self) -> Any:
-        self._keeping.__enter__()
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._keeping.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call an operation."""
-        kwargs = kwargs or {}
-        if self._memories and func._schema.is_mutable:
-            self._copy_results({_memory(one) for one in _written(func, args, kwargs)} & self._memories)
-        result = func(*args, **kwargs)
+        if self._memories and isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
+            self._copy_results({_memory(one) for one in _written(func, args, kwargs or {})} & self._memories)
+        result = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         if is_product(func):
             self._memories |= {_memory(one) for one in tree_flatten(result)[0] if isinstance(one, Tensor)}
         return result
@@ -91,7 +89,7 @@ class _CopiedBeforeWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not memories:
             return
         self._memories -= memories
-        for kept in _wrappers(self._keeping.storage):
+        for kept in _wrappers(self.storage):
             if isinstance(kept.val, Tensor) and _memory(kept.val) in memories:
                 with _disable_current_modes():  # the mode would count this operation
                     kept.val = kept.val.clone(memory_format=torch.preserve_format)

@@ -158,9 +158,8 @@ def test_units_may_lie_in_units_and_come_after_them() -> None:
     assert units["blocks.0"] == ["blocks.0.norm.weight", "blocks.0.norm.bias"]
 
 
-def test_an_empty_list_of_units_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^`units=\[\]` names no class. Name some, as in `\['Block'\]`, or"):
-        _units(TinyGPT(), [])
+def test_without_names_everything_is_the_root() -> None:
+    assert list(_units(TinyGPT(), [])) == [ROOT]
 
 
 @pytest.mark.parametrize("units", ["Blok", ["Block", "Blok"], [nn.Conv2d], "TinyGPT"])
@@ -305,7 +304,7 @@ class _Tied(nn.Module):
 def _tied(rank: int, world: int, stage: int) -> list[dict[str, Tensor]]:
     found = []
     torch.manual_seed(rank)
-    for units in (None, [nn.Linear], [nn.Linear, nn.Sequential], [nn.Sequential], [nn.Embedding, nn.BatchNorm1d]):
+    for units in (None, [], [nn.Linear], [nn.Linear, nn.Sequential], [nn.Sequential], [nn.Embedding, nn.BatchNorm1d]):
         with torch.device("meta"):
             module = _Tied()
         engine = ZeroEngine(stage, units=units)
@@ -361,7 +360,7 @@ def test_a_recurrent_network_on_the_meta_device_trains(kind: Callable[..., nn.Mo
         assert all(moved)
 
 
-@pytest.mark.parametrize("units", [None, ["Block"], [nn.Linear]])
+@pytest.mark.parametrize("units", [None, [], ["Block"], [nn.Linear]])
 def test_a_tied_weight_has_the_same_compute_dtype_whatever_the_units(units: Any) -> None:
     dtypes = _dtypes(TinyGPT(tied=True), units, compute_dtype=torch.bfloat16)
     assert dtypes["embedding.weight"] == torch.bfloat16
