@@ -362,6 +362,7 @@ _ARGUMENTS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], tuple[Any, ..
     "broadcast_module_buffers": lambda module, optimizer: ("scopes",),
     "use_step_devices": lambda module, optimizer: ({},),
     "scaled": lambda module, optimizer: (1.0,),
+    "part": lambda module, optimizer: ("chunk 1",),
     **dict.fromkeys(
         ("attach", "open_window", "close_window", "drop_gradients", "drop_remote", "whole_groups"),
         lambda module, optimizer: (optimizer,),
