@@ -20,13 +20,15 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functional_call
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_zero.moe.dispatch import sort_by_expert
 from lightning_zero.moe.exchange import ExpertRanks, compute_on_ranks
@@ -150,7 +152,9 @@ class RoutedExperts:
             random = torch.random.fork_rng([rows.device] if rows.is_cuda else [])
             # Casts without a graph must not be there for a call that needs gradients.
             casts = torch.autocast(device, narrow, is_narrowed, cache_enabled=False)
-            with torch.no_grad(), random, casts, _having(self.module, num_experts):
+            # Selective checkpointing would keep the products of this call, which a recomputation does not make.
+            modes = nullcontext() if isinstance(rows, FakeTensor) else _disable_current_modes()
+            with torch.no_grad(), random, casts, modes, _having(self.module, num_experts):
                 self._dtypes[key] = self._call(
                     row, torch.zeros(1, 1, dtype=torch.long, device=row.device), weight
                 ).dtype

@@ -5,10 +5,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.moe.division import divide_experts
 from lightning_zero.moe.exchange import ExpertRanks
 from lightning_zero.moe.routed import RoutedExperts, _tried
+from lightning_zero.parallel.activation.kept_products import keep_products
 from tests.worlds import run, seed
 
 H, E, K = 6, 4, 2
@@ -235,6 +237,20 @@ def test_a_call_without_rows_leaves_no_casts_without_a_graph_to_the_next() -> No
     for param in module.parameters():
         assert param.grad is not None
         assert param.grad.any()
+
+
+def test_a_call_without_rows_leaves_the_products_of_a_selective_checkpoint_alone() -> None:
+    experts, ends = RoutedExperts(Plain()), torch.zeros(E, dtype=torch.int32)
+    weight, x = torch.randn(H, H, requires_grad=True), torch.randn(5, H)
+
+    def block(x: Tensor) -> Tensor:
+        nothing = experts._compute(x.dtype, x[:0], ends)
+        return torch.cat([(x @ weight).tanh(), nothing]).square()
+
+    checkpoint(block, x, use_reentrant=False, context_fn=keep_products).sum().backward()
+    (expected,) = torch.autograd.grad(block(x).sum(), weight)
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, expected)
 
 
 def test_experts_are_verified_with_another_default_device() -> None:
