@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -268,16 +268,24 @@ class ShardedModule:
             facts.update({} if grid is None else grid.facts())
             require_same(self.communicator, facts, "models or options", _REMEDY)
         if grid is not None:
-            self._compare_grids(module, grid, awaited)
+            self._compare_grids(module, holders, grid, awaited)
 
-    def _compare_grids(self, module: nn.Module, grid: Grid, awaited: set[tuple[int, str]]) -> None:
+    def _compare_grids(
+        self,
+        module: nn.Module,
+        holders: Mapping[str, tuple[int, ...]] | None,
+        grid: Grid,
+        awaited: set[tuple[int, str]],
+    ) -> None:
         """Refuse a grid that is wrong on some rank, on all of them."""
+        part = 0 if holders is None else dist.get_rank(self._options.parts_group)
+        held = [name for name in grid.params if holders is None or part in holders.get(name, ())]
         ranks = self._ranks()
         shapes = {name: tuple(param.shape) for name, param in module.named_parameters()}
         error = None
         try:
             grid.check(shapes, ranks)
-            _refuse_parts_without_values(module, grid, awaited)
+            _refuse_parts_without_values(module, held, grid, awaited)
             places = grid.places(shapes, ranks)
         except ValueError as found:
             error, places = found, GridPlaces({}, {})
@@ -376,18 +384,21 @@ def _refuse_whole_params(options: EngineOptions, sharding: ShardedOver) -> None:
         )
 
 
-def _refuse_parts_without_values(module: nn.Module, grid: Grid, awaited: set[tuple[int, str]]) -> None:
-    """Refuse parts on the meta device that no file gives values to.
+def _refuse_parts_without_values(
+    module: nn.Module, held: Iterable[str], grid: Grid, awaited: set[tuple[int, str]]
+) -> None:
+    """Refuse parts of parameters held here that are on the meta device, and that no file gives values to.
 
     Raises:
         ValueError: There is one: ``reset_parameters`` would draw the values of a layer of the part's size.
     """
-    for name, axes in grid.params.items():
+    for name in held:
+        part = grid.params[name].part
         owner, _, key = name.rpartition(".")
         is_awaited = (id(module.get_submodule(owner)), key) in awaited
-        if axes.part is not None and module.get_parameter(name).is_meta and not is_awaited:
+        if part is not None and module.get_parameter(name).is_meta and not is_awaited:
             raise ValueError(
-                f"`{name}` is a part of a parameter of shape {axes.part.whole} and has no values: it is on the meta"
+                f"`{name}` is a part of a parameter of shape {part.whole} and has no values: it is on the meta"
                 " device. Initial values are those of the whole parameter, so make the module on the CPU before it is"
                 " cut, or call `load_pretrained` before it is sharded."
             )

@@ -23,7 +23,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from lightning_zero import ZeroEngine
+from lightning_zero import LayerSpec, ZeroEngine
 from lightning_zero.checkpoint import directory, state
 from lightning_zero.comm.expert_groups import ExpertGroups
 from lightning_zero.config import ActivationCheckpointing, Communication, Pipeline
@@ -527,6 +527,15 @@ class Deep(Program):
         self.model.blocks.extend([Block(case), Block(case)])
 
 
+class Specified(Program):
+    """Blocks that are built on their own stage."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        seed(4)
+        self.model.blocks = nn.ModuleList(LayerSpec(Block, case) for _ in range(2))
+
+
 TWO = {"stages": 2, "microbatches": 2}
 # Micro-batches of one sample each; without a pipeline they are those of an accumulation.
 ACCUMULATED = {"batch": 1, "trainer": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}}
@@ -535,6 +544,7 @@ STAGED: dict[str, dict[str, Any]] = {
     "zb_h1": {"strategy": {"pipeline": {**TWO, "schedule": "zb_h1"}}},
     "checkpointing": {"strategy": {"pipeline": TWO, "activation_checkpointing": True}},
     "offload": {"strategy": {"pipeline": TWO, "offload": "cpu"}},
+    "specified": {"strategy": {"pipeline": TWO}, "module": Specified},
     "mixtral": {"strategy": {"pipeline": TWO}, "module": Family},
     "mixtral-selective": {
         "strategy": {"pipeline": TWO, "activation_checkpointing": {"policy": "selective"}},
@@ -544,7 +554,7 @@ STAGED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("stage", sample([0, 1, 2, 3], 2))
-@pytest.mark.parametrize("name", sample(STAGED, "1f1b", "mixtral"))
+@pytest.mark.parametrize("name", sample(STAGED, "1f1b", "specified", "mixtral"))
 def test_pipeline_stages_with_divided_experts_train_as_data_parallel_ranks(name: str, stage: int) -> None:
     options = STAGED[name]
     plain = {**ACCUMULATED, "module": options.get("module", Program)}
