@@ -774,8 +774,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
     def _begin_evaluation(self, step: str) -> None:
         self._evaluation = None
         if self._steps is not None or self.world_size > 1:
-            together = EvenEvaluation if self._experts is None else ExpertEvaluation
-            kind = UnevenEvaluation if self._steps is None and self._experts is None else together
+            alone = UnevenEvaluation if self._experts is None else ExpertEvaluation
+            kind = alone if self._steps is None else EvenEvaluation
             self._evaluation = kind(self.engine, self._sharded_module.trainer, step)
             self._evaluation.begin()
 

@@ -27,7 +27,7 @@ from lightning_zero import LayerSpec, ZeroEngine
 from lightning_zero.checkpoint import directory, state
 from lightning_zero.comm.expert_groups import ExpertGroups
 from lightning_zero.config import ActivationCheckpointing, Communication, Pipeline
-from lightning_zero.errors import CollectiveError
+from lightning_zero.errors import CollectiveError, PipelineError
 from lightning_zero.grid import Grid
 from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.moe import MoE
@@ -573,6 +573,20 @@ def test_interleaved_chunks_with_divided_experts_train_as_data_parallel_ranks(st
     for found, values in run(_fit, WORLD, 2, stage, "", options):
         assert found == pytest.approx(metrics, abs=BOUND)
         assert_equal(values, expected, BOUND)
+
+
+def _validate_unevenly(rank: int, world: int) -> str:
+    strategy = ZeroStrategy(stage=1, expert_parallel=2, pipeline=2)
+    val = DataLoader(_loader(0, 1, 4 + 4 * (rank % 2)).dataset, batch_size=2)
+    with pytest.raises(PipelineError) as error:
+        trainer(rank, world, strategy).validate(Program(Case(2)), val)
+    return str(error.value)
+
+
+def test_copies_of_a_pipeline_with_divided_experts_need_as_many_batches() -> None:
+    for message in run(_validate_unevenly, WORLD):
+        assert "different numbers of batches: rank 0 has [2], rank 1 has [4]" in message
+        assert "and the stages of a copy of the model the same ones" in message
 
 
 class _Lengths(Dataset[Tensor]):
