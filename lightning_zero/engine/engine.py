@@ -221,11 +221,7 @@ class ZeroEngine:
 
     def _part_here(self, param: nn.Parameter) -> torch.Tensor:
         """Return the whole parameter, or the part of it that this rank has on a grid. Collective: all ranks."""
-        whole, places = self.full_param(param), self._state.param_index
-        if places.is_remote(param):
-            return whole
-        buffer, index = places.of(param)
-        part = buffer.part(index)
+        whole, part = self.full_param(param), self._state.param_index.part(param)
         return whole if part is None else part.read(whole).clone(memory_format=torch.contiguous_format)
 
     def _original_dtype(self, param: nn.Parameter) -> torch.dtype:

@@ -12,6 +12,7 @@ from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 
 from lightning_zero.comm.peers import failure_named
 from lightning_zero.config import Pipeline
+from lightning_zero.engine.buffers.parameter import face_of
 from lightning_zero.lightning.pipeline_logging import Logs, MetricStates
 from lightning_zero.parallel.module_state import ModuleState
 from lightning_zero.parallel.pipeline.schedule.costs import count_flops, measure_time
@@ -36,10 +37,12 @@ def layer_costs(
         context: Of the precision plugin, around the step.
 
     Raises:
-        ValueError: There is no batch to measure with, a layer has no values, or the step fails.
+        ValueError: There is no batch to measure with, a layer has no values, the step fails, or rank 0 cannot run it
+            alone.
     """
     if pipeline.partition not in ("measured", "flops"):
         return None
+    _refuse_parts(module, pipeline)
     _update_properties(module, device=device)  # Lightning has not done it for modules of `configure_model`
     answer: list[Any] = [None]
     if dist.get_rank() == 0:
@@ -55,6 +58,21 @@ def layer_costs(
         ) from answer[0]
     costs: dict[str, int] = answer[0]
     return costs
+
+
+def _refuse_parts(module: Any, pipeline: Pipeline) -> None:
+    """Refuse a module of which every rank has a part: its layers communicate.
+
+    Raises:
+        ValueError: The same on all ranks.
+    """
+    name = next((name for name, param in module.named_parameters() if face_of(param) is not None), None)
+    if name is not None:
+        raise ValueError(
+            f"`Pipeline(partition={pipeline.partition!r})` runs a step on rank 0 alone, and an earlier Trainer with"
+            f" `{face_of(module.get_parameter(name)).option}` has left every rank a part of `{name}`. Cut the module"
+            " where the earlier run did, by the list of first blocks that its summary shows, or make the module anew."
+        )
 
 
 def _costs(

@@ -575,6 +575,30 @@ def test_interleaved_chunks_with_divided_experts_train_as_data_parallel_ranks(st
         assert_equal(values, expected, BOUND)
 
 
+def _fit_twice(rank: int, world: int, size: int, pipeline: dict[str, Any] | None) -> Any:
+    module, copies = Program(Case(2)), world // (1 if pipeline is None else 2)
+    parts = {"accumulate_grad_batches": 2} if pipeline is None else {}
+    train = _loader(rank % copies, copies, batch=1 if pipeline is None else 2)
+    for stage in (1, 3):
+        strategy = ZeroStrategy(stage=stage, expert_parallel=size, pipeline=pipeline)
+        trainer(rank, world, strategy, max_steps=2, **parts).fit(module, train)
+    if pipeline is not None:
+        measured = ZeroStrategy(expert_parallel=size, pipeline={**pipeline, "partition": "flops"})
+        with pytest.raises(ValueError, match="runs a step on rank 0 alone, and an earlier Trainer with `expert_parall"):
+            trainer(rank, world, measured, max_steps=2).fit(module, train)
+    again = trainer(rank, world, ZeroStrategy(stage=2, expert_parallel=size, pipeline=pipeline))
+    losses = again.validate(module, _loader(rank % copies, copies, 8), verbose=False)
+    return losses[0]["val_loss"], weights(again)
+
+
+@pytest.mark.slow
+def test_a_module_in_pipeline_stages_is_trained_by_a_second_strategy() -> None:
+    loss, expected = run(_fit_twice, 2, 1, None)[0]
+    for found, values in run(_fit_twice, WORLD, 2, TWO):
+        assert found == pytest.approx(loss, abs=BOUND)
+        assert_equal(values, expected, BOUND)
+
+
 def _validate_unevenly(rank: int, world: int) -> str:
     strategy = ZeroStrategy(stage=1, expert_parallel=2, pipeline=2)
     val = DataLoader(_loader(0, 1, 4 + 4 * (rank % 2)).dataset, batch_size=2)

@@ -518,6 +518,25 @@ def test_parts_are_parts_again_behind_unshard_and_take_assigned_gradients() -> N
     assert run(_apart, 4) == [((4,), 2.0), ((4,), -2.0)] * 2
 
 
+def _of_another_stage(rank: int, world: int) -> list[list[float]]:
+    """Every rank is a pipeline stage, whose part of a parameter has the rows of the whole in another order."""
+    groups = [dist.new_group([one]) for one in range(world)]
+    part, module = Part.along((4,), 0, (2, 2), (0, 2)), nn.Module()
+    for index, name in enumerate(("first", "second")):
+        device = "cpu" if index == rank else "meta"  # a stage builds its own layers
+        module.register_parameter(name, nn.Parameter(torch.tensor([2.0, 3.0, 0.0, 1.0], device=device)))
+    grid = Grid({"own": None}, 1, {name: ParamAxes("own", part=part) for name in ("first", "second")})
+    engine = ZeroEngine(stage=1, process_group=groups[rank], parts_group=dist.group.WORLD)
+    engine.shard(module, {"first": (0,), "second": (1,)}, grid=grid)
+    engine.unshard()
+    return [param.tolist() for param in module.parameters()]
+
+
+def test_parameters_of_other_stages_need_no_values_and_are_parts_behind_unshard() -> None:
+    """They were refused as parts on the meta device, and whole behind ``unshard``, which the next engine refused."""
+    assert run(_of_another_stage, 2) == [[[2.0, 3.0, 0.0, 1.0]] * 2] * 2
+
+
 def _waits(rank: int, world: int) -> float:
     module, grid = _two_by_two(rank, {"p": ParamAxes("data", part=Part.along((8,), 0, (4 * (rank % 2), 4)))}, p=4)
     engine = ZeroEngine(stage=1)

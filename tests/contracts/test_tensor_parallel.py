@@ -278,6 +278,22 @@ def test_pipeline_stages_of_tensor_ranks_train_as_one_rank(
         compare(outcome, expected, (family, given))
 
 
+def _fit_twice(rank: int, world: int, options: dict[str, Any]) -> Outcome:
+    module, data = Logging("hand-separate"), loaders("hand-separate", 1, 0)
+    for stage in (1, 3):
+        fitted = trainer(rank, world, ZeroStrategy(stage=stage, **options), max_steps=2)  # type: ignore[arg-type]
+        fitted.fit(module, data["train_dataloaders"])
+    metrics = fitted.validate(module, data["val_dataloaders"], verbose=False)[0]
+    return [], dict(metrics), weights(fitted)
+
+
+@pytest.mark.slow
+def test_a_module_in_pipeline_stages_of_tensor_ranks_is_trained_by_a_second_strategy() -> None:
+    expected = run(_fit_twice, 1, {})[0]
+    for outcome in run(_fit_twice, 4, {"tensor_parallel": 2, "pipeline": {"stages": 2, "microbatches": 2}}):
+        compare(outcome, expected, "second strategy")
+
+
 @pytest.mark.slow
 def test_a_grid_of_three_axes_trains_as_one_rank() -> None:
     expected = run(fit_logging, 1, "hand-separate", None, {})[0]

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from lightning_zero.boxes import Part
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.optim.flat_step import BufferSlot
 from lightning_zero.engine.units.partition import Territory
@@ -66,6 +67,13 @@ class ParamIndex:
     def is_remote(self, param: torch.Tensor) -> bool:
         """Say whether another part of the model holds a parameter."""
         return self.remote_params is not None and param in self.remote_params
+
+    def part(self, param: nn.Parameter) -> Part | None:
+        """Return the part of a parameter that this rank has, or would have where it is held; None: all of it."""
+        if self.remote_params is not None and param in self.remote_params:
+            return self.remote_params.part(param)
+        buffer, index = self.of(param)
+        return buffer.part(index)
 
     def __contains__(self, param: torch.Tensor) -> bool:
         return id(param) in self.by_id or self.is_remote(param)

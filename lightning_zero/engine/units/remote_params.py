@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_zero.boxes import Part
 from lightning_zero.config import Communication, MixedPrecision
 from lightning_zero.engine.buffers.parameter import (
     ReleasedParameter,
@@ -37,6 +38,7 @@ class _Absent:
 
     param: nn.Parameter
     shape: tuple[int, ...]  # of the whole parameter
+    part: Part | None  # that this rank would have of it where it is held; None: all of it
     master: torch.Tensor  # without elements, in the dtype of the master
     placeholder: torch.Tensor
 
@@ -83,8 +85,9 @@ class RemoteParams:
                 compute = lowering.dtype(param, module.get_submodule(path), key)
                 kind = kind_of(param, compute, precision=precision, communication=communication)
                 empty = torch.empty(0, dtype=kind.shown, device=device)
-                shape = tuple(param.shape) if grid is None else grid.whole_shape(name, param.shape)
-                self._absent[id(param)] = _Absent(param, shape, empty, placeholder(param, device))
+                part = None if grid is None or name not in grid.params else grid.params[name].part
+                shape = tuple(param.shape) if part is None else part.whole
+                self._absent[id(param)] = _Absent(param, shape, part, empty, placeholder(param, device))
         for absent in self._absent.values():
             self._give_up(absent)
 
@@ -112,6 +115,10 @@ class RemoteParams:
     def whole_shape(self, param: nn.Parameter) -> tuple[int, ...]:
         """Return the shape of an absent parameter; on a grid that of the whole one."""
         return self._absent[id(param)].shape
+
+    def part(self, param: nn.Parameter) -> Part | None:
+        """Return the part of an absent parameter that this rank would have where it is held; None: all of it."""
+        return self._absent[id(param)].part
 
     @contextmanager
     def borrowed(self, params: Iterable[torch.Tensor]) -> Iterator[None]:
