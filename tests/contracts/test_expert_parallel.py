@@ -7,6 +7,7 @@ import time
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,11 +26,13 @@ from transformers import (
 
 from lightning_zero import LayerSpec, ZeroEngine
 from lightning_zero.checkpoint import directory, state
+from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.expert_groups import ExpertGroups
 from lightning_zero.config import ActivationCheckpointing, Communication, Pipeline
 from lightning_zero.errors import CollectiveError, PipelineError
 from lightning_zero.grid import Grid
 from lightning_zero.lightning.strategy import ZeroStrategy
+from lightning_zero.microbatch import Microbatch
 from lightning_zero.moe import MoE
 from lightning_zero.moe.division import divide_experts, grid_of_experts
 from lightning_zero.moe.exchange import ExpertRanks
@@ -331,6 +334,54 @@ def test_ranks_may_skip_layers_that_do_not_communicate(stage: int) -> None:
     assert len(set(run(_skips, 2, case, True))) == 1
 
 
+def _skips_in_flight(rank: int, world: int, position: Microbatch) -> tuple[Tensor, list[str]]:
+    """Train on two micro-batches, as a pipeline does; return a weight, and what the ranks agreed on in the last step.
+
+    Each rank runs the layer in the middle in one of them.
+    """
+    seed(3)
+    case = Case(2, 3, options=(("units", ["Block", "Linear"]),))
+    model = Skips(case)
+    engine = shard(case, model, rank, world)
+    optimizer = engine.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    steps = engine.internals.steps
+    for _ in range(3):
+        agreements, losses = [], []
+        with mock.patch.object(Communicator, "agree_on", _noting(agreements)):
+            for part in range(2):
+                with engine.scope("training_step"):
+                    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))
+                    losses.append(model(x, runs=rank == part, mixes=True).square().mean())
+            for loss, place in zip(losses, (position, Microbatch.LAST), strict=True):
+                with steps.microbatch(place), steps.backward_scope():
+                    loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return engine.full_param(model.between.weight), agreements
+
+
+def _noting(agreements: list[str]) -> Any:
+    agree_on = Communicator.agree_on
+
+    def noted(self: Communicator, numbers: Any, what: str) -> Any:
+        agreements.append(what)
+        return agree_on(self, numbers, what)
+
+    return noted
+
+
+def test_backwards_that_a_pipeline_sums_gather_in_one_order() -> None:
+    """One rank waited in a gather, the other one in the exchange behind it."""
+    for (found, agreements), (expected, _) in zip(
+        run(_skips_in_flight, 2, Microbatch.IN_FLIGHT_SUMMED),
+        run(_skips_in_flight, 2, Microbatch.IN_FLIGHT),
+        strict=True,
+    ):
+        assert torch.allclose(found, expected, atol=BOUND)
+        assert len(agreements) == 4  # the ends of four passes
+        assert all("has ended" in one for one in agreements)
+
+
 @pytest.mark.slow
 def test_without_meetings_they_wait_for_each_other() -> None:
     """The mutant: one rank waits in an exchange, the other one in a gather."""
@@ -611,6 +662,29 @@ def test_copies_of_a_pipeline_with_divided_experts_need_as_many_batches() -> Non
     for message in run(_validate_unevenly, WORLD):
         assert "different numbers of batches: rank 0 has [2], rank 1 has [4]" in message
         assert "and the stages of a copy of the model the same ones" in message
+
+
+def _agreements(rank: int, world: int, schedule: str) -> list[str]:
+    """Return what the ranks of a stage agree on in the third step."""
+    agreements: list[str] = []
+
+    class Noting(Deep):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            agreements.clear()
+
+    pipeline = {"stages": 2, "microbatches": 4, "schedule": schedule}
+    strategy = ZeroStrategy(stage=3, expert_parallel=2, pipeline=pipeline)
+    with mock.patch.object(Communicator, "agree_on", _noting(agreements)):
+        trainer(rank, world, strategy, max_steps=3).fit(Noting(Case(2, 3)), _loader(rank % 2, 2, batch=4))
+    return [one for one in agreements if "next collective" in one]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_h1"])
+def test_later_steps_of_a_pipeline_agree_on_the_ends_of_passes_alone(schedule: str) -> None:
+    for agreements in run(_agreements, WORLD, schedule):
+        assert agreements
+        assert all("has ended" in one for one in agreements)
 
 
 class _Lengths(Dataset[Tensor]):

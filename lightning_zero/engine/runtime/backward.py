@@ -12,6 +12,9 @@ Note [Backwards that reduce]
     checkpointing needs a backward that runs the whole graph. ``backward(inputs=...)`` does not run it and may bring
     gradients nevertheless; they are reduced at its end.
 
+    A pipeline at stage 3 may sum the gradients of its micro-batches, and reduce them in the last backward. The others
+    gather all the same, so each is a pass without reductions.
+
     At the beginning it cannot be known whether ``backward(create_graph=True)`` builds a graph, or whether the loss of a
     rank without parameters belongs to such a backward. If so, reductions that were started because the list says so
     were of zeros on all ranks, for a rank that takes a gradient knows better. They are finished and dropped.
@@ -137,6 +140,8 @@ class Backward:
             self._reducer.begin(ShardingScope.WORLD if is_last else ShardingScope.NODE)
             if running.has_own_pass:
                 self._passes.begin("backward" if running.runs_whole_graph else "backward of inputs")
+        elif running.is_explicit and self._order.gathers:
+            self._passes.begin("backward without reductions")
         if not running.is_explicit:
             self._await_end(running)
 

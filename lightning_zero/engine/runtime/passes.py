@@ -13,7 +13,7 @@ from lightning_zero.engine.units.unit import Unit, UnitState
 
 __all__ = ["Direction", "Passes"]
 
-Direction = Literal["forward", "backward", "backward of inputs"]
+Direction = Literal["forward", "backward", "backward of inputs", "backward without reductions"]
 
 
 class Passes:
@@ -71,7 +71,7 @@ class Passes:
             kind,
             gathers=self._order.gathers or is_stale,
             in_original=in_original,
-            may_reduce=direction != "forward",
+            may_reduce=direction in ("backward", "backward of inputs"),
         )
         self._ordinal += 1
 

@@ -594,7 +594,7 @@ class PipelineRunner(Generic[Step]):
             self._route.showing(chunk, index, is_last=is_last),
             self._stage.attributes.backward(chunk, index, is_last=is_last),
             self._stage.logging.backward(chunk, index),
-            self._engine.part(f"chunk {chunk}"),
+            self._engine.part(f"chunk {chunk}, {action.kind}"),  # one half of a backward meets, the other does not
             self._engine.microbatch(microbatch),
             self._engine.backward_scope(),
         ):

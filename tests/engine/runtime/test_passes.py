@@ -18,9 +18,11 @@ class _Order:
         self.meets = False
         self.is_suspended = 0
         self.begun: list[tuple[Any, bool]] = []
+        self.may_reduce: list[bool] = []
 
     def begin(self, kind: Any, *, gathers: bool, in_original: bool = False, may_reduce: bool = True) -> None:
         self.begun.append((kind, gathers))
+        self.may_reduce.append(may_reduce)
 
 
 def _passes(*, shards: bool, state: UnitState = UnitState.UNSHARDED) -> tuple[Passes, _Order, Any]:
@@ -52,6 +54,14 @@ def test_parts_of_a_module_have_passes_of_their_own() -> None:
     passes.begin("forward")
     passes.begin_reductions()
     assert [kind[0] for kind, _ in order.begun] == 2 * ["training_step:train of chunk 2"]
+
+
+def test_backwards_that_only_gather_are_passes_of_their_own() -> None:
+    passes, order, _ = _passes(shards=True)
+    passes.begin("backward without reductions")
+    passes.begin("backward")
+    assert len({kind for kind, _ in order.begun}) == 2
+    assert order.may_reduce == [False, True]
 
 
 def test_a_forward_without_gathers_is_no_pass_below_stage_3() -> None:
