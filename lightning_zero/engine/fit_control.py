@@ -65,6 +65,12 @@ class FitControl:
         if not any(unit.is_sharded_between_uses for unit in self._state.units):
             self._state.sharded.hooks.remove()
 
+    @property
+    def unshard_rounds(self) -> bool:
+        """Whether ``unshard`` drops digits of masters, because parameters are in 16 bits in the module's own dtype."""
+        masters = [(one.values.master, one.kind.original) for one in self._state.buffers]
+        return any(master is not None and master.dtype.itemsize > own.itemsize for master, own in masters)
+
     def make_equal(self) -> None:
         """Give all ranks the whole parameters that the first one shows, before ``resume``. Collective: all ranks.
 

@@ -1,28 +1,49 @@
-"""The places of modules and parameters in a module: an engine is kept for the next run if they are those it sharded."""
+"""The places of modules and parameters in a module: an engine is kept for the next run if they are those it sharded.
+
+Many programs make a loss with weights anew in every `setup`: modules that have buffers only do not count.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from torch import nn
 from torchmetrics import Metric
 
-__all__ = ["Places", "places_of"]
+__all__ = ["Places", "buffer_places_of", "modules_with_buffers_only", "places_of"]
 
 Places = list[tuple[str, int]]
 
 
 def places_of(module: nn.Module) -> Places:
-    """Return the names and identities of parameters, and of modules that have parameters or buffers; aliases too.
+    """Return the names and identities of parameters, and of modules that have parameters; aliases too.
 
     Metrics count by their parameters alone: many programs make them anew in `setup`, and the strategy moves them. The
     engine keeps the modules that it has sharded, so no other one gets the identity of one of them.
     """
-    children = module.named_modules(remove_duplicate=False)
-    return [(name, id(child)) for name, child in children if not isinstance(child, Metric) and _has_tensors(child)] + [
+    return [(name, id(child)) for name, child in _modules_of(module) if _has_params(child)] + [
         (name, id(param)) for name, param in module.named_parameters(remove_duplicate=False)
     ]
 
 
-def _has_tensors(module: nn.Module) -> bool:
-    own = [child for child in module.modules() if not isinstance(child, Metric)]
-    tables = [table for child in own for table in (child._parameters, child._buffers)]
-    return any(value is not None for table in tables for value in table.values())
+def buffer_places_of(module: nn.Module) -> Places:
+    """Return the names and identities of the modules that have buffers and no parameters; aliases too."""
+    return [(name, id(child)) for name, child in _modules_of(module) if _has_buffers(child) and not _has_params(child)]
+
+
+def modules_with_buffers_only(module: nn.Module) -> list[nn.Module]:
+    """Return the modules that have buffers and no parameters, metrics left out."""
+    return [child for _, child in _modules_of(module) if _has_buffers(child) and not _has_params(child)]
+
+
+def _modules_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    children = module.named_modules(remove_duplicate=False)
+    return ((name, child) for name, child in children if not isinstance(child, Metric))
+
+
+def _has_params(module: nn.Module) -> bool:
+    return any(param is not None for _, child in _modules_of(module) for param in child._parameters.values())
+
+
+def _has_buffers(module: nn.Module) -> bool:
+    return any(buffer is not None for _, child in _modules_of(module) for buffer in child._buffers.values())

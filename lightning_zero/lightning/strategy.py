@@ -55,7 +55,7 @@ from lightning_zero.lightning.imported_config import ImportedConfig
 from lightning_zero.lightning.layer_costs import layer_costs
 from lightning_zero.lightning.loader_states import note_loader_states, remake_loaders
 from lightning_zero.lightning.pipelined_steps import PipelinedSteps
-from lightning_zero.lightning.places import Places, places_of
+from lightning_zero.lightning.places import Places, buffer_places_of, modules_with_buffers_only, places_of
 from lightning_zero.lightning.precision import LossScale, LossScaler, ZeroPrecision, ZeroStep, adopt, engine_precision
 from lightning_zero.lightning.process_hooks import ProcessHooks, tell_before_callbacks
 from lightning_zero.lightning.sample_counts import count_samples_once
@@ -405,7 +405,9 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             self.precision_plugin.precision, recipe, self.activation_checkpointing, self._mesh, self._cutting,
             type(layer_sync),
         )  # fmt: skip
-        if engine is not None and (kept_for != made_for or kept_places != places_of(module)):
+        if engine is not None and (kept_for != made_for or kept_places != self._places(module, layer_sync)):
+            if engine.internals.fits.unshard_rounds:
+                rank_zero_warn(_ROUNDED)
             engine.unshard()
             engine = None
             if kept_sync is not None:
@@ -425,10 +427,12 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
                 engine.shard(module, grid=grid, node=self._node)
             else:
                 self._cut(module, engine, split, grid)
-            _made_for[engine] = made_for, layer_sync, places_of(module)
+            _made_for[engine] = made_for, layer_sync, self._places(module, layer_sync)
             if self._cutting is not None:
                 self._cutting.show_wholes(module)
         else:  # DDPStrategy starts every run from rank 0's values
+            for child in modules_with_buffers_only(module):  # some may be new
+                self.precision_plugin.convert_module(child)
             engine.internals.fits.make_equal()
         if self._experts is not None:
             self._experts.bind(module, engine)
@@ -440,6 +444,11 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self._engine = self._step_plugin.engine = engine
         self._step_plugin.around_hooks = nullcontext if self._steps is None else self._steps.around_hooks
         self._forecast = forecast_of(module)
+
+    def _places(self, module: nn.Module, layer_sync: LayerSync | None) -> Places:
+        """Return the places for which an engine is kept; stages and synchronised batch norms know buffers by theirs."""
+        knows_buffers = self.pipeline is not None or layer_sync is not None
+        return places_of(module) + (buffer_places_of(module) if knows_buffers else [])
 
     def _offload_without_optimizer(self) -> Offload | None:
         """Return the offload options of a model that is only evaluated: parameters of all ranks go unit by unit."""
@@ -851,6 +860,13 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         made = ("_engine", "_saver", "_mesh", "_tensor", "_experts", "_steps", "_announced", "_forecast", "_evaluation")
         return {**super().__getstate__(), **dict.fromkeys(made), "_has_groups": False}
 
+
+_ROUNDED = (
+    "The module is sharded anew for this run, because its parameters or their names, the options of the strategy or the"
+    " groups of ranks (anew after an error) are not those of the last run. Its parameters are in 16 bits, so the fp32"
+    " masters of the last run are rounded. To keep them make modules with parameters once, and not"
+    " in every `setup` (`torch.compile` too), or save a checkpoint behind the fit and pass it as `ckpt_path`."
+)
 
 # Precision and options that the strategies' engines were made for, what synchronises batch norms, and the places of
 # modules and parameters: a module may go from one Trainer to the next.

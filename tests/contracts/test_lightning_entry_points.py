@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -150,6 +151,69 @@ def grown(rank: int, world: int) -> None:
 def test_modules_that_change_between_two_runs_are_sharded_anew() -> None:
     """The engine was kept, since its parameters were the same, and knew neither new names nor new buffers."""
     run(grown, WORLD)
+
+
+class Weighted(Net):
+    """Makes its loss, which has weights, in every `setup`; they differ between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def setup(self, stage: str) -> None:
+        first = 1.0 + self.trainer.global_rank + len(self.seen)
+        self.weighting = nn.Module()
+        self.weighting.register_buffer("weight", torch.tensor([first, 1.0, 2.0]))
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        self.seen.append(self.weighting.weight.clone())
+        return ((self(x) - y).square() * self.weighting.weight).mean()
+
+
+def weighted(rank: int, world: int) -> None:
+    def fit_again(strategy: Any, **options: Any) -> tuple[dict[str, Tensor], Weighted, Trainer, Any]:
+        fitted = trainer(rank, world, strategy, max_epochs=1, **options)
+        module = seeded(Weighted)
+        fitted.fit(module, loader(rank, world))
+        kept, before = getattr(fitted.strategy, "_engine", None), weights(fitted)
+        fitted.test(module, loader(rank, world), verbose=False)
+        after = weights(fitted)
+        assert all(torch.equal(before[name], after[name]) for name in before if "weighting" not in name)
+        fitted.fit_loop.max_epochs = 2
+        fitted.fit(module, loader(rank, world))
+        return weights(fitted), module, fitted, kept
+
+    expected, module, _, _ = fit_again("ddp")
+    for stage in STAGES:
+        values, found, fitted, kept = fit_again(stage)
+        assert fitted.strategy._engine is kept
+        assert_equal(values, expected, atol=1e-6, what=f"stage {stage}")
+        assert all(torch.equal(one, other) for one, other in zip(found.seen, module.seen, strict=True))
+    _, found, fitted, kept = fit_again(1, precision="bf16-true")
+    assert fitted.strategy._engine is kept
+    assert {one.dtype for one in found.seen} == {torch.bfloat16}
+
+
+def test_a_loss_with_weights_that_every_setup_makes_anew_keeps_the_engine() -> None:
+    """The next run sharded the module anew: masters of 16-bit parameters were rounded without a word."""
+    run(weighted, WORLD)
+
+
+def renamed(rank: int, world: int) -> list[str]:
+    fitted = trainer(rank, world, 1, max_epochs=1, precision="bf16-true")
+    module = seeded(Grown)
+    fitted.fit(module, loader(rank, world))
+    module.grow()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fitted.test(module, loader(rank, world), verbose=False)
+    return [str(one.message) for one in caught]
+
+
+def test_a_module_that_is_sharded_anew_in_16_bits_says_that_masters_are_rounded() -> None:
+    said = run(renamed, WORLD)
+    assert any("masters of the last run are rounded" in text for text in said[0])
 
 
 def moved(rank: int, world: int) -> None:

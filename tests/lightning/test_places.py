@@ -1,4 +1,4 @@
-"""An engine is kept as long as parameters, and modules with tensors, are where they were."""
+"""An engine is kept as long as parameters, and modules with parameters, are where they were."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torchmetrics.classification import BinaryPrecisionRecallCurve
 
-from lightning_zero.lightning.places import places_of
+from lightning_zero.lightning.places import buffer_places_of, modules_with_buffers_only, places_of
 
 
 def _rename(module: nn.Sequential) -> None:
@@ -25,6 +25,13 @@ def _alias(module: nn.Sequential) -> None:
     module.again = module[0]
 
 
+def _twin(layer: nn.Module) -> nn.Module:
+    """Another module with the same parameters."""
+    twin = nn.Linear(3, 3)
+    twin.weight, twin.bias = layer.weight, layer.bias
+    return twin
+
+
 def _set(name: str, make: Callable[[], nn.Module]) -> Callable[[nn.Module], None]:
     return lambda module: module.add_module(name, make())
 
@@ -33,14 +40,15 @@ MOVES: dict[str, tuple[Callable[[nn.Sequential], None], bool]] = {
     "renamed": (_rename, False),
     "swapped": (_swap, False),
     "alias": (_alias, False),
-    "buffers": (_set("2", lambda: nn.BatchNorm1d(3, affine=False)), False),
+    "replaced": (lambda module: module.__setitem__(1, _twin(module[1])), False),
+    "buffers": (_set("2", lambda: nn.BatchNorm1d(3, affine=False)), True),
     "loss": (_set("2", nn.CrossEntropyLoss), True),
     "metric": (_set("2", lambda: BinaryPrecisionRecallCurve(thresholds=5)), True),
 }
 
 
 @pytest.mark.parametrize(("move", "is_kept"), MOVES.values(), ids=MOVES)
-def test_places_are_those_of_modules_with_tensors(move: Callable[[nn.Module], None], is_kept: bool) -> None:
+def test_places_are_those_of_modules_with_parameters(move: Callable[[nn.Module], None], is_kept: bool) -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     before = places_of(module)
     with torch.no_grad():
@@ -48,3 +56,12 @@ def test_places_are_those_of_modules_with_tensors(move: Callable[[nn.Module], No
     assert places_of(module) == before
     move(module)
     assert (places_of(module) == before) is is_kept
+
+
+def test_modules_with_buffers_only_are_known_by_their_own_places() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.CrossEntropyLoss(weight=torch.ones(3)), nn.BatchNorm1d(3), nn.ReLU())
+    before = buffer_places_of(module)
+    assert modules_with_buffers_only(module) == [module[1]]
+    module[1] = nn.CrossEntropyLoss(weight=torch.ones(3))
+    assert [name for name, _ in before] == ["1"]
+    assert buffer_places_of(module) != before

@@ -43,10 +43,11 @@ class ModuleBuffers:
     def __init__(self, module: nn.Module, device: torch.device, communicator: Communicator) -> None:
         self._communicator = communicator
         self._device = device
-        self._modules = [(f"{name}." if name else "", child) for name, child in module.named_modules()]
+        self._module = module
+        self._modules: list[tuple[str, nn.Module]] = []  # by prefix of their buffers' names
         self.is_on = True  # else `broadcast` does nothing
         self._is_due = True
-        self._move()
+        self._find()
         # - Facts that the ranks have agreed on
         self._layout: tuple[object, ...] = ()
         self._facts: dict[str, str] = {}
@@ -55,8 +56,9 @@ class ModuleBuffers:
         if communicator.world_size > 1:
             self._accept(self._collect())
 
-    def _move(self) -> None:
-        """Move the buffers to the device."""
+    def _find(self) -> None:
+        """Find the modules and move their buffers to the device."""
+        self._modules = [(f"{name}." if name else "", child) for name, child in self._module.named_modules()]
         for _, child in self._modules:
             for key, buffer in child._buffers.items():
                 if buffer is not None:
@@ -94,10 +96,17 @@ class ModuleBuffers:
     def make_equal(self) -> None:
         """Give all ranks rank 0's module buffers now, and when the next step begins. Collective: all ranks.
 
-        Those that the program has moved come back to the device.
+        Those that the program has moved come back to the device, and those of modules that it has replaced count too.
+
+        Raises:
+            ValueError: The ranks have different buffers; names the first difference.
         """
-        self._move()
+        self._find()
         self.is_on = self._is_due = True
+        if self._communicator.world_size > 1:
+            buffers = self._collect()
+            require_same(self._communicator, _facts(buffers), _WHAT, _REMEDY)
+            self._accept(buffers)
         self.broadcast()
 
     def _collect(self) -> dict[str, Tensor]:
