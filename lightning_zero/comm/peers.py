@@ -85,6 +85,8 @@ class Peers:
         self._num_runs = 0
         self._run = 0  # number of the current one, or of the last
         self._num_meetings = 0
+        self._num_places = 0  # to which all ranks came, in this run
+        self._last_place = ""  # key of this rank at the last of them
         self._owner: object = None  # of the current run
         self._watcher: _Watcher | None = None  # of the current run
         self._outer: list[_Outer] = []  # runs around the current one, the outermost first
@@ -116,10 +118,11 @@ class Peers:
         if self._watcher is not None and self.has_told:  # an error has ended it without notice
             self.end_run(self._owner)
         if self._watcher is not None:
-            outer = _Outer(self._owner, self._run, self._num_meetings, self.first, self.has_told, self._watcher)
-            self._outer.append(outer)
+            counts = self._num_meetings, self._num_places
+            self._outer.append(_Outer(self._owner, self._run, counts, self.first, self.has_told, self._watcher))
         self._num_runs += 1
-        self._run, self._owner, self._num_meetings = self._num_runs, owner, 0
+        self._run, self._owner, self._num_meetings, self._num_places = self._num_runs, owner, 0, 0
+        self._last_place = ""
         self.first, self.has_told = None, False
         self._store.set(self.key(f"process/{self.rank}"), json.dumps(_this_process()))
         self._store.set(self.key(f"pulse/{self.rank}"), "0")
@@ -143,7 +146,8 @@ class Peers:
         self._watcher, self._owner = None, None
         if self._outer:
             outer = self._outer.pop()
-            self._owner, self._run, self._num_meetings = outer.owner, outer.run, outer.num_meetings
+            self._owner, self._run, (self._num_meetings, self._num_places) = outer.owner, outer.run, outer.counts
+            self._last_place = ""
             self.first, self.has_told, self._watcher = outer.first, outer.has_told, outer.watcher
 
     def key(self, name: str) -> str:
@@ -225,7 +229,7 @@ class Peers:
         """Return the ranks that have not come to a place of the program within a time. For places off the usual way.
 
         Args:
-            place: Its name, which no other one of the run has.
+            place: Its name. Ranks may come to one again after all have come.
             timeout_s: Seconds to wait.
 
         Raises:
@@ -233,16 +237,24 @@ class Peers:
         """
         if self._store is None:
             return []
-        keys = [self.key(f"place/{place}/{rank}") for rank in range(self.world_size)]
+        keys = [self.key(f"place/{self._num_places}/{place}/{rank}") for rank in range(self.world_size)]
         self._store.set(keys[self.rank], "")
-        deadline, pause_s = time.monotonic() + timeout_s, 1e-4
-        while not self._store.check(keys) and time.monotonic() < deadline:
+        began, pause_s, warned_at = time.monotonic(), 1e-4, _SILENCE_S
+        while not self._store.check(keys) and (waited := time.monotonic() - began) < timeout_s:
             told = self.error_elsewhere()
             if told is not None:
                 raise PeersError(f"The wait of rank {self.rank} was given up: {told}")
+            if waited > warned_at:
+                warned_at *= 4
+                self._say_waiting(f"place `{place}` of the program", keys, waited, timeout_s)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)
-        return self._missing(keys)
+        missing = self._missing(keys)
+        if not missing:
+            if self._last_place:  # all ranks have left it
+                self._store.delete_key(self._last_place)
+            self._num_places, self._last_place = self._num_places + 1, keys[self.rank]
+        return missing
 
     # -- Meetings --------------------------------------------------------------------------------------------------
 
@@ -337,12 +349,7 @@ class Peers:
                 )
             if waited > warned_at:
                 warned_at *= 4
-                print(
-                    f"rank {self.rank} of {self.world_size} has waited {waited:.0f} s for"
-                    f" {_names(self._missing(keys) or [0])}: {what}. It gives up after {timeout_s:g} s.",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                self._say_waiting(what, keys, waited, timeout_s)
             if waited > timeout_s:
                 missing = self._missing(keys)
                 raise PeersError(
@@ -351,6 +358,14 @@ class Peers:
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.01 if waited < 1 else 0.1)
+
+    def _say_waiting(self, what: str, keys: Sequence[str], waited: float, timeout_s: float) -> None:
+        print(
+            f"rank {self.rank} of {self.world_size} has waited {waited:.0f} s for"
+            f" {_names(self._missing(keys) or [0])}: {what}. It gives up after {timeout_s:g} s.",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _missing(self, keys: Sequence[str]) -> list[int]:
         assert self._store is not None
@@ -363,7 +378,7 @@ class _Outer:
 
     owner: object
     run: int
-    num_meetings: int
+    counts: tuple[int, int]  # of meetings and places
     first: Told | None
     has_told: bool
     watcher: _Watcher

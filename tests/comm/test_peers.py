@@ -123,6 +123,23 @@ def test_a_run_goes_on_when_one_inside_of_it_has_ended() -> None:
     assert "ValueError: behind the inner run" in worlds.run(_run_inside, 2)[0]
 
 
+def _come_again(rank: int, world: int) -> list[list[int]]:
+    peers = Peers.of_world()
+    peers.begin_run("run")
+    missing = [peers.await_all("a place", 10) for _ in range(3)]
+    if rank == 0:  # all others have been there before
+        missing.append(peers.await_all("a place", 0.2))
+    peers.begin_run("inner")
+    missing.append(peers.await_all("a place", 10))
+    peers.end_run("run")
+    return missing
+
+
+def test_ranks_come_to_a_place_again_and_wait_for_one_another_again() -> None:
+    """A learning-rate finder restores the counters of a fit: the place was left at once, and the others hung."""
+    assert worlds.run(_come_again, 2) == [[[], [], [], [1], []], [[], [], [], []]]
+
+
 def _wait_long(rank: int, world: int) -> str:
     before, peers_module._SILENCE_S = peers_module._SILENCE_S, 0.5
     said = io.StringIO()
