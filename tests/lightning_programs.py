@@ -20,6 +20,7 @@ from lightning_zero.lightning.strategy import ZeroStrategy
 
 __all__ = [
     "Block",
+    "Grown",
     "Net",
     "Ranks",
     "STAGES",
@@ -129,6 +130,25 @@ class Net(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.02, fused=True)
+
+
+class Grown(Net):
+    """A module that is changed between two runs: other names, and a module that has buffers only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm: nn.Module = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x))
+        for block in self.blocks:
+            x = block(x)
+        return (self.last if hasattr(self, "last") else self.head)(x)
+
+    def grow(self) -> None:
+        self.norm = nn.BatchNorm1d(6, affine=False)
+        self.head = self.last
+        del self.last
 
 
 class Sgd(Net):

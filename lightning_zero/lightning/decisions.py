@@ -18,36 +18,53 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.peers import Peers, PeersError
 from lightning_zero.errors import CollectiveError
 
-__all__ = ["decide_together", "require_all_without_batch"]
+__all__ = ["decide_alone", "decide_together", "require_all_without_batch"]
 
-_PATIENCE_S = 60.0  # with ranks that may leave out the same step a little later
+_PATIENCE_S = 600.0  # with ranks that may leave out the same step later; a shorter `timeout` of the strategy counts
 
 
-def decide_together(everyone: Communicator, trainer: Any) -> None:
+def decide_together(trainer: Any) -> None:
     """Bind the loops of a fit so that all ranks decide alike. No collective.
 
     Args:
-        everyone: Over all ranks.
-        trainer: About to fit.
+        trainer: About to fit, and to make the optimizers, which may ask for the number of steps.
     """
     fit, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    vars(fit)["setup_data"] = partial(_set_up_data, fit, everyone)
+    vars(fit)["setup_data"] = partial(_set_up_data, fit, None)
     vars(batches)["advance"] = partial(_advance, batches)
-    vars(batches).pop("_should_check_val_fx", None)
     if trainer._val_check_time_interval is not None:
-        vars(batches)["_should_check_val_fx"] = partial(_should_validate, batches, everyone)
+        vars(batches)["_should_check_val_fx"] = partial(_should_validate, batches)
 
 
-def require_all_without_batch(trainer: pl.Trainer) -> None:
-    """Return when all ranks have got None for this training batch.
+def decide_alone(trainer: Any) -> None:
+    """Take the bindings back at the end of a run: `setup` of the next one may set up data. No collective."""
+    fit, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    vars(fit).pop("setup_data", None)
+    for name in ("advance", "_should_check_val_fx"):
+        vars(batches).pop(name, None)
+
+
+def require_all_without_batch(trainer: pl.Trainer, *, waits_within_step: bool) -> None:
+    """Return when all ranks have got None for this training batch, or if nobody waits for a rank without it.
+
+    Args:
+        trainer: That trains.
+        waits_within_step: Whether ranks wait for one another in each micro-batch; else when a step begins (rank 0's
+            module buffers) and when it ends.
 
     Raises:
         ValueError: Some have not.
         CollectiveError: Another rank has failed.
     """
-    number = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+    progress, every = trainer.fit_loop.epoch_loop.batch_progress, trainer.accumulate_grad_batches
+    number = progress.current.ready  # of the batches before, in this epoch
+    is_within_step = number % every > 0 and (number + 1) % every > 0
+    is_last = progress.is_last_batch or number + 1 >= trainer.num_training_batches
+    if is_within_step and not is_last and not waits_within_step:
+        return
     _require_all(
-        f"none/{number}",
+        trainer,
+        f"none/{progress.total.ready}",
         "got None as a training batch, of which Lightning makes no step,",
         "Return a smaller batch from `collate_fn` instead of None, or None from `training_step`, whose rank takes part"
         " in the step and adds nothing.",
@@ -63,6 +80,7 @@ def _advance(batches: Any, data_fetcher: Any) -> None:
         progress = batches.batch_progress.total
         if progress.ready > ready and progress.started == started:  # there was a batch
             _require_all(
+                batches.trainer,
                 f"end/{progress.ready}",
                 "ended the epoch, by -1 from `on_train_batch_start`,",
                 "Decide on all ranks alike, for example by"
@@ -71,30 +89,31 @@ def _advance(batches: Any, data_fetcher: Any) -> None:
         raise
 
 
-def _require_all(place: str, deed: str, remedy: str) -> None:
+def _require_all(trainer: Any, place: str, deed: str, remedy: str) -> None:
     peers = Peers.of_world()
+    patience_s = min(_PATIENCE_S, trainer.strategy.timeout.total_seconds())
     try:
-        missing = peers.await_all(place, _PATIENCE_S)
+        missing = peers.await_all(place, patience_s)
     except PeersError as error:
         raise CollectiveError(str(error)) from error
     if missing:
         raise ValueError(
-            f"Rank {peers.rank} {deed} and within {_PATIENCE_S:g} s rank(s) {missing} did not: they would wait in the"
+            f"Rank {peers.rank} {deed} and within {patience_s:g} s rank(s) {missing} did not: they would wait in the"
             f" step for this rank. {remedy}"
         )
 
 
-def _set_up_data(fit: Any, everyone: Communicator) -> None:
-    """Set up the training data. Collective where a loader is made: all ranks.
+def _set_up_data(fit: Any, known: Any) -> None:
+    """Set up the training data. Collective where the loader is another one than ``known``: all ranks.
 
     Raises:
         ValueError: Some ranks have no batch.
     """
-    before = fit._combined_loader
     type(fit).setup_data(fit)
-    if fit._combined_loader is before:
+    if fit._combined_loader is known:
         return
-    is_empty = fit.max_batches == 0
+    vars(fit)["setup_data"] = partial(_set_up_data, fit, fit._combined_loader)
+    everyone, is_empty = _everyone(fit), fit.max_batches == 0
     some, others = everyone.agree_on([is_empty, not is_empty], "agreement on empty training loaders")
     if some and others:
         lengths = everyone.gather_objects(fit.max_batches, "lengths of training loaders")
@@ -105,7 +124,13 @@ def _set_up_data(fit: Any, everyone: Communicator) -> None:
         )
 
 
-def _should_validate(batches: Any, everyone: Communicator, data_fetcher: Any) -> bool:
+def _should_validate(batches: Any, data_fetcher: Any) -> bool:
     """Say whether a validation follows, as rank 0 does: clocks differ. Collective: all ranks."""
-    is_due = type(batches)._should_check_val_fx(batches, data_fetcher)
+    everyone, is_due = _everyone(batches), type(batches)._should_check_val_fx(batches, data_fetcher)
     return everyone.any_is(is_due and everyone.rank == 0, "agreement on a validation that is due by time")
+
+
+def _everyone(loop: Any) -> Communicator:
+    """Return the communicator over all ranks of the engine that trains now: the next fit may have another one."""
+    everyone: Communicator = loop.trainer.strategy.engine.internals.world_communicator
+    return everyone

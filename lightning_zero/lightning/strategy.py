@@ -49,7 +49,7 @@ from lightning_zero.grid import Grid
 from lightning_zero.lightning.averaging import begin_averages, bind_averages, forget_averages
 from lightning_zero.lightning.checkpoint_hooks import CheckpointFollower, CheckpointHooks, raw
 from lightning_zero.lightning.compatibility import refuse_options
-from lightning_zero.lightning.decisions import decide_together, require_all_without_batch
+from lightning_zero.lightning.decisions import decide_alone, decide_together, require_all_without_batch
 from lightning_zero.lightning.expert_training import ExpertTraining, refuse_divided_module
 from lightning_zero.lightning.imported_config import ImportedConfig
 from lightning_zero.lightning.layer_costs import layer_costs
@@ -363,6 +363,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self._restore_checkpoint()
         if is_fitting:
             note_loader_states(trainer.fit_loop)
+            if self.world_size > 1:
+                decide_together(trainer)
             self.setup_optimizers(trainer)
             self._restore_thawed_groups(is_resumed=bool(trainer._checkpoint_connector._loaded_checkpoint))
             self._show_values_to_finetuning(trainer)
@@ -371,8 +373,6 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self._bind_signals(trainer)
         if self._steps is not None or self.world_size > 1:
             skip_together(self.engine, trainer)
-        if is_fitting and self.world_size > 1:
-            decide_together(self.engine.internals.world_communicator, trainer)
         self._begin_saving(trainer)
         self._announce()
         if self._tensor is not None:
@@ -646,13 +646,17 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         """Move a batch to a device. Collective with tensor parallelism: the ranks that have the same batch.
 
         Raises:
-            ValueError: It is None, in training, and other ranks have one.
+            ValueError: Hooks have left None of it, in training, and other ranks have one.
         """
-        if batch is None and self.world_size > 1 and self._sharded_module.trainer.training:
-            require_all_without_batch(self._sharded_module.trainer)
         if self._tensor is not None:
             self._tensor.compare_batch(batch)
-        return super().batch_to_device(batch, device, dataloader_idx)
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        trainer = self._sharded_module.trainer
+        if batch is None and self.world_size > 1 and trainer.training:
+            reduces = self.stage >= 2 or self.sharding.waits_in_node
+            waits = reduces or self.pipeline is not None or self._cutting is not None
+            require_all_without_batch(trainer, waits_within_step=waits)
+        return batch
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run ``LightningModule.training_step`` with the parameters it needs."""
@@ -842,6 +846,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             self._finish_saving()
         finally:
             self._take_back_finetuning()
+            decide_alone(self._sharded_module.trainer)
             Peers.of_world().end_run(self)
             if self._tensor is not None:
                 self._tensor.unbind_metrics()

@@ -19,6 +19,7 @@ from lightning_zero.lightning.strategy import ZeroStrategy
 from tests.lightning_programs import (
     STAGES,
     WORLD,
+    Grown,
     Net,
     assert_equal,
     assert_moved,
@@ -105,25 +106,6 @@ def rank_zero_loads(rank: int, world: int) -> None:
 def test_every_run_starts_from_the_parameters_of_rank_0_as_under_ddp() -> None:
     """A kept engine took each rank's own: a `load_state_dict` of rank 0 between two runs reached a part of them."""
     run(rank_zero_loads, WORLD)
-
-
-class Grown(Net):
-    """A module that is changed between two runs: other names, and a module that has buffers only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm: nn.Module = nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.first(x))
-        for block in self.blocks:
-            x = block(x)
-        return (self.last if hasattr(self, "last") else self.head)(x)
-
-    def grow(self) -> None:
-        self.norm = nn.BatchNorm1d(6, affine=False)
-        self.head = self.last
-        del self.last
 
 
 def grown(rank: int, world: int) -> None:

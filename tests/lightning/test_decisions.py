@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_zero.lightning import decisions
-from tests.lightning_programs import WORLD, Net, assert_equal, data, loader, seeded, trainer, weights
+from tests.lightning_programs import WORLD, Grown, Net, assert_equal, data, loader, seeded, trainer, weights
 from tests.worlds import run
 
 
@@ -64,6 +64,149 @@ def _all(rank: int, world: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["none", "over", "empty"])
 def test_steps_that_all_ranks_leave_out_are_left_out_as_under_ddp(kind: str) -> None:
     run(_all, WORLD, kind)
+
+
+class Hooked(Net):
+    """Makes None of a batch, or a batch of None, behind the loader."""
+
+    def __init__(self, where: str, number: int) -> None:
+        super().__init__()
+        self.where = where
+        self.left = number
+
+    def _changed(self, where: str, batch: Any) -> Any:
+        if where != self.where or not self.trainer.training:
+            return batch
+        self.left -= 1
+        return None if self.left == -1 else batch
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        if batch is None and self.where == "fill":
+            return data(4)[:]
+        return self._changed("transfer", super().transfer_batch_to_device(batch, device, dataloader_idx))
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return self._changed("after", batch)
+
+
+def _fit_hooked(rank: int, strategy: Any, where: str, *, is_everywhere: bool, **options: Any) -> Any:
+    number = 1 if rank or is_everywhere else 99
+    fitted = trainer(rank, WORLD, strategy, max_epochs=1, **options)
+    collate = NoneAt(number) if where == "fill" else None
+    fitted.fit(seeded(lambda: Hooked(where, number)), DataLoader(data(16), batch_size=4, collate_fn=collate))
+    return fitted
+
+
+def _hooks(rank: int, world: int, where: str) -> str:
+    is_filled = where == "fill"
+    expected = weights(_fit_hooked(rank, "ddp", where, is_everywhere=not is_filled))
+    assert_equal(weights(_fit_hooked(rank, 2, where, is_everywhere=not is_filled)), expected)
+    if is_filled:
+        return MESSAGES["none"]
+    before, decisions._PATIENCE_S = decisions._PATIENCE_S, 0.5
+    try:
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            _fit_hooked(rank, 2, where, is_everywhere=False)
+    finally:
+        decisions._PATIENCE_S = before
+    return str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
+
+
+@pytest.mark.parametrize("where", ["transfer", "after", "fill"])
+def test_a_batch_that_hooks_make_none_counts_as_none_and_no_other(where: str) -> None:
+    """The batch was looked at before the hooks that move it."""
+    for text in run(_hooks, WORLD, where):
+        assert MESSAGES["none"] in text
+
+
+def _accumulated(rank: int, world: int) -> None:
+    def fit(strategy: Any) -> dict[str, Any]:
+        return weights(_fit_hooked(rank, strategy, "after", is_everywhere=False, accumulate_grad_batches=3))
+
+    expected = fit("ddp")
+    for stage in (0, 1):
+        assert_equal(fit(stage), expected, what=f"stage {stage}")
+
+
+def test_a_rank_may_leave_out_a_micro_batch_in_which_nobody_waits_as_under_ddp() -> None:
+    """At stages 0 and 1 gradients wait for the last micro-batch; it was an error."""
+    run(_accumulated, WORLD)
+
+
+class Estimates(Net):
+    """Reads the number of steps before the fit begins."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.allow_zero_length_dataloader_with_multiple_devices = True
+
+    def setup(self, stage: str) -> None:
+        if self.where == "setup":
+            assert self.trainer.estimated_stepping_batches >= 0
+
+    def configure_optimizers(self) -> Any:
+        if self.where == "optimizers":
+            assert self.trainer.estimated_stepping_batches >= 0
+        return super().configure_optimizers()
+
+
+def _estimates(rank: int, world: int, where: str) -> str:
+    fitted = trainer(rank, world, 2, max_epochs=1)
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        fitted.fit(seeded(lambda: Estimates(where)), DataLoader(data(0 if rank else 16), batch_size=4))
+    return str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
+
+
+@pytest.mark.parametrize("where", ["setup", "optimizers"])
+def test_an_empty_loader_is_noticed_if_the_number_of_steps_was_read_before(where: str) -> None:
+    for text in run(_estimates, WORLD, where, timeout_s=30):
+        assert MESSAGES["empty"] in text
+
+
+class Reloaded(Grown):
+    """Reads the number of steps in every fit."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches > 0
+        return super().configure_optimizers()
+
+
+def _again(rank: int, world: int) -> None:
+    fitted = trainer(rank, world, 1, max_epochs=1, reload_dataloaders_every_n_epochs=1)
+    module = seeded(Reloaded)
+    fitted.fit(module, loader(rank, world))
+    kept = fitted.strategy._engine
+    everyone = kept.internals.world_communicator
+    agree_on = everyone.agree_on
+
+    def agree(*args: Any) -> Any:
+        assert everyone.control_group is not None  # it is open: over NCCL there is no other group for host values
+        return agree_on(*args)
+
+    everyone.agree_on = agree
+    module.grow()
+    fitted.fit_loop.max_epochs = 2
+    fitted.fit(module, loader(rank, world))
+    assert fitted.strategy._engine is not kept
+    assert fitted.state.finished
+
+
+def test_a_second_fit_of_a_module_that_is_sharded_anew_asks_its_own_engine() -> None:
+    """The question about empty loaders went over the groups of the engine of the first fit, which was closed."""
+    run(_again, WORLD, timeout_s=30)
+
+
+def _other_module(rank: int, world: int) -> None:
+    fitted = trainer(rank, world, 1, max_epochs=1)
+    fitted.fit(seeded(Net), loader(rank, world))
+    fitted.fit_loop.max_epochs = 2
+    fitted.fit(seeded(lambda: Estimates("setup")), loader(rank, world))
+    assert fitted.state.finished
+
+
+def test_the_setup_of_a_second_fit_reads_the_number_of_steps() -> None:
+    run(_other_module, WORLD, timeout_s=30)
 
 
 def _some(rank: int, world: int, kind: str) -> str:
