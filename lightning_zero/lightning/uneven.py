@@ -141,7 +141,8 @@ class EvenEvaluation:
                 f"The loaders of `{self._step}` have different numbers of batches: {listed}. {self._remedy}"
             )
         if self._is_unknown:
-            vars(self._loop)["on_run_end"] = partial(self._around_end, self._loop.on_run_end)
+            go_on = partial(type(self._loop).on_run_end, self._loop)  # an evaluation with an error has left its own
+            vars(self._loop)["on_run_end"] = partial(self._around_end, go_on)
 
     def announce(self) -> None:
         """Tell that this rank has a batch. Collective: all ranks, if a length is not known."""
@@ -149,7 +150,7 @@ class EvenEvaluation:
             self._everyone.any_is(True, f"agreement on a batch of `{self._step}`, which a rank has")
 
     def _around_end(self, go_on: Callable[[], T]) -> T:
-        vars(self._loop).pop("on_run_end")
+        vars(self._loop).pop("on_run_end", None)
         self._everyone.any_is(True, f"agreement on the end of the batches of `{self._step}`")
         return go_on()
 

@@ -241,6 +241,32 @@ def _evaluate_streamed(rank: int, world: int, options: dict[str, Any]) -> Any:
     return found[0][0]["val_loss"], torch.cat(found[1])
 
 
+class _FailsOnce(Deep):
+    fails = True
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.fails:
+            raise KeyError("in a validation")
+        return super().validation_step(batch, batch_idx)
+
+
+def _evaluate_again(rank: int, world: int) -> float:
+    lightning = trainer(rank, world, ZeroStrategy(**_pipeline(), timeout=timedelta(seconds=30)))
+    module = seeded(_FailsOnce)
+    with pytest.raises((KeyError, RuntimeError)):
+        lightning.validate(module, _loaders((3, 3), True)[0], verbose=False)
+    module.fails = False
+    found = lightning.validate(module, _loaders((3, 3), True)[0], verbose=False)
+    return float(found[0]["val_loss"])
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_an_error_has_ended_leaves_nothing_to_the_next() -> None:
+    """The loop kept the end that waits for others, and the next evaluation called it twice: `KeyError`."""
+    expected = run(_evaluate_streamed, 1, {"stage": 0})[0][0]
+    assert run(_evaluate_again, 2) == pytest.approx([expected] * 2, rel=1e-6)
+
+
 def test_loaders_without_a_length_are_evaluated_as_without_a_pipeline() -> None:
     expected = run(_evaluate_streamed, 1, {"stage": 0})[0]
     for loss, predicted in run(_evaluate_streamed, 2, _pipeline()):
