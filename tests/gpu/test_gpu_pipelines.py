@@ -20,6 +20,7 @@ from lightning_zero.lightning.precision import LossScale
 from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.parallel.pipeline.schedule.microbatches import _weighted_sum, batch_digest
 from lightning_zero.parallel.pipeline.stages.specs import LayerSpec
+from lightning_zero.parallel.pipeline.stages.written_tensors import Held, unwritten
 from tests import worlds
 from tests.lightning_programs import Ranks
 
@@ -285,3 +286,20 @@ def test_the_digest_of_a_batch_takes_little_memory_beside_it() -> None:
     ((nbytes, checks),) = worlds.run(_digested, 1, timeout_s=TIMEOUT_S)
     assert nbytes <= 48 * 2**20
     assert checks == [True] * 5
+
+
+def _copied(rank: int, world: int) -> tuple[int, bool]:
+    """Return the bytes of device memory that a run takes beside parameters it may write, and whether it is undone."""
+    param = nn.Parameter(torch.ones(2**22, device="cuda"))
+    held = Held([("param", param)], (), lambda: {"param": param._version}, [])
+    before = torch.cuda.memory_allocated()
+    with unwritten(held, may_write={"param"}):
+        nbytes = torch.cuda.memory_allocated() - before
+        param.data.mul_(2)
+    return nbytes, bool(param.eq(1).all())
+
+
+@pytest.mark.gpu
+def test_copies_of_parameters_that_a_run_may_write_lie_in_host_memory() -> None:
+    """A second copy of all parameters of a stage had no room on its device."""
+    assert worlds.run(_copied, 1, timeout_s=TIMEOUT_S) == [(0, True)]

@@ -60,7 +60,7 @@ def unwritten(held: Held, *, may_write: Collection[str] = (), compares_values: b
         before = [_Before.of_param(name, one) for name, one in held.params if _has_values(one)]
         before += [_Before.of_buffer(name, one) for name, one in held.buffers if _has_values(one)]
         copied = [one for one in before if one.name in may_write or (compares_values and one.is_small)]
-        copies = [(one, one.tensor.detach().clone()) for one in copied if one.shows_writes]
+        copies = [(one, one.copied()) for one in copied if one.shows_writes]
     yield undone
     now = held.num_writes()
     written = {name for name, number in now.items() if number != writes.get(name, 0)}
@@ -94,7 +94,7 @@ def undone_in(modules: Iterable[nn.Module], params: Collection[int]) -> Iterator
         own = [(name, one) for name, one in module._parameters.items() if one is not None and id(one) in params]
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             before = [_Before.of_param(name, one) for name, one in own if _has_values(one)]
-            found.append([(one, one.tensor.detach().clone()) for one in before])
+            found.append([(one, one.copied()) for one in before])
 
     def undo(*_: Any) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -138,6 +138,11 @@ class _Before(NamedTuple):
         """Whether other values are writes."""
         return self.is_buffer or self.of_class is nn.Parameter
 
+    def copied(self) -> Tensor:
+        """Return a copy of the values; in host memory if it is large, for a stage may have no room for it."""
+        values = self.tensor.detach()
+        return values.clone() if self.is_small else values.to("cpu", copy=True)
+
     def is_moved(self, lost: Sequence[Tensor]) -> bool:
         """Say whether a module buffer was written, also with the same values, which may be others in a later batch."""
         if not self.is_buffer or self.tensor._version == self.version:
@@ -161,7 +166,7 @@ class _Before(NamedTuple):
 def _changed(found: Sequence[tuple[_Before, Tensor]]) -> Iterator[str]:
     """Yield the names of tensors with other values than these. The host waits for a device once."""
     if found:
-        differing = [_differs(one.tensor.detach(), values) for one, values in found]
+        differing = [_differs(one.tensor.detach(), values.to(one.tensor.device)) for one, values in found]
         flags = torch.stack([flag.to(differing[0].device) for flag in differing]).tolist()
         yield from (one.name for (one, _), flag in zip(found, flags, strict=True) if flag)
 
