@@ -491,10 +491,11 @@ _PEERS: WeakKeyDictionary[Any, Peers] = WeakKeyDictionary()  # by default group
 
 
 def _this_process() -> list[Any]:
-    """Return the machine, the process numbers it counts, and this process's."""
-    with contextlib.suppress(OSError):
-        return [socket.gethostname(), os.readlink("/proc/self/ns/pid"), os.getpid()]
-    return [socket.gethostname(), "", os.getpid()]
+    """Return the machine as it has been started, the process numbers it counts, and this process's."""
+    start = numbers = ""
+    with contextlib.suppress(OSError):  # every Linux has the same first numbering
+        start, numbers = Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")
+    return [socket.gethostname(), start, numbers, os.getpid()]
 
 
 def _is_alive(pid: int) -> bool:

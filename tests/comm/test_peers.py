@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -89,6 +90,18 @@ def _end_without_a_word(rank: int, world: int, is_gone: bool) -> str:
 
 def test_a_rank_that_was_killed_is_named_long_before_the_timeout() -> None:
     assert "rank 1 gave no sign of life" in worlds.run(_end_without_a_word, 2, True)[0]
+
+
+def test_a_process_is_known_by_the_start_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers of two hosts may have one name, and the first numbering of processes is the same on every host."""
+    mine, read = peers_module._this_process(), Path.read_text
+
+    def restarted(path: Path) -> str:
+        return "another" if path.name == "boot_id" else read(path)
+
+    monkeypatch.setattr(Path, "read_text", restarted)
+    assert peers_module._this_process()[:-1] != mine[:-1]
+    assert peers_module._this_process()[-1] == mine[-1]
 
 
 def test_a_rank_whose_threads_stand_still_for_a_while_is_waited_for() -> None:
