@@ -26,6 +26,10 @@ def are_alike(one: Any, other: Any, depth: int = 0) -> bool:
         return True
     if isinstance(one, Tensor):
         return _same_values(one, other)
+    if isinstance(one, torch.Generator):
+        return one.device == other.device and torch.equal(one.get_state(), other.get_state())
+    if type(one) is object:  # a sentinel, which each has of its own
+        return True
     mine, theirs = _parts(one), _parts(other)
     if mine is None or theirs is None:
         return _are_equal(one, other)
@@ -33,9 +37,17 @@ def are_alike(one: Any, other: Any, depth: int = 0) -> bool:
 
 
 def _same_values(one: Tensor, other: Tensor) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
     if one.is_meta or other.is_meta:
-        return one.shape == other.shape
-    return one.device == other.device and torch.equal(one, other)
+        return True
+    if one.device != other.device:
+        return False
+    return torch.equal(one, other) or (one.layout is torch.strided and _are_equal_or_nan(one, other))
+
+
+def _are_equal_or_nan(one: Tensor, other: Tensor) -> bool:
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _parts(value: Any) -> Mapping[Any, Any] | None:

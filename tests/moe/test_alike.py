@@ -60,7 +60,18 @@ def test_parameters_and_modules_are_compared_elsewhere() -> None:
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [(1, True), (1, 1.0), (F.gelu, F.relu), ([1], [1, 2]), ({"a": 1}, {"b": 1}), (nn.Linear, nn.Conv1d), (None, 0)],
+    [
+        (1, True),
+        (1, 1.0),
+        (F.gelu, F.relu),
+        ([1], [1, 2]),
+        ({"a": 1}, {"b": 1}),
+        (nn.Linear, nn.Conv1d),
+        (None, 0),
+        (torch.ones(2), torch.ones(2).double()),
+        (torch.tensor([math.nan, 1.0]), torch.tensor([1.0, math.nan])),
+        (torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)),
+    ],
 )
 def test_others_differ(one: Any, other: Any) -> None:
     assert not are_alike(one, other)
@@ -69,3 +80,10 @@ def test_others_differ(one: Any, other: Any) -> None:
 def test_missing_numbers_are_alike() -> None:
     assert are_alike(math.nan, float("nan"))
     assert are_alike(torch.empty(3, device="meta"), torch.empty(3, device="meta"))
+    assert are_alike(torch.tensor([math.nan, 1.0]), torch.tensor([math.nan, 1.0]))
+
+
+def test_sentinels_and_generators_of_one_seed_are_alike() -> None:
+    """Each expert has its own, so layers were refused."""
+    assert are_alike(object(), object())
+    assert are_alike(torch.Generator().manual_seed(1), torch.Generator().manual_seed(1))
