@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine.buffers.buffer import FlatBuffer
-from lightning_zero.engine.buffers.parameter import is_called_by, raw_grad
+from lightning_zero.engine.buffers.parameter import is_called_by, raw_grad, running_call_of
 from lightning_zero.engine.buffers.sharded_gradient import ShardedGradient, mark_of_stage
 from lightning_zero.engine.engine_state import EngineState
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.errors import PipelineError
 
 __all__ = ["UnitOwner"]
+
+_ZERO_GRADS = (nn.Module.zero_grad, inspect.unwrap(Optimizer.zero_grad))
 
 
 class UnitOwner:
@@ -77,8 +81,10 @@ class UnitOwner:
                 " that earlier micro-batches of the same batch have: their backwards run before the step of later ones."
                 " Leave the call out: gradients are dropped before every batch."
             )
-        if index in gradients.waiting and is_called_by(nn.Module.zero_grad):
-            buffer.window.drop([index])
+        zero_grad = running_call_of(*_ZERO_GRADS) if index in gradients.waiting else None
+        if zero_grad is not None:
+            change = buffer.window.drop if zero_grad.f_locals["set_to_none"] else buffer.window.zero
+            change([index])
             return None
         if gradients.is_summing and index in gradients.waiting:
             return gradients.show_sum(index)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.errors import ShardedGradientError
+from lightning_zero.sharding import Sharding
 from tests import worlds
 from tests.references import TinyGPT, token_loss
 
@@ -89,6 +92,7 @@ class Accumulating(torch.optim.SGD):
 class GradientMomentum(torch.optim.SGD):
     """Keeps a part of the gradient."""
 
+    @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
         for group in self.param_groups:
             for param in group["params"]:
@@ -259,3 +263,44 @@ def test_what_the_engine_would_step_otherwise_is_refused() -> None:
     for zeroed, twice in worlds.run(_refusals, 2):
         assert "`step='backward'` has none to keep" in zeroed
         assert "twice in a group" in twice
+
+
+class Zeroing(torch.optim.SGD):
+    """Drops gradients in a method of its own."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+
+
+def _zeroed_while_waiting(rank: int, world: int, options: dict[str, Any], set_to_none: bool) -> None:
+    worlds.seed()
+    module, plain = (nn.Linear(3, 2, bias=False) for _ in range(2))
+    plain.load_state_dict(module.state_dict())
+    engine = ZeroEngine(**options)
+    with mock.patch.dict("os.environ", {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}):
+        engine.shard(module)
+    optimizers = Zeroing(module.parameters(), lr=0.1), Zeroing(plain.parameters(), lr=0.1)
+    engine.attach(optimizers[0])
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, microbatch: Callable[..., Any]) -> None:
+        model(torch.ones(1, 3)).sum().backward()
+        with microbatch(last=False):
+            model(torch.full((1, 3), 2.0)).sum().backward()
+        optimizer.zero_grad(set_to_none)
+        with microbatch(last=False):
+            model(torch.full((1, 3), 3.0)).sum().backward()
+        with microbatch(last=True):
+            model(torch.full((1, 3), 4.0)).sum().backward()
+        optimizer.step()
+
+    train(module, optimizers[0], engine.microbatch)
+    train(plain, optimizers[1], lambda last: contextlib.nullcontext())
+    torch.testing.assert_close(engine.full_param(module.weight), plain.weight.detach())
+    engine.close()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zeros"])
+@pytest.mark.parametrize("stage", [0, 1, "node"], ids="stage-{}".format)
+def test_the_optimizers_own_zero_grad_drops_gradients_that_wait(stage: Any, set_to_none: bool) -> None:
+    options = {"stage": Sharding(params="node", grads="node")} if stage == "node" else {"stage": stage}
+    worlds.run(_zeroed_while_waiting, 2, options, set_to_none)

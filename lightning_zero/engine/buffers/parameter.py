@@ -616,10 +616,16 @@ def _is_in_state_dict() -> bool:
 
 def is_called_by(function: Any) -> bool:
     """Say whether a Python function is running, at any depth."""
-    frame = sys._getframe()
-    while frame is not None and frame.f_code is not function.__code__:
-        frame = cast(types.FrameType, frame.f_back)
-    return frame is not None
+    return running_call_of(function) is not None
+
+
+def running_call_of(*functions: Any) -> types.FrameType | None:
+    """Return the frame of the innermost running call of one of some Python functions, at any depth."""
+    codes = {function.__code__ for function in functions}
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    return frame
 
 
 def _require_own_stage(param: nn.Parameter) -> None:

@@ -53,7 +53,7 @@ _ELEMENTWISE = frozenset([
     "nelement", "dim", "size", "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous",
     "get_device", "data_ptr", "__hash__", "__repr__", "is_inference", "untyped_storage", "record_stream", "clip",
     "clip_", "nan_to_num", "nan_to_num_", "__invert__", "__len__", "fill", "float_power", "hardswish",
-    "isclose", "isreal", "log_sigmoid", "softsign", "tanhshrink",
+    "isclose", "isreal", "log_sigmoid", "log_sigmoid_forward", "softsign", "tanhshrink",
 ])  # fmt: skip
 _NORM_NUMEL = 2**22  # of one piece: 32 MiB in float64
 _NORMS = frozenset(["vector_norm", "linalg_vector_norm", "linalg_norm", "norm", "_foreach_norm"])
@@ -65,11 +65,14 @@ RANDOM = frozenset([
 _QUESTIONS = frozenset(["to", "type", "type_as"])  # other arguments give their dtype only
 _OF_WHOLE = frozenset([".T", ".mT", ".H", ".mH", ".__cuda_array_interface__"])  # attributes
 _EXTREMA = frozenset(["max", "min"])  # element-wise with a second tensor only
-_OPERATORS = {"truediv": "div", "floordiv": "div", "or": "bitwise_or", "and": "bitwise_and"}
+_OPERATORS = {
+    "truediv": "div", "floordiv": "div", "or": "bitwise_or", "and": "bitwise_and", "lshift": "bitwise_left_shift",
+    "rshift": "bitwise_right_shift",
+}  # fmt: skip
 _ALIASES = {
     "_threshold": "threshold", "absolute": "abs", "arctan2": "atan2", "divide": "div", "expit": "sigmoid",
     "fix": "trunc", "floor_divide": "div", "gammaln": "lgamma", "greater": "gt", "greater_equal": "ge", "less": "lt",
-    "less_equal": "le", "multiply": "mul", "negative": "neg", "not_equal": "ne", "psi": "digamma", "subtract": "sub",
+    "less_equal": "le", "multiply": "mul", "negative": "neg", "not_equal": "ne", "psi": "digamma", "rsub": "sub", "subtract": "sub",
     "true_divide": "div", **{f"arc{name}": f"a{name}" for name in ("cos", "sin", "tan", "cosh", "sinh", "tanh")},
 }  # fmt: skip
 
@@ -533,7 +536,7 @@ def _is_elementwise(name: str) -> bool:
         return name not in _OF_WHOLE
     if name == "equal":  # PyTorch marks it as point-wise, and its result is one for the whole
         return False
-    operator = re.fullmatch(r"__(i|r)?(\w+?)__", name)
+    operator = re.fullmatch(r"__(i|r(?!shift))?(\w+?)__", name)
     if name in _ELEMENTWISE:
         return True
     if operator is not None:

@@ -30,7 +30,7 @@ _OWN = frozenset({"step", "zero_grad", "add_param_group", "state_dict", "load_st
 
 def defines_zero_grad(cls: type[Optimizer]) -> bool:
     """Say whether a class has another ``zero_grad`` than PyTorch's."""
-    return cls.zero_grad is not Optimizer.zero_grad and not _is_pytorchs(cls.zero_grad)
+    return not all(_is_pytorchs(function) for function in _functions_of(cls.zero_grad))
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zero.engine.optim.whole_operations import WholeOperations
 
 ELEMENTWISE: dict[str, Callable[[Tensor], Any]] = {
     "arithmetic": lambda grad: grad.mul(2).add_(grad, alpha=3).sqrt().clamp_(min=1),
+    "reversed": lambda grad: 1 - (1 / (2 ** (1 - grad))),
+    "shifts": lambda grad: (((grad.int() << 1) >> 1) << torch.ones(4, dtype=torch.int)).__irshift__(1),
+    "log-sigmoid": nn.functional.logsigmoid,
     "foreach": lambda grad: torch._foreach_addcdiv_([grad], [grad], [grad + 1], [0.5]),
     "views": lambda grad: grad.view(-1).reshape(3, 4).t().unsqueeze(0).to(torch.float64).clone(),
     "masks": lambda grad: grad.masked_fill_(grad > 1, 1).isfinite(),
