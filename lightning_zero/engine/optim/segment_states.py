@@ -118,7 +118,10 @@ class SegmentStates:
     # -- Segments --------------------------------------------------------------------------------------------------
 
     def cut(self, param: nn.Parameter, place: BufferSlot) -> None:
-        """Cut states that the optimizer made in its constructor to this rank's segment, on the device of that."""
+        """Cut states that the optimizer made in its constructor to this rank's segment, on the device of that.
+
+        Those in the parameter's own dtype get that of the segment; others were given theirs on purpose.
+        """
         buffer, index = place
         start, stop = buffer.own_range.elements(index)
         whole = torch.Size(buffer.layout.slots[index].shape)
@@ -130,7 +133,9 @@ class SegmentStates:
                 state[key] = value.as_subclass(torch.Tensor)
             elif torch.is_tensor(value) and key != "step" and value.shape == whole and not is_counter(key, value):
                 piece = value.reshape(-1)[start:stop].clone() if buffer.own_range.is_shard else value
-                state[key] = _beside(buffer.values.stepped, piece)
+                stepped = buffer.values.stepped
+                is_like_param = value.dtype == buffer.kind.original
+                state[key] = piece.to(stepped.device, stepped.dtype if is_like_param else value.dtype)
 
     def fit(self, places: Iterable[BufferSlot]) -> None:
         """Cut whole states that were assigned by hand; PyTorch's kernels do not look how long a state is.

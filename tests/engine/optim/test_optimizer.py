@@ -383,6 +383,36 @@ def test_states_keep_their_dtype(stage: int) -> None:
     worlds.run(_dtypes_of_states, 2, stage)
 
 
+class InOtherDtypes(Momentum):
+    """Makes states in its constructor that are wider or narrower than the parameters."""
+
+    def __init__(self, params: Any, dtype: torch.dtype) -> None:
+        super().__init__(params)
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["average"] = torch.zeros(param.shape)
+            self.state[param]["other"] = torch.zeros_like(param, dtype=dtype)
+            self.state[param]["alike"] = torch.zeros_like(param)
+
+
+def _other_dtypes(rank: int, world: int, stage: int) -> None:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for own, other, masters, alike in ((fp32, bf16, True, fp32), (bf16, fp32, False, bf16), (bf16, fp32, True, fp32)):
+        engine = ZeroEngine(stage=stage, precision=MixedPrecision(masters=masters))
+        module = engine.shard(nn.Linear(5, 3).to(own))
+        optimizer = InOtherDtypes(module.parameters(), other)
+        for _ in range(2):  # attached again
+            engine.attach(optimizer)
+            states = list(optimizer.state.values())
+            assert [state["other"].dtype for state in states] == [other] * 2
+            assert [state["alike"].dtype for state in states] == [alike] * 2
+        engine.close()
+
+
+@stages
+def test_states_of_other_dtypes_than_the_parameter_keep_them(stage: int) -> None:
+    worlds.run(_other_dtypes, 2, stage)
+
+
 def _attached_again(rank: int, world: int, stage: int) -> None:
     module = nn.Linear(1, 1)
     module.bias = nn.Parameter(torch.ones(()))
