@@ -220,6 +220,77 @@ def test_norms_in_a_method_are_those_of_the_whole(options: str) -> None:
     assert max(worlds.run(_trained, 2, "norm-in-method", OPTIONS[options])) < 1e-6
 
 
+class Measured(torch.optim.Optimizer):
+    """Measures and changes its states in methods and in a property."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            average = self.state[param].setdefault("average", torch.zeros_like(param))
+            assert type(average) is torch.Tensor
+            param.sub_(average.mul_(0.9).add_(param.grad), alpha=0.1)
+
+    def norm(self) -> torch.Tensor:
+        return self._norm()
+
+    def _norm(self) -> torch.Tensor:
+        return torch.stack([state["average"].norm() for state in self.state.values()]).norm()
+
+    @property
+    def last_norm(self) -> torch.Tensor:
+        return self.state[self.param_groups[0]["params"][-1]]["average"].norm()
+
+    @torch.no_grad()
+    def clip(self) -> None:
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            assert state["average"].shape == param.shape
+            state["before"] = state["average"].clone().view(-1)
+            state["average"].div_(state["average"].norm())
+            param.add_(state["average"], alpha=0.1)
+
+    def mean(self) -> torch.Tensor:
+        return torch.stack([state["average"].mean() for state in self.state.values()])
+
+
+def _norms_of_states(rank: int, world: int, stage: int) -> None:
+    worlds.seed()
+    module = nn.Linear(3, 3)
+    plain = copy.deepcopy(module)
+    engine = ZeroEngine(stage)
+    engine.shard(module)
+    optimizer, expected = Measured(module.parameters()), Measured(plain.parameters())
+    engine.attach(optimizer)
+    for model, one in ((module, optimizer), (plain, expected)):
+        for number in range(2):
+            model(torch.full((1, 3), 1.0 + number)).square().sum().backward()
+            one.step()
+            one.zero_grad()
+    torch.testing.assert_close(optimizer.norm(), expected.norm())
+    torch.testing.assert_close(optimizer.last_norm, expected.last_norm)
+    torch.testing.assert_close(optimizer._norm(), expected.norm())
+    assert all(type(value) is torch.Tensor for value in optimizer.state_dict()["state"][0].values())
+    for one in (optimizer, expected):
+        one.clip()
+    for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(engine.full_param(mine), theirs.detach())
+    torch.testing.assert_close(optimizer.norm(), expected.norm())
+    if stage:
+        with pytest.raises(ShardedGradientError, match="`mean` needs a whole optimizer state"):
+            optimizer.mean()
+    optimizer.state_dict()
+    assert all(type(value) is torch.Tensor for state in vars(optimizer)["state"].values() for value in state.values())
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3], ids="stage{}".format)
+def test_norms_of_states_in_methods_and_properties_are_those_of_whole_states(stage: int) -> None:
+    worlds.run(_norms_of_states, 2, stage)
+
+
 def _sums_in_method(rank: int, world: int) -> None:
     engine = ZeroEngine(3)
     optimizer: Any = engine.attach(Projected(engine.shard(nn.Linear(2, 3)).parameters(), lr=0.1))

@@ -72,8 +72,9 @@ _OPERATORS = {
 _ALIASES = {
     "_threshold": "threshold", "absolute": "abs", "arctan2": "atan2", "divide": "div", "expit": "sigmoid",
     "fix": "trunc", "floor_divide": "div", "gammaln": "lgamma", "greater": "gt", "greater_equal": "ge", "less": "lt",
-    "less_equal": "le", "multiply": "mul", "negative": "neg", "not_equal": "ne", "psi": "digamma", "rsub": "sub", "subtract": "sub",
-    "true_divide": "div", **{f"arc{name}": f"a{name}" for name in ("cos", "sin", "tan", "cosh", "sinh", "tanh")},
+    "less_equal": "le", "multiply": "mul", "negative": "neg", "not_equal": "ne", "psi": "digamma", "rsub": "sub",
+    "subtract": "sub", "true_divide": "div",
+    **{f"arc{name}": f"a{name}" for name in ("cos", "sin", "tan", "cosh", "sinh", "tanh")},
 }  # fmt: skip
 
 

@@ -1,13 +1,14 @@
 """A state of an optimizer as the program sees it between steps: this rank's segment, which never passes for the whole.
 
 Rows and masks are cut, element-wise writes and norms are right, everything else is refused, as of a gradient in the
-step window (``sharded_gradient.py``). The optimizer's own code sees plain tensors.
+step window (``sharded_gradient.py``). In methods of the optimizer the shape is the segment's. Its ``step`` sees plain
+tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -25,6 +26,7 @@ class ShardedState(ShardedGradient):
     """This rank's segment of a state: (segment numel,), 1-D."""
 
     noun = "optimizer state"
+    in_methods: ClassVar[type[ShardedState]]
 
     @classmethod
     def __torch_function__(
@@ -41,7 +43,8 @@ class ShardedState(ShardedGradient):
             flat = cut._replace(shape=torch.Size([cut.shape.numel()]))
             with torch._C.DisableTorchFunctionSubclass():
                 viewed: torch.Tensor = args[0].view(-1)
-            return viewed.as_subclass(sharded_state_class(cls.communicator, flat))
+            made = sharded_state_class(cls.communicator, flat)
+            return viewed.as_subclass(made if cls.whole is not None else made.in_methods)
         return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
@@ -67,4 +70,7 @@ class ShardedState(ShardedGradient):
 
 def sharded_state_class(communicator: Communicator, cut: Cut) -> type[ShardedState]:
     """Return the class of the states of one parameter, whose norms are finished over ``communicator``."""
-    return type("ShardedState", (ShardedState,), {"communicator": communicator, "cut": cut, "whole": cut})
+    body = {"communicator": communicator, "cut": cut, "whole": cut}
+    made: type[ShardedState] = type("ShardedState", (ShardedState,), body)
+    made.in_methods = type("ShardedState", (made,), {"whole": None})
+    return made

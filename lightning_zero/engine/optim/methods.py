@@ -4,7 +4,9 @@ Note [Methods see segments]
     A method that reads or writes parameters, or its states of them, must see this rank's segments, as ``step`` does.
     So the parameters of the optimizer are watched while a method runs. When it asks about one of them, the step window
     opens; when it uses values, these are made the parameters' when it returns. A method that touches no parameter, such
-    as one that returns a learning rate, costs nothing and may be called by one rank alone.
+    as one that returns a learning rate, costs nothing and may be called by one rank alone. Norms of states, as those of
+    parameters, are finished over the ranks: all of them call it. In properties and private methods, which are not
+    watched, states are those that the program sees between steps.
 """
 
 from __future__ import annotations
@@ -23,7 +25,15 @@ from torch.optim import Optimizer
 from lightning_zero.engine.buffers.parameter import WatchedParameter, has_class, swap_class, unwatch, watch
 from lightning_zero.engine.buffers.segment_parameter import SegmentParameter
 
-__all__ = ["MethodCalls", "RunningStep", "defines_zero_grad", "may_use_closure", "methods_on_segments", "needs_closure"]
+__all__ = [
+    "MethodCalls",
+    "RunningStep",
+    "defines_zero_grad",
+    "keeps_states_plain",
+    "may_use_closure",
+    "methods_on_segments",
+    "needs_closure",
+]
 
 _OWN = frozenset({"step", "zero_grad", "add_param_group", "state_dict", "load_state_dict", "share_memory"})
 
@@ -48,6 +58,16 @@ def may_use_closure(optimizer: Optimizer) -> bool:
         return needs_closure(optimizer)
     options = inspect.signature(optimizer.step).parameters
     return "closure" in options or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in options.values())
+
+
+def keeps_states_plain(frame: FrameType | None, optimizer: Optimizer) -> bool:
+    """Say whether states are read for a ``state_dict``, a pickle and the like, by the optimizer's own code."""
+    while frame is not None and frame.f_locals.get("self") is optimizer:
+        name = frame.f_code.co_name
+        if name in _OWN or (name.startswith("__") and name.endswith("__")):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _functions_of(method: Any) -> Iterator[Any]:
@@ -119,6 +139,10 @@ class Segments(Protocol):
         """Make the segments in the window the parameters' values. Collective at stages 1 and 2: all ranks."""
         ...
 
+    def end_methods(self) -> None:
+        """Make states plain tensors again behind a method."""
+        ...
+
 
 class MethodCalls:
     """Watches the parameters of an optimizer while one of its methods runs; see Note [Methods see segments].
@@ -151,9 +175,11 @@ class MethodCalls:
         self._watch()
         try:
             yield
+            self._segments.end_methods()
             if self._are_used:
                 self._segments.accept_values()
         finally:
+            self._segments.end_methods()
             self._end_watch()
             self._classes = None
             if self._is_open:

@@ -27,7 +27,13 @@ from lightning_zero.engine.buffers.labels import label
 from lightning_zero.engine.buffers.update import StepThread, Update
 from lightning_zero.engine.optim.deferred_steps import DeferredSteps
 from lightning_zero.engine.optim.flat_step import BufferSlot, FlatStep
-from lightning_zero.engine.optim.methods import MethodCalls, RunningStep, defines_zero_grad, methods_on_segments
+from lightning_zero.engine.optim.methods import (
+    MethodCalls,
+    RunningStep,
+    defines_zero_grad,
+    keeps_states_plain,
+    methods_on_segments,
+)
 from lightning_zero.engine.optim.moments import MomentFormat
 from lightning_zero.engine.optim.optimizer_checks import OptimizerChecks
 from lightning_zero.engine.optim.segment_states import SegmentStates
@@ -316,11 +322,14 @@ class ShardedOptimizer:
 
     def accept_values(self) -> None:
         """Make the segments in the window the parameters' values. Collective at stages 1 and 2: all ranks."""
-        self.states.make_plain()
         self._take_values()
         for buffer, index in self.places:
             buffer.mark_stepped(index)
         self._publish()
+
+    def end_methods(self) -> None:
+        """Make states plain tensors again behind a method."""
+        self.states.end_methods()
 
     def _take_values(self) -> None:
         if self._flat_step is None:
@@ -420,8 +429,10 @@ class ShardedOptimizer:
         reader = frame.f_globals.get("__name__", "")
         if not reader.startswith("lightning_zero."):
             self.states.are_seen = True
-        if reader.startswith(_PLAIN_READERS) or frame.f_locals.get("self") is self.optimizer:
+        if reader.startswith(_PLAIN_READERS) or keeps_states_plain(frame, self.optimizer):
             self.states.hide()
+        elif self._calls.are_running:
+            self.states.show_to_methods()
         else:
             self.states.show()
 
@@ -572,7 +583,7 @@ def _subclass(sharded: ShardedOptimizer) -> type[Optimizer]:
 
     def state(self: Optimizer) -> Any:
         sharded.finish_deferred()
-        if not sharded.is_running:
+        if not sharded._running_step:
             sharded.note_reader(sys._getframe(1))
         return vars(self if "state" in vars(self) else sharded.optimizer)["state"]  # else in a `LightningOptimizer`
 

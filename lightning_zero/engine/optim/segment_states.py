@@ -54,6 +54,7 @@ class SegmentStates:
         self.are_seen = False
         self.are_kept = False
         self._are_shown = False  # some may have the class that programs see
+        self._are_of_methods = False  # or the one that methods of the optimizer see
         self._have_been_shown = False
         self._given: dict[str, Any] | None = None  # to ``load_state_dict``, while it runs
         self._classes: dict[int, type[ShardedState] | None] = {}  # these classes, by ``id`` of the parameter
@@ -68,9 +69,28 @@ class SegmentStates:
 
     def show(self) -> None:
         """Let the program see segments that do not pass for whole states, until ``hide``."""
-        if self._are_shown or not self._moments.dtype.is_floating_point:  # those are codes
+        if not self._are_shown:
+            self._have_been_shown = True
+            self._show(lambda made: made)
+
+    def show_to_methods(self) -> None:
+        """Let a method of the optimizer see segments of their own shape that do not pass for whole states."""
+        if not self._are_of_methods:
+            self.hide()
+            self._show(lambda made: made.in_methods)
+            self._are_of_methods = True
+
+    def end_methods(self) -> None:
+        """Make those that a method has made, or has seen, plain tensors again."""
+        self.make_plain()
+        if self._are_of_methods:
+            self.hide()
+            self.show_again()
+
+    def _show(self, choose: Callable[[type[ShardedState]], type[ShardedState]]) -> None:
+        if not self._moments.dtype.is_floating_point:  # those are codes
             return
-        self._are_shown = self._have_been_shown = True
+        self._are_shown = True
         for param, state in vars(self._optimizer)["state"].items():
             made = self._class_of(param)
             if made is None:
@@ -78,13 +98,13 @@ class SegmentStates:
             shape = self._segment_shape(param)
             for key, value in state.items():
                 if key != "step" and type(value) is torch.Tensor and value.shape == shape:
-                    value.__class__ = made
+                    value.__class__ = choose(made)
 
     def hide(self) -> None:
         """Let the optimizer and the engine see plain tensors."""
         if not self._are_shown:
             return
-        self._are_shown = False
+        self._are_shown = self._are_of_methods = False
         for state in vars(self._optimizer)["state"].values():
             for value in state.values() if isinstance(state, dict) else ():
                 if isinstance(value, ShardedState):
